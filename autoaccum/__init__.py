@@ -9,34 +9,34 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.accumulator import Accumulator as Accumulator
-    from autoaccum.accumulation.observers import AccumulationWarning as AccumulationWarning
-    from autoaccum.accumulation.observers import StepResult as StepResult
     from autoaccum.accumulation.schedule import windows as windows
+    from autoaccum.accumulation.step_result import AccumulationWarning as AccumulationWarning
+    from autoaccum.accumulation.step_result import StepResult as StepResult
+    from autoaccum.api import fit as fit
+    from autoaccum.api import tune as tune
+    from autoaccum.planning.plan import Plan as Plan
     from autoaccum.planning.planner import plan as plan
-    from autoaccum.planning.records import Plan as Plan
-    from autoaccum.reporting.fitting import fit as fit
-    from autoaccum.reporting.tuned import tune as tune
-    from autoaccum.training.events import FitResult as FitResult
-    from autoaccum.tuning.records import Tuning as Tuning
-    from autoaccum.verification.records import Verification as Verification
-    from autoaccum.verification.verifying import verify as verify
+    from autoaccum.training.fit_events import FitResult as FitResult
+    from autoaccum.tuning.tuning_result import Tuning as Tuning
+    from autoaccum.verification.verification_result import Verification as Verification
+    from autoaccum.verification.verification_setup import verify as verify
     from autoaccum.workload.spec import Workload as Workload
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AccumulationWarning": "autoaccum.accumulation.observers",
+    "AccumulationWarning": "autoaccum.accumulation.step_result",
     "Accumulator": "autoaccum.accumulation.accumulator",
-    "StepResult": "autoaccum.accumulation.observers",
+    "StepResult": "autoaccum.accumulation.step_result",
     "windows": "autoaccum.accumulation.schedule",
-    "FitResult": "autoaccum.training.events",
-    "fit": "autoaccum.reporting.fitting",
-    "Plan": "autoaccum.planning.records",
+    "FitResult": "autoaccum.training.fit_events",
+    "fit": "autoaccum.api",
+    "Plan": "autoaccum.planning.plan",
     "plan": "autoaccum.planning.planner",
-    "Tuning": "autoaccum.tuning.records",
-    "tune": "autoaccum.reporting.tuned",
-    "Verification": "autoaccum.verification.records",
-    "verify": "autoaccum.verification.verifying",
+    "Tuning": "autoaccum.tuning.tuning_result",
+    "tune": "autoaccum.api",
+    "Verification": "autoaccum.verification.verification_result",
+    "verify": "autoaccum.verification.verification_setup",
     "Workload": "autoaccum.workload.spec",
 }
 

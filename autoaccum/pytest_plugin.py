@@ -32,7 +32,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
     def check(workload: str | os.PathLike[str], *, limit: str | None = None, **asked: Any) -> None:
         __tracebackhide__ = True
         from autoaccum.errors import AutoaccumError, UsageError
-        from autoaccum.guarding.guarding import check_fits
+        from autoaccum.guarding.guard_run import check_fits
 
         failure = ""
         try:
@@ -56,7 +56,7 @@ def _find(workload: str, root: Path, beside: Path) -> str:
         WorkloadError: There is no such file.
     """
     from autoaccum.errors import WorkloadError
-    from autoaccum.workload.names import split_reference
+    from autoaccum.workload.module_names import split_reference
 
     file, colon, name = split_reference(workload)
     for folder in (root, beside):

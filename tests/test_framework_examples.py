@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.changes import state_digest
-from autoaccum.accumulation.observers import AccumulationWarning
-from autoaccum.accumulation.planned import facts_here
+from autoaccum.accumulation.plan_check import facts_here
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
-from autoaccum.workload.weights import resolve_objective
+from autoaccum.workload.objective import resolve_objective
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TARGET, MICRO_BATCH, RATE = 12, 5, 0.1

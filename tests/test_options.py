@@ -15,7 +15,7 @@ from autoaccum.cli import flags, main
 from autoaccum.devices.base import TrialSettings
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.options import WORKLOAD_OPTIONS, OptionArguments, Options
-from autoaccum.planning import subjects
+from autoaccum.planning import plan_setup
 from autoaccum.units import MemorySize
 from autoaccum.workload.spec import Workload
 
@@ -50,7 +50,7 @@ def test_every_option_walks_from_the_command_line_to_the_process_of_the_trials(
         seen.append(settings)
         raise NotMeasuredError("far enough")
 
-    monkeypatch.setattr(subjects, "make_device", make_device)
+    monkeypatch.setattr(plan_setup, "make_device", make_device)
     text, value = ASKED[name]
     flag = [f"--{name.replace('_', '-')}", *([text] if text else [])]
     done = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "12", "-q", *flag])

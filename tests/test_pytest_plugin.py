@@ -12,7 +12,7 @@ import pytest
 
 import autoaccum
 from autoaccum.guarding.cases import make_case
-from autoaccum.guarding.guarding import guard
+from autoaccum.guarding.guard_run import guard
 from autoaccum.guarding.project import find_project
 
 ROOT = Path(autoaccum.__file__).parents[1]

@@ -15,11 +15,11 @@ from torch import nn
 
 from autoaccum.cli import guard, tune
 from autoaccum.devices.base import Trial
-from autoaccum.devices.rehearsal import Rehearsal
-from autoaccum.devices.simulated.catalog import all_cards
+from autoaccum.devices.simulated.cards import all_cards
+from autoaccum.devices.trial_run import TrialRun
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.project import find_project
-from autoaccum.planning.records import Plan
+from autoaccum.planning.plan import Plan
 from autoaccum.workload.loading import load_workload
 
 ROOT = Path(__file__).parents[1]
@@ -60,7 +60,7 @@ def test_what_stands_around_the_step_is_part_of_a_workload(tmp_path: Path) -> No
     lines = "model = nn.Linear(4, 3)\ncriterion = nn.CrossEntropyLoss()\n"
     path.write_text(f"{head}{lines}{block('keeps =')}", encoding="utf-8")
     workload = load_workload(str(path))
-    rehearsal = Rehearsal(workload, 4)
+    rehearsal = TrialRun(workload, 4)
     rehearsal.run((2, 2))
     assert workload.evaluation_batch == 64
     assert len(rehearsal.averages) == len(rehearsal.outputs) == 2, "weight and bias, output and loss"

@@ -15,8 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
-from autoaccum.accumulation.cautions import BufferVersions, balancing_warning
-from autoaccum.accumulation.changes import ForwardWatch, batch_versions
+from autoaccum.accumulation.first_step_checks import BufferVersions, balancing_warning
 from autoaccum.accumulation.gradients import (
     GradientBuffers,
     choose_scaler,
@@ -25,30 +24,31 @@ from autoaccum.accumulation.gradients import (
     needs_buffers,
     rounding_warning,
 )
-from autoaccum.accumulation.observers import StepObserver, StepPhase, WeightingWarning, warn_caller
-from autoaccum.accumulation.observers import StepResult as StepResult
-from autoaccum.accumulation.planned import (
+from autoaccum.accumulation.plan_check import (
     PlanLike,
     check_plan,
     choose_ceiling,
     choose_objective,
     choose_recorded,
 )
-from autoaccum.accumulation.randomness import own_generators
-from autoaccum.accumulation.ranks import check_group
 from autoaccum.accumulation.recovery import (
-    HeldInterrupts,
-    find_shortage,
+    DelayedInterrupts,
+    find_out_of_memory,
     forget,
     is_context_dead,
     release_memory,
     shrink,
 )
+from autoaccum.accumulation.rng_state import own_generators
 from autoaccum.accumulation.schedule import check_multiple, split_evenly
-from autoaccum.accumulation.state import Transaction
+from autoaccum.accumulation.state_hash import ForwardWatch, batch_versions
+from autoaccum.accumulation.step_result import StepObserver, StepPhase, WeightingWarning, warn_caller
+from autoaccum.accumulation.step_result import StepResult as StepResult
+from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.validation import (
     check_clip_norm,
+    check_group,
     check_model,
     check_optimizer,
     check_precision,
@@ -58,8 +58,8 @@ from autoaccum.accumulation.validation import (
 from autoaccum.errors import DoesNotFitError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
-from autoaccum.workload.candidates import ignored_labels_warning
-from autoaccum.workload.weights import Weights
+from autoaccum.workload.divisor_candidates import ignored_labels_warning
+from autoaccum.workload.objective import Weights
 
 
 class Accumulator:
@@ -179,7 +179,7 @@ class Accumulator:
         self._backpropagation = BACKPROPAGATIONS[norms](
             model, objective, precision=chosen, scaler=scaler, enter=self._enter
         )
-        self._interrupts = HeldInterrupts()
+        self._interrupts = DelayedInterrupts()
         self._generators = own_generators(self._modules())
         self._is_first = True
         self._has_warned = self._has_accumulated = False
@@ -400,7 +400,7 @@ class Accumulator:
     def _refuse(self, error: BaseException, largest: int, failed_in: list[StepPhase], *, is_same: bool) -> None:
         """Raise `error`, or the clear no it means, unless the batch can be repeated in smaller parts."""
         try:
-            shortage = None if isinstance(error, UpdateInterrupted) else find_shortage(error)
+            shortage = None if isinstance(error, UpdateInterrupted) else find_out_of_memory(error)
             if shortage is None or not self._recover:
                 raise error
             if not is_same:

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.cautions import compares_samples
 from autoaccum.accumulation.coupling import COMPARED, listed
+from autoaccum.accumulation.first_step_checks import compares_samples
 from autoaccum.accumulation.gradients import GradientBuffers
-from autoaccum.accumulation.observers import StepPhase, warn_caller
+from autoaccum.accumulation.step_result import StepPhase, warn_caller
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import move_batch
-from autoaccum.workload.weights import Objective, Reduction, Weights, match_weights
+from autoaccum.workload.objective import Objective, Reduction, Weights, match_weights
 
 
 def make_shares(weights: Sequence[Weights], reduction: Reduction) -> tuple[Weights, ...]:

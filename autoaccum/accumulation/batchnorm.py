@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.accumulation.coupling import listed
-from autoaccum.accumulation.state import is_plain_tensor
+from autoaccum.accumulation.transaction import is_plain_tensor
 from autoaccum.errors import UsageError
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -21,10 +21,10 @@ from autoaccum.accumulation.batchnorm import (
 )
 from autoaccum.accumulation.coupling import listed
 from autoaccum.accumulation.gradients import GradientBuffers
-from autoaccum.accumulation.state import is_plain_tensor
+from autoaccum.accumulation.transaction import is_plain_tensor
 from autoaccum.errors import UsageError
 from autoaccum.options import BatchNormMode
-from autoaccum.workload.weights import Weights
+from autoaccum.workload.objective import Weights
 
 
 class _Call:

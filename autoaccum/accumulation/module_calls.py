@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autoaccum.workload import nests
+from autoaccum.workload import pytree
 
 Name: TypeAlias = "tuple[str, str, int]"
 """A module's name, `in` or `out`, and its calls before this one."""
@@ -147,10 +147,10 @@ def exchange(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(node, Tensor):
         dense = node.is_floating_point() and not node.is_nested and not node.is_sparse and not node.is_sparse_csr
         return change(node) if dense else node
-    children = nests.children(node)
+    children = pytree.children(node)
     if children is None:
         return node
     changed = [exchange(child, change) for _, child in children]
     if all(new is old for new, (_, old) in zip(changed, children, strict=True)):
         return node
-    return nests.rebuild(node, changed)
+    return pytree.rebuild(node, changed)

@@ -21,7 +21,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Shortage:
+class OutOfMemory:
     """An error that means memory ran out.
 
     Attributes:
@@ -94,7 +94,7 @@ _DEAD_CONTEXT = re.compile(
 )
 
 
-def find_shortage(error: BaseException) -> Shortage | None:
+def find_out_of_memory(error: BaseException) -> OutOfMemory | None:
     """Say whether `error`, or one it was raised from, means that memory ran out.
 
     By type first (`torch.OutOfMemoryError`, `MemoryError`, an `OSError` with ENOMEM), then by the texts above, which
@@ -148,17 +148,17 @@ def forget(error: BaseException) -> None:
         traceback.clear_frames(link.__traceback__)
 
 
-def _match(error: BaseException) -> Shortage | None:
+def _match(error: BaseException) -> OutOfMemory | None:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return Shortage(certain=True, text=type(error).__name__)
+        return OutOfMemory(certain=True, text=type(error).__name__)
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return Shortage(certain=True, text="ENOMEM")
+        return OutOfMemory(certain=True, text="ENOMEM")
     if not isinstance(error, (RuntimeError, OSError)):
         return None
     text = str(error)
     certain = _CERTAIN.search(text)
     found = certain or _UNCERTAIN.search(text)
-    return None if found is None else Shortage(certain is not None, found.group())
+    return None if found is None else OutOfMemory(certain is not None, found.group())
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -178,7 +178,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class HeldInterrupts:
+class DelayedInterrupts:
     """Within it SIGINT, and SIGTERM where Python handles it, wait for `deliver` or the end; a second comes at once.
 
     A KeyboardInterrupt strikes between any two bytecodes: half-way through an update, or within the `__exit__` of a
@@ -192,7 +192,7 @@ class HeldInterrupts:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._waiting: dict[int, FrameType | None] = {}
 
-    def __enter__(self) -> HeldInterrupts:
+    def __enter__(self) -> DelayedInterrupts:
         if threading.current_thread() is threading.main_thread():
             handlers = {int(number): signal.getsignal(number) for number in _SIGNALS}
             self._handlers = {

@@ -14,11 +14,11 @@ import click
 from autoaccum.cli.flags import count, natural, options, positive
 from autoaccum.cli.outputs import running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError
-from autoaccum.reporting.plain_text import near_path
-from autoaccum.training.events import CheckpointWritten, Started, Updated
+from autoaccum.reporting.tables import near_path
+from autoaccum.training.fit_events import CheckpointWritten, Started, Updated
 
 if TYPE_CHECKING:
-    from autoaccum.training.events import FitResult
+    from autoaccum.training.fit_events import FitResult
 
 _OUTPUTS = ("as_json", "quiet", "resume")
 _SIGNALLED = (129, 143)
@@ -107,11 +107,11 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
 
 
 def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) -> FitResult:
-    from autoaccum.devices.recording import describe_failure, failure_error
-    from autoaccum.reporting.consoles import make_console
-    from autoaccum.reporting.training_progress import TrainingProgress
-    from autoaccum.training.fitting import train
-    from autoaccum.training.request import FitRequest
+    from autoaccum.devices.child.replies import describe_failure, failure_error
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.fit_report import TrainingProgress
+    from autoaccum.training.fit_request import FitRequest
+    from autoaccum.training.trainer import train
 
     request = FitRequest.of(workload, asked)
     with ExitStack() as stack:
@@ -153,8 +153,8 @@ def _warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, *, as_json: bool, quiet: bool) -> None:
-    from autoaccum.reporting.consoles import make_console
-    from autoaccum.reporting.fit_table import fit_record, print_fit
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.fit_report import fit_record, print_fit
 
     if as_json:
         record = fit_record(result, target_batch=asked["target_batch"], last=seen.last)
@@ -208,6 +208,6 @@ class _Seen:
 
 
 def _say(text: str) -> None:
-    from autoaccum.reporting.consoles import make_console
+    from autoaccum.reporting.console import make_console
 
     make_console(stderr=True).print(text, soft_wrap=True)

@@ -17,9 +17,9 @@ def command(name: str | None, as_json: bool) -> None:
     """
     import json
 
-    from autoaccum.devices.simulated.catalog import all_cards, cards_like, find_card
-    from autoaccum.reporting.card_table import card_record, print_cards
-    from autoaccum.reporting.consoles import make_console
+    from autoaccum.devices.simulated.cards import all_cards, cards_like, find_card
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.gpus_table import card_record, print_cards
 
     cards = all_cards() if name is None else cards_like(name) or (find_card(name),)
     if as_json:

@@ -15,7 +15,7 @@ from autoaccum.errors import AutoaccumError, UsageError
 
 if TYPE_CHECKING:
     from autoaccum.guarding.project import Project
-    from autoaccum.guarding.records import Report
+    from autoaccum.guarding.report import Report
 
 _FORMS = ("text", "json", "markdown", "github")
 
@@ -80,11 +80,11 @@ def command(
     Exit code: 0 no more than is locked, within the tolerance, 1 something has regressed, 2 bad usage, workload or
     lock, 3 something could not be measured, or is not locked.
     """
+    from autoaccum.files import write_text
     from autoaccum.guarding.cases import make_case
-    from autoaccum.guarding.guarding import guard
+    from autoaccum.guarding.guard_run import guard
     from autoaccum.guarding.project import find_project
-    from autoaccum.guarding.records import parse_tolerance
-    from autoaccum.planning.files import write_text
+    from autoaccum.guarding.report import parse_tolerance
 
     form = form or ("github" if _on_github() else "text")
     with _annotating(form):
@@ -117,7 +117,7 @@ def command(
 
 def _check_output(output: str, project: Project, *, force: bool) -> None:
     """Refuse now what could not be written later, and what must not be written over at all."""
-    from autoaccum.planning.files import check_output
+    from autoaccum.files import check_output
 
     if Path(output).resolve() == project.lock.resolve():
         raise UsageError(f"-o names the lock itself, {output}", hint="choose another name; --update writes the lock")
@@ -128,7 +128,7 @@ def _check_output(output: str, project: Project, *, force: bool) -> None:
 
 @contextmanager
 def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
-    from autoaccum.reporting.consoles import make_console
+    from autoaccum.reporting.console import make_console
     from autoaccum.reporting.guard_github import harmless
     from autoaccum.reporting.guard_text import GuardProgress
 
@@ -142,7 +142,7 @@ def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
 
 
 def _show(report: Report, form: str, project: Project) -> None:
-    from autoaccum.reporting.consoles import make_console, print_line
+    from autoaccum.reporting.console import make_console, print_line
     from autoaccum.reporting.guard_github import annotation_lines, harmless, write_summary
     from autoaccum.reporting.guard_text import print_report, report_text
 

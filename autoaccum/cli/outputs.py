@@ -18,8 +18,8 @@ from autoaccum.errors import UsageError
 
 if TYPE_CHECKING:
     from autoaccum.devices.explanation import Account
-    from autoaccum.planning.events import Event
-    from autoaccum.planning.records import Plan
+    from autoaccum.planning.plan import Plan
+    from autoaccum.planning.plan_events import Event
 
 _WAYS_OUT = {
     "-o": "for the plan on stdout, use --json",
@@ -59,9 +59,9 @@ class Outputs:
             UsageError: A file is there or cannot be written, two are the same or one is the workload, or its name or
                 what is installed does not go together with what it is to hold.
         """
-        from autoaccum.planning.files import check_output
+        from autoaccum.files import check_output
         from autoaccum.reporting.emit import check_emittable, module_name
-        from autoaccum.reporting.pictures.formats import picture_format
+        from autoaccum.reporting.figures.style import picture_format
 
         for option, file in self._asked.items():
             check_output(file, force=self._force, way_out=_WAYS_OUT[option])
@@ -81,7 +81,7 @@ class Outputs:
         Raises:
             UsageError: It cannot be emitted.
         """
-        from autoaccum.planning.events import Explained, Inspected
+        from autoaccum.planning.plan_events import Explained, Inspected
         from autoaccum.reporting.emit import check_emittable
 
         if isinstance(event, Inspected) and "--emit" in self._asked:
@@ -116,15 +116,15 @@ class Outputs:
         plan.save(file, force=self._force)
 
     def _write_step(self, plan: Plan, file: Path) -> None:
-        from autoaccum.planning.files import write_text
+        from autoaccum.files import write_text
         from autoaccum.reporting.emit import emit_wrapper, module_name
 
         write_text(file, emit_wrapper(plan, module=module_name(str(file))), force=self._force)
 
     def _write_picture(self, plan: Plan, file: Path) -> None:
-        from autoaccum.planning.files import write_bytes
-        from autoaccum.reporting.pictures.formats import picture_format
-        from autoaccum.reporting.pictures.memory_picture import draw_memory
+        from autoaccum.files import write_bytes
+        from autoaccum.reporting.figures.memory_figure import draw_memory
+        from autoaccum.reporting.figures.style import picture_format
 
         write_bytes(file, draw_memory(plan, self._account, picture_format(str(file))), force=self._force)
 
@@ -135,7 +135,7 @@ def check_apart(option: str, file: str, workload: str) -> None:
     Raises:
         UsageError: `file`, which `option` names, is its source.
     """
-    from autoaccum.workload.names import split_reference
+    from autoaccum.workload.module_names import split_reference
 
     source, _, _ = split_reference(workload)
     sources = (Path(workload), Path(source), Path(f"{source.replace('.', '/')}.py"))

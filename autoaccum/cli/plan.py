@@ -12,7 +12,7 @@ from autoaccum.cli.flags import count, options
 from autoaccum.cli.outputs import Outputs, running_words
 
 if TYPE_CHECKING:
-    from autoaccum.planning.events import Event
+    from autoaccum.planning.plan_events import Event
 
 _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
 """What only concerns this run's output."""
@@ -75,10 +75,10 @@ def command(
 
     Exit code: 0 a plan was made, 1 nothing fits, 2 bad usage or workload, 3 could not be measured.
     """
-    from autoaccum.accumulation.ranks import check_launch
+    from autoaccum.accumulation.validation import check_launch
     from autoaccum.planning.planner import plan
-    from autoaccum.reporting.consoles import make_console, print_line
-    from autoaccum.reporting.plan_table import print_plan
+    from autoaccum.reporting.console import make_console, print_line
+    from autoaccum.reporting.plan_report import print_plan
     from autoaccum.reporting.progress import PlanProgress
 
     check_launch()

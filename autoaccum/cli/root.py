@@ -102,7 +102,7 @@ def _report_unforeseen(error: Exception) -> int:
 
 
 def _report(error: AutoaccumError) -> int:
-    from autoaccum.reporting.consoles import make_console, print_error
+    from autoaccum.reporting.console import make_console, print_error
 
     with suppress(OSError):
         print_error(make_console(stderr=True), error)

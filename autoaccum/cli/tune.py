@@ -13,7 +13,7 @@ from autoaccum.cli.outputs import check_apart, running_words
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 
 if TYPE_CHECKING:
-    from autoaccum.tuning.records import Tuning
+    from autoaccum.tuning.tuning_result import Tuning
 
 _CODE_NOTHING_FOUND = 1
 _CODE_INTERRUPTED = 130
@@ -90,7 +90,7 @@ def command(
     sample fits, 2 bad usage or workload, or an exception of its code, 3 could not be measured or kept, 130 Ctrl-C, 143
     SIGTERM, 129 SIGHUP, all three with the trials kept.
     """
-    from autoaccum.reporting.tuned import tune
+    from autoaccum.api import tune
 
     _check_outputs(workload, asked["storage"], output, plot, force=force)
     try:
@@ -109,8 +109,8 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
     Raises:
         UsageError: A file is there or cannot be written, or is the workload or the study; or matplotlib is missing.
     """
-    from autoaccum.planning.files import check_output
-    from autoaccum.reporting.pictures.formats import picture_format
+    from autoaccum.files import check_output
+    from autoaccum.reporting.figures.style import picture_format
     from autoaccum.tuning.study import file_of, read_address
 
     study = file_of(read_address(storage))
@@ -129,8 +129,8 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
 
 def _show(tuning: Tuning, output: str | None, plot: str | None, *, force: bool, as_json: bool, quiet: bool) -> None:
     """Write what is asked for, and print what was found, also where that cannot be written: it took its time."""
-    from autoaccum.reporting.consoles import make_console
-    from autoaccum.reporting.tune_table import print_tuning, tuning_record
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.tune_report import print_tuning, tuning_record
 
     stderr, written = make_console(stderr=True), dict[str, Path]()
     try:
@@ -163,8 +163,8 @@ def _keep_plan(tuning: Tuning, output: Path, *, force: bool) -> None:
 
 
 def _write_pictures(tuning: Tuning, folder: Path, *, force: bool) -> None:
-    from autoaccum.planning.files import write_bytes
-    from autoaccum.reporting.pictures.tuning import draw_tuning
+    from autoaccum.files import write_bytes
+    from autoaccum.reporting.figures.tuning_figure import draw_tuning
 
     drawn = draw_tuning(tuning, click.get_current_context().params["storage"])
     folder.mkdir(parents=True, exist_ok=True)

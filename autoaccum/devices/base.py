@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.devices.checkout import Checkout
+from autoaccum.devices.child.checkout import Checkout
 from autoaccum.options import Options
 
 Outcome = Literal["ok", "tight", "oom", "error"]

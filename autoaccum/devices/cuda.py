@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import CARD_HEADROOM, Supply, choose_budget
-from autoaccum.devices.card import CardReport
-from autoaccum.devices.child_device import ChildDevice
+from autoaccum.devices.card_memory import CardReport
+from autoaccum.devices.child.child_device import ChildDevice
 from autoaccum.devices.explanation import Account, Foresight
-from autoaccum.records import read_record
+from autoaccum.serialization import read_record
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
-    from autoaccum.devices.simulated.catalog import Card
-    from autoaccum.devices.simulated.traces import Tracer
+    from autoaccum.devices.simulated.cards import Card
+    from autoaccum.devices.simulated.tracing.trace_cache import Tracer
 
 _MOST_NAMED = 5
 
@@ -75,7 +75,7 @@ class CudaDevice(ChildDevice):
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
         """
-        from autoaccum.devices.simulated.explaining import explain_at_hand
+        from autoaccum.devices.simulated.explain.account import explain_at_hand
 
         limit_bytes = self.limit_bytes
         assert self._report is not None
@@ -92,14 +92,14 @@ class CudaDevice(ChildDevice):
 
     def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
         """What peaks to expect, from a simulation of this card in a process beside; what it prints is not shown."""
-        from autoaccum.devices.simulated.explaining import foresee_peaks
+        from autoaccum.devices.simulated.explain.account import foresee_peaks
 
         self._use_worker()
         assert self._report is not None
         return foresee_peaks(self._report.memory, self._make_tracer, self._settings.share, limit_seconds)
 
     def _make_tracer(self, card: Card) -> Tracer:
-        from autoaccum.devices.simulated.traces import Tracer
+        from autoaccum.devices.simulated.tracing.trace_cache import Tracer
 
         return Tracer(replace(self._settings, on_output=lambda line: None), card)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.devices.recording import Reading
+from autoaccum.devices.child.replies import Reading
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import KIB, MIB
 

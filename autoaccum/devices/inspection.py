@@ -15,21 +15,21 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.halves import check_workload
-from autoaccum.accumulation.observers import AccumulationWarning, WeightingWarning
-from autoaccum.accumulation.planned import storage_bytes, unwrapped
-from autoaccum.accumulation.reach import find_beside, placed
-from autoaccum.accumulation.recovery import find_shortage
+from autoaccum.accumulation.coupling_probe import check_workload
+from autoaccum.accumulation.plan_check import storage_bytes, unwrapped
+from autoaccum.accumulation.reachable_objects import find_beside, placed
+from autoaccum.accumulation.recovery import find_out_of_memory
+from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.update import TemporariesRecorder
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.meters import Meter, make_meter
-from autoaccum.devices.rehearsal import make_accumulator, place_model, seed_everything
+from autoaccum.devices.trial_run import make_accumulator, place_model, seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload.batches import move_batch
-from autoaccum.workload.recipes import describe_recipe
 from autoaccum.workload.spec import Workload
-from autoaccum.workload.weighting import Advice, check_weighting
+from autoaccum.workload.step_recipe import describe_recipe
+from autoaccum.workload.weight_check import Advice, check_weighting
 
 SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
@@ -144,7 +144,7 @@ def _run(workload: Workload, model: nn.Module, size: int) -> Exception | None:
     try:
         workload.objective.terms(model, move_batch(workload.build_batch(size), model_device(model)))
     except Exception as error:
-        return None if find_shortage(error) is not None else error
+        return None if find_out_of_memory(error) is not None else error
     return None
 
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from autoaccum.accumulation.recovery import find_shortage, is_context_dead
-from autoaccum.devices.recording import Reading
+from autoaccum.accumulation.recovery import find_out_of_memory, is_context_dead
+from autoaccum.devices.child.replies import Reading
 
 
 class Meter(Protocol):
@@ -69,7 +69,7 @@ def warm_up(device: torch.device | str = "cpu") -> None:
         try:
             train(device)
         except RuntimeError as error:
-            if device.type == "cpu" or find_shortage(error) is not None or is_context_dead(error):
+            if device.type == "cpu" or find_out_of_memory(error) is not None or is_context_dead(error):
                 raise
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

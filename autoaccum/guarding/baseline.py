@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from autoaccum.devices.checkout import Checkout
-from autoaccum.devices.interruptions import Interruptions
+from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.interrupts import DelayedSignals
 from autoaccum.errors import NotMeasuredError, UsageError
 
 _PREFIX = "autoaccum-baseline-"
@@ -52,7 +52,7 @@ def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
             )
         yield Checkout(inside, original=top, root=place)
     finally:
-        with Interruptions():
+        with DelayedSignals():
             _run(folder, "worktree", "remove", "--force", "--force", str(place))  # Twice: even if half made.
             shutil.rmtree(place, ignore_errors=True)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from autoaccum.checks import read_count
-from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.cards import find_card
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
-from autoaccum.workload.names import split_reference
+from autoaccum.workload.module_names import split_reference
 
 _PLAIN = re.compile(r"[\w./:+%-]+", re.ASCII)
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)

@@ -14,12 +14,12 @@ from typing import Any, Final
 
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.errors import LockFileError
+from autoaccum.files import write_text
 from autoaccum.guarding.cases import Case, case_name, make_case
-from autoaccum.guarding.records import Measurement
-from autoaccum.planning.files import write_text
-from autoaccum.records import freeze, to_plain
+from autoaccum.guarding.report import Measurement
+from autoaccum.serialization import freeze, to_plain
 from autoaccum.units import precise_bytes
-from autoaccum.workload.names import compact_names, expand_name, numberless
+from autoaccum.workload.module_names import compact_names, expand_name, numberless
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -12,16 +12,16 @@ from typing import Any
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
-from autoaccum.devices.checkout import Checkout
-from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding.cases import Case
-from autoaccum.guarding.records import Measurement
-from autoaccum.planning.events import Event, Inspected
+from autoaccum.guarding.report import Measurement
+from autoaccum.planning.plan_events import Event, Inspected
+from autoaccum.planning.plan_messages import peak_bytes, trial_error
+from autoaccum.planning.plan_request import Request
+from autoaccum.planning.plan_setup import Subject, find_subject
 from autoaccum.planning.planner import plan_on
-from autoaccum.planning.request import Request
-from autoaccum.planning.subjects import Subject, find_subject
-from autoaccum.planning.verdicts import peak_bytes, trial_error
 from autoaccum.units import precise_bytes
 
 RUNS = 3

@@ -14,8 +14,8 @@ from typing import Any
 
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, guard_command, make_case
-from autoaccum.guarding.records import Tolerance, parse_tolerance
-from autoaccum.workload.names import split_reference
+from autoaccum.guarding.report import Tolerance, parse_tolerance
+from autoaccum.workload.module_names import split_reference
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -41,9 +41,9 @@ def make_device(settings: TrialSettings) -> Device:
 def _simulated(gpu: str, settings: TrialSettings) -> Device:
     """The card called `gpu`, simulated; imports no torch here."""
     from autoaccum.devices.environment import read_torch_release
-    from autoaccum.devices.simulated.catalog import find_card
-    from autoaccum.devices.simulated.device import SimulatedDevice
-    from autoaccum.devices.simulated.traces import Tracer
+    from autoaccum.devices.simulated.cards import find_card
+    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+    from autoaccum.devices.simulated.tracing.trace_cache import Tracer
 
     card, options = find_card(gpu), settings.options
     return SimulatedDevice(

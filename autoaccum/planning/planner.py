@@ -21,7 +21,9 @@ from autoaccum.errors import (
     first_line,
 )
 from autoaccum.options import OptionArguments, Options
-from autoaccum.planning.events import (
+from autoaccum.planning.extrapolation import Predict
+from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_events import (
     Explained,
     ExplanationStarted,
     Inspected,
@@ -30,13 +32,7 @@ from autoaccum.planning.events import (
     Scheduled,
     Tracing,
 )
-from autoaccum.planning.extrapolation import Predict
-from autoaccum.planning.records import Plan
-from autoaccum.planning.request import Request
-from autoaccum.planning.runner import Allowance, Runner, find_least
-from autoaccum.planning.search import SearchResult, SearchStopped, search
-from autoaccum.planning.subjects import Subject, find_subject
-from autoaccum.planning.verdicts import (
+from autoaccum.planning.plan_messages import (
     Need,
     all_notes,
     all_warnings,
@@ -45,6 +41,10 @@ from autoaccum.planning.verdicts import (
     peak_bytes,
     trial_error,
 )
+from autoaccum.planning.plan_request import Request
+from autoaccum.planning.plan_setup import Subject, find_subject
+from autoaccum.planning.search import SearchResult, SearchStopped, search
+from autoaccum.planning.trial_runner import Allowance, Runner, find_least
 
 _SIZES_FOR_FORESIGHT, _TRIALS_FOR_FORESIGHT = 6, 3
 _FORESIGHT_SHARE = 0.25
@@ -109,7 +109,7 @@ def plan(
             change that (`Plan.explanation`): all of it simulated, also where trials really ran. Not of trials
             in this process.
         picture: Tell listeners what a picture of that needs, where the device can (`events.Explained`).
-        on_event: Told of every step, with a record of `autoaccum.planning.events`.
+        on_event: Told of every step, with a record of `autoaccum.planning.plan_events`.
         on_output: Given what the workload prints in processes of its own, line by line; stderr otherwise.
         options: The fields of `autoaccum.options.Options`: optimizer, precision, batchnorm, accumulate_in, keeps,
             evaluation_batch, worst_of and multiple_of, each in place of the workload's own; device or gpu, memory,

@@ -9,7 +9,7 @@ from typing import Literal
 from autoaccum.devices.base import Trial
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.extrapolation import Forecast, Guess, Predict, next_size
-from autoaccum.planning.verdicts import (
+from autoaccum.planning.plan_messages import (
     Need,
     does_not_fit,
     doubtful,

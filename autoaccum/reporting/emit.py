@@ -13,8 +13,8 @@ import jinja2
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.errors import UsageError
-from autoaccum.planning.records import Plan
-from autoaccum.reporting.plan_table import describe_companions
+from autoaccum.planning.plan import Plan
+from autoaccum.reporting.plan_report import describe_companions
 from autoaccum.units import format_bytes
 
 Form: TypeAlias = "str | Mapping[str, Any]"

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.records import Judgement, Report
+from autoaccum.guarding.report import Judgement, Report
 from autoaccum.reporting.guard_text import (
     NONE,
     OUTCOMES,
@@ -24,8 +24,8 @@ from autoaccum.reporting.guard_text import (
     outcome_counts,
     remarks,
 )
-from autoaccum.reporting.plain_text import one_line
-from autoaccum.workload.names import split_reference
+from autoaccum.reporting.tables import one_line
+from autoaccum.workload.module_names import split_reference
 
 _SPECIAL = re.compile(r"[&<\\`*_\[\]|~$]")
 """What markdown, GitHub's additions to it or HTML may read as structure anywhere. A character reference is never read

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.records import (
+from autoaccum.guarding.report import (
     CaseFinished,
     CaseStarted,
     CheckedOut,
@@ -23,10 +23,9 @@ from autoaccum.guarding.records import (
     Outcome,
     Report,
 )
-from autoaccum.reporting.consoles import PlainConsole, make_console
-from autoaccum.reporting.plain_text import one_line
+from autoaccum.reporting.console import PlainConsole, make_console
 from autoaccum.reporting.progress import Progress
-from autoaccum.reporting.rows import row_lines
+from autoaccum.reporting.tables import one_line, row_lines
 from autoaccum.units import percent, precise_bytes, signed_bytes
 
 NONE = "-"

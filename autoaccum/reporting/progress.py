@@ -12,9 +12,9 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Trial
-from autoaccum.planning import events
-from autoaccum.reporting.consoles import PlainConsole, print_line
-from autoaccum.reporting.plain_text import one_line
+from autoaccum.planning import plan_events
+from autoaccum.reporting.console import PlainConsole, print_line
+from autoaccum.reporting.tables import one_line
 from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:
@@ -130,29 +130,29 @@ class PlanProgress(Progress):
         super().__init__(console, **options)
         self._tried: set[tuple[int, ...]] = set()
 
-    def tell(self, event: events.Event) -> None:
+    def tell(self, event: plan_events.Event) -> None:
         """Draw one event."""
-        if isinstance(event, events.Loading):
+        if isinstance(event, plan_events.Loading):
             self.show(f"loading {event.reference} ...")
-        elif isinstance(event, events.Inspected):
+        elif isinstance(event, plan_events.Inspected):
             self.stop()
             self._predicted = event.predicted
             self.say(_headline(event))
             self.say(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
-        elif isinstance(event, events.Tracing):
+        elif isinstance(event, plan_events.Tracing):
             self.show("tracing small sizes ...")
-        elif isinstance(event, events.ExplanationStarted):
+        elif isinstance(event, plan_events.ExplanationStarted):
             self.show("finding out where the memory goes ...")
-        elif isinstance(event, events.Explained):
+        elif isinstance(event, plan_events.Explained):
             self.stop()
-        elif isinstance(event, events.Scheduled):
+        elif isinstance(event, plan_events.Scheduled):
             self._schedule = event.schedule
-        elif isinstance(event, events.TrialStarted):
+        elif isinstance(event, plan_events.TrialStarted):
             self._begin(event)
-        elif isinstance(event, events.TrialFinished):
+        elif isinstance(event, plan_events.TrialFinished):
             self._end(event)
 
-    def _begin(self, event: events.TrialStarted) -> None:
+    def _begin(self, event: plan_events.TrialStarted) -> None:
         if event.confirming and self._schedule is not None:
             how = "by a trace of its own" if self._predicted else "from a clean state"
             self.say(f"confirming {format_parts(self._schedule.micro_batches)} {how}", "dim")
@@ -163,7 +163,7 @@ class PlanProgress(Progress):
         doing = "predicting" if self._predicted else f"trial {event.number}:"
         self.show(f"{doing} micro-batch {_sizes(event.parts, event.confirming)}{within} ...")
 
-    def _end(self, event: events.TrialFinished) -> None:
+    def _end(self, event: plan_events.TrialFinished) -> None:
         self.stop()
         line = trial_line(event.trial, confirming=event.confirming, predicted=self._predicted)
         if not event.confirming and event.trial.limit_bytes is None:
@@ -197,7 +197,7 @@ def trial_line(trial: Trial, *, confirming: bool = False, predicted: bool = Fals
     return text.append(f"  in {trial.phase}", "dim") if trial.phase and not trial.ran else text
 
 
-def _headline(event: events.Inspected) -> Text:
+def _headline(event: plan_events.Inspected) -> Text:
     seen = event.inspection
     where = "predicted for" if event.predicted else "on"
     return Text.assemble(

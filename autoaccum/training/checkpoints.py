@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.planned import unwrapped
+from autoaccum.accumulation.plan_check import unwrapped
 from autoaccum.errors import CheckpointError, UsageError, first_line
-from autoaccum.training.events import CheckpointFailed, CheckpointWritten, Noted
-from autoaccum.training.progress import Progress
-from autoaccum.workload.nests import kind
+from autoaccum.training.fit_events import CheckpointFailed, CheckpointWritten, Noted
+from autoaccum.training.position import Progress
+from autoaccum.workload.pytree import kind
 
 FORMAT = "autoaccum checkpoint"
 VERSION = 2

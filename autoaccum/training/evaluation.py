@@ -14,22 +14,22 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
-from autoaccum.accumulation.randomness import own_generators
-from autoaccum.accumulation.recovery import find_shortage, forget, release_memory, shrink
+from autoaccum.accumulation.recovery import find_out_of_memory, forget, release_memory, shrink
+from autoaccum.accumulation.rng_state import own_generators
 from autoaccum.accumulation.schedule import split_evenly
-from autoaccum.accumulation.state import Transaction
+from autoaccum.accumulation.transaction import Transaction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
 from autoaccum.training.data.source import is_map_style
 from autoaccum.training.data.workers import Reader
-from autoaccum.training.events import Evaluated, EvaluationFailed
-from autoaccum.training.progress import Progress
-from autoaccum.training.request import FitRequest
+from autoaccum.training.fit_events import Evaluated, EvaluationFailed
+from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.position import Progress
 from autoaccum.training.seeds import seed_generators
-from autoaccum.training.subjects import Trainee
+from autoaccum.training.trainee import Trainee
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
-from autoaccum.workload.nests import check_function, held_batch, kind
+from autoaccum.workload.objective import Objective, match_weights
+from autoaccum.workload.pytree import check_function, held_batch, kind
 from autoaccum.workload.tracebacks import user_line
-from autoaccum.workload.weights import Objective, match_weights
 
 
 class EvaluationData:
@@ -280,7 +280,7 @@ def _seed(devices: Iterable[torch.device], seed: int) -> None:
 def _refuse(error: Exception, size: int) -> None:
     """Raise `error`, or the clear no it means, unless its part can be cut further."""
     try:
-        shortage = find_shortage(error)
+        shortage = find_out_of_memory(error)
         if shortage is None or (size == 1 and not shortage.certain):
             raise error
         if size == 1:
@@ -291,7 +291,7 @@ def _refuse(error: Exception, size: int) -> None:
 
 
 def _is_shortage(error: Exception) -> bool:
-    return isinstance(error, DoesNotFitError) or find_shortage(error) is not None
+    return isinstance(error, DoesNotFitError) or find_out_of_memory(error) is not None
 
 
 def _reason(error: Exception) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from autoaccum.training.events import Evaluated, Noted, Updated
+from autoaccum.training.fit_events import Evaluated, Noted, Updated
 
 _SHOWN = ("loss", "grad_norm", "learning_rate", "samples_per_second", "peak_bytes", "retries")
 

@@ -8,25 +8,25 @@ from typing import Any
 
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.accumulation.halves import SAMPLES, check_live
-from autoaccum.accumulation.observers import StepResult
-from autoaccum.accumulation.planned import unwrapped
-from autoaccum.accumulation.reach import find_held, find_reachable
-from autoaccum.accumulation.state import TorchState
+from autoaccum.accumulation.coupling_probe import SAMPLES, check_live
+from autoaccum.accumulation.plan_check import unwrapped
+from autoaccum.accumulation.reachable_objects import find_held, find_reachable
+from autoaccum.accumulation.step_result import StepResult
+from autoaccum.accumulation.transaction import TorchState
 from autoaccum.errors import AutoaccumError
 from autoaccum.training.checkpoints import Keeper, RunFolder
-from autoaccum.training.choices import Choice
 from autoaccum.training.data.source import Source
 from autoaccum.training.data.windows import Window
 from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
-from autoaccum.training.events import EpochEnded, Noted, Teller, Updated
-from autoaccum.training.progress import Goal, Progress
-from autoaccum.training.request import FitRequest
+from autoaccum.training.fit_events import EpochEnded, Noted, Teller, Updated
+from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.position import Goal, Progress
+from autoaccum.training.resume import Choice
 from autoaccum.training.seeds import mix
-from autoaccum.training.state import capture_settings, capture_training, restore_training
-from autoaccum.training.stepping import Stepper
-from autoaccum.training.stopping import Stopping
-from autoaccum.training.subjects import Subject, Trainee
+from autoaccum.training.stepper import Stepper
+from autoaccum.training.stop_signals import Stopping
+from autoaccum.training.trainee import Subject, Trainee
+from autoaccum.training.training_state import capture_settings, capture_training, restore_training
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.experiments import is_large
 

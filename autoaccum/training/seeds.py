@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoaccum.accumulation.randomness import RandomState, device_state, set_device_state
+from autoaccum.accumulation.rng_state import RandomState, device_state, set_device_state
 
 _BITS = 32
 """As many as NumPy's and torch's generators on the CPU take; Python's is seeded faster with these."""

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from autoaccum.accumulation.schedule import make_schedule, split_evenly
 from autoaccum.errors import UsageError
-from autoaccum.tuning.processes import Processes
-from autoaccum.tuning.records import Speed, Throughput
+from autoaccum.tuning.trial_processes import Processes
+from autoaccum.tuning.tuning_result import Speed, Throughput
 
 KNEE_SHARE = 0.02
 """What a smaller micro-batch may lose of the highest throughput and still be the knee."""

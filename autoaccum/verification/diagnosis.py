@@ -7,10 +7,9 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Literal, NamedTuple
 
-from autoaccum.accumulation.cautions import balancing_factors
 from autoaccum.accumulation.coupling import ITSELF, Coupling, listed
-from autoaccum.verification.comparing import Tolerances
-from autoaccum.verification.inquiry import (
+from autoaccum.accumulation.first_step_checks import balancing_factors
+from autoaccum.verification.cause_experiment import (
     Inquiry,
     coupling_causes,
     explain_whole,
@@ -19,11 +18,12 @@ from autoaccum.verification.inquiry import (
     make_cause,
     state_cause,
 )
-from autoaccum.verification.loops import explain_loop
-from autoaccum.verification.parts import explain_mixed_terms, explain_parts
-from autoaccum.verification.records import Cause, Comparison
-from autoaccum.verification.runs import Runs
-from autoaccum.verification.updates import UNCHANGED, Change
+from autoaccum.verification.loop_causes import explain_loop
+from autoaccum.verification.paired_runs import Runs
+from autoaccum.verification.update_comparison import Tolerances
+from autoaccum.verification.update_run import UNCHANGED, Change
+from autoaccum.verification.verification_result import Cause, Comparison
+from autoaccum.verification.weighting_causes import explain_mixed_terms, explain_parts
 
 _FIRST = "try a smaller model, or one term of the loss at a time, until both are the same"
 _COARSE = 1e-2

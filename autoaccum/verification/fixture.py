@@ -16,19 +16,19 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autoaccum.accumulation.changes import OwnAttributes
-from autoaccum.accumulation.draws import of_host
-from autoaccum.accumulation.planned import unwrapped
-from autoaccum.accumulation.randomness import Generator, generator_rewind, own_generators
-from autoaccum.accumulation.ranks import check_unsharded
-from autoaccum.accumulation.reach import find_methods, find_reachable, placed, tensor_hooks
-from autoaccum.accumulation.state import ModuleState, TorchState
+from autoaccum.accumulation.plan_check import unwrapped
+from autoaccum.accumulation.reachable_objects import find_methods, find_reachable, placed, tensor_hooks
+from autoaccum.accumulation.rng_replay import of_host
+from autoaccum.accumulation.rng_state import Generator, generator_rewind, own_generators
+from autoaccum.accumulation.state_hash import OwnAttributes
+from autoaccum.accumulation.transaction import ModuleState, TorchState
+from autoaccum.accumulation.validation import check_unsharded
 from autoaccum.errors import WorkloadError
-from autoaccum.workload import nests
+from autoaccum.workload import pytree
 from autoaccum.workload.batches import move_batch
-from autoaccum.workload.nests import copy_module, map_tensors, type_name
+from autoaccum.workload.objective import Objective
+from autoaccum.workload.pytree import copy_module, map_tensors, type_name
 from autoaccum.workload.spec import Workload
-from autoaccum.workload.weights import Objective
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 BESIDE = "<"
@@ -235,10 +235,10 @@ def widened(node: Any) -> Any:
     if isinstance(node, Tensor):
         wide = _WIDE.get(node.dtype)
         return node if wide is None else node.detach().to(wide)
-    children = nests.children(node)
-    if nests.is_leaf(node) or children is None:
+    children = pytree.children(node)
+    if pytree.is_leaf(node) or children is None:
         return node
-    return nests.rebuild(node, [widened(child) for _, child in children])
+    return pytree.rebuild(node, [widened(child) for _, child in children])
 
 
 class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]

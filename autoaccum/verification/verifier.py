@@ -9,15 +9,19 @@ from typing import Any, cast
 
 from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.coupling import listed
-from autoaccum.accumulation.randomness import RandomState
+from autoaccum.accumulation.rng_state import RandomState
 from autoaccum.accumulation.schedule import check_multiple, format_parts, split_evenly
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.in_place.subjects import Tried
+from autoaccum.devices.in_place.live_objects import Tried
 from autoaccum.devices.inspection import name_loss
-from autoaccum.devices.rehearsal import seed_everything
+from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Options
-from autoaccum.verification.comparing import (
+from autoaccum.verification.cause_experiment import KEPT_STATE, has_kept_state
+from autoaccum.verification.diagnosis import find_causes
+from autoaccum.verification.fixture import Fixture, Precision
+from autoaccum.verification.paired_runs import Runs
+from autoaccum.verification.update_comparison import (
     Tolerances,
     allow_own,
     compare,
@@ -26,12 +30,17 @@ from autoaccum.verification.comparing import (
     with_move,
     with_update,
 )
-from autoaccum.verification.diagnosis import find_causes
-from autoaccum.verification.fixture import Fixture, Precision
-from autoaccum.verification.inquiry import KEPT_STATE, has_kept_state
-from autoaccum.verification.records import Begun, Cause, Compared, Comparison, Diagnosing, Method, Verification, Window
-from autoaccum.verification.runs import Runs
-from autoaccum.verification.updates import Change
+from autoaccum.verification.update_run import Change
+from autoaccum.verification.verification_result import (
+    Begun,
+    Cause,
+    Compared,
+    Comparison,
+    Diagnosing,
+    Method,
+    Verification,
+    Window,
+)
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.experiments import users_code
 from autoaccum.workload.samples import take_small_batch

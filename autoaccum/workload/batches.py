@@ -24,8 +24,8 @@ from torch import Tensor
 
 from autoaccum.checks import read_count
 from autoaccum.errors import WorkloadError, first_line
-from autoaccum.workload import nests
-from autoaccum.workload.nests import OwnBatch, map_tensors, with_tensors
+from autoaccum.workload import pytree
+from autoaccum.workload.pytree import OwnBatch, map_tensors, with_tensors
 
 Batch: TypeAlias = Any
 
@@ -109,7 +109,7 @@ def batch_size(batch: Batch) -> int:
         return min(explicit, key=lambda size: (explicit[size], -size))
     if sizes:
         raise WorkloadError(
-            f"batch ({nests.kind(batch)}) holds nothing with a batch dimension",
+            f"batch ({pytree.kind(batch)}) holds nothing with a batch dimension",
             hint="give tensors whose first dimension counts the samples, or a list with one entry per sample",
         )
     raise _disagreement(batch)
@@ -176,12 +176,12 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
 
 def is_samples(node: Any, size: int, *, top: bool = False) -> bool:
     """Whether `node` is a sequence with one entry per sample in a batch of `size` samples (`top`: it is the batch)."""
-    if not nests.is_sequence(node) or len(node) != size:
+    if not pytree.is_sequence(node) or len(node) != size:
         return False
     record_cost, sample_cost = _reading_costs(node, top=top)
     if sample_cost is None:
         return False
-    as_record = _agree([_sizes(child) for _, child in nests.children(node) or []])
+    as_record = _agree([_sizes(child) for _, child in pytree.children(node) or []])
     cost = as_record.get(size, as_record.get(_ANY))
     return cost is None or sample_cost < cost + record_cost
 
@@ -190,13 +190,13 @@ def _sizes(node: Any, *, top: bool = False) -> dict[int, int]:
     """Every size `node` can be read as, with the cost of that reading; empty when there is none."""
     if isinstance(node, OwnBatch):
         return {node.samples: 0}
-    if nests.is_leaf(node):
-        return {_rows(node): 0} if nests.holds_rows(node) else {_ANY: 0}
-    children = nests.children(node)
+    if pytree.is_leaf(node):
+        return {_rows(node): 0} if pytree.holds_rows(node) else {_ANY: 0}
+    children = pytree.children(node)
     if children is None:
-        return {} if nests.hides_tensors(node) else {_ANY: 0}
+        return {} if pytree.hides_tensors(node) else {_ANY: 0}
     as_record = _agree([_sizes(child) for _, child in children])
-    if not nests.is_sequence(node):
+    if not pytree.is_sequence(node):
         return as_record
     record_cost, sample_cost = _reading_costs(node, top=top)
     sizes = {size: cost + record_cost for size, cost in as_record.items()}
@@ -220,15 +220,15 @@ def _agree(children: list[dict[int, int]]) -> dict[int, int]:
 
 def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int, int | None]:
     """What it costs to read a sequence as a record, and as samples (None: it never is)."""
-    if all(nests.is_value(entry) for entry in node):
-        if isinstance(node, tuple) and any(nests.is_plain(entry) and not isinstance(entry, str) for entry in node):
+    if all(pytree.is_value(entry) for entry in node):
+        if isinstance(node, tuple) and any(pytree.is_plain(entry) and not isinstance(entry, str) for entry in node):
             return 0, None  # (224, 224) is a value, not two samples
         return (3, 0) if node else (0, 1)
-    if not nests.are_alike(node) or (top and any(nests.holds_rows(entry) for entry in node)):
+    if not pytree.are_alike(node) or (top and any(pytree.holds_rows(entry) for entry in node)):
         return 0, None  # [x, y] as a DataLoader yields it
     if isinstance(node, list) and all(map(_is_numbers, node)) and not (top and not any(node)):
         return 3, 0  # token ids before they are padded
-    if nests.are_records(node) and not (top and isinstance(node, tuple)):
+    if pytree.are_records(node) and not (top and isinstance(node, tuple)):
         return 2, 0
     return 0, 10 if top else 1
 
@@ -242,32 +242,32 @@ def _rows(leaf: Tensor | np.ndarray[Any, Any]) -> int:
 
 
 def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = False) -> list[Any]:
-    if isinstance(node, Tensor) and nests.holds_rows(node):
+    if isinstance(node, Tensor) and pytree.holds_rows(node):
         return [node.narrow(0, start, stop - start) for start, stop in bounds]
-    if isinstance(node, np.ndarray) and nests.holds_rows(node):
+    if isinstance(node, np.ndarray) and pytree.holds_rows(node):
         return [node[start:stop] for start, stop in bounds]
-    children = nests.children(node)
-    if nests.is_leaf(node) or children is None:
+    children = pytree.children(node)
+    if pytree.is_leaf(node) or children is None:
         return [node] * len(bounds)
     if is_samples(node, size, top=top):
-        return [nests.rebuild_sequence(node, list(node[start:stop])) for start, stop in bounds]
+        return [pytree.rebuild_sequence(node, list(node[start:stop])) for start, stop in bounds]
     columns = [_split(child, size, bounds) for _, child in children]
     if all(part is child for column, (_, child) in zip(columns, children, strict=True) for part in column):
         return [node] * len(bounds)
-    return [nests.rebuild(node, [column[place] for column in columns]) for place in range(len(bounds))]
+    return [pytree.rebuild(node, [column[place] for column in columns]) for place in range(len(bounds))]
 
 
 def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -> Any:
     first = parts[0]
-    if nests.holds_rows(first):
+    if pytree.holds_rows(first):
         return _concatenate(parts, path)
-    children = [nests.children(part) for part in parts]
-    if nests.is_leaf(first) or children[0] is None or all(part is first for part in parts):
+    children = [pytree.children(part) for part in parts]
+    if pytree.is_leaf(first) or children[0] is None or all(part is first for part in parts):
         return first
-    if nests.is_sequence(first) and all(
+    if pytree.is_sequence(first) and all(
         is_samples(part, size, top=top) for part, size in zip(parts, sizes, strict=True)
     ):
-        return nests.rebuild_sequence(first, [entry for part in parts for entry in part])
+        return pytree.rebuild_sequence(first, [entry for part in parts for entry in part])
     steps = [step for step, _ in children[0]]
     if any(other is None or [step for step, _ in other] != steps for other in children):
         raise WorkloadError(f"the parts differ in the form of {path}", hint="join only parts of one form")
@@ -275,7 +275,7 @@ def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -
     joined = [
         _join(list(column), sizes, path + step) for step, column in zip(steps, zip(*rows, strict=True), strict=True)
     ]
-    return nests.rebuild(first, joined)
+    return pytree.rebuild(first, joined)
 
 
 def _concatenate(parts: list[Any], path: str) -> Any:
@@ -290,12 +290,12 @@ def _concatenate(parts: list[Any], path: str) -> Any:
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, int]]:
     """Path and length of everything that has one of its own; refuses what cannot be split."""
-    children = None if nests.is_leaf(node) else nests.children(node)
-    if nests.holds_rows(node):
+    children = None if pytree.is_leaf(node) else pytree.children(node)
+    if pytree.holds_rows(node):
         yield path, _rows(node)
-    elif children is None and not nests.is_leaf(node) and nests.hides_tensors(node):
+    elif children is None and not pytree.is_leaf(node) and pytree.hides_tensors(node):
         raise WorkloadError(
-            f"{path} is {nests.kind(node)}, which cannot be split into samples",
+            f"{path} is {pytree.kind(node)}, which cannot be split into samples",
             hint="give tensors in tuples, lists, dicts or dataclasses, or write split(batch, sizes) and size(batch)",
         )
     elif (

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.nests import kind, type_name
+from autoaccum.workload.pytree import kind, type_name
 
 
 @dataclass(frozen=True)

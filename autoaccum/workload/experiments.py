@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.errors import AutoaccumError
-from autoaccum.workload.nests import copy_module, map_tensors
+from autoaccum.workload.objective import Objective
+from autoaccum.workload.pytree import copy_module, map_tensors
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload, exit_blamed
-from autoaccum.workload.weights import Objective
 
 _WIDE_PARAMETERS = 2**27
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.nests import kind, type_name
+from autoaccum.workload.pytree import kind, type_name
 
 _FACTORY = "write def optimizer(params): return torch.optim.AdamW(params, lr=1e-3)"
 

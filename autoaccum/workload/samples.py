@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from autoaccum.checks import read_count
 from autoaccum.errors import WorkloadError
-from autoaccum.workload import nests
+from autoaccum.workload import pytree
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size
 from autoaccum.workload.experiments import own_randomness, users_code
 from autoaccum.workload.spec import Workload, no_batch
@@ -77,7 +77,7 @@ def take_longest(workload: Workload, count: Any, most: int | None = None) -> Wor
     number = read_count(count, "the number of samples to look at", error=WorkloadError)
     if workload.dataset is None or isinstance(workload.dataset, DataLoader):
         raise WorkloadError(
-            f"dataset is {nests.kind(workload.dataset)}, to look for the longest samples in",
+            f"dataset is {pytree.kind(workload.dataset)}, to look for the longest samples in",
             hint="define dataset = loader.dataset and collate = loader.collate_fn, or write batch(size)",
         )
     with own_randomness(), users_code("the dataset"):
@@ -97,7 +97,7 @@ def longest_first(samples: Iterable[Any], most: int) -> list[Any]:
     longest = heapq.nlargest(most, samples, key=_length)
     if longest and _length(longest[0]) < 0:
         raise WorkloadError(
-            f"the samples have no tensors to tell their length by, the first is {nests.kind(longest[0])}",
+            f"the samples have no tensors to tell their length by, the first is {pytree.kind(longest[0])}",
             hint="have the dataset return tensors, arrays or lists of numbers, or write def batch(size)",
         )
     return longest
@@ -138,7 +138,7 @@ def _elements(node: Any) -> Iterator[int]:
     elif isinstance(node, list) and node and all(isinstance(entry, numbers.Real) for entry in node):
         yield len(node)
     else:
-        for _, child in nests.children(node) or ():
+        for _, child in pytree.children(node) or ():
             yield from _elements(child)
 
 
@@ -183,10 +183,10 @@ def _first_samples(dataset: Any, size: int) -> list[Any]:
 
 def _form(node: Any) -> Any:
     """The nest of a batch without its sizes: `default_collate` makes lists of tuples, which are called alike."""
-    children = nests.children(node)
+    children = pytree.children(node)
     if children is None:
-        return "tensor" if nests.is_leaf(node) else nests.type_name(node)
-    form = "sequence" if nests.is_sequence(node) else nests.type_name(node)
+        return "tensor" if pytree.is_leaf(node) else pytree.type_name(node)
+    form = "sequence" if pytree.is_sequence(node) else pytree.type_name(node)
     return form, tuple((step, _form(child)) for step, child in children)
 
 

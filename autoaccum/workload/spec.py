@@ -15,10 +15,10 @@ from autoaccum.checks import check_word, read_count
 from autoaccum.errors import WorkloadError
 from autoaccum.options import AccumulateIn, BatchNormMode, Precision, read_accumulate_in, read_keeps, read_mode
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size, read_batching
-from autoaccum.workload.nests import check_function, copy_module, kind, type_name
+from autoaccum.workload.model_loss import ModelLoss
+from autoaccum.workload.objective import Objective, Reduction, resolve_objective
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
-from autoaccum.workload.own_loss import OwnLoss
-from autoaccum.workload.weights import Objective, Reduction, resolve_objective
+from autoaccum.workload.pytree import check_function, copy_module, kind, type_name
 
 
 def no_batch(size: int) -> Any:
@@ -39,7 +39,7 @@ class Workload:
         batch: `batch(size)`: one batch of `size` samples on the CPU, the worst case training will see; it may be left
             out beside a dataset whose longest samples are to make it.
         loss: `loss(model, batch)`; or a criterion (see `resolve_objective`). None, and no criterion either: the loss
-            that the model computes of a batch with labels (`own_loss.OwnLoss`).
+            that the model computes of a batch with labels (`own_loss.ModelLoss`).
         criterion: `criterion(outputs, targets)`, when batches are `(inputs, targets)`.
         optimizer: A function of the list of trainable parameters, a class, or a name of `torch.optim`; None: AdamW.
         precision: Of forward and backward: `fp32`, or `bf16` / `fp16` under autocast.
@@ -128,7 +128,7 @@ class Workload:
         if self.evaluation_batch is not None and self.evaluate is not None:
             check_function(self.evaluate, "evaluate", "(model, batch)")
         if self.loss is None and self.criterion is None:
-            object.__setattr__(self, "loss", OwnLoss())
+            object.__setattr__(self, "loss", ModelLoss())
         criterion = self.objective.criterion
         if isinstance(module := getattr(criterion, "function", None), nn.Module):
             trainable = [key for key, parameter in module.named_parameters() if parameter.requires_grad]
@@ -176,7 +176,7 @@ class Workload:
             ) from error
         if not isinstance(made, nn.Module):
             raise WorkloadError(f"model() returned {kind(made)}", hint="return an nn.Module")
-        if isinstance(self.loss, OwnLoss):
+        if isinstance(self.loss, ModelLoss):
             self.loss.learn(made)
         return made
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from shortages import ShortageAt
+from memory_errors import ShortageAt
 from torch import Tensor, nn
 
 

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import has_weight, make_shares
-from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.schedule import windows
+from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import UsageError, WorkloadError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

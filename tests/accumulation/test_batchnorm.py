@@ -16,13 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.batchnorm import STATISTICS
-from autoaccum.accumulation.changes import state_digest
-from autoaccum.accumulation.observers import AccumulationWarning
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
 from autoaccum.options import MODES
 
 TOLERANCE = 1e-10
-FORGIVING = pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")
+FORGIVING = pytest.mark.filterwarnings("ignore::autoaccum.accumulation.step_result.AccumulationWarning")
 
 
 def small(**settings: Any) -> nn.Sequential:

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from autoaccum import plan
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, clip_gradients
-from autoaccum.accumulation.observers import AccumulationWarning
+from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.planning.records import Plan
+from autoaccum.planning.plan import Plan
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.workload.spec import Workload
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.changes import state_digest
-from autoaccum.accumulation.recovery import Shortage, find_shortage, is_context_dead
+from autoaccum.accumulation.recovery import OutOfMemory, find_out_of_memory, is_context_dead
+from autoaccum.accumulation.state_hash import state_digest
 
 CERTAIN = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.68 GiB",
@@ -100,7 +100,7 @@ DEAD = [
 
 @pytest.mark.parametrize("text", CERTAIN)
 def test_texts_that_mean_a_shortage(text: str) -> None:
-    shortage = find_shortage(RuntimeError(text))
+    shortage = find_out_of_memory(RuntimeError(text))
     assert shortage is not None
     assert shortage.certain
     assert shortage.text
@@ -108,27 +108,27 @@ def test_texts_that_mean_a_shortage(text: str) -> None:
 
 @pytest.mark.parametrize("text", UNCERTAIN)
 def test_texts_that_some_bugs_share(text: str) -> None:
-    shortage = find_shortage(RuntimeError(text))
+    shortage = find_out_of_memory(RuntimeError(text))
     assert shortage is not None
     assert not shortage.certain
 
 
 @pytest.mark.parametrize("text", NOT_A_SHORTAGE)
 def test_texts_that_mean_something_else(text: str) -> None:
-    assert find_shortage(RuntimeError(text)) is None
+    assert find_out_of_memory(RuntimeError(text)) is None
     assert not is_context_dead(RuntimeError(text))
 
 
 @pytest.mark.parametrize("text", DEAD)
 def test_a_dead_context_is_no_shortage(text: str) -> None:
     assert is_context_dead(RuntimeError(text))
-    assert find_shortage(RuntimeError(text)) is None
+    assert find_out_of_memory(RuntimeError(text)) is None
 
 
 def test_a_dead_context_outranks_the_shortage_it_came_from() -> None:
     error = RuntimeError(DEAD[0])
     error.__context__ = torch.OutOfMemoryError("CUDA out of memory.")
-    assert find_shortage(error) is None
+    assert find_out_of_memory(error) is None
 
 
 class OwnMemoryError(MemoryError):
@@ -141,7 +141,7 @@ class OwnMemoryError(MemoryError):
     ids=lambda error: type(error).__name__,
 )
 def test_types_come_first(error: Exception) -> None:
-    shortage = find_shortage(error)
+    shortage = find_out_of_memory(error)
     assert shortage is not None
     assert shortage.certain
 
@@ -149,13 +149,13 @@ def test_types_come_first(error: Exception) -> None:
 def test_what_torch_and_numpy_really_raise() -> None:
     with pytest.raises(RuntimeError) as torch_error:
         torch.empty(1 << 50)
-    found = find_shortage(torch_error.value)
+    found = find_out_of_memory(torch_error.value)
     assert found is not None
     assert found.certain
     assert found.text.startswith("DefaultCPUAllocator: ")
     with pytest.raises(MemoryError) as numpy_error:
         np.empty(1 << 55)
-    assert find_shortage(numpy_error.value) is not None
+    assert find_out_of_memory(numpy_error.value) is not None
 
 
 def test_errors_raised_from_a_shortage() -> None:
@@ -170,13 +170,13 @@ def test_errors_raised_from_a_shortage() -> None:
     for explicit in (True, False):
         with pytest.raises(ValueError, match="forward failed") as caught:
             wrap(explicit)
-        assert find_shortage(caught.value) == Shortage(certain=True, text="OutOfMemoryError")
+        assert find_out_of_memory(caught.value) == OutOfMemory(certain=True, text="OutOfMemoryError")
 
 
 def test_an_interruption_while_a_shortage_was_handled_stays_one() -> None:
     error = KeyboardInterrupt()
     error.__context__ = MemoryError()
-    assert find_shortage(error) is None
+    assert find_out_of_memory(error) is None
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.randomness import RandomState, own_generators
+from autoaccum.accumulation.rng_state import RandomState, own_generators
 from autoaccum.accumulation.schedule import (
     Schedule,
     equal_parts_cost,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.changes import state_digest
+from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import DoesNotFitError, UpdateInterrupted
 
 CERTAIN = "CUDA error: out of memory"

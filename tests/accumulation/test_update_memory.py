@@ -10,8 +10,8 @@ from small_training import CRITERION, batch_of, net, sgd
 from torch import nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.changes import state_digest
-from autoaccum.accumulation.recovery import find_shortage
+from autoaccum.accumulation.recovery import find_out_of_memory
+from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.update import TemporariesRecorder, reserve
 
 
@@ -75,4 +75,4 @@ def test_reserving_more_than_there_is_is_a_shortage() -> None:
     reserve([(CPU, 1024), (CPU, 0)])
     with pytest.raises(RuntimeError) as caught:
         reserve([(CPU, 1024), (CPU, 1 << 60)])
-    assert find_shortage(caught.value) is not None
+    assert find_out_of_memory(caught.value) is not None

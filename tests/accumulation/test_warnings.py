@@ -16,7 +16,7 @@ from torch.optim import SGD
 
 from autoaccum import AccumulationWarning
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.cautions import BufferVersions
+from autoaccum.accumulation.first_step_checks import BufferVersions
 
 
 def counting_model() -> Iterator[nn.Module]:

@@ -41,7 +41,7 @@ from truths.scores import Case, Scored, format_misses, format_scores
 from truths.tables import TABLES, Table
 from truths.workers import score_apart
 
-from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.console import make_console
 
 VERSIONS = ("torch", "timm", "torchvision", "transformers")
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import autoaccum
-from autoaccum.training.events import CheckpointWritten, Started, Updated
+from autoaccum.training.fit_events import CheckpointWritten, Started, Updated
 
 MODELS = {"small GPT": "transformer", "convolutional net": "conv_net"}
 TARGET_BATCH, MICRO_BATCH, CLIP_NORM = 16, 4, 1.0

@@ -34,7 +34,7 @@ import msgspec
 from measuring import environment, format_markdown
 from peer_child import Done, Task
 
-from autoaccum.devices.process import child_environment
+from autoaccum.devices.child.process import child_environment
 from autoaccum.units import MIB, format_bytes, parse_size
 
 FOLDER = Path(__file__).resolve().parent

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import autoaccum
-from autoaccum.accumulation.changes import Hasher
+from autoaccum.accumulation.state_hash import Hasher
 
 TARGET, SAMPLES = 16, 150
 

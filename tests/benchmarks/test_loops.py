@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from truths.loops import Loop, predict_loop, trace_loop
 from truths.trainer import Adam8bit, softmax, trainer_loop
 
-from autoaccum.devices.simulated.catalog import find_card
+from autoaccum.devices.simulated.cards import find_card
 
 pytestmark = pytest.mark.usefixtures("frozen")
 

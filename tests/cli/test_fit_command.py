@@ -21,9 +21,9 @@ from torch import nn
 
 from autoaccum.cli import main
 from autoaccum.errors import CheckpointError, DoesNotFitError, NonFiniteError, WorkloadError
-from autoaccum.training import fitting
-from autoaccum.training.events import CheckpointWritten, FitResult, Started, Updated
-from autoaccum.training.request import FitRequest
+from autoaccum.training import trainer
+from autoaccum.training.fit_events import CheckpointWritten, FitResult, Started, Updated
+from autoaccum.training.fit_request import FitRequest
 from autoaccum.units import parse_size
 
 MODEL = """
@@ -244,7 +244,7 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[FitRequest]]
             known: dict[str, Any] = {"updates": 2, "epochs": 1, "samples": 12, "loss": 1.0}
             return FitResult(model=NET, optimizer=OPTIMIZER, plan=None, **(known | changes))
 
-        monkeypatch.setattr(fitting, "train", train)
+        monkeypatch.setattr(trainer, "train", train)
         return asked
 
     return end

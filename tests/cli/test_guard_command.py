@@ -16,10 +16,10 @@ from guard_reports import ALL, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, UNM
 
 from autoaccum.cli import main, root
 from autoaccum.errors import MissingLockError
-from autoaccum.guarding import guarding
+from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.project import Project
-from autoaccum.guarding.records import CaseFinished, CaseStarted, Report, Tolerance
+from autoaccum.guarding.report import CaseFinished, CaseStarted, Report, Tolerance
 from autoaccum.reporting.guard_github import report_markdown
 from autoaccum.reporting.guard_text import report_text
 
@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def guard(monkeypatch: pytest.MonkeyPatch) -> Guard:
     found = Guard()
-    monkeypatch.setattr(guarding, "guard", found)
+    monkeypatch.setattr(guard_run, "guard", found)
     return found
 
 

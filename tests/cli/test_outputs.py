@@ -10,7 +10,7 @@ from synthetic_traces import INSPECTION
 
 from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import UsageError
-from autoaccum.planning.events import Inspected
+from autoaccum.planning.plan_events import Inspected
 
 
 def test_a_mode_of_batchnorm_that_cannot_be_emitted_is_refused_once_it_is_known(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from autoaccum.cli import main
 from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
 from autoaccum.planning import planner
-from autoaccum.planning.records import Plan
+from autoaccum.planning.plan import Plan
 
 MODEL = """
 import torch

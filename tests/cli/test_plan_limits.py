@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from command_line import Done, autoaccum
 
 from autoaccum.cli import main
-from autoaccum.planning.records import Plan
+from autoaccum.planning.plan import Plan
 from autoaccum.units import MIB
 
 MODEL = """
@@ -75,8 +75,8 @@ def test_what_does_not_end_is_ended_and_named(
 ) -> None:
     (folder / "model.py").write_text(MODEL + ENDLESS + file)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("autoaccum.planning.request._LEAST_CHECK_SECONDS", 3.0)
-    monkeypatch.setattr("autoaccum.tuning.processes._LEAST_SECONDS", 15.0)
+    monkeypatch.setattr("autoaccum.planning.plan_request._LEAST_CHECK_SECONDS", 3.0)
+    monkeypatch.setattr("autoaccum.tuning.trial_processes._LEAST_SECONDS", 15.0)
     name, *rest = words.split()
     result = CliRunner().invoke(main, [name, "model.py", "--target-batch", "8", *rest])
     assert result.exit_code == 3, result.stderr

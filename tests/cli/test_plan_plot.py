@@ -12,8 +12,8 @@ from pictured_plans import usual
 
 from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import UsageError
-from autoaccum.planning.records import Plan
-from autoaccum.reporting.pictures.memory_picture import draw_memory
+from autoaccum.planning.plan import Plan
+from autoaccum.reporting.figures.memory_figure import draw_memory
 
 MODEL = """
 import torch

@@ -20,9 +20,9 @@ from small_studies import request_of, search_in, tuning_of
 import autoaccum
 from autoaccum.cli import main
 from autoaccum.errors import DoesNotFitError, UsageError
-from autoaccum.tuning import tuning as studies
-from autoaccum.tuning.records import BatchSpan, RateSpan, Tuning
-from autoaccum.tuning.request import TuneRequest
+from autoaccum.tuning import tuner as studies
+from autoaccum.tuning.tune_request import TuneRequest
+from autoaccum.tuning.tuning_result import BatchSpan, RateSpan, Tuning
 
 ROOT = Path(__file__).parents[2]
 MODEL = """

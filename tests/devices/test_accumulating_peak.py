@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from asking import make_settings
 
+from autoaccum.devices.child.process import child_environment
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.devices.process import child_environment
 from autoaccum.units import MIB
 
 WIDTH = 1024

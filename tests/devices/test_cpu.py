@@ -58,7 +58,7 @@ def test_a_budget_beyond_what_is_free_is_refused(write_workload: Any) -> None:
         ("return torch.randn(3, 64), torch.randn(3, 64)", WorkloadError, r"^batch\(2\) returned 3 samples"),
         ("return 1 / 0", WorkloadError, r"^an update from a small batch of model raised ZeroDivisionError"),
         (
-            "return 1\n\nfrom autoaccum.devices.process import ChildProcess\nChildProcess('json.tool')",
+            "return 1\n\nfrom autoaccum.devices.child.process import ChildProcess\nChildProcess('json.tool')",
             WorkloadError,
             "a workload starts trials while it is being loaded",
         ),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from asking import make_settings
 
+from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.devices.process import PACKAGE_ROOT
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.card import CardMemory, CardReport
+from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.card_meter import card_limit, check_allocator, choose_name, memory_fraction, read_card
 from autoaccum.devices.cuda import CudaDevice, choose_card_budget, describe_card, name_holders
 from autoaccum.devices.nvml import CardProcess

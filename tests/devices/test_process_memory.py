@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from autoaccum.devices import host_meter
+from autoaccum.devices.child.process import child_environment
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.host_meter import data_limit, read_process_memory, reset_peak
 from autoaccum.devices.meters import warm_up
-from autoaccum.devices.process import child_environment
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoaccum.devices.simulated.allocator import Allocator, CapacityExceeded
-from autoaccum.devices.simulated.allocator_blocks import Block
-from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
+from autoaccum.devices.simulated.allocator.blocks import Block
+from autoaccum.devices.simulated.allocator.caching_allocator import Allocator, CapacityExceeded
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 
 _TAKEN, _GIVEN = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
 _STATISTICS = {

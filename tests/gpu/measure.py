@@ -22,7 +22,7 @@ import torch
 from autoaccum.accumulation.recovery import is_context_dead, release_memory
 from autoaccum.devices.card_meter import read_card
 from autoaccum.devices.nvml import read_all_cards
-from autoaccum.devices.simulated.catalog import Card, card_at_hand, find_card
+from autoaccum.devices.simulated.cards import Card, card_at_hand, find_card
 from tests.gpu.rows import Bench, Job, Row
 from tests.gpu.summary import summarise
 from tests.gpu.table import SECTIONS, Table, read_table

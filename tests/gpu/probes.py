@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoaccum.devices.card import report_card
+from autoaccum.devices.card_memory import report_card
 from autoaccum.devices.card_meter import read_card
 from autoaccum.devices.nvml import NvmlMissing, read_nvml
 

@@ -11,7 +11,7 @@ import torch
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.cuda import CudaDevice
-from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.cards import Card
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import make_device
 from autoaccum.units import GIB, MemorySize

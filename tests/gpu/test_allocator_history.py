@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from allocator_requests import MIB
 
-from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from tests.gpu.history import Request, compare_history, number_blocks, translate
 
 TOTAL = 1000 * MIB

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from autoaccum.guarding.cases import Case, check_case, make_case
-from autoaccum.guarding.guarding import guard
+from autoaccum.guarding.guard_run import guard
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.project import Project
 from autoaccum.units import MIB

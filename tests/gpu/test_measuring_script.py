@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoaccum.devices.process import PACKAGE_ROOT
+from autoaccum.devices.child.process import PACKAGE_ROOT
 from tests.gpu.measure import measure_rows
 from tests.gpu.table import Table, read_table
 

@@ -16,14 +16,14 @@ from torch import nn
 
 from autoaccum.options import Options
 from autoaccum.planning.planner import plan
-from autoaccum.training.events import Updated
-from autoaccum.training.fitting import train
-from autoaccum.training.request import FitRequest
-from autoaccum.tuning.processes import Processes
-from autoaccum.tuning.records import BatchSpan, Budget, Outcome, Setting, Throughput
-from autoaccum.tuning.request import TuneRequest
+from autoaccum.training.fit_events import Updated
+from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.trainer import train
 from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
-from autoaccum.tuning.training import train_setting
+from autoaccum.tuning.trial_processes import Processes
+from autoaccum.tuning.trial_training import train_setting
+from autoaccum.tuning.tune_request import TuneRequest
+from autoaccum.tuning.tuning_result import BatchSpan, Budget, Outcome, Setting, Throughput
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.optimizers import own_rate, set_rate
 from autoaccum.workload.spec import Workload

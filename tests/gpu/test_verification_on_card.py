@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoaccum import Accumulator, Workload
-from autoaccum.accumulation.observers import AccumulationWarning
+from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import WorkloadError
-from autoaccum.verification.verifying import verify
+from autoaccum.verification.verification_setup import verify
 
 WIDTH, LENGTH = 16, 6
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from small_repository import commit, git
 
-from autoaccum.devices.checkout import Checkout
-from autoaccum.devices.process import PACKAGE_ROOT
+from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.baseline import checked_out
 from autoaccum.guarding.cases import Case, make_case
-from autoaccum.guarding.guarding import guard
+from autoaccum.guarding.guard_run import guard
 from autoaccum.guarding.project import Project
 
 MODEL = """

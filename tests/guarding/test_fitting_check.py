@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from small_locks import a_case, a_lock, a_measurement
 
-from autoaccum.devices.checkout import Checkout
+from autoaccum.devices.child.checkout import Checkout
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError
-from autoaccum.guarding import guarding
+from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case
-from autoaccum.guarding.guarding import check_fits
+from autoaccum.guarding.guard_run import check_fits
 from autoaccum.guarding.lock import write_lock
-from autoaccum.guarding.records import Measurement
+from autoaccum.guarding.report import Measurement
 from autoaccum.units import GIB
 
 MORE = Holding(category="activations", module="blocks.0.extra", kind="Linear", dtype="float32", bytes=GIB)
@@ -48,7 +48,7 @@ class Check:
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     made = Check(tmp_path)
-    monkeypatch.setattr(guarding, "measure", made.measure)
+    monkeypatch.setattr(guard_run, "measure", made.measure)
     return made
 
 

@@ -15,7 +15,7 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.guarding.growth import growths
 from autoaccum.guarding.lock import fold
-from autoaccum.guarding.records import Growth, Measurement
+from autoaccum.guarding.report import Growth, Measurement
 from autoaccum.units import MIB
 
 

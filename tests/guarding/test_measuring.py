@@ -11,18 +11,18 @@ import pytest
 from asking import make_request
 from synthetic_traces import Sizes, SyntheticTracer, linear
 
-from autoaccum.devices.checkout import Checkout
-from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding import measuring
 from autoaccum.guarding.cases import make_case
 from autoaccum.guarding.measuring import Task, measure, measure_simulated, request_of
-from autoaccum.guarding.records import Measurement
+from autoaccum.guarding.report import Measurement
+from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_request import Request
+from autoaccum.planning.plan_setup import Subject
 from autoaccum.planning.planner import plan_on
-from autoaccum.planning.records import Plan
-from autoaccum.planning.request import Request
-from autoaccum.planning.subjects import Subject
 from autoaccum.units import GIB, MIB, MemorySize
 
 ROOMY: dict[str, Any] = {"target": 64, "gib": 20.0}

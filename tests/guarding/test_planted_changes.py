@@ -14,14 +14,14 @@ from tracing_here import TracerHere
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.guarding.cases import Case, make_case
-from autoaccum.guarding.comparing import compare
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import Task, measure_simulated, request_of
-from autoaccum.guarding.records import Growth, Judgement, Measurement, Tolerance
-from autoaccum.planning.subjects import Subject
+from autoaccum.guarding.report import Growth, Judgement, Measurement, Tolerance
+from autoaccum.guarding.verdict import compare
+from autoaccum.planning.plan_setup import Subject
 
 CASE = make_case(workload="train.py", gpu="rtx3090", micro_batch=32)
 """Two micro-batches of 32 samples on a card that has room for far more: nothing is searched for."""

@@ -11,14 +11,14 @@ from synthetic_traces import INSPECTION
 from typing_extensions import Self
 
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.checkout import Checkout
+from autoaccum.devices.child.checkout import Checkout
 from autoaccum.errors import WorkloadError
 from autoaccum.guarding import measuring
 from autoaccum.guarding.cases import make_case
 from autoaccum.guarding.measuring import Task, measure, measure_by_runs
-from autoaccum.guarding.records import Measurement
-from autoaccum.planning.request import Request
-from autoaccum.planning.subjects import Subject
+from autoaccum.guarding.report import Measurement
+from autoaccum.planning.plan_request import Request
+from autoaccum.planning.plan_setup import Subject
 from autoaccum.units import MIB
 
 ENVIRONMENT = {

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import autoaccum
 from autoaccum import Accumulator, Workload
-from autoaccum.accumulation.changes import state_digest
+from autoaccum.accumulation.state_hash import state_digest
 
 NOISING: Any = DDPMScheduler(num_train_timesteps=10)
 

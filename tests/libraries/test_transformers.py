@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 import autoaccum
 from autoaccum import Accumulator, Workload
-from autoaccum.accumulation.changes import state_digest
+from autoaccum.accumulation.state_hash import state_digest
 
 
 def adapted() -> Any:

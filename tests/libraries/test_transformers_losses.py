@@ -17,9 +17,9 @@ from torch.optim import SGD
 
 import autoaccum
 from autoaccum import Accumulator, Workload
-from autoaccum.accumulation.halves import check_workload
-from autoaccum.accumulation.observers import AccumulationWarning
-from autoaccum.workload.weighting import check_weighting
+from autoaccum.accumulation.coupling_probe import check_workload
+from autoaccum.accumulation.step_result import AccumulationWarning
+from autoaccum.workload.weight_check import check_weighting
 
 SMALL: dict[str, Any] = {**SIZES, "vocab_size": WORDS}
 HEAD = """
@@ -138,7 +138,7 @@ def test_labels_that_do_not_count_are_told_of_by_the_class_of_the_model() -> Non
 
 def test_a_plan_without_a_loss_and_the_step_it_emits(tmp_path: Path) -> None:
     from autoaccum.reporting.emit import emit_wrapper
-    from autoaccum.reporting.plan_table import accumulator_line
+    from autoaccum.reporting.plan_report import accumulator_line
 
     file = tmp_path / "llama.py"
     file.write_text(HEAD)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from autoaccum.planning.runner import Allowance
 from autoaccum.planning.search import SearchStopped
+from autoaccum.planning.trial_runner import Allowance
 
 
 class Clock:

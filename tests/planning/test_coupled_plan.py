@@ -13,15 +13,15 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.accumulation.changes import state_digest
 from autoaccum.accumulation.coupling import ITSELF, Coupling
 from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.inspection import inspect_workload
-from autoaccum.planning.records import Plan
-from autoaccum.planning.request import Request
-from autoaccum.planning.verdicts import all_notes
+from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_messages import all_notes
+from autoaccum.planning.plan_request import Request
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.spec import Workload
 

@@ -16,15 +16,15 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear
 import autoaccum
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import CATEGORIES, Account, Change, Explaining
-from autoaccum.devices.simulated.catalog import context_bytes, find_card
-from autoaccum.devices.simulated.device import SimulatedDevice
-from autoaccum.devices.simulated.traces import ChangeFailed
+from autoaccum.devices.simulated.cards import context_bytes, find_card
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailed
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.planning.events import Event, Explained, ExplanationStarted, TrialFinished
+from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_events import Event, Explained, ExplanationStarted, TrialFinished
+from autoaccum.planning.plan_setup import Subject
 from autoaccum.planning.planner import explain_proof, plan_on
-from autoaccum.planning.records import Plan
-from autoaccum.planning.runner import Allowance
-from autoaccum.planning.subjects import Subject
+from autoaccum.planning.trial_runner import Allowance
 from autoaccum.units import GIB, MIB, MemorySize
 
 CARD = find_card("rtx3090")

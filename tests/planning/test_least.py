@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
-from autoaccum.planning.runner import find_least
 from autoaccum.planning.search import SearchStopped
+from autoaccum.planning.trial_runner import find_least
 from autoaccum.units import GIB, MIB
 
 RESOLUTION_BYTES = 2 * MIB

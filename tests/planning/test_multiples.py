@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.planning.records import Plan
+from autoaccum.planning.plan import Plan
 from autoaccum.reporting.emit import emit_wrapper
-from autoaccum.training.events import Noted
+from autoaccum.training.fit_events import Noted
 from autoaccum.workload.spec import Workload
 
 FILE = """

@@ -11,7 +11,7 @@ import pytest
 import autoaccum
 from autoaccum.devices.base import Trial
 from autoaccum.errors import DoesNotFitError
-from autoaccum.planning.verdicts import Need, does_not_fit
+from autoaccum.planning.plan_messages import Need, does_not_fit
 from autoaccum.units import GIB, MIB, MemorySize
 
 WORKLOAD = """

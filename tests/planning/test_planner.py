@@ -11,11 +11,11 @@ from asking import make_request
 
 from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.planning import subjects
-from autoaccum.planning.events import Event, Inspected, Loading, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning import plan_setup
+from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_events import Event, Inspected, Loading, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning.plan_setup import Subject
 from autoaccum.planning.planner import plan, plan_on
-from autoaccum.planning.records import Plan
-from autoaccum.planning.subjects import Subject
 from autoaccum.units import GIB, MIB
 
 
@@ -345,7 +345,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch) -> Any:
             made.update(settings=settings)
             return device
 
-        monkeypatch.setattr(subjects, "make_device", make)
+        monkeypatch.setattr(plan_setup, "make_device", make)
         return made
 
     return use

@@ -42,7 +42,7 @@ SCRIPT = (
     + """
 import json, sys
 import autoaccum
-from autoaccum.accumulation.changes import Hasher
+from autoaccum.accumulation.state_hash import Hasher
 
 asked = dict(target_batch=512, gpu="rtx3090", memory="2GiB")
 net = Net()

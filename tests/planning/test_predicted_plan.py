@@ -11,18 +11,18 @@ import pytest
 from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
-from autoaccum.accumulation.planned import planned_facts
+from autoaccum.accumulation.plan_check import planned_facts
 from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.explanation import Foresight
-from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
-from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.device import SimulatedDevice
-from autoaccum.devices.simulated.replay import least_capacity, replay
+from autoaccum.devices.simulated.allocator.replay import least_capacity, replay
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, UsageError
-from autoaccum.planning.events import Event, Inspected, TrialStarted
+from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_events import Event, Inspected, TrialStarted
+from autoaccum.planning.plan_setup import Subject
 from autoaccum.planning.planner import plan_on
-from autoaccum.planning.records import Plan
-from autoaccum.planning.subjects import Subject
 from autoaccum.units import GIB, MIB, MemorySize
 
 

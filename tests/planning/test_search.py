@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.planning.plan_messages import Need, does_not_fit
 from autoaccum.planning.search import SearchResult, SearchStopped, search
-from autoaccum.planning.verdicts import Need, does_not_fit
 from autoaccum.units import GIB, MIB
 
 LIMIT = 4 * GIB

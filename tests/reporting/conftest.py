@@ -11,11 +11,11 @@ from imported_files import import_file
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Trial
-from autoaccum.planning.records import Plan
+from autoaccum.planning.plan import Plan
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.units import MIB
-from autoaccum.workload.recipes import describe_recipe
 from autoaccum.workload.spec import Workload
+from autoaccum.workload.step_recipe import describe_recipe
 
 MakePlan = Callable[..., Plan]
 Emit = Callable[..., ModuleType]

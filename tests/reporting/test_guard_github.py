@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from autoaccum.guarding.records import Judgement
+from autoaccum.guarding.report import Judgement
 from autoaccum.reporting.guard_github import (
     annotation_lines,
     code,

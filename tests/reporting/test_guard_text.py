@@ -8,8 +8,8 @@ import io
 import pytest
 from guard_reports import ALL, BEFORE, CASE, LOCKED, NOW, REGRESSED, UNCHANGED, UNMEASURED, report
 
-from autoaccum.guarding.records import CaseFinished, CaseStarted, CheckedOut, Judgement
-from autoaccum.reporting.consoles import make_console
+from autoaccum.guarding.report import CaseFinished, CaseStarted, CheckedOut, Judgement
+from autoaccum.reporting.console import make_console
 from autoaccum.reporting.guard_github import harmless, report_markdown
 from autoaccum.reporting.guard_text import GuardProgress, finished_line, print_report, report_text
 

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from pictured_plans import extremes, plan, trial, usual
 
 from autoaccum.devices.explanation import Account
-from autoaccum.planning.records import Plan
-from autoaccum.reporting.pictures.memory_picture import draw_memory, memory_figure
-from autoaccum.reporting.pictures.page import DARK, LIGHT, label, picture_settings
+from autoaccum.planning.plan import Plan
+from autoaccum.reporting.figures.memory_figure import draw_memory, memory_figure
+from autoaccum.reporting.figures.style import DARK, LIGHT, label, picture_settings
 from autoaccum.units import GIB, format_bytes
 
 CASES = extremes()
@@ -158,7 +158,7 @@ def test_every_colour_is_seen_on_both_panels(case: Case) -> None:
 def test_another_process_gives_the_same_bytes() -> None:
     code = (
         "import sys; from pictured_plans import usual; "
-        "from autoaccum.reporting.pictures.memory_picture import draw_memory; "
+        "from autoaccum.reporting.figures.memory_figure import draw_memory; "
         "sys.stdout.buffer.write(draw_memory(*usual(), 'svg')); assert 'matplotlib.pyplot' not in sys.modules"
     )
     done = subprocess.run(

@@ -7,7 +7,7 @@ import pytest
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.planning.events import (
+from autoaccum.planning.plan_events import (
     Inspected,
     Loading,
     Scheduled,
@@ -15,7 +15,7 @@ from autoaccum.planning.events import (
     TrialFinished,
     TrialStarted,
 )
-from autoaccum.reporting.consoles import make_console
+from autoaccum.reporting.console import make_console
 from autoaccum.reporting.progress import PlanProgress
 from autoaccum.units import GIB, MIB
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.training.request import FitRequest
+from autoaccum.training.fit_request import FitRequest
 
 
 def test_it_has_the_arguments_of_a_request_but_one_and_one_more() -> None:

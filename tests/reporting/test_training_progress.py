@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from autoaccum.devices.base import Trial
-from autoaccum.planning.events import TrialFinished, TrialStarted
-from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.training_progress import TrainingProgress
-from autoaccum.training.events import (
+from autoaccum.planning.plan_events import TrialFinished, TrialStarted
+from autoaccum.reporting.console import make_console
+from autoaccum.reporting.fit_report import TrainingProgress
+from autoaccum.training.fit_events import (
     CeilingRaised,
     CheckpointFailed,
     CheckpointWritten,
     Evaluated,
     EvaluationFailed,
     Noted,
+    OutOfMemoryRetry,
     Planning,
-    ShortageMet,
     Skipped,
     Started,
     Updated,
@@ -91,7 +91,7 @@ def test_totals_that_are_not_known(told: list[Any], line: str) -> None:
 
 EVENTS = [
     (
-        ShortageMet(120, "backward", 64, 56),
+        OutOfMemoryRetry(120, "backward", 64, 56),
         "update 120: out of memory in backward with micro-batches of 64, repeated with at most 56",
     ),
     (CeilingRaised(300, 64), "update 300: memory was calm, micro-batches of up to 64 are tried again"),

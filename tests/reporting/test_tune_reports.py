@@ -12,12 +12,11 @@ from xml.etree import ElementTree
 import pytest
 from small_studies import FACTS, SPACE, plan_of, request_of, search_in, tuning_of
 
-from autoaccum.planning.records import Plan
-from autoaccum.reporting.consoles import make_console
-from autoaccum.reporting.pictures.tuning import draw_tuning
-from autoaccum.reporting.tune_progress import TuneProgress
-from autoaccum.reporting.tune_table import print_tuning, tuning_record
-from autoaccum.tuning.records import Noted, Row, SearchBegan, StudyOpened, Tuning
+from autoaccum.planning.plan import Plan
+from autoaccum.reporting.console import make_console
+from autoaccum.reporting.figures.tuning_figure import draw_tuning
+from autoaccum.reporting.tune_report import TuneProgress, print_tuning, tuning_record
+from autoaccum.tuning.tuning_result import Noted, Row, SearchBegan, StudyOpened, Tuning
 
 
 @pytest.fixture(scope="module")

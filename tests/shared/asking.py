@@ -7,7 +7,7 @@ from typing import Any
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.options import Options
-from autoaccum.planning.request import Request
+from autoaccum.planning.plan_request import Request
 from autoaccum.units import MemorySize
 
 _OPTIONS = {field.name for field in dataclasses.fields(Options)}

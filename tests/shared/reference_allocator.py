@@ -1,6 +1,6 @@
 """PyTorch's allocator once more, slowly: every segment a list of cells, every question a scan of all of them.
 
-It shares no code and no structure with `autoaccum.devices.simulated.allocator`: no links between blocks, no sorted
+It shares no code and no structure with `simulated.allocator.caching_allocator`: no links between blocks, no sorted
 lists, no addresses but a segment's place in the order of creation.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 
 MIB = 1 << 20
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from autoaccum.devices.simulated.allocator_settings import read_settings
+from autoaccum.devices.simulated.allocator.settings import read_settings
 from tests.gpu.history import compare_history
 
 TOTAL_BYTES = 1000 << 20

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from autoaccum.training.evaluation import Evaluation, EvaluationData
-from autoaccum.training.events import Evaluated, EvaluationFailed
-from autoaccum.workload.weights import resolve_objective
+from autoaccum.training.fit_events import Evaluated, EvaluationFailed
+from autoaccum.workload.objective import resolve_objective
 
 SAMPLES, CLASSES = 23, 3
 CRITERION = nn.CrossEntropyLoss()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.lock import fold
-from autoaccum.guarding.records import Measurement
+from autoaccum.guarding.report import Measurement
 from autoaccum.units import GIB, MIB
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)

@@ -15,9 +15,13 @@ from torch.utils.data import TensorDataset
 from autoaccum import Workload
 from autoaccum.devices.base import Trial
 from autoaccum.options import Options
-from autoaccum.planning.records import Plan
-from autoaccum.tuning.judging import find_noise, own_standing, rank
-from autoaccum.tuning.records import (
+from autoaccum.planning.plan import Plan
+from autoaccum.tuning.optuna_search import Search
+from autoaccum.tuning.ranking import find_noise, own_standing, rank
+from autoaccum.tuning.study import Study, make_terms, open_storage, read_address
+from autoaccum.tuning.trial_training import train_setting
+from autoaccum.tuning.tune_request import TuneRequest
+from autoaccum.tuning.tuning_result import (
     BatchSpan,
     Budget,
     Facts,
@@ -30,10 +34,6 @@ from autoaccum.tuning.records import (
     Throughput,
     Tuning,
 )
-from autoaccum.tuning.request import TuneRequest
-from autoaccum.tuning.searching import Search
-from autoaccum.tuning.study import Study, make_terms, open_storage, read_address
-from autoaccum.tuning.training import train_setting
 
 SAMPLES, FEATURES, OWN_RATE = 80, 3, 0.05
 FACTS = Facts(

@@ -6,8 +6,16 @@ from collections.abc import Callable, Mapping
 
 from autoaccum.devices.base import Inspection, Phase
 from autoaccum.devices.explanation import Category
-from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Scratch, Trace
-from autoaccum.devices.simulated.traces import Offer, Tracer
+from autoaccum.devices.simulated.tracing.trace import (
+    NO_MODULE,
+    Claim,
+    LabelledTrace,
+    ModuleName,
+    Origin,
+    Scratch,
+    Trace,
+)
+from autoaccum.devices.simulated.tracing.trace_cache import Offer, Tracer
 from autoaccum.units import MIB
 
 Sizes = Callable[[int], int]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from autoaccum.devices.base import Inspection, TrialSettings
-from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.jobs import SimulatedChild
-from autoaccum.devices.simulated.traces import Tracer
+from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.simulated_child import SimulatedChild
+from autoaccum.devices.simulated.tracing.trace_cache import Tracer
 from autoaccum.errors import WorkloadError
 
 

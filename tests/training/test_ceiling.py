@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoaccum.accumulation.recovery import shrink
-from autoaccum.training.stepping import Ceiling
+from autoaccum.training.stepper import Ceiling
 
 SIZES = st.integers(1, 2000)
 LIMITS = st.lists(st.integers(1, 2000), min_size=1, max_size=200)

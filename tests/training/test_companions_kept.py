@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.training.events import Updated
+from autoaccum.training.fit_events import Updated
 
 UPDATES = 6
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))

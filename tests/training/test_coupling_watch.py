@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.changes import Hasher
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.training.events import FitResult, Noted, Updated
+from autoaccum.accumulation.state_hash import Hasher
+from autoaccum.training.fit_events import FitResult, Noted, Updated
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch"),

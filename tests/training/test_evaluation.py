@@ -30,7 +30,7 @@ import autoaccum
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.errors import UsageError
 from autoaccum.training.evaluation import Evaluation, EvaluationData
-from autoaccum.training.events import Evaluated, EvaluationFailed
+from autoaccum.training.fit_events import Evaluated, EvaluationFailed
 
 
 class Narrow(nn.Module):

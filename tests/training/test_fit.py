@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.changes import state_digest
-from autoaccum.training.events import EpochEnded, Evaluated, Started, Updated
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.training.fit_events import EpochEnded, Evaluated, Started, Updated
 
 SAMPLES, TARGET, EPOCHS = 155, 16, 3
 UPDATES = EPOCHS * 10  # nine windows of 16 and one of 11

@@ -14,10 +14,10 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.changes import Hasher
+from autoaccum.accumulation.state_hash import Hasher
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import read_checkpoint
-from autoaccum.training.events import Evaluated, Updated
+from autoaccum.training.fit_events import Evaluated, Updated
 from autoaccum.workload.spec import Workload
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.accumulation.observers import AccumulationWarning
+from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
 from autoaccum.options import MODES
 from autoaccum.units import MIB, MemorySize

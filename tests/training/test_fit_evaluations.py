@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from autoaccum.errors import UsageError
-from autoaccum.training.events import Evaluated, Updated
-from autoaccum.training.fitting import train
-from autoaccum.training.request import FitRequest
+from autoaccum.training.fit_events import Evaluated, Updated
+from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.trainer import train
 
 DATA = TensorDataset(torch.ones(20, 3), torch.ones(20, 2))
 

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import autoaccum
 from autoaccum.errors import AutoaccumError, NonFiniteError, UpdateInterrupted, UsageError
-from autoaccum.training.events import (
+from autoaccum.training.fit_events import (
     CheckpointFailed,
     CheckpointWritten,
     Skipped,

@@ -14,11 +14,11 @@ from torch.utils.data import TensorDataset
 
 from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
-from autoaccum.planning.records import Plan
+from autoaccum.planning.plan import Plan
 from autoaccum.training.checkpoints import Checkpoints, read_checkpoint
-from autoaccum.training.events import FitResult, Noted, Updated
-from autoaccum.training.fitting import train
-from autoaccum.training.request import FitRequest
+from autoaccum.training.fit_events import FitResult, Noted, Updated
+from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.trainer import train
 from autoaccum.workload.spec import Workload
 
 INPUTS = torch.linspace(-1, 1, 72).reshape(24, 3)

@@ -14,9 +14,9 @@ import dataclasses, json, sys
 import torch
 from torch import nn
 import autoaccum
-from autoaccum.accumulation.changes import Hasher
+from autoaccum.accumulation.state_hash import Hasher
 from autoaccum.errors import AutoaccumError
-from autoaccum.training.events import Noted, Planning, Started
+from autoaccum.training.fit_events import Noted, Planning, Started
 
 torch.set_num_threads(1)
 folder = sys.argv[1]

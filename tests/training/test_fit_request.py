@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
-from autoaccum.training.request import FitRequest
-from autoaccum.training.subjects import Subject
+from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.trainee import Subject
 from autoaccum.workload.spec import Workload
 
 DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))

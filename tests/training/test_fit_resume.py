@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.changes import Hasher
+from autoaccum.accumulation.state_hash import Hasher
 from autoaccum.errors import UsageError
-from autoaccum.training.events import CheckpointWritten, Noted, Updated
+from autoaccum.training.fit_events import CheckpointWritten, Noted, Updated
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
 SAMPLES, TARGET, EPOCHS = 44, 12, 2

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 import autoaccum
-from autoaccum.training.events import Updated
+from autoaccum.training.fit_events import Updated
 
 torch.set_num_threads(1)
 x = torch.randn(64, 3)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.training.events import Evaluated, Updated
+from autoaccum.training.fit_events import Evaluated, Updated
 from autoaccum.training.logs import Logs
 
 

@@ -26,8 +26,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.training.evaluation import Evaluation, EvaluationData
-from autoaccum.training.events import Evaluated
-from autoaccum.workload.weights import resolve_objective
+from autoaccum.training.fit_events import Evaluated
+from autoaccum.workload.objective import resolve_objective
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from autoaccum.errors import UsageError
-from autoaccum.tuning.records import Speed
 from autoaccum.tuning.throughput import find_knee, micro_batch_ladder, time_sizes
+from autoaccum.tuning.tuning_result import Speed
 
 
 def speeds(*rates: float | None) -> list[Speed]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from autoaccum import Workload, verify
 from autoaccum.errors import WorkloadError
-from autoaccum.verification.records import Verification
+from autoaccum.verification.verification_result import Verification
 
 CRITERION = nn.CrossEntropyLoss()
 

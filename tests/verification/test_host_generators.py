@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoaccum.errors import NotMeasuredError
-from autoaccum.verification.records import Verification
-from autoaccum.verification.verifying import verify
+from autoaccum.verification.verification_result import Verification
+from autoaccum.verification.verification_setup import verify
 
 PYTHON = random.Random(1)
 NUMPY = np.random.default_rng(3)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.verification.records import Verification
-from autoaccum.verification.verifying import verify
+from autoaccum.verification.verification_result import Verification
+from autoaccum.verification.verification_setup import verify
 
 Loop = Callable[[nn.Module, list[Any]], None]
 

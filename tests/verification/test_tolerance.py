@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.errors import NotMeasuredError
-from autoaccum.verification.comparing import Tolerances, compare, find_tolerances, with_update
-from autoaccum.verification.updates import UNCHANGED, Change, Outcome
+from autoaccum.verification.update_comparison import Tolerances, compare, find_tolerances, with_update
+from autoaccum.verification.update_run import UNCHANGED, Change, Outcome
 
 TARGETS = torch.arange(16) % 3
 INPUTS = torch.randn(16, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

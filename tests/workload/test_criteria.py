@@ -13,7 +13,7 @@ from torch.nn import functional
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.criteria import CLASSES as KNOWN
-from autoaccum.workload.weights import Objective, resolve_objective
+from autoaccum.workload.objective import Objective, resolve_objective
 
 Builder = Callable[[int], Any]
 CLASSES = 5

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.workload.names import (
+from autoaccum.workload.module_names import (
     compact_names,
     expand_name,
     numberless,

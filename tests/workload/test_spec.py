@@ -12,7 +12,7 @@ from torch.nn.utils import weight_norm
 import autoaccum
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.loading import load_workload
-from autoaccum.workload.nests import copy_module
+from autoaccum.workload.pytree import copy_module
 from autoaccum.workload.samples import adapt
 from autoaccum.workload.spec import Workload
 

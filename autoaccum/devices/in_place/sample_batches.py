@@ -13,9 +13,9 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from autoaccum.accumulation.recovery import find_shortage
+from autoaccum.accumulation.recovery import find_out_of_memory
 from autoaccum.errors import AutoaccumError, WorkloadError
-from autoaccum.workload import nests
+from autoaccum.workload import pytree
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size, join_batches, split_batch
 from autoaccum.workload.tracebacks import blame_workload
 
@@ -42,7 +42,7 @@ class CalledBatches:
         except AutoaccumError:
             raise
         except Exception as error:
-            if find_shortage(error) is not None:
+            if find_out_of_memory(error) is not None:
                 raise
             raise blame_workload(error, f"batch({size})") from error
         if not has_size(made, size):
@@ -63,7 +63,7 @@ class SampleBatches:
 
     def __call__(self, size: int) -> Any:
         """One batch of `size` samples; neither a change to it nor a gradient reaches the sample batch."""
-        if isinstance(self._sample, nests.OwnBatch):
+        if isinstance(self._sample, pytree.OwnBatch):
             return self._cut(self._sample, size)
         times, rest = divmod(size, self._size)
         # Views of their own: what is the same object in all parts counts as belonging to all samples.
@@ -72,7 +72,7 @@ class SampleBatches:
             parts.append(split_batch(self._sample, [rest, self._size - rest])[0])
         return _owned(join_batches(parts), set(_addresses(self._sample)))
 
-    def _cut(self, sample: nests.OwnBatch, size: int) -> Any:
+    def _cut(self, sample: pytree.OwnBatch, size: int) -> Any:
         """What a workload cuts by its own function cannot be repeated."""
         if size > self._size:
             raise WorkloadError(
@@ -95,34 +95,34 @@ def make_batches(batch: Any, batching: Batching | None = None) -> Callable[[int]
         with suppress(Exception):  # A callable object of the user's, which is no batch.
             return SampleBatches(batching.wrap(batch))
     if isinstance(batch, (DataLoader, Iterator)) or (hasattr(batch, "__next__") and not callable(batch)):
-        raise WorkloadError(f"batch is {nests.kind(batch)}", hint="give one batch of it: next(iter(loader))")
-    if callable(batch) and not isinstance(batch, Tensor) and nests.children(batch) is None:
+        raise WorkloadError(f"batch is {pytree.kind(batch)}", hint="give one batch of it: next(iter(loader))")
+    if callable(batch) and not isinstance(batch, Tensor) and pytree.children(batch) is None:
         return CalledBatches(batch, batching)
     return SampleBatches(batch)
 
 
 def _owned(node: Any, shared: set[int]) -> Any:
     """`node` with a copy of each tensor or array whose memory is the sample's, or stands there twice."""
-    if nests.is_leaf(node):
+    if pytree.is_leaf(node):
         leaf = node.detach().requires_grad_() if isinstance(node, Tensor) and node.requires_grad else node
         address = _address(leaf)
         if address in shared:
             return leaf.clone().detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf.copy()
         shared.add(address)
         return leaf
-    children = nests.children(node)
+    children = pytree.children(node)
     if children is None:
         return node
     owned = [_owned(child, shared) for _, child in children]
     if all(new is old for new, (_, old) in zip(owned, children, strict=True)):
         return node
-    return nests.rebuild(node, owned)
+    return pytree.rebuild(node, owned)
 
 
 def _addresses(node: Any) -> Iterator[int]:
-    if nests.is_leaf(node):
+    if pytree.is_leaf(node):
         yield _address(node)
-    for _, child in nests.children(node) or ():
+    for _, child in pytree.children(node) or ():
         yield from _addresses(child)
 
 

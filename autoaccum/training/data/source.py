@@ -12,7 +12,7 @@ from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.training.data.map_style import MapStyleSource
 from autoaccum.training.data.streams import BatchesSource, SamplesSource
 from autoaccum.training.data.windows import DataSettings
-from autoaccum.workload import nests
+from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, counted, is_samples
 
 Source: TypeAlias = MapStyleSource | SamplesSource | BatchesSource
@@ -62,16 +62,16 @@ def is_map_style(data: Any) -> bool:
 def _check_iterable(data: Any) -> None:
     if isinstance(data, Mapping):
         raise UsageError(
-            f"data is {nests.kind(data)}", hint=f"for columns of tensors, wrap them in a Dataset; else {_WHAT}"
+            f"data is {pytree.kind(data)}", hint=f"for columns of tensors, wrap them in a Dataset; else {_WHAT}"
         )
     if isinstance(data, Dataset) and not hasattr(type(data), "__iter__"):
         raise UsageError(
-            f"{nests.kind(data)} has no length", hint="define __len__, or give a DataLoader over it with a sampler"
+            f"{pytree.kind(data)} has no length", hint="define __len__, or give a DataLoader over it with a sampler"
         )
     # A module's or a string's entries are no batches, and a class is not yet anything.
     is_iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     if isinstance(data, str | bytes | type | nn.Module) or not is_iterable:
-        raise UsageError(f"data is {nests.kind(data)}", hint=_WHAT)
+        raise UsageError(f"data is {pytree.kind(data)}", hint=_WHAT)
 
 
 def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
@@ -81,11 +81,11 @@ def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
         UsageError: It is empty, an entry is no batch, or it looks like samples or like one batch.
     """
     if not data:
-        raise UsageError(f"data is an empty {nests.type_name(data)}", hint="give at least one batch")
-    rows = [entry for entry in data if nests.holds_rows(entry)]
-    if len(rows) == len(data) > 1 and len(set(map(len, rows))) == 1 and not nests.are_alike(data):
+        raise UsageError(f"data is an empty {pytree.type_name(data)}", hint="give at least one batch")
+    rows = [entry for entry in data if pytree.holds_rows(entry)]
+    if len(rows) == len(data) > 1 and len(set(map(len, rows))) == 1 and not pytree.are_alike(data):
         raise UsageError(
-            f"data is {nests.kind(data)} of tensors of different kinds, which looks like one batch",
+            f"data is {pytree.kind(data)} of tensors of different kinds, which looks like one batch",
             hint="give torch.utils.data.TensorDataset(*data) for all samples, or a list of batches",
         )
     samples = 0
@@ -100,7 +100,7 @@ def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
                 raise UsageError(f"data[{number}] is no batch: {reason}", hint="give a list of batches") from error
         if reason is not None:
             raise UsageError(
-                f"data is {nests.kind(data)} whose entries look like samples ({reason})",
+                f"data is {pytree.kind(data)} whose entries look like samples ({reason})",
                 hint="a list is taken for batches; wrap samples in a Dataset (def __getitem__, def __len__)",
             )
         samples += size
@@ -110,10 +110,10 @@ def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
 def _single_value(node: Any, size: int, path: str, *, top: bool = False) -> str | None:
     """A number or a tensor without dimensions that belongs to no sample; None where there is none."""
     if isinstance(node, bool | int | float | complex):
-        return f"{path} is {nests.kind(node)}"
-    if isinstance(node, nests.OwnBatch) or is_samples(node, size, top=top):
+        return f"{path} is {pytree.kind(node)}"
+    if isinstance(node, pytree.OwnBatch) or is_samples(node, size, top=top):
         return None
-    if nests.is_leaf(node):
-        return None if nests.holds_rows(node) else f"{path} is {nests.kind(node)} without dimensions"
-    found = (_single_value(child, size, path + step) for step, child in nests.children(node) or ())
+    if pytree.is_leaf(node):
+        return None if pytree.holds_rows(node) else f"{path} is {pytree.kind(node)} without dimensions"
+    found = (_single_value(child, size, path + step) for step, child in pytree.children(node) or ())
     return next((reason for reason in found if reason is not None), None)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.workload import nests
+from autoaccum.workload import pytree
 from autoaccum.workload.batches import Batching, batch_size, counted, has_size, is_samples, join_batches, split_batch
 from autoaccum.workload.samples import LongestBatches, longest_first
 
@@ -187,16 +187,16 @@ def _form(node: Any, size: int, *, top: bool = False) -> Any:
 
     A batch that the workload cuts, a tensor that asks for a gradient, and an unknown object equal themselves alone.
     """
-    if isinstance(node, nests.OwnBatch) or getattr(node, "requires_grad", False):
+    if isinstance(node, pytree.OwnBatch) or getattr(node, "requires_grad", False):
         return id(node)
-    if nests.is_leaf(node):
+    if pytree.is_leaf(node):
         place = node.device if isinstance(node, Tensor) else "numpy"
-        if nests.holds_rows(node) and len(node) == size:
+        if pytree.holds_rows(node) and len(node) == size:
             return type(node), place, node.dtype, tuple(node.shape[1:])
         return type(node), place, node.dtype, str(node.tolist())
-    children = nests.children(node)
+    children = pytree.children(node)
     if children is None:
-        return (type(node), node) if nests.is_plain(node) else id(node)
-    if nests.is_sequence(node) and is_samples(node, size, top=top):
+        return (type(node), node) if pytree.is_plain(node) else id(node)
+    if pytree.is_sequence(node) and is_samples(node, size, top=top):
         return type(node), "samples", frozenset(map(type, node))
     return type(node), [(step, _form(child, size)) for step, child in children]

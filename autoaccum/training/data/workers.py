@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from autoaccum.errors import DataWorkerError, first_line
 from autoaccum.training.data.windows import DataSettings
-from autoaccum.workload import nests
+from autoaccum.workload import pytree
 
 END: Final = object()
 """What is read behind the last entry."""
@@ -94,7 +94,7 @@ def handed_over(part: Any) -> Any:
     The queue would move it there in a thread of its own, where a lack of it is printed and the reader waits for ever.
     """
     if get_worker_info() is not None:
-        for tensor in nests.tensors(part):
+        for tensor in pytree.tensors(part):
             if tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_nested:
                 tensor.share_memory_()  # type: ignore[no-untyped-call]
     return part

@@ -11,7 +11,7 @@ from torch import nn
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.options import Options
 from autoaccum.units import MIB, MemorySize
-from autoaccum.workload.weights import resolve_objective
+from autoaccum.workload.objective import resolve_objective
 
 MakeDevice = Callable[..., InPlaceDevice]
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.accumulation.changes import state_digest
+from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.options import Options
 from autoaccum.units import GIB, MIB, MemorySize
+from autoaccum.workload.objective import resolve_objective
 from autoaccum.workload.spec import Workload
-from autoaccum.workload.weights import resolve_objective
 
 PLACES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 BUDGET_BYTES = 256 * MIB

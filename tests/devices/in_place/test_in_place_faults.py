@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from shortages import ShortageAt
+from memory_errors import ShortageAt
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import StepResult
-from autoaccum.accumulation.changes import state_digest
-from autoaccum.devices import rehearsal
-from autoaccum.devices.rehearsal import Rehearsal
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.devices import trial_run
+from autoaccum.devices.trial_run import TrialRun
 
 STRIDE = 3
 
@@ -50,14 +50,14 @@ def test_a_shortage_at_every_allocation(
         made.step()
     modes: list[ShortageAt] = []
 
-    class Short(Rehearsal):
+    class Short(TrialRun):
         def run(self, parts: Sequence[int]) -> StepResult:
             with modes[-1]:
                 return super().run(parts)
 
     device = live_device(model, pairs, optimizer=made)
     assert device.limit_bytes
-    monkeypatch.setattr(rehearsal, "Rehearsal", Short)
+    monkeypatch.setattr(trial_run, "TrialRun", Short)
     before, phases = state_digest(model, made), set()
     for number in itertools.count(0, STRIDE):
         modes.append(ShortageAt(number))
@@ -79,11 +79,11 @@ import json, sys
 import torch
 from torch import nn
 from autoaccum.accumulation.accumulator import StepResult
-from autoaccum.accumulation.changes import state_digest
+from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.options import Options
 from autoaccum.units import MIB, MemorySize
-from autoaccum.workload.weights import resolve_objective
+from autoaccum.workload.objective import resolve_objective
 import resource
 
 torch.manual_seed(0)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from autoaccum.accumulation.changes import state_digest
-from autoaccum.devices.in_place.keeper import LiveState
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.devices.in_place.state_keeper import LiveState
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
 
@@ -162,7 +162,7 @@ class Witness:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")
+@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.step_result.AccumulationWarning")
 def test_trials_leave_everything_as_it_was(name: str, optimizer: str, live_device: Any, pairs: Any) -> None:
     torch.manual_seed(4)
     model = MODELS[name]()
@@ -179,7 +179,7 @@ def test_trials_leave_everything_as_it_was(name: str, optimizer: str, live_devic
 
 
 @pytest.mark.parametrize("name", ["batchnorm", "spectral", "Restless"])
-@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.observers.AccumulationWarning")
+@pytest.mark.filterwarnings("ignore::autoaccum.accumulation.step_result.AccumulationWarning")
 def test_what_stands_around_the_step_leaves_everything_as_it_was(name: str, live_device: Any, pairs: Any) -> None:
     torch.manual_seed(4)
     model = MODELS[name]()
@@ -506,6 +506,6 @@ def test_a_dead_context_is_told_as_what_could_not_be_undone(
 
     device = live_device(plain(), pairs)
     assert device.limit_bytes
-    monkeypatch.setattr("autoaccum.devices.in_place.keeper.release_memory", fail)
+    monkeypatch.setattr("autoaccum.devices.in_place.state_keeper.release_memory", fail)
     with pytest.raises(NotMeasuredError, match=r"could not be undone \(RuntimeError: CUDA error: device-side assert"):
         device.trial((2, 2))

@@ -19,12 +19,12 @@ SEARCH = """
 import json
 import torch
 from torch import nn
-from autoaccum.accumulation.changes import state_digest
+from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.options import Options
 from autoaccum.planning.search import search
 from autoaccum.units import MIB, MemorySize
-from autoaccum.workload.weights import resolve_objective
+from autoaccum.workload.objective import resolve_objective
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1),
@@ -74,7 +74,7 @@ glibc = pytest.mark.skipif(not GLIBC, reason="only glibc has these thresholds")
 SCRIPT = """
 import json
 import numpy as np
-from autoaccum.devices.in_place.places import tight_heap, trim_heap
+from autoaccum.devices.in_place.memory_limits import tight_heap, trim_heap
 from autoaccum.devices.host_meter import read_process_memory
 from autoaccum.units import MIB
 

@@ -16,15 +16,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum.devices.budget import Supply
-from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, device, places
-from autoaccum.devices.in_place.keeper import LiveBytes, check_host_copy, count_live_bytes
+from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, in_place_device, memory_limits
 from autoaccum.devices.in_place.sample_batches import make_batches
+from autoaccum.devices.in_place.state_keeper import LiveBytes, check_host_copy, count_live_bytes
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.units import GIB, KIB, MIB, MemorySize
 from autoaccum.workload.batches import batch_size
+from autoaccum.workload.objective import resolve_objective
 from autoaccum.workload.spec import Workload
-from autoaccum.workload.weights import resolve_objective
 
 CROSS_ENTROPY = resolve_objective(nn.CrossEntropyLoss())
 
@@ -106,7 +106,7 @@ def test_a_copy_that_does_not_fit_is_refused_before_anything_is_touched(monkeypa
     with pytest.raises(UsageError, match=message):
         check_host_copy("net", big, host, guarded_on_host=True)
     tiny = Supply(total_bytes=GIB, free_bytes=200 * MIB, bound="the machine")
-    monkeypatch.setattr(device, "read_host_memory", lambda: tiny)
+    monkeypatch.setattr(in_place_device, "read_host_memory", lambda: tiny)
     touched: list[str] = []
     with pytest.raises(UsageError, match="the copy of model and its optimizer"):
         InPlaceDevice(live(nn.Linear(2, 2), batch=lambda size: touched.append("batch")), share=4).inspect()
@@ -119,7 +119,7 @@ def test_the_copy_s_cost_and_what_is_held_are_told(monkeypatch: pytest.MonkeyPat
     described = made.describe()
     assert described["held_bytes"] == described["host_copy_bytes"] == 4 * MIB
     host = Supply(total_bytes=8 * GIB, free_bytes=4 * GIB, bound="the machine")
-    monkeypatch.setattr(places, "read_host_memory", lambda: host)
+    monkeypatch.setattr(memory_limits, "read_host_memory", lambda: host)
     again = InPlaceDevice(live(model), share=4, reserve=MemorySize(bytes=MIB))
     assert again.limit_bytes == 4 * GIB - MIB  # The copy is taken off what is free, what is held comes on top.
 
@@ -185,10 +185,10 @@ def test_a_card_that_cannot_be_started_is_told(place: str) -> None:
     """As behind a driver that is too old, which only CUDA itself can tell."""
     workload = Workload(model=lambda: nn.Linear(1, 1), batch=torch.zeros, criterion=nn.MSELoss())
     with (
-        InPlaceDevice(workload, share=1, device=place) as device,
+        InPlaceDevice(workload, share=1, device=place) as in_place_device,
         pytest.raises(NotMeasuredError, match=r"CUDA does not start on cuda:\d \(.+\): nvidia-smi"),
     ):
-        device.inspect()
+        in_place_device.inspect()
 
 
 def wide() -> tuple[nn.Module, Any]:

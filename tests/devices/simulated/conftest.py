@@ -14,14 +14,14 @@ import pytest
 
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Explanation
-from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
-from autoaccum.devices.simulated.breakdown import Ledger, break_down
-from autoaccum.devices.simulated.card_mode import CardMode
-from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.jobs import SimulatedChild
-from autoaccum.devices.simulated.replay import Replays
-from autoaccum.devices.simulated.simulation import simulate
-from autoaccum.devices.simulated.trace import LabelledTrace
+from autoaccum.devices.simulated.allocator.replay import Replays
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.explain.breakdown import Ledger, break_down
+from autoaccum.devices.simulated.simulated_child import SimulatedChild
+from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.tracing.simulation import simulate
+from autoaccum.devices.simulated.tracing.trace import LabelledTrace
 from autoaccum.options import Options
 
 HEAD = """

@@ -12,9 +12,9 @@ from contextlib import suppress
 import pytest
 from allocator_requests import CAPACITIES, CASES, make_requests
 
-from autoaccum.devices.simulated.allocator import Allocator, CapacityExceeded
-from autoaccum.devices.simulated.allocator_blocks import Block
-from autoaccum.devices.simulated.allocator_settings import read_settings
+from autoaccum.devices.simulated.allocator.blocks import Block
+from autoaccum.devices.simulated.allocator.caching_allocator import Allocator, CapacityExceeded
+from autoaccum.devices.simulated.allocator.settings import read_settings
 
 # Per capacity: allocated, reserved, their peaks, retries and failures at the end; and a digest of them after each.
 RECORDED = {

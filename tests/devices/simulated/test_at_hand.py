@@ -9,12 +9,12 @@ import pytest
 from synthetic_traces import SyntheticTracer, linear
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.card import CardMemory, CardReport
+from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import Account, Explaining
-from autoaccum.devices.simulated.catalog import card_at_hand, context_bytes
-from autoaccum.devices.simulated.explaining import explain_at_hand, foresee_peaks
-from autoaccum.devices.simulated.trace import LabelledTrace
+from autoaccum.devices.simulated.cards import card_at_hand, context_bytes
+from autoaccum.devices.simulated.explain.account import explain_at_hand, foresee_peaks
+from autoaccum.devices.simulated.tracing.trace import LabelledTrace
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
 

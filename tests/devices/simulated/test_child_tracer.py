@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from asking import make_settings
 
-from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.traces import Tracer
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.tracing.trace_cache import Tracer
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_traces import linear, make_trace
 
-from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
-from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.explaining import curve_points
-from autoaccum.devices.simulated.family import NotAffineError, grow_squarely, make_family
-from autoaccum.devices.simulated.replay import Replays
-from autoaccum.devices.simulated.trace import Scratch, Trace
+from autoaccum.devices.simulated.allocator.replay import Replays
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.explain.account import curve_points
+from autoaccum.devices.simulated.tracing.trace import Scratch, Trace
+from autoaccum.devices.simulated.tracing.trace_scaling import NotAffineError, grow_squarely, make_family
 from autoaccum.units import GIB, MIB
 
 Size = Callable[[int], int | Scratch]

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.devices.simulated.recorder import Recorder
-from autoaccum.devices.simulated.simulation import simulate
+from autoaccum.devices.simulated.tracing.recorder import Recorder
+from autoaccum.devices.simulated.tracing.simulation import simulate
 
 Step = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.kernels.layers import is_cudnn_batch_norm
-from autoaccum.devices.simulated.recorder import Recorder
-from autoaccum.devices.simulated.simulation import simulate
+from autoaccum.devices.simulated.tracing.recorder import Recorder
+from autoaccum.devices.simulated.tracing.simulation import simulate
 
 CARD = make_card()
 LAST = torch.channels_last

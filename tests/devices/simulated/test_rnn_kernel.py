@@ -10,11 +10,11 @@ from made_up_card import make_card, on_card, sizes_of
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from autoaccum.devices.simulated.allocator_settings import AllocatorSettings
+from autoaccum.devices.simulated.allocator.replay import Replays, replay
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.kernels import rnn
 from autoaccum.devices.simulated.kernels.rnn import MODES, Form
-from autoaccum.devices.simulated.replay import Replays, replay
-from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.tracing.trace import Scratch
 
 CARD = make_card()
 BATCH, STEPS, INPUTS, UNITS = 8, 10, 48, 64

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_card import make_card
 
-from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.scratch import RULES, estimate
 from autoaccum.devices.simulated.scratch.estimates import (
     configured_bytes,
@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.scratch.estimates import (
     shares_workspace,
 )
 from autoaccum.devices.simulated.scratch.reductions import Layout, reduction_layout, reduction_numbers
-from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.tracing.trace import Scratch
 
 MIB = 2**20
 NEWEST = (2, 15)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.simulated.family import make_family
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.tracing.trace import Trace
+from autoaccum.devices.simulated.tracing.trace_scaling import make_family
 
 SAMPLES, WIDTH, CLASSES = 32, 64, 500
 LOGITS = 4 * SAMPLES * CLASSES

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from synthetic_traces import LAYERS, SyntheticTracer, linear
 
-from autoaccum.devices.simulated.catalog import Card, context_bytes, find_card
-from autoaccum.devices.simulated.device import SimulatedDevice
+from autoaccum.devices.simulated.cards import Card, context_bytes, find_card
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB, MemorySize
 

@@ -10,9 +10,9 @@ import torch
 from made_up_card import most_held
 from torch import nn
 
-from autoaccum.devices.simulated.card_mode import CardMode
-from autoaccum.devices.simulated.catalog import find_card
-from autoaccum.devices.simulated.simulation import simulate
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.tracing.simulation import simulate
 
 ROWS, COLUMNS = 100_000, 64
 TABLE = ROWS * COLUMNS * 4

@@ -17,9 +17,9 @@ from small_data import DrawingBatches, DrawingRows, DrawingStream, drawing_colla
 from torch.utils.data import DataLoader, Sampler
 
 import autoaccum
-from autoaccum.accumulation.randomness import RandomState
+from autoaccum.accumulation.rng_state import RandomState
 from autoaccum.training.data.source import Source
-from autoaccum.training.stopping import StopAsked, Stopping
+from autoaccum.training.stop_signals import StopAsked, Stopping
 
 PACKAGE = str(Path(autoaccum.__file__).parent)
 

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.patches import replaced
+from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.tracing.patches import replaced
 
 _aten: Any = torch.ops.aten
 

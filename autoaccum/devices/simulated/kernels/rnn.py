@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.patches import replaced
-from autoaccum.devices.simulated.values import SimulationLimit
+from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.tracing.patches import replaced
+from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit
 
 MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 """As cuDNN numbers them (`cudnnRNNMode_t`)."""

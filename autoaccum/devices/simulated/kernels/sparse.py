@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoaccum.devices.simulated.catalog import Card
-from autoaccum.devices.simulated.trace import Scratch
-from autoaccum.devices.simulated.values import SimulationLimit
+from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.tracing.trace import Scratch
+from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit
 
 _PARTS = "_autoaccum_parts"
 _LEAF = "AccumulateGrad"

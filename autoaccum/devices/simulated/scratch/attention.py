@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div, round_up
 
 

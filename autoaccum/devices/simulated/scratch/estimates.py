@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.cards import Card
 
 Numbers = tuple[int, ...]
 

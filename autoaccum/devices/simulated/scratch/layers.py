@@ -10,7 +10,7 @@ cudnn/BatchNorm.cpp (cuDNN's own figures, taken to be sums for each channel); cu
 
 from __future__ import annotations
 
-from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div, power_below, round_up
 from autoaccum.devices.simulated.scratch.reductions import (
     reduction,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autoaccum.devices.simulated.catalog import Card
+from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div, power_below
 
 

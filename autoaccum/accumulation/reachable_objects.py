@@ -1,0 +1,194 @@
+"""What the user's own code reaches beside the model: modules, such as a teacher, and generators.
+
+Told by reading only: no object of a library is looked into. Modules beside the model are not trained; they go to the
+device with it, and take their bytes there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoaccum.accumulation.rng_state import GENERATORS, Generator
+from autoaccum.workload.tracebacks import is_user_file
+
+if TYPE_CHECKING:
+    from autoaccum.workload.objective import Objective
+    from autoaccum.workload.spec import Workload
+
+MAPPINGS = (dict, OrderedDict, defaultdict)
+SEQUENCES = (list, deque, set)
+"""Python's own containers, which can be looked into without running anybody's code."""
+
+_DEPTH, _ENTRIES = 6, 64
+_PLAIN = (bool, int, float, str, type(None))
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_LISTED = ("param_groups", "state", "defaults")
+_LIBRARIES = ("torch", "autoaccum")
+"""Theirs wherever they lie, as in a checkout."""
+
+
+def find_named(objective: Objective, model: nn.Module | None, *functions: object) -> dict[str, nn.Module]:
+    """The modules that the loss and other functions of the user's name, by name: no part of the model or criterion.
+
+    Those without parameters and buffers, as a loss without class weights, have nothing to place.
+    """
+    criterion = objective.criterion
+    used = [None if objective.own_loss is not None else objective.loss_function, *functions]
+    used += [criterion.function] if criterion is not None and objective.criterion_module is None else []
+    modules, _ = find_reachable([function for function in used if function is not None])
+    roots = [root for root in (model, objective.criterion_module) if root is not None]
+    own = {id(module) for root in roots for module in root.modules()}
+    return {name: module for name, module in modules.items() if id(module) not in own and _holds_tensors(module)}
+
+
+def find_beside(workload: Workload) -> dict[str, nn.Module]:
+    """The modules of a workload beside its model, by name: those it lists, and those its functions name."""
+    model = workload.model if isinstance(workload.model, nn.Module) else None
+    named = find_named(workload.objective, model, workload.evaluate)
+    listed = {id(module) for module in workload.modules.values()}
+    return {**workload.modules, **{name: module for name, module in named.items() if id(module) not in listed}}
+
+
+@contextmanager
+def placed(modules: Iterable[nn.Module], device: torch.device | None) -> Iterator[None]:
+    """Have `modules` on a card, and put them back as they lay; on the CPU they stay where they are."""
+    if device is None or device.type == "cpu":
+        yield
+        return
+    roots = list(modules)
+    inner = {id(module): module for root in roots for module in root.modules()}.values()
+    tables = [(table, dict(table)) for module in inner for table in (module._parameters, module._buffers)]
+    data = [(value, value.data) for _, before in tables for value in before.values() if isinstance(value, nn.Parameter)]
+    try:
+        for root in roots:
+            root.to(device)
+        yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)  # type: ignore[arg-type]
+        for parameter, values in data:
+            parameter.data = values
+
+
+def find_reachable(
+    functions: Iterable[Any], held: Iterable[tuple[str, Any]] = ()
+) -> tuple[dict[str, nn.Module], list[Generator]]:
+    """The modules (by a name) and generators that `functions` hold in closures, defaults, attributes or globals.
+
+    Not found: what is deep in other objects or in a library's, or reached by names that are put together at run time.
+    `held` is more that may lead there, by name: see `find_held`.
+    """
+    modules: dict[str, nn.Module] = {}
+    generators: dict[int, Generator] = {}
+    seen: set[int] = set()
+    waiting = [("criterion" if isinstance(function, nn.Module) else "", function, 0) for function in functions]
+    waiting += [(name, node, 0) for name, node in held]
+    while waiting:
+        name, node, depth = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        with suppress(Exception):  # Raised by code of the node's own: a dead proxy, a lazy object.
+            if isinstance(node, nn.Module):
+                modules[name if name not in modules else f"{name} {len(modules)}"] = node
+            elif isinstance(node, GENERATORS):
+                generators[id(node)] = node
+            elif depth < _DEPTH:
+                waiting.extend([(inner or name, value, depth + 1) for inner, value in _inside(node)])
+    return modules, list(generators.values())
+
+
+def find_held(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Any]]:
+    """What a model and its optimizer keep in Python, by name: hooks, and attributes that are not registered."""
+    owners = [(f"{path}." if path else "", vars(module), _REGISTERED) for path, module in model.named_modules()]
+    owners += [] if optimizer is None else [("optimizer.", vars(optimizer), _LISTED)]
+    for prefix, attributes, known in owners:
+        for name, value in attributes.items():
+            if name.endswith("_hooks"):
+                yield from (("hook", hook) for hook in _values(value))
+            elif name not in known and type(value) not in _PLAIN:
+                yield f"{prefix}{name}", value
+    for parameter in model.parameters():
+        yield from (("hook", hook) for hooks in tensor_hooks(parameter) for hook in _values(hooks))
+
+
+def is_users(kind: type) -> bool:
+    """Whether a class is the user's own: defined in no installed library, nor in Python's."""
+    top = kind.__module__.partition(".")[0]
+    if top == "__main__":  # Of `python -m tool`, too, which runs the user's code.
+        return True
+    if top in _LIBRARIES or top in sys.stdlib_module_names:
+        return False
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return file is None or _is_own_code(file)
+
+
+def find_methods(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
+    """Those that the user's own classes of `modules` define."""
+    for kind in dict.fromkeys(kind for module in modules for kind in type(module).__mro__):
+        if is_users(kind):
+            yield from (value for value in vars(kind).values() if isinstance(value, FunctionType))
+
+
+def code_names(code: CodeType) -> Iterator[str]:
+    """Globals and attributes that a function's code names, those within it too."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from code_names(constant)
+
+
+def tensor_hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """The mappings of hooks on a tensor: of `register_hook`, and of `register_post_accumulate_grad_hook`."""
+    return getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None)
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _values(mapping: Any) -> list[Any]:
+    return list(mapping.values()) if type(mapping) in MAPPINGS else []
+
+
+def _inside(node: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, functools.partial):
+        yield from [("", node.func), *(("", value) for value in node.args), *node.keywords.items()]
+    elif isinstance(node, MethodType):
+        yield from [("", node.__self__), ("", node.__func__)]
+    elif isinstance(node, FunctionType):
+        yield from _of_function(node)
+    elif isinstance(node, tuple) or type(node) in SEQUENCES:
+        yield from (("", value) for value in node if len(node) <= _ENTRIES)
+    elif type(node) in MAPPINGS:
+        yield from ((str(key), value) for key, value in node.items() if len(node) <= _ENTRIES)
+    elif not isinstance(node, type) and is_users(type(node)):
+        yield from getattr(node, "__dict__", {}).items()
+
+
+def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Of a library's function only what it was given: a decorator holds the user's."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # not assigned yet
+            yield name, cell.cell_contents
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield "", value
+    if _is_own_code(function.__code__.co_filename):
+        yield from (
+            (name, function.__globals__[name]) for name in code_names(function.__code__) if name in function.__globals__
+        )
+
+
+def _is_own_code(file: str) -> bool:
+    return is_user_file(file) and not any(folder in file for folder in ("site-packages", "dist-packages"))

@@ -1,0 +1,164 @@
+"""The same gradient from less memory: the repeated blocks of a model are run once more in backward, not remembered.
+
+A checkpointed block keeps what goes into it, and what it computes anew for its backward dies with that (Chen et al.,
+"Training Deep Nets with Sublinear Memory Cost", 2016; `torch/utils/checkpoint.py`, `use_reentrant=False`). Random
+numbers are drawn again as they were. What a block changes beside its output it changes twice: a BatchNorm in it updates
+its running statistics twice for each micro-batch (in PyTorch's own mode: see `batchnorm_modes`), though its gradient
+stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum.accumulation.batchnorm import BATCHNORMS
+from autoaccum.workload.module_names import numberless, tell_apart
+
+_MOST_NAMED = 3
+
+
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The paths of the blocks of `model`: modules of one class, side by side under names that differ by number.
+
+    Of blocks within blocks, the outer ones; where stages of different lengths are lists of blocks, those. Single layers
+    of PyTorch's own are none: all that their backward needs is what goes in.
+    """
+    repeated = {kind for parent in model.modules() for kind in _repeated_in(parent)}
+    lengths: dict[type, set[int]] = {}
+    for module in model.modules():
+        if type(module) in repeated:
+            lengths.setdefault(type(module), set()).add(_length(module, repeated))
+
+    def is_stage(module: nn.Module) -> bool:
+        varies = type(module) is nn.Sequential or len(lengths[type(module)]) > 1
+        return varies and _length(module, repeated) > 0
+
+    def walk(parent: nn.Module, prefix: str) -> Iterator[tuple[str, type]]:
+        side_by_side = _repeated_in(parent)
+        for name, child in parent.named_children():
+            kind = type(child)
+            # Two that merely consist of layers one after the other are alike only in a list.
+            known = side_by_side if kind is nn.Sequential else repeated
+            if kind in known and not is_stage(child):
+                yield prefix + name, kind
+            else:
+                yield from walk(child, f"{prefix}{name}.")
+
+    found = list(walk(model, ""))
+    number = Counter(kind for _, kind in found)
+    return tuple(name for name, kind in found if number[kind] > 1)
+
+
+def checkpoint_blocks(model: nn.Module, names: Sequence[str]) -> Callable[[], None]:
+    """Have the modules of these paths run under `torch.utils.checkpoint`, in place; copies of them do so, too.
+
+    Returns:
+        What undoes it.
+    """
+    before: dict[nn.Module, Any] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        if module not in before:  # One block may have several names.
+            before[module] = vars(module).get("forward")
+            module.forward = partial(_run, module, before[module])
+
+    def undo() -> None:
+        for module, forward in before.items():
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward
+
+    return undo
+
+
+def updated_twice(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """The BatchNorms whose running statistics a checkpoint of these blocks updates once more in backward."""
+    return [
+        f"{name}.{path}" if path else name
+        for name in names
+        for path, module in model.get_submodule(name).named_modules()
+        if isinstance(module, BATCHNORMS) and module.training and module.running_mean is not None
+    ]
+
+
+def describe_blocks(names: Sequence[str]) -> str:
+    """Blocks by their number and paths, with `*` for the numbers in which these differ.
+
+    >>> describe_blocks(["h.0", "h.1", "h.2"])
+    '3 blocks h.*'
+    >>> describe_blocks(["layer1.0", "layer1.1", "layer2.0"])
+    '3 blocks layer*.*'
+    >>> describe_blocks(["encoder.block.0", "decoder.block.0", "decoder.block.1"])
+    '3 blocks encoder.block.0 and decoder.block.*'
+    """
+    return f"{len(names)} {'block' if len(names) == 1 else 'blocks'} {list_modules(names)}"
+
+
+def list_modules(names: Sequence[str]) -> str:
+    """The paths of modules, with `*` for the numbers in which they differ; at most three kinds of them are named.
+
+    >>> list_modules(["h.0.norm", "h.1.norm", "norm"])
+    'h.*.norm and norm'
+    """
+    alike: dict[str, list[str]] = {}
+    for name in dict.fromkeys(names):
+        alike.setdefault(numberless(name), []).append(name)
+    patterns = [name for name, _ in tell_apart(alike.values())]
+    if len(patterns) > _MOST_NAMED:
+        patterns[_MOST_NAMED - 1 :] = [f"{len(patterns) - _MOST_NAMED + 1} kinds more"]
+    *most, last = patterns
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _repeated_in(parent: nn.Module) -> list[type]:
+    """The classes of blocks of which `parent` has several, under names that differ by number."""
+    counts = Counter(
+        (type(child), numberless(name))
+        for name, child in parent._modules.items()
+        if child is not None and numberless(name) != name and _is_block(child)
+    )
+    return [kind for (kind, _), count in counts.items() if count > 1]
+
+
+def _is_block(module: nn.Module) -> bool:
+    runs = type(module).forward is not nn.Module.forward  # A ModuleList does not.
+    in_children = any(True for child in module.children() for _ in child.parameters())
+    return runs and any(True for _ in module.parameters()) and (in_children or not _is_layer(type(module)))
+
+
+def _is_layer(kind: type) -> bool:
+    """Whether it is a layer of PyTorch's, or made from one."""
+    return any(one.__module__.startswith("torch.nn.modules.") and one is not nn.Module for one in kind.__mro__)
+
+
+def _length(module: nn.Module, repeated: Set[type]) -> int:
+    """How many blocks `module` consists of, or a list in it does."""
+    most = 0
+    for one in (module, *module.children()):
+        children = [child for child in one._modules.values() if child is not None]
+        kinds = {type(child) for child in children}
+        if len(kinds) == 1 and kinds <= repeated:
+            most = max(most, len(children))
+    return most
+
+
+def _run(module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    plain = partial(type(module).forward, module) if forward is None else forward
+    # By then a list may have grown, or a cache: what runs again is given what they held.
+    leaves, form = tree_flatten((args, kwargs))
+    given = [(args, kwargs)]
+    del args, kwargs
+
+    def call(*leaves: Any) -> Any:
+        args, kwargs = given.pop() if given else tree_unflatten(leaves, form)
+        return plain(*args, **kwargs)
+
+    return checkpoint(call, *leaves, use_reentrant=False)

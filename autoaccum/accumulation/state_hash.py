@@ -1,0 +1,273 @@
+"""What changed of a training: every part of its state by name and hash, and what is told of it.
+
+Plain attributes of modules of the user's own classes (numbers, strings, tensors, small containers) count beside what
+torch knows: no rollback of a step restores them, so they are told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from autoaccum.accumulation.coupling import listed
+from autoaccum.accumulation.reachable_objects import (
+    MAPPINGS,
+    SEQUENCES,
+    code_names,
+    find_methods,
+    is_users,
+    tensor_hooks,
+)
+from autoaccum.accumulation.rng_state import GENERATORS, RandomState, generator_state, seeded_devices
+from autoaccum.accumulation.transaction import REGISTERED, StateCopy, dense_parts, is_plain_tensor
+from autoaccum.workload import pytree
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPUTED = "computed by forward"
+_DEPTH, _ENTRIES = 3, 1024
+
+
+class OwnAttributes:
+    """Plain values that modules of the user's own classes keep in Python: numbers, strings, tensors, small containers.
+
+    `roots` are modules by the prefix of their names. Values are `kept` to be put back; hashes alone tell what changed.
+    """
+
+    def __init__(self, roots: Mapping[str, nn.Module], *, kept: bool = True) -> None:
+        self._roots = roots
+        self._kept = [(module, _plain_of(module)) for _, module in _own_modules(roots)] if kept else []
+        self._copy = StateCopy([values for _, values in self._kept])
+        self._hashes = _attribute_hashes(roots)
+
+    def changed(self) -> list[str]:
+        """Names (`encoder.calls`) of attributes that came, went or changed."""
+        return changed_names(self._hashes, _attribute_hashes(self._roots))
+
+    def restore(self) -> None:
+        """Give them their values back, the very objects; those that came since are gone."""
+        for module, kept in self._kept:
+            attributes = vars(module)
+            for name in _plain_of(module).keys() - kept.keys():
+                del attributes[name]
+            attributes.update(kept)
+        self._copy.restore()
+
+
+class ForwardWatch:
+    """What a rollback cannot restore, and a forward may change: see `warnings`."""
+
+    def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
+        self._model, self._batches = model, batches
+        self._own = OwnAttributes({"": model}, kept=False)
+        self._sums, self._versions = _sums(model), batch_versions(batches)
+
+    def warnings(self) -> list[str]:
+        """One sentence that names what has changed since, where something has."""
+        attributes, now = self._own.changed(), _sums(self._model)
+        parameters = [name for name, total in now.items() if self._sums.get(name, total) != total]
+        named = (("Python attributes", attributes), ("parameters", parameters))
+        found = [f"{what} ({listed(names)})" for what, names in named if names]
+        found += ["the batch it is given"] * (batch_versions(self._batches) != self._versions)
+        said = (
+            f"forward changes {' and '.join(found)}, which cannot be rolled back when memory runs out within a step:"
+            " keep state in buffers (register_buffer), and change no inputs in place"
+        )
+        return [said] if found else []
+
+
+def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What came, changed or went, but for what a forward computes anew."""
+    names = [name for name, value in after.items() if name not in before or before[name] != value]
+    names += [name for name in before if name not in after]
+    return [name for name in names if _COMPUTED not in (before.get(name), after.get(name))]
+
+
+def batch_versions(batches: Sequence[Any]) -> list[int]:
+    """How often each tensor of `batches` was changed in place, and where views of it were."""
+    return [tensor._version for tensor in pytree.tensors(batches) if not tensor.is_inference()]
+
+
+def state_digest(
+    model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None = None, *, criterion: nn.Module | None = None
+) -> str:
+    """SHA-256 over all that `state_entries` names; states of equal values are equal, whatever objects hold them."""
+    modules = {"": model} if criterion is None else {"": model, "criterion": criterion}
+    found = state_entries(modules, optimizer, scaler, device=next(model.parameters()).device)
+    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
+
+
+def state_entries(
+    roots: Mapping[str, nn.Module],
+    optimizer: Optimizer | None = None,
+    scaler: GradScaler | None = None,
+    *,
+    device: torch.device | None = None,
+    identity: bool = False,
+) -> dict[str, str]:
+    """Parts of the state by name, a hash for each: what proves that nothing was changed.
+
+    Parameters, buffers, `.grad`, modes, `requires_grad`, hooks, optimizer, scaler and the random states of Python,
+    NumPy, torch's CPU generator, `device`, and every card once CUDA has started.
+
+    With `identity`, a tensor, module or hook exchanged for an equal one counts as a difference. `roots` are modules by
+    the prefix of their names.
+    """
+    hasher = Hasher(identity=identity)
+    found: dict[str, Any] = {}
+    for prefix, root in roots.items():
+        for path, module in root.named_modules(prefix=prefix):
+            found.update(_module_parts(path, module))
+    if optimizer is not None:
+        found.update(_optimizer_parts(optimizer))
+    found["the scaler"] = {} if scaler is None else scaler.state_dict()
+    own = [] if device is None or device.type == "cuda" else [device]
+    random_state = RandomState([*seeded_devices(), *own])
+    found.update({f"the random state of {name}": _loose(state) for name, state in random_state.states.items()})
+    return {name: hasher.hash(part) for name, part in found.items()}
+
+
+class Hasher:
+    """Hashes nests of values, every tensor once; with `identity`, equal tensors that are other objects differ."""
+
+    def __init__(self, *, identity: bool = False) -> None:
+        self._identity = identity
+        self._tensors: dict[int, tuple[Tensor, bytes]] = {}
+
+    def hash(self, node: Any) -> str:
+        """SHA-256 over `node`: plain values, tensors, arrays, generators, and containers of them; others by type."""
+        digest = hashlib.sha256()
+        self._feed(digest, node, ())
+        return digest.hexdigest()
+
+    def _feed(self, digest: Any, node: Any, above: tuple[int, ...]) -> None:
+        if isinstance(node, Tensor):
+            digest.update(self._tensor(node))
+        elif isinstance(node, np.ndarray | np.generic):
+            digest.update(f"{node.dtype}{node.shape}".encode() + node.tobytes())
+        elif isinstance(node, _PLAIN):
+            digest.update(repr(node).encode())
+        elif id(node) in above:
+            digest.update(b"itself")
+        elif isinstance(node, Mapping | list | tuple | deque):
+            entries = [*node.keys(), *node.values()] if isinstance(node, Mapping) else list(node)
+            digest.update(f"[{len(entries)}".encode())
+            for entry in entries:
+                self._feed(digest, entry, (*above, id(node)))
+                digest.update(b",")
+        elif isinstance(node, set | frozenset):
+            digest.update("".join(sorted(self.hash(entry) for entry in node)).encode())
+        else:
+            digest.update(str(id(node) if self._identity else type(node).__qualname__).encode())
+            if isinstance(node, GENERATORS):
+                self._feed(digest, _loose(generator_state(node)), above)
+
+    def _tensor(self, tensor: Tensor) -> bytes:
+        if id(tensor) not in self._tensors:
+            content = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+            if self._identity:
+                content.update(str(id(tensor)).encode())
+            for part in [] if tensor.is_meta else dense_parts(tensor.detach()):
+                values = part.to_dense() if part.layout is not torch.strided else part
+                values = values.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+                content.update(values.view(torch.uint8).numpy().data)
+            self._tensors[id(tensor)] = (tensor, content.digest())
+        return self._tensors[id(tensor)][1]
+
+
+def _module_parts(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+    dot, called = ("." if path else ""), path or "the model"
+    for name, parameter in module._parameters.items():
+        full = f"{path}{dot}{name}"
+        yield f"parameter {full}", parameter
+        if parameter is not None:
+            yield f"the gradient of {full}", parameter.grad
+            yield f"requires_grad of {full}", parameter.requires_grad
+            yield f"the hooks of {full}", [hooks or {} for hooks in tensor_hooks(parameter)]
+    for name, buffer in module._buffers.items():
+        yield f"buffer {path}{dot}{name}", buffer
+    yield f"the mode of {called}", module.training
+    names = (list(module._parameters), list(module._buffers), sorted(module._non_persistent_buffers_set))
+    yield f"the names registered in {called}", [*names, dict(module._modules)]
+    yield f"the class of {called}", type(module).__qualname__
+    yield f"the hooks of {called}", _hooks(vars(module), ("_hooks", "_kwargs"))
+
+
+def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    yield "the optimizer's groups", optimizer.param_groups
+    yield "the optimizer's state", list(optimizer.state.items())
+    known = ("param_groups", "state", "defaults")
+    others = {name: value for name, value in sorted(vars(optimizer).items()) if name not in known}
+    plain = {name: value for name, value in others.items() if isinstance(value, _PLAIN)}
+    yield "the optimizer's attributes", [list(others), plain]
+    yield "the optimizer's hooks", _hooks(others, ("_hooks",))
+
+
+def _hooks(attributes: Mapping[str, Any], endings: tuple[str, ...]) -> dict[str, Any]:
+    """Mappings of hooks; what is not there and what is empty are alike."""
+    return {name: value or {} for name, value in attributes.items() if name.endswith(endings)}
+
+
+def _loose(state: Any) -> Any:
+    """A generator's state without the tensor that was made to hold it, which is another one each time."""
+    return bytes(state.tolist()) if isinstance(state, Tensor) else state
+
+
+def _own_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for prefix, root in roots.items():
+        for path, module in root.named_modules(prefix=prefix):
+            if is_users(type(module)):
+                yield path, module
+
+
+def _attribute_hashes(roots: Mapping[str, nn.Module]) -> dict[str, str]:
+    hasher = Hasher()
+    return {
+        f"{path}.{name}" if path else name: _COMPUTED if _is_computed(value) else hasher.hash(value)
+        for path, module in _own_modules(roots)
+        for name, value in _plain_of(module).items()
+    }
+
+
+def _plain_of(module: nn.Module) -> dict[str, Any]:
+    """Where the class extends a library's (`PreTrainedModel`), only what its own methods name is the user's."""
+    others = [base for base in type(module).__mro__ if not is_users(base)]
+    is_of_torch = all(base.__module__.partition(".")[0] in ("torch", "builtins") for base in others)
+    own = None if is_of_torch else {name for method in find_methods([module]) for name in code_names(method.__code__)}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in REGISTERED and _is_plain(value, _DEPTH) and (own is None or name in own)
+    }
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if isinstance(value, _PLAIN):
+        return True
+    if isinstance(value, Tensor):
+        return is_plain_tensor(value) and not isinstance(value, nn.Parameter) and not value.is_meta
+    if depth == 0 or type(value) not in (*MAPPINGS, *SEQUENCES, tuple, frozenset) or len(value) > _ENTRIES:
+        return False
+    inner = [*value.keys(), *value.values()] if type(value) in MAPPINGS else value
+    return all(_is_plain(entry, depth - 1) for entry in inner)
+
+
+def _is_computed(value: Any) -> bool:
+    """Whether a tensor has a graph, as an auxiliary loss that the next forward replaces: no state of later updates."""
+    return any(tensor.grad_fn is not None for tensor in pytree.tensors([value]))
+
+
+def _sums(model: nn.Module) -> dict[str, str]:
+    return {
+        name: repr(parameter.detach().sum().item())
+        for name, parameter in model.named_parameters()
+        if is_plain_tensor(parameter) and parameter.dtype in _SUMMABLE and not parameter.is_meta
+    }

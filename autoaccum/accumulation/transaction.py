@@ -1,0 +1,252 @@
+"""What torch knows of a training, set aside and put back: the same objects with the same values.
+
+Parameters, buffers, modes, gradients, hooks, the optimizer, the scaler, and random states. What else Python holds is
+compared and told where it is plain (`changes`), and is otherwise nobody's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from autoaccum.accumulation.gradients import rewind_scaler
+from autoaccum.accumulation.reachable_objects import MAPPINGS, SEQUENCES, tensor_hooks
+from autoaccum.accumulation.rng_state import Generator, RandomState, own_generators, seeded_devices
+from autoaccum.units import MIB
+
+_SMALL_BYTES = MIB
+"""Buffers up to this size are copied on their own device, where a copy costs no synchronisation; larger ones to the
+host, so that a step needs no device memory for them."""
+
+REGISTERED = frozenset(vars(nn.Module()))
+"""Attributes that torch gives to every module."""
+
+
+class TensorCopy:
+    """The values of one tensor.
+
+    It is put back even if its `.data` was exchanged meanwhile. The copy is in host memory, or on the tensor's device.
+    """
+
+    def __init__(self, tensor: Tensor, *, on_host: bool = True) -> None:
+        self._tensor, self._alias = tensor, tensor.detach()
+        self._values: Tensor | None = None
+        if not _is_fixed(tensor):
+            self._values = self._alias.to("cpu", copy=True) if on_host else self._alias.clone()
+
+    def restore(self) -> Tensor:
+        """Put the values back; allocates nothing on the tensor's device, unless it is sparse."""
+        with torch.no_grad():
+            if self._values is not None:
+                (self._alias if self._tensor.layout is torch.strided else self._tensor).copy_(self._values)
+            if is_plain_tensor(self._tensor) and not self._tensor.is_set_to(self._alias):
+                self._tensor.data = self._alias
+        return self._tensor
+
+
+class StateCopy:
+    """A nest of tensors, optimizers, schedulers and Python's own containers of them.
+
+    Everything else, a library's mapping too, counts as a value of its own and is put back as the object it was.
+    """
+
+    def __init__(self, root: Any) -> None:
+        self._tensors: list[TensorCopy] = []
+        self._mappings: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._sequences: list[tuple[Any, list[Any]]] = []
+        seen: dict[int, Any] = {}
+        waiting = [root]
+        while waiting:
+            node = waiting.pop()
+            if id(node) in seen:
+                continue
+            seen[id(node)] = node
+            if isinstance(node, Tensor):
+                self._tensors.append(TensorCopy(node))
+            elif isinstance(node, Optimizer | LRScheduler):
+                waiting.append(vars(node))
+            elif type(node) in MAPPINGS:
+                self._mappings.append((node, dict(node)))
+                waiting.extend(node.values())
+            elif type(node) in SEQUENCES:
+                self._sequences.append((node, list(node)))
+                waiting.extend(node)
+            elif isinstance(node, tuple):
+                waiting.extend(node)
+
+    def restore(self) -> None:
+        """Put everything back in place and in order; what was added since is removed."""
+        for mapping, content in self._mappings:
+            now = list(mapping)
+            if len(now) != len(content) or any(new is not old for new, old in zip(now, content, strict=True)):
+                mapping.clear()  # Only then, so that what watches a mapping sees no more than it must.
+            mapping.update(content)
+        for sequence, items in self._sequences:
+            sequence.clear()
+            (sequence.update if isinstance(sequence, set) else sequence.extend)(items)
+        for tensor in self._tensors:
+            tensor.restore()
+
+
+class ModuleState:
+    """Buffers (changed, replaced, or added) and train/eval modes of modules.
+
+    Buffers beyond `host_bytes` are copied to host memory, smaller ones on their own device.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], *, host_bytes: int = 0) -> None:
+        listed = list(modules)
+        self._modes = [(module, module.training) for module in listed]
+        # Whether a name is registered without a tensor, or not at all, is told by `_buffers` only.
+        self._buffers = [(module._buffers, dict(module._buffers)) for module in listed]
+        found = {id(tensor): tensor for _, held in self._buffers for tensor in held.values() if tensor is not None}
+        self.buffers = list(found.values())
+        self._copies = [TensorCopy(buffer, on_host=tensor_bytes(buffer) > host_bytes) for buffer in self.buffers]
+
+    def restore(self) -> None:
+        """Put everything back; allocates nothing on the buffers' devices."""
+        for held, before in self._buffers:
+            held.clear()
+            held.update(before)
+        for copy in self._copies:
+            copy.restore()
+        for module, training in self._modes:
+            module.training = training
+
+
+class TorchState:
+    """What modules register, with its values, and what belongs to it.
+
+    Parameters, buffers (replaced, registered and renamed ones too), submodules, modes, hooks of modules and tensors,
+    `.grad`, `requires_grad`, tensors that are attributes of modules, the optimizer with all it keeps, and (unless
+    `random` is False) the generators of Python, NumPy, torch, every card, those that modules own, and `generators`.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[nn.Module],
+        optimizer: Optimizer | None = None,
+        generators: Iterable[Generator] = (),
+        *,
+        random: bool = True,
+    ) -> None:
+        modules = list({id(module): module for root in roots for module in root.modules()}.values())
+        self._modes = [(module, module.training) for module in modules]  # TorchScript keeps its own elsewhere.
+        self._attributes = [
+            (own, {name: own[name] for name in own if name in REGISTERED or isinstance(own[name], Tensor)})
+            for own in map(vars, modules)
+        ]
+        found: list[Tensor] = [one for module in modules for one in module.parameters(recurse=False)]
+        found += [one for group in (optimizer.param_groups if optimizer else ()) for one in group["params"]]
+        parameters = list({id(one): one for one in found}.values())
+        self._parameters = [(one, one.requires_grad, one.grad, tensor_hooks(one)) for one in parameters]
+        tensors = [*parameters, *(one for module in modules for one in module.buffers(recurse=False))]
+        kept = [list(before.values()) for _, before in self._attributes]
+        beside = [(one.grad, vars(one), *tensor_hooks(one)) for one in parameters]
+        self._copy = StateCopy([tensors, kept, optimizer, beside])
+        self._random = RandomState(seeded_devices(), [*own_generators(modules), *generators]) if random else None
+
+    def restore(self) -> None:
+        """Put everything back; may be called again when it was interrupted."""
+        for attributes, before in self._attributes:
+            attributes.update(before)
+        self._copy.restore()
+        for module, training in self._modes:
+            module.training = training
+        for parameter, requires_grad, gradient, hooks in self._parameters:
+            if parameter.is_leaf:
+                parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
+            for name, before in zip(("_backward_hooks", "_post_accumulate_grad_hooks"), hooks, strict=True):
+                if getattr(parameter, name, None) is not before:
+                    setattr(parameter, name, before)
+        if self._random is not None:
+            self._random.restore()
+
+
+class Transaction:
+    """The state of a training step from before it: all or nothing.
+
+    Covers buffers (mutated or replaced), train/eval modes, `requires_grad`, `.grad`, random states and the scaler;
+    from `guard` on also what is passed there, which is only copied for the first update. Parameters change nowhere
+    else. State that a model keeps in Python attributes is not covered: see `ForwardWatch`.
+
+    `modules` are all of the model and the criterion, `parameters` those whose `.grad` the step touches.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[Tensor],
+        *,
+        generators: Iterable[Generator] = (),
+        scaler: GradScaler | None = None,
+    ) -> None:
+        self._modules: ModuleState | None = ModuleState(modules, host_bytes=_SMALL_BYTES)
+        self._gradients = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
+        devices = dict.fromkeys(tensor.device for tensor in (*parameters, *self._modules.buffers))
+        self._random = RandomState(devices, generators)
+        self._scaler = scaler
+        self._scaler_state: dict[str, Any] = {} if scaler is None else scaler.state_dict()
+        self._guarded: StateCopy | None = None
+
+    @property
+    def scale(self) -> float:
+        """The loss scale before the step; 1.0 without a scaler."""
+        return float(self._scaler_state.get("scale", 1.0))
+
+    def guard(self, *owners: Any) -> None:
+        """Copy the parameters and the state that `owners` (optimizer, scheduler) hold to host memory."""
+        self._guarded = StateCopy([getattr(owner, "__dict__", None) for owner in owners])
+
+    def commit(self) -> None:
+        """Free the copies: the update was made, and from now on `rollback` does nothing."""
+        self._guarded = self._modules = None
+
+    def rollback(self) -> None:
+        """Put everything back; allocates no device memory, and may be called again when it was interrupted."""
+        if self._modules is None:
+            return
+        if self._guarded is not None:
+            self._guarded.restore()
+        self._modules.restore()
+        for parameter, requires_grad, gradient in self._gradients:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
+        if self._scaler is not None:
+            rewind_scaler(self._scaler, self._scaler_state)
+        self._random.restore()
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """Bytes of the values of `tensor`, and of the indices of a sparse one, which torch does not count."""
+    return sum(part.nbytes for part in dense_parts(tensor))
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold the values of `tensor`: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
+def is_plain_tensor(tensor: Tensor) -> bool:
+    """Whether `tensor` is strided and of no subclass of its own, which may lack operators."""
+    return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+
+
+def _is_fixed(tensor: Tensor) -> bool:
+    """Whether nothing can write to `tensor` in place: torch refuses overlapping and inference tensors."""
+    if tensor.is_inference() or tensor.layout is not torch.strided:
+        return tensor.is_inference()
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

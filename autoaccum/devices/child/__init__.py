@@ -1,0 +1,1 @@
+"""Child processes that run trials: how they are started, asked, and end, from both sides."""

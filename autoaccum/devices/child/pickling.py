@@ -1,0 +1,216 @@
+"""Live objects on their way to a process that simulates a card: classes and functions by value, weights by shape."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import pickle
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autoaccum.accumulation.plan_check import unwrapped
+from autoaccum.accumulation.validation import unwrapped_optimizer
+from autoaccum.errors import UsageError, first_line
+from autoaccum.workload.pytree import type_name
+from autoaccum.workload.spec import Workload
+
+_LEFT_BEHIND: dict[str, Any] = dict.fromkeys(
+    ("dataset", "evaluation_dataset", "collate", "scheduler", "accumulate", "path")
+)
+"""What a step does not need."""
+
+_HINT = 'write model, batch and loss into a file and plan that: plan("model.py", gpu=..., ...)'
+
+
+def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> str:
+    """`workload` as text, for `unpack` in another process; nothing here is changed, and no weight is copied.
+
+    What `__main__`, a notebook or a test that pytest loaded by its path defines goes by value: no import would find it.
+    Parameters go without their values, which decide no size; all other tensors with them, to the CPU. A live `model`
+    goes in place of the workload's, and of its live `optimizer` class and settings.
+
+    Raises:
+        UsageError: A part of it cannot be sent: names it.
+    """
+    known: dict[int, str] = {}
+    if model is None and isinstance(workload.model, nn.Module):
+        model = workload.model
+    if model is not None:
+        model = unwrapped(model)  # A simulated step is the eager one.
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        workload = dataclasses.replace(workload, model=PackedModel(_pack("model", model, ())))
+        known = {id(part): "model" for part in (*model.modules(), *model.parameters())}
+        if optimizer is not None:
+            workload = dataclasses.replace(
+                workload, optimizer=OptimizerLike.of(unwrapped_optimizer(optimizer), trained)
+            )
+    sent = dataclasses.replace(workload, **_LEFT_BEHIND)
+    try:
+        content = _pack("the workload", sent, known)
+    except UsageError:
+        for field in dataclasses.fields(sent):  # One by one, for the message.
+            _pack(field.name, getattr(sent, field.name), known)
+        raise
+    return base64.b64encode(content).decode("ascii")
+
+
+def unpack(parcel: str) -> Workload:
+    """What `pack` was given, less its data; its model is a new one at each call, with weights that have no values."""
+    workload: Workload = pickle.loads(base64.b64decode(parcel))
+    return workload
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """Makes a model at each call: as it was packed, without the values of its weights."""
+
+    content: bytes
+
+    def __call__(self) -> nn.Module:
+        """A new one; in a simulation that builds lazily, its weights take no memory."""
+        model: nn.Module = pickle.loads(self.content)
+        return model
+
+
+@dataclass(frozen=True)
+class OptimizerLike:
+    """Makes an optimizer of the class, the groups and the settings of a live one; its state begins anew.
+
+    Attributes:
+        kind: The class.
+        kept: What it pickles, without its state and its groups.
+        groups: The settings of each group.
+        places: The parameters of each, by their place among the model's trainable ones.
+    """
+
+    kind: type[Optimizer]
+    kept: dict[str, Any]
+    groups: tuple[dict[str, Any], ...]
+    places: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> OptimizerLike:
+        """The recipe of `optimizer`, which holds parameters of `trained`; frozen ones are passed over.
+
+        Raises:
+            UsageError: It holds others, too.
+        """
+        at = {id(parameter): place for place, parameter in enumerate(trained)}
+        held = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+        if any(id(parameter) not in at for group in held for parameter in group):
+            raise UsageError(
+                f"the {type_name(optimizer)} holds parameters that are not the model's, which no simulation has",
+                hint=f"make them part of the model; or {_HINT}",
+            )
+        kept = {name: value for name, value in optimizer.__getstate__().items() if name != "state"}
+        groups = tuple({k: v for k, v in group.items() if k != "params"} for group in kept.pop("param_groups"))
+        return cls(type(optimizer), kept, groups, tuple(tuple(at[id(p)] for p in group) for group in held))
+
+    def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
+        """One of `params`, the trainable parameters of a model."""
+        made = self.kind.__new__(self.kind)
+        groups = [
+            {"params": [params[place] for place in places], **settings}
+            for settings, places in zip(self.groups, self.places, strict=True)
+        ]
+        made.__setstate__({**self.kept, "state": defaultdict(dict), "param_groups": groups})
+        return made
+
+
+def _pack(name: str, part: Any, known: Collection[int]) -> bytes:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, known)
+    try:
+        pickler.dump(part)
+    except _UsesModelError:
+        raise UsageError(
+            f"{name} uses the model itself, and a simulation has one of its own",
+            hint=f"use the model or the parameters that it is called with; or {_HINT}",
+        ) from None
+    except Exception as error:
+        raise UsageError(
+            f"{name} cannot be sent to the process that simulates ({first_line(error)})", hint=_HINT
+        ) from error
+    finally:
+        pickler.forget_modules()
+    return buffer.getvalue()
+
+
+class _UsesModelError(Exception):
+    """A part beside the model leads to it."""
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends parameters without values, and other tensors with theirs; nothing whose id is `known` a second time."""
+
+    def __init__(self, file: io.BytesIO, known: Collection[int]) -> None:
+        super().__init__(file)
+        self._known = known
+        self._importable: dict[str, bool] = {"__main__": True}  # cloudpickle sends what that defines by value.
+        self._by_value: list[ModuleType] = []
+
+    def forget_modules(self) -> None:
+        """Undo what cloudpickle was told of modules that no import would find."""
+        for module in self._by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+    def _send_by_value(self, name: str) -> None:
+        package = name.partition(".")[0]
+        if package not in self._importable:
+            self._importable[package] = _is_importable(package)
+        module = sys.modules.get(name)
+        if module is None or self._importable[package] or name in cloudpickle.list_registry_pickle_by_value():
+            return
+        cloudpickle.register_pickle_by_value(module)
+        self._by_value.append(module)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if id(obj) in self._known:
+            raise _UsesModelError
+        if isinstance(obj, (FunctionType, type)) and isinstance(obj.__module__, str):
+            self._send_by_value(obj.__module__)
+        if type(obj) is nn.Parameter:
+            form = tuple(obj.shape), obj.stride(), obj.dtype
+            return _parameter, (*form, obj.requires_grad, dict(vars(obj)))
+        if type(obj) is Tensor and obj.layout is torch.strided and not obj.is_quantized:
+            if obj.is_meta:
+                return _empty, (tuple(obj.shape), obj.stride(), obj.dtype)
+            values = obj.detach().cpu().contiguous().reshape(-1)
+            content = values.view(torch.uint8).numpy().tobytes() if values.numel() else b""
+            return _valued, (content, tuple(obj.shape), obj.dtype, obj.requires_grad)
+        return super().reducer_override(obj)
+
+
+def _is_importable(package: str) -> bool:
+    """Whether an import elsewhere finds it: `importlib.util.find_spec` would answer from `sys.modules`, where it is."""
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    return any(find is not None and find(package, None) is not None for find in finders)
+
+
+def _empty(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, stride, dtype=dtype)
+
+
+def _parameter(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, requires_grad: bool, attributes: dict[str, Any]
+) -> nn.Parameter:
+    made = nn.Parameter(_empty(shape, stride, dtype), requires_grad=requires_grad)
+    vars(made).update(attributes)
+    return made
+
+
+def _valued(content: bytes, shape: tuple[int, ...], dtype: torch.dtype, requires_grad: bool) -> Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
+    made = torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
+    return made.requires_grad_() if requires_grad else made

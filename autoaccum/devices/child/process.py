@@ -1,0 +1,273 @@
+"""The parent's side of a child process: start it, ask it over a private connection, notice how it died, end it.
+
+A child is a new Python (`sys.executable -m`), never a fork: fork hangs after an OpenMP region, and multiprocessing's
+spawn imports the user's script again. It lives in a session of its own, so that Ctrl-C in the terminal reaches the
+parent alone, which ends the child and all that the child started by its process group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal
+
+from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.host_memory import count_oom_kills
+from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.units import MIB
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+"""The folder `autoaccum` was imported from: the child has to find this very one."""
+
+_MALLOC_SETTINGS = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+}
+_INSIDE = "AUTOACCUM_INSIDE_CHILD"
+"""Set in every child: a script that plans at its top level and is its own workload would start children for ever."""
+
+_STDERR = 2
+_POLL_SECONDS = 0.2
+_LEAVE_POLL_SECONDS = 0.01
+_KILL_SECONDS = 10.0
+_CHUNK_BYTES = 2 * MIB
+
+Death = Literal["signal", "exit", "limit", "pipe"]
+
+
+class ChildDied(Exception):
+    """A child that will not answer any more, and has been ended; its text is a predicate ("was ended by SIGSEGV").
+
+    Attributes:
+        kind: "signal" or "exit": by itself; "limit": it took too long and was ended; "pipe": it closed its connection,
+            and was ended.
+        out_of_memory: It died by SIGKILL, and the kernel's count of kills for lack of memory rose meanwhile.
+        number: The signal's, where the kind is "signal".
+        seconds: From the request until its end was noticed.
+    """
+
+    def __init__(self, kind: Death, text: str, *, out_of_memory: bool = False, number: int | None = None) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.out_of_memory = out_of_memory
+        self.number = number
+        self.seconds = 0.0
+
+
+def child_environment(*, measured: bool = True) -> dict[str, str]:
+    """This process's environment, with what makes memory in a child repeatable.
+
+    glibc's malloc gives back what is freed at once, from one arena (its manual, "Memory Allocation Tunables"). Python
+    uses it too: its own allocator takes 1 MiB at a time, by chance before or after the limit is set. A build without
+    the GIL has no choice of allocator. That takes an eighth of a simulation's time, whose own memory is not `measured`.
+    A set of names is in the same order each time. The child finds this very autoaccum.
+    """
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]))
+    shared = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path, _INSIDE: "1"}
+    python = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"PYTHONMALLOC": "malloc"}
+    return {**shared, **_MALLOC_SETTINGS, **python} if measured else shared
+
+
+class ChildProcess:
+    """`python -m MODULE CONNECTION PARENT`: the descriptor it answers on, and the pid it has to die with.
+
+    Every request and every reply is a JSON object. stdin is empty; stdout and stderr go to this process's stderr, or
+    line by line to `on_output`; what is not `measured` is faster (`child_environment`). The kernel ends a child
+    together with the *thread* that started it, so start and use it from one that lives on.
+
+    Raises:
+        UsageError: This process is such a child itself.
+        NotMeasuredError: It cannot be started.
+    """
+
+    def __init__(self, module: str, *, on_output: Callable[[str], None] | None = None, measured: bool = True) -> None:
+        if _INSIDE in os.environ:
+            raise UsageError(
+                "a workload starts trials while it is being loaded or tried",
+                hint='put what starts them under if __name__ == "__main__":',
+            )
+        self._on_output = on_output
+        self._printed = b""
+        self._ended = False
+        self._connection, theirs = Pipe()
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if on_output else _STDERR,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+                cwd=PACKAGE_ROOT,
+                env=child_environment(measured=measured),
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._connection.close()
+            raise NotMeasuredError(f"no process could be started for trials: {error}") from error
+        finally:
+            theirs.close()
+        self._watched: list[Any] = [self._connection]
+        if self._process.stdout is not None:
+            os.set_blocking(self._process.stdout.fileno(), False)
+            self._watched.append(self._process.stdout)
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also that of its process group."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be asked."""
+        return not self._ended
+
+    def ask(self, request: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
+        """Send a request and wait for its reply; unless there is one, the child is ended.
+
+        Raises:
+            ChildDied: There will be no reply: see its `kind`.
+        """
+        kills_before = count_oom_kills()
+        began = time.monotonic()
+        try:
+            self.tell(request)
+            return self._receive(limit_seconds, kills_before)
+        except ChildDied as death:
+            self.end()
+            death.seconds = time.monotonic() - began
+            raise
+        except BaseException:
+            self.end()
+            raise
+
+    def tell(self, request: Mapping[str, Any]) -> None:
+        """Send a request that has no reply, and do not wait; a child that is gone is noticed when it is asked."""
+        with suppress(ConnectionError):
+            self._connection.send_bytes(json.dumps(request).encode())
+
+    def has_died(self) -> bool:
+        """Whether it has ended, by itself or by `end`."""
+        return self._ended or self._death() is not None
+
+    def end(self, *, grace_seconds: float = 0.0) -> None:
+        """End it and everything it started; before that, let it leave by itself for `grace_seconds`. Idempotent."""
+        if self._ended:
+            return
+        self._ended = True
+        try:
+            self._connection.close()
+            deadline = time.monotonic() + grace_seconds
+            while self._death() is None and time.monotonic() < deadline:
+                self._pass_output()
+                time.sleep(_LEAVE_POLL_SECONDS)
+        finally:
+            # Not reaped yet, so nobody else can have been given its id.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_KILL_SECONDS)
+            self._pass_output(last=True)
+            if self._process.stdout is not None:
+                self._process.stdout.close()
+
+    def _receive(self, limit_seconds: float, kills_before: int) -> dict[str, Any]:
+        deadline = time.monotonic() + limit_seconds
+        while True:
+            death = self._death()
+            self._pass_output()  # After the look at its death: all that it wrote is there.
+            try:
+                if self._connection.poll():
+                    reply: dict[str, Any] = json.loads(self._connection.recv_bytes())
+                    self._pass_output()
+                    return reply
+            except (EOFError, OSError):  # OSError: it died within a reply.
+                raise _describe_death(death or self._death(wait_seconds=2.0), kills_before) from None
+            if death is not None:
+                raise _describe_death(death, kills_before)
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ChildDied("limit", f"was ended after {limit_seconds:g} s")
+            wait(self._watched, min(_POLL_SECONDS, left))
+
+    def _pass_output(self, *, last: bool = False) -> None:
+        """Hand on what was printed so far, without waiting for more."""
+        if self._on_output is None or self._process.stdout is None:
+            return
+        if self._process.stdout in self._watched:
+            chunk = self._process.stdout.read(_CHUNK_BYTES)
+            if chunk == b"":
+                self._watched.remove(self._process.stdout)
+            self._printed += chunk or b""
+        *lines, self._printed = self._printed.split(b"\n")
+        if last and self._printed:
+            lines.append(self._printed)
+        for line in lines:
+            self._on_output(line.decode("utf-8", errors="replace"))
+
+    def _death(self, *, wait_seconds: float = 0.0) -> os.waitid_result | None:
+        """How it died, without reaping it; None while it lives."""
+        deadline = time.monotonic() + wait_seconds
+        while True:
+            try:
+                death = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return None
+            if death is not None or time.monotonic() >= deadline:
+                return death
+            time.sleep(_LEAVE_POLL_SECONDS)
+
+
+def _describe_death(death: os.waitid_result | None, kills_before: int) -> ChildDied:
+    if death is None:
+        return ChildDied("pipe", "closed the connection it answers on")
+    if death.si_code == os.CLD_EXITED:
+        return ChildDied("exit", f"left with exit status {death.si_status}")
+    number = death.si_status
+    name = {int(known): known.name for known in signal.Signals}.get(number, f"signal {number}")
+    if number == signal.SIGKILL and count_oom_kills() > kills_before:
+        return ChildDied("signal", "was killed by the kernel (SIGKILL) for lack of memory", out_of_memory=True)
+    return ChildDied("signal", f"was ended by {name}", number=number)
+
+
+def start_child(
+    on_output: Callable[[str], None] | None = None, *, simulated: bool = False, checkout: Checkout | None = None
+) -> ChildProcess:
+    """Start a child of `devices.child` and have it import what all of them need; does not wait for that.
+
+    Args:
+        on_output: Gets each line it prints; None: it goes to stderr.
+        simulated: It is to simulate a card, which needs more of PyTorch.
+        checkout: Where its modules lie; None: where this process finds them.
+
+    Raises:
+        UsageError: This process is such a child itself.
+        NotMeasuredError: It cannot be started.
+    """
+    process = ChildProcess("autoaccum.devices.child", on_output=on_output, measured=not simulated)
+    process.tell({"job": "prepare", "simulated": simulated, **where_to_import(checkout)})
+    return process
+
+
+def where_to_import(checkout: Checkout | None = None) -> Mapping[str, Any]:
+    """Where modules are found in this process, or in a checkout instead, as a child is told."""
+    pythonpath = os.environ.get("PYTHONPATH")
+    if checkout is None:
+        return {"cwd": os.getcwd(), "sys_path": sys.path, "pythonpath": pythonpath}  # noqa: PTH109
+    return {
+        "cwd": str(checkout.folder),
+        "sys_path": [checkout.map_entry(entry) for entry in sys.path],
+        "pythonpath": None if pythonpath is None else checkout.map_path(pythonpath),
+        "checkout": checkout.to_record(),
+    }

@@ -1,0 +1,205 @@
+"""Everything a trial in place may change: what a copy takes, set aside on the host, put back, compared by hash."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autoaccum.accumulation.coupling import listed
+from autoaccum.accumulation.recovery import release_memory
+from autoaccum.accumulation.rng_state import Generator
+from autoaccum.accumulation.state_hash import OwnAttributes, changed_names, state_entries
+from autoaccum.accumulation.transaction import TorchState, dense_parts, tensor_bytes
+from autoaccum.devices.budget import Supply
+from autoaccum.devices.child.interrupts import DelayedSignals
+from autoaccum.devices.in_place.live_objects import Tried
+from autoaccum.errors import NotMeasuredError, UsageError, first_line
+from autoaccum.units import MIB, format_bytes
+
+_LEAST_MARGIN_BYTES = 256 * MIB
+_MARGIN_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class LiveBytes:
+    """How much live state there is, in bytes.
+
+    Attributes:
+        copy_bytes: What a copy of all of it takes: parameters, buffers, `.grad`, optimizer state, and tensors that
+            modules keep as attributes.
+        held_bytes: What it takes of the model's device as it lies there; storages that several share count once.
+    """
+
+    copy_bytes: int
+    held_bytes: int
+
+
+def count_live_bytes(roots: Mapping[str, nn.Module], optimizer: Optimizer | None, *, is_live: bool) -> LiveBytes:
+    """Add up what is there; what is not live training state (a criterion, a template) holds nothing of a trial's."""
+    modules = [module for root in roots.values() for module in root.modules()]
+    parameters = [parameter for root in roots.values() for parameter in root.parameters()]
+    kept = [[vars(module), module._buffers] for module in modules]
+    trained = [] if optimizer is None else [list(optimizer.state.values()), optimizer.param_groups]
+    found = _tensors([parameters, [parameter.grad for parameter in parameters], kept, trained])
+    everything = list({id(tensor): tensor for tensor in found}.values())
+    copy_bytes = sum(tensor_bytes(tensor) for tensor in everything)
+    return LiveBytes(copy_bytes, _storage_size(everything) if is_live else 0)
+
+
+def check_host_copy(name: str, live: LiveBytes, host: Supply, *, guarded_on_host: bool) -> None:
+    """Refuse a copy that does not fit beside a margin of 256 MiB or 5 % of what is free.
+
+    `guarded_on_host`: the copy with which the Accumulator guards a trial's first update comes on top; on the CPU it is
+    within the budget.
+
+    Raises:
+        UsageError: It does not fit; nothing was touched.
+    """
+    needed = live.copy_bytes * (2 if guarded_on_host else 1)
+    margin = max(_LEAST_MARGIN_BYTES, int(host.free_bytes * _MARGIN_SHARE))
+    if needed + margin > host.free_bytes:
+        raise UsageError(
+            f"the copy of {name} and its optimizer takes {format_bytes(needed)} of host memory,"
+            f" {format_bytes(host.free_bytes)} are free ({host.bound}), and {format_bytes(margin)} stay free",
+            hint="plan it through its file, which needs no copy: autoaccum plan model.py",
+        )
+
+
+def _tensors(root: Any) -> Iterator[Tensor]:
+    """Tensors in a nest of mappings, lists and tuples."""
+    waiting, seen = [root], set[int]()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, Tensor):
+            yield node
+        elif isinstance(node, Mapping):
+            waiting.extend(node.values())
+        elif isinstance(node, list | tuple):
+            waiting.extend(node)
+
+
+def _storage_size(tensors: Iterable[Tensor]) -> int:
+    storages = {}
+    parts = [part for tensor in tensors for part in dense_parts(tensor.detach())]
+    for part in parts:
+        try:
+            storage = part.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # of another layout
+            storages[id(part)] = part.nbytes
+        else:
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+_RELOAD = "the model is not as it was: load it again before training"
+
+
+class LiveState:
+    """The state of live objects from before a trial.
+
+    What `TorchState` covers, and plain attributes of modules of the user's own classes. Not covered: torch's settings
+    for the process, what other objects keep, hooks on nodes of the graph, how often a tensor was written to (a graph
+    recorded before cannot be run backward any more), and where an iterator stands.
+
+    Attributes:
+        own: Those attributes.
+
+    Args:
+        roots: Modules by the prefix of their names.
+        optimizer: The live optimizer, unless each trial makes its own.
+        generators: Generators besides the global ones.
+    """
+
+    def __init__(
+        self, roots: Mapping[str, nn.Module], optimizer: Optimizer | None, generators: Iterable[Generator] = ()
+    ) -> None:
+        self._roots, self._optimizer = roots, optimizer
+        self._entries = self._hash()
+        self._had_cuda = bool(torch.get_device_module("cuda").is_initialized())
+        self._torch = TorchState(roots.values(), optimizer, generators)
+        self.own = OwnAttributes(roots)
+
+    def restore(self) -> None:
+        """Put everything back; may be called again when it was interrupted."""
+        self._torch.restore()
+        self.own.restore()
+        if not self._had_cuda and torch.cuda.is_available():
+            # Seeding the CPU before CUDA has started leaves a seed for the cards to start with: this was theirs.
+            torch.cuda.manual_seed_all(torch.initial_seed())
+
+    def differences(self) -> list[str]:
+        """What is not as before, by name."""
+        return changed_names(self._entries, self._hash())
+
+    def _hash(self) -> dict[str, str]:
+        return state_entries(self._roots, self._optimizer, identity=True)
+
+
+T = TypeVar("T")
+
+
+class StateKeeper:
+    """Keeps the state of what is tried; `at_once` see `DelayedSignals`.
+
+    Attributes:
+        warnings: Sentences on Python attributes that trials change.
+    """
+
+    def __init__(self, tried: Tried, *, at_once: bool = False) -> None:
+        self._tried, self._at_once = tried, at_once
+        self.warnings: list[str] = []
+
+    def run(self, job: Callable[[DelayedSignals], T]) -> T:
+        """Run `job`, put everything back, and compare by hash; then return what it returned, or raise what it raised.
+
+        Raises:
+            NotMeasuredError: Something could not be put back; where an interruption ended `job`, that is a warning.
+        """
+        with DelayedSignals(at_once=self._at_once) as interruptions:
+            state = LiveState(self._tried.roots, self._tried.optimizer, self._tried.generators)
+            failure: BaseException | None = None
+            try:
+                result = job(interruptions)
+            except BaseException as error:
+                failure = error
+            try:
+                problem = self._put_back(state)
+                if problem is not None and (failure is None or isinstance(failure, Exception)):
+                    raise problem from failure
+                if problem is not None:
+                    warnings.warn(str(problem), RuntimeWarning, stacklevel=2)
+                if failure is not None:
+                    raise failure
+            finally:
+                del failure  # the traceback holds this frame
+            return result
+
+    def _put_back(self, state: LiveState) -> NotMeasuredError | None:
+        try:
+            release_memory(self._tried.device)  # Raises where a card's context is dead.
+            kept = state.own.changed()
+            state.restore()
+            changed = state.differences()
+        except Exception as error:
+            told = f"{type(error).__name__}: {first_line(error)}"
+            return NotMeasuredError(f"a trial in place could not be undone ({told})", hint=_RELOAD)
+        if kept:
+            told = (
+                f"a trial changes what the model keeps in Python ({listed(kept)}), which no rollback covers: keep"
+                " state in buffers (register_buffer)"
+            )
+            self.warnings = [*self.warnings, *([] if told in self.warnings else [told])]
+        if not changed:
+            return None
+        return NotMeasuredError(
+            f"a trial in place has changed {listed(changed)}, which could not be put back", hint=_RELOAD
+        )

@@ -1,0 +1,1 @@
+"""PyTorch's caching allocator in Python, and traces replayed through it."""

@@ -1,0 +1,349 @@
+"""Explanations of where the memory of a step goes, and of the card at hand: put together from traces and replays."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from autoaccum.devices.base import Phase
+from autoaccum.devices.card_memory import CardMemory, CardReport
+from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.explanation import Account, Change, CurvePoint, Foresight, Timeline
+from autoaccum.devices.simulated.allocator.replay import Demand, Replays
+from autoaccum.devices.simulated.allocator.settings import read_settings
+from autoaccum.devices.simulated.cards import Card, card_at_hand, context_bytes
+from autoaccum.devices.simulated.explain.breakdown import Ledger, break_down, holdings_at, moments
+from autoaccum.devices.simulated.tracing.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.tracing.trace_cache import CHECKPOINT, ChangeFailed, Offer, Tracer, Traces
+from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
+from autoaccum.units import format_bytes
+
+_TIMELINE_POINTS = 400
+_ALIKE = 0.001
+"""Of the peak: how much less a category may take in the last update, and that shows the peak all the same."""
+
+
+def draw_timeline(ledger: Ledger, reserved_bytes: Sequence[int], points: int = _TIMELINE_POINTS) -> Timeline:
+    """The last update in at most `points` stretches of as many events, each at its highest.
+
+    Where the peak lies before it (the first update, an evaluation) and has no like in it, all that was traced.
+    """
+    trace, held = ledger.labelled.trace, ledger.held_bytes
+    peak_at = _like_peak(ledger)
+    start = trace.last_update if peak_at >= trace.last_update else 0
+    length = -(-(len(held) - start) // points)
+    stretches = [range(first, min(first + length, len(held))) for first in range(start, len(held), length)]
+    chosen = [max(reversed(stretch), key=held.__getitem__) for stretch in stretches]
+    return Timeline(
+        categories={category: tuple(total[at] for at in chosen) for category, total in ledger.totals.items()},
+        reserved_bytes=tuple(reserved_bytes[at] for at in chosen),
+        phases=_phases(trace.phases, start, length),
+        peak_at=(peak_at - start) // length,
+    )
+
+
+def _like_peak(ledger: Ledger) -> int:
+    """The highest moment of the last update where it is as good as the peak in every category; else the peak."""
+    held, last, peak_at = ledger.held_bytes, ledger.labelled.trace.last_update, ledger.peak_at
+    if peak_at >= last:
+        return peak_at
+    later = max(reversed(range(last, len(held))), key=held.__getitem__)
+    differ = max(abs(total[later] - total[peak_at]) for total in ledger.totals.values())
+    return later if max(differ, held[peak_at] - held[later]) <= _ALIKE * held[peak_at] else peak_at
+
+
+def _phases(phases: Sequence[tuple[int, Phase]], start: int, length: int) -> tuple[tuple[int, Phase], ...]:
+    """Return the phases by stretch; of several that begin in one, the last. What precedes the first prepares it."""
+    later = [(index - start, phase) for index, phase in phases if index >= start]
+    found: dict[int, Phase] = {0: later[0][1]} if later else {}
+    for index, phase in later:
+        found[index // length] = phase
+    kept: list[tuple[int, Phase]] = []
+    for at, phase in found.items():
+        if not kept or kept[-1][1] != phase:
+            kept.append((at, phase))
+    return tuple(kept)
+
+
+_CURVE_POINTS = 12
+_EVENTS_FOR_LEAST = 120_000
+_BEYOND = 1.2
+"""Times the budget: how far the curve goes on, so that one sees it cross."""
+
+
+def curve_points(
+    follow: Callable[[int], Trace | None],
+    replays: Replays,
+    *,
+    size: int,
+    most: int,
+    limit_bytes: int,
+    events_for_least: int = _EVENTS_FOR_LEAST,
+) -> tuple[CurvePoint, ...]:
+    """Peaks and least budgets from 2 samples over `size` to where the budget is crossed, or to `most`; ascending.
+
+    None where sizes do not `follow` from each other. Least budgets take several replays each, and are left out where
+    the traces of all points have more than so many events.
+    """
+    low, high = follow(2), follow(max(size, 3))
+    if low is None or high is None:
+        return ()
+    low_bytes, high_bytes = replays.peak_bytes(low), replays.peak_bytes(high)
+    # The line through both peaks leaves the picture there; far off where it is flat.
+    slope = max((high_bytes - low_bytes) / (max(size, 3) - 2), high_bytes / (4 * max(size, 3)))
+    last = min(most, max(size, 3) + max(1, int((_BEYOND * limit_bytes - high_bytes) / slope)))
+    cheap = _CURVE_POINTS * len(low.events) <= events_for_least
+    found = []
+    for at in _sizes(size, max(last, size)):
+        trace = follow(at)
+        if trace is None:
+            return ()
+        peak_bytes = replays.peak_bytes(trace)
+        found.append(CurvePoint(at, peak_bytes, replays.least_bytes(trace, peak_bytes) if cheap else None))
+    return tuple(found)
+
+
+def _sizes(size: int, last: int) -> list[int]:
+    """Evenly from 2 to `last`, and `size` among them.
+
+    >>> _sizes(86, 112)
+    [2, 12, 22, 32, 42, 52, 62, 72, 82, 86, 92, 102, 112]
+    """
+    even = (
+        {round(2 + (last - 2) * number / (_CURVE_POINTS - 1)) for number in range(_CURVE_POINTS)}
+        if last >= 2
+        else set()
+    )
+    return sorted(even | ({size} if size >= 2 else set()))
+
+
+_EXPANDING = Offer(
+    "expandable_segments",
+    "segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)",
+)
+
+
+class Clock:
+    """The rest of a limit on time; without a limit it is endless."""
+
+    def __init__(self, limit_seconds: float | None) -> None:
+        self._end = None if limit_seconds is None else time.monotonic() + limit_seconds
+
+    @property
+    def left_seconds(self) -> float | None:
+        """More than 0; None: nothing limits it."""
+        return None if self._end is None else max(self._end - time.monotonic(), 0.001)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether nothing is left."""
+        return self._end is not None and time.monotonic() >= self._end
+
+
+@dataclass(frozen=True)
+class Accountant:
+    """Accounts for schedules of one workload on one simulated card, which `card` names as `Explanation.card` does."""
+
+    card: str
+    context_bytes: int
+    limit_bytes: int
+    traces: Traces
+    replays: Replays
+
+    def account(
+        self, made: Sequence[Trace], clock: Clock, *, changes: bool = True, curve: bool = False, detail: bool = False
+    ) -> Account:
+        """Account for the one of `made`, the traces a schedule rests on, whose peak is the highest.
+
+        With `changes` it simulates what would change the peak, with `curve` it tells how the peak grows with the
+        micro-batch, and with `detail` all that is held, to be compared (`Account.holdings`, `Account.moments`), in
+        place of by how much each module's share grows with the batch.
+
+        Raises:
+            WorkloadError, UsageError, NotMeasuredError: They cannot be traced again; or, for the detail, took other
+                memory then.
+        """
+        trace = max(made, key=self.replays.peak_bytes)
+        labelled = self._labelled(trace, clock)
+        if detail:
+            labelled = self._settled(trace, labelled, clock)
+        ledger = Ledger(labelled, self.replays.weigh(labelled.trace))
+        explanation = break_down(
+            ledger,
+            card=self.card,
+            peak_bytes=self.replays.peak_bytes(labelled.trace),
+            context_bytes=self.context_bytes,
+            growth=None if detail else self._growth(trace, clock),
+        )
+        timeline = draw_timeline(ledger, self.replays.reserved_bytes(labelled.trace))
+        found, notes = self._all_changes(trace, labelled, clock) if changes else ((), ())
+        return Account(
+            explanation=dataclasses.replace(explanation, changes=found),
+            timeline=timeline,
+            curve=self._curve(max(trace.parts), clock) if curve else (),
+            notes=notes,
+            holdings=holdings_at(ledger, ledger.peak_at) if detail else (),
+            moments=moments(ledger) if detail else (),
+        )
+
+    def _labelled(self, trace: Trace, clock: Clock) -> LabelledTrace:
+        return self.traces.ask(lambda tracer: tracer.labelled(trace.parts, limit_seconds=clock.left_seconds))
+
+    def _settled(self, trace: Trace, labelled: LabelledTrace, clock: Clock) -> LabelledTrace:
+        """The trace that others of the same parts are like; the first may be another, by what it keeps for later.
+
+        Raises:
+            NotMeasuredError: There is none, since each is another.
+        """
+        if labelled.trace == trace:
+            return labelled
+        again = self._labelled(trace, clock)
+        if again.trace != labelled.trace:
+            once, twice = (format_bytes(self.replays.peak_bytes(each.trace)) for each in (labelled, again))
+            took = "the same memory in other pieces" if once == twice else f"other memory ({once}, then {twice})"
+            raise NotMeasuredError(
+                f"the same micro-batches, traced twice, took {took}",
+                hint="seed what is random, and keep nothing from call to call",
+            )
+        self.traces.keep(again.trace)
+        return again
+
+    def _curve(self, size: int, clock: Clock) -> tuple[CurvePoint, ...]:
+        most, limit_bytes = max(self.traces.share, size), self.limit_bytes
+        with suppress(AutoaccumError):
+            follow = partial(self._follow, clock=clock)
+            return curve_points(follow, self.replays, size=size, most=most, limit_bytes=limit_bytes)
+        return ()
+
+    def _follow(self, size: int, *, clock: Clock) -> Trace | None:
+        """The trace of a size that follows from small ones, if there is time to trace those."""
+        return None if clock.is_over else self.traces.follow(size, clock.left_seconds)
+
+    def _growth(self, trace: Trace, clock: Clock) -> tuple[Demand, Demand] | None:
+        """Return what the events of `trace` ask for at two sizes."""
+        size = max(trace.parts)
+        pair: tuple[Trace | None, Trace | None] = None, None
+        with suppress(AutoaccumError):
+            if len(trace.parts) > 1:
+                pair = self._follow(size, clock=clock), self._follow(2 * size, clock=clock)
+            elif size > max(2, self.traces.step) and not clock.is_over:  # Other events, since nothing accumulates.
+                pair = self.traces.make((size - self.traces.step,), clock.left_seconds), trace
+        one, other = pair
+        return None if one is None or other is None else (self.replays.weigh(one), self.replays.weigh(other))
+
+    def _all_changes(
+        self, trace: Trace, labelled: LabelledTrace, clock: Clock
+    ) -> tuple[tuple[Change, ...], tuple[str, ...]]:
+        """Return what each change gives, the most saving first; and a sentence where not all could be asked."""
+        if labelled.trace != trace:  # What differs by itself would be told as what a change does.
+            return (), (
+                "what would change the peak is not known: the same micro-batches, traced twice, took other memory",
+            )
+        found: list[Change] = []
+        said: tuple[str, ...] = ()
+        if expanding := self.replays.expanding():
+            found.append(self._compare(_EXPANDING, trace, trace, expanding))
+        try:
+            offers = self.traces.ask(lambda tracer: tracer.changes(limit_seconds=clock.left_seconds))
+        except AutoaccumError as error:
+            offers, said = (), (f"what else would change the peak is not known ({first_line(error)})",)
+        recomputes = any(origin.role == "recomputed" for origin in labelled.origins)
+        for offer in offers:
+            if offer.name == CHECKPOINT and recomputes:
+                continue  # It is so already.
+            if clock.is_over:
+                said = (f"the limit on time ended the changes before {offer.name}",)
+                break
+            found.append(self._change(offer, trace, clock))
+        return tuple(sorted(found, key=_saving)), said
+
+    def _change(self, offer: Offer, trace: Trace, clock: Clock) -> Change:
+        try:
+            changed = self.traces.ask(
+                lambda tracer: tracer.changed(trace.parts, offer.name, limit_seconds=clock.left_seconds)
+            )
+        except (ChangeFailed, AutoaccumError) as error:
+            return Change(name=offer.name, what=offer.what, message=first_line(error))
+        return self._compare(offer, trace, changed, self.replays)
+
+    def _compare(self, offer: Offer, trace: Trace, changed: Trace, replays: Replays) -> Change:
+        peak_bytes = replays.peak_bytes(changed)
+        return Change(
+            name=offer.name,
+            what=offer.what,
+            peak_bytes=peak_bytes,
+            saved_bytes=self.replays.peak_bytes(trace) - peak_bytes,
+            least_bytes=replays.least_bytes(changed, self.limit_bytes),
+        )
+
+
+def _saving(change: Change) -> tuple[float, float]:
+    """The larger the saving the smaller, and among equal ones by the least budget."""
+    if change.saved_bytes is None or change.least_bytes is None:
+        return math.inf, math.inf
+    return -change.saved_bytes, change.least_bytes
+
+
+_MOST_SECONDS = 60.0
+_PROBE = 2
+
+
+def foresee_peaks(
+    memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int, limit_seconds: float | None = None
+) -> Foresight:
+    """Return what peaks to expect on the card at hand; none where it cannot be simulated, whatever the reason.
+
+    The traces are made now, so that no other process is left while trials run.
+    """
+    card = card_at_hand(memory)
+    traces = Traces(lambda: make_tracer(card), share)
+    try:
+        replays = _replays_at_hand(card)
+        follows = traces.follow(_PROBE, min(_MOST_SECONDS, limit_seconds or _MOST_SECONDS))
+    except AutoaccumError as error:
+        return _none(error.message)
+    finally:
+        traces.close()
+    if follows is None:
+        return _none("; ".join(traces.notes) or "there are too few samples")
+
+    def peak_bytes(size: int) -> int | None:
+        trace = traces.follow(size)
+        return None if trace is None else replays.peak_bytes(trace)
+
+    return Foresight(peak_bytes=peak_bytes)
+
+
+def explain_at_hand(
+    report: CardReport,
+    make_tracer: Callable[[Card], Tracer],
+    share: int,
+    parts: tuple[int, ...],
+    *,
+    limit_bytes: int,
+    limit_seconds: float | None = None,
+    **asked: bool,
+) -> Account:
+    """Account for the memory of `parts`, which ran on the card at hand, by simulating it: it is predicted."""
+    card, clock = card_at_hand(report.memory), Clock(limit_seconds)
+    outside = context_bytes(card).bytes if report.context_bytes is None else report.context_bytes
+    traces = Traces(lambda: make_tracer(card), share)
+    try:
+        accountant = Accountant(f"{card.name} (simulated)", outside, limit_bytes, traces, _replays_at_hand(card))
+        return accountant.account(traces.of_schedule(parts, True, clock.left_seconds), clock, **asked)
+    finally:
+        traces.close()
+
+
+def _replays_at_hand(card: Card) -> Replays:
+    return Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
+
+
+def _none(why: str) -> Foresight:
+    return Foresight(notes=(f"the search began without a simulation of the card ({first_line(why)})",))

@@ -1,0 +1,316 @@
+"""Operators on the card: without values, one after the other shown to a recorder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from autoaccum.devices.base import Phase
+from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
+from autoaccum.devices.simulated.kernels.sparse import MAKES_SPARSE, has_parts, run_sparse
+from autoaccum.devices.simulated.tracing.impersonation import DEVICE, ONE_CARD
+from autoaccum.devices.simulated.tracing.known_values import (
+    compute,
+    follow_values,
+    keep_values,
+    recall_host,
+    remember_host,
+    values_of,
+)
+from autoaccum.devices.simulated.tracing.operator_cache import Repetitions
+from autoaccum.devices.simulated.tracing.patches import Numbering, torch_release
+from autoaccum.devices.simulated.tracing.recorder import Recorder
+from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit, UnknownValue, answer_scalar
+
+_META, _CPU = torch.device("meta"), torch.device("cpu")
+DEVICE_QUERY = torch.ops.prim.device.default
+_COPIES = torch.ops.aten._to_copy.default
+_aten = torch.ops.aten
+
+
+def _operators(names: str) -> frozenset[Any]:
+    """By their names; the overload is the default one where none is named."""
+    split = (name.partition(".") for name in names.split())
+    return frozenset(getattr(getattr(_aten, name), overload or "default") for name, _, overload in split)
+
+
+_READS = _operators("_local_scalar_dense equal allclose")
+_FACTORIES = _operators("empty.memory_format empty_strided zeros ones full rand randn")
+_INDEXING = _operators(
+    "index.Tensor index_put index_put_ _index_put_impl_ _unsafe_index.Tensor _unsafe_index_put",
+)
+_SHAPED_BY_VALUE = _operators(
+    "nonzero masked_select repeat_interleave.Tensor bincount _unique _unique2 unique_dim unique_consecutive"
+    " unique_dim_consecutive"
+)
+_BY_VALUE = frozenset(
+    {
+        _aten.nonzero.default,
+        _aten.masked_select.default,
+        _aten.repeat_interleave.Tensor,
+        _aten.bincount.default,
+        _aten._unique.default,
+        _aten._unique2.default,
+        _aten.unique_dim.default,
+        _aten.unique_consecutive.default,
+        _aten.unique_dim_consecutive.default,
+    }
+)
+_BY_VALUE = _READS | _INDEXING | _SHAPED_BY_VALUE
+_GATHERS = _operators("index.Tensor _unsafe_index.Tensor")
+_LAZY_ELEMENTS = 1 << 14
+"""Floating tensors of at least so many elements are not materialised while a model or a batch is built; smaller ones
+are, since constructors read them (a schedule of drop rates, say), and whole numbers, since weights count them."""
+
+
+class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Runs operators on CUDA tensors without values, and shows their storages to a recorder.
+
+    Operators on CPU tensors alone run as always.
+
+    Attributes:
+        lazy: Whether large CPU tensors are made without values too.
+        notices: Sentences on what is simulated otherwise than it would run.
+        checks: Sentences on checks of values that were taken as passed.
+        kept: Tensors that a library keeps from its first call on, by name, until the next rehearsal.
+        phase: Where the last rehearsal was when it ended, one way or another.
+    """
+
+    avoid_device_init = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here: without this, each operator pays for keeping the compiler away."""
+        return False
+
+    def __init__(self, card: Card, recorder: Recorder) -> None:
+        super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.recorder = recorder
+        self.lazy = False
+        self.notices: dict[str, None] = {}
+        self.checks: dict[str, None] = {}
+        self.kept: dict[str, torch.Tensor] = {}
+        self.numbering = Numbering()
+        self.phase: Phase = "start"
+        self._depth = 0
+        self._sparse = False
+        self._repetitions = Repetitions(self._make)
+        self._observer = ScratchObserver(card, torch_release())
+        self._seen: dict[Any, Seen] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is DEVICE_QUERY:  # Most of all calls are this question.
+            return device_seen_by_cpp(args[0])
+        kwargs = {} if kwargs is None else kwargs
+        if "device" in kwargs:
+            kwargs = self._with_device(kwargs)
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}  # It takes a driver; what is pinned is on the host.
+        if not self._is_ours(func, args, kwargs):
+            return func(*args, **kwargs)
+        if func in _BY_VALUE:
+            if func in _READS:
+                return self._read(func, args, kwargs)
+            if func in _INDEXING:
+                args = [args[0], self._numbered(func, args), *args[2:]]
+            elif self._depth == 0:
+                self.recorder.op = func
+                known = self._run(func, args, kwargs)
+                if known is not None:
+                    self._note(None, func, args, kwargs, known)
+                    return known
+        if func is MAKES_SPARSE or (self._sparse and has_parts(args)):
+            self._sparse = True
+            return run_sparse(func, args, kwargs, self._make_sparse, lambda scratch: self.recorder.take([scratch]))
+        if self._depth > 0:
+            return self.dispatch(func, types, args, kwargs)
+        if func is _COPIES and (held := recall_host(args[0], kwargs)) is not None:
+            return held
+        self.recorder.op = func
+        if func is _COPIES and _only_moves(args[0], kwargs):
+            moved = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
+            remember_host(moved, args[0])
+            self.recorder.see(moved)
+            follow_values(func, args, kwargs, moved)
+            return moved
+        key = self._repetitions.key(func, args, kwargs)
+        remake = None if key is None else self._repetitions.find(key)
+        if remake is not None:
+            out = remake(args)
+        else:
+            self._depth = 1
+            try:
+                out = self.dispatch(func, types, args, kwargs)
+            finally:
+                self._depth = 0
+            if key is not None:
+                self._repetitions.learn(key, func, args, out)
+        self._note(key, func, args, kwargs, out)
+        follow_values(func, args, kwargs, out)
+        return out
+
+    def _read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A value that leaves the card, or the answer to whether two tensors are equal."""
+        if func is _aten._local_scalar_dense.default:
+            return answer_scalar(args[0], self.checks)
+        known = compute(func, args, kwargs)
+        try:
+            return answer_scalar(args[0], self.checks, is_truth=True) if known is None else known
+        except UnknownValue as error:
+            raise fake_tensor.DataDependentOutputException(func) from error
+
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what an operator gives whose shape follows from values, where those are known."""
+        if func is _aten.masked_select.default and values_of(args[1]) is not None:
+            tensor, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
+            return tensor[mask]
+        made = compute(func, args, kwargs)
+        if made is None:
+            return None
+        known = []
+        for values in made if isinstance(made, list | tuple) else [made]:
+            known.append(self._make(tuple(values.shape), values.stride(), values.dtype))
+            keep_values(known[-1], values)
+        return tuple(known) if isinstance(made, list | tuple) else known[0]
+
+    def _numbered(self, func: Any, args: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Masks that are known: the indices they stand for, as `expandTensors` in `IndexingUtils.h` has them.
+
+        Of the card's, where a kernel needs them: a single number is written by the mask itself.
+        """
+        indices: Sequence[torch.Tensor | None] = args[1]
+        by_number = func in _GATHERS or (len(args) > 2 and args[2].numel() != 1)
+        found: list[torch.Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+            elif not isinstance(index, FakeTensor):
+                found.extend(index.nonzero().unbind(1))
+            elif by_number and self._depth == 0 and values_of(index) is not None:
+                numbers = self.__torch_dispatch__(_aten.nonzero.default, (), (index,))
+                found.extend(self.__torch_dispatch__(_aten.unbind.int, (), (numbers, 1)))
+            else:
+                found.append(index)
+        return found
+
+    def _note(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Show the recorder what the operator returned, and what it takes beside that."""
+        in_backward = torch._C._current_autograd_node() is not None
+        seen = None if key is None else self._seen.get((key, in_backward))
+        if seen is None:
+            seen = self._observer.see(func, args, kwargs, out, in_backward=in_backward)
+            if key is not None:
+                self._seen[key, in_backward] = seen
+        if not seen.in_order:
+            self.recorder.see(out)
+        for scratch in seen.resident:
+            self.recorder.keep(scratch)
+        for index, scratch in seen.beside:
+            self.recorder.accompany(out[index] if isinstance(out, list | tuple) else out, scratch)
+        if seen.transient:
+            self.recorder.take(seen.transient, out)
+
+    def _make(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        base: torch.Tensor | None = None,
+        offset: int = 0,
+        nbytes: int | None = None,
+    ) -> FakeTensor:
+        """A tensor on the card, of as many bytes if that is said; a view of `base` where one is given."""
+        if base is None:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
+            if nbytes is not None and made.untyped_storage().nbytes() != nbytes:
+                made.untyped_storage().resize_(nbytes)
+            return FakeTensor(self, made, DEVICE)
+        made = torch.empty(0, dtype=dtype, device=_META)
+        with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
+            made.set_(base.untyped_storage(), offset, shape, stride)
+        return FakeTensor(self, made, DEVICE)
+
+    def _make_sparse(self, size: Sequence[int], indices: torch.Tensor, values: torch.Tensor) -> FakeTensor:
+        """A sparse tensor on the card that holds neither."""
+        sparse_dim, dense_dim = indices.shape[0], values.dim() - 1
+        with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
+            made = _aten._sparse_coo_tensor_with_dims.default(
+                sparse_dim, dense_dim, size, dtype=values.dtype, layout=torch.sparse_coo, device=_META
+            )
+        return FakeTensor(self, made, DEVICE)
+
+    def _get_output_info_for_cache_entry(self, *args: Any) -> Any:
+        """Keep tensors out of FakeTensorMode's own cache whose storage is larger than they are: it forgets that.
+
+        Rows padded to a multiple of 8 are, such as the gradient of an attention mask. Source:
+        `_get_output_tensor_from_cache_entry` in `torch/_subclasses/fake_tensor.py`.
+        """
+        info = super()._get_output_info_for_cache_entry(*args)
+        if info.view_idx is None and info.inplace_idx is None and _is_padded(args[-1]):
+            raise fake_tensor._BypassDispatchCache("a storage larger than its tensor")
+        return info
+
+    def _is_ours(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a fake tensor is given, or is to be made, or another operator takes itself apart."""
+        if self._depth > 0 or _has_fake(args) or (kwargs and _has_fake(kwargs.values())):
+            return True
+        device = kwargs.get("device")
+        if device is not None and device.type == "cuda":
+            return True
+        return self.lazy and func in _FACTORIES and _is_large(args[0], kwargs.get("dtype"))
+
+    def _with_device(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments with a device of the card: what C++ makes like a fake CUDA tensor, it makes on `meta`."""
+        device = kwargs["device"]
+        if device is None:
+            return dict(kwargs)
+        device = torch.device(device)
+        if device.type == "meta" and (self._depth == 0 or not self.in_kernel_invocation):
+            device = _CPU if self.lazy else DEVICE
+        if device.type == "cuda" and device != DEVICE:
+            if device.index is not None:
+                raise SimulationLimit(f"a tensor is put on {device}, and one card is simulated", hint=ONE_CARD)
+            device = DEVICE
+        return {**kwargs, "device": device}
+
+
+def device_seen_by_cpp(tensor: FakeTensor) -> torch.device:
+    """Return what C++ is told: `meta` of tensors on the card."""
+    device = tensor.fake_device
+    return _META if device.type == "cuda" or tensor.fake_mode.in_kernel_invocation else device
+
+
+def _only_moves(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a copy goes from the host to the card as the tensor lies, as those of a model's weights do."""
+    if kwargs.get("device") != DEVICE or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return False
+    is_plain = kwargs.get("layout") in (None, torch.strided)
+    return is_plain and kwargs.get("memory_format") in (None, torch.preserve_format)
+
+
+def _is_padded(tensor: Any) -> bool:
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
+        return False
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.untyped_storage().nbytes() != (last + 1) * tensor.itemsize
+
+
+def _is_large(shape: Sequence[int], dtype: torch.dtype | None) -> bool:
+    return math.prod(shape) >= _LAZY_ELEMENTS and (dtype is None or dtype.is_floating_point)
+
+
+def _has_fake(values: Any) -> bool:
+    for value in values:
+        if isinstance(value, FakeTensor):
+            return True
+        if isinstance(value, list | tuple) and value and _has_fake(value):
+            return True
+    return False

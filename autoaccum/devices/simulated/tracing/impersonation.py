@@ -1,0 +1,249 @@
+"""Answers of `torch.cuda` and its kin for the simulated card.
+
+User code asks these before it chooses a device, a dtype or a kernel. What only a real driver could tell or do is
+refused by what PyTorch itself raises.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
+from typing import Any, NoReturn
+from uuid import NAMESPACE_URL, uuid5
+
+import torch
+
+from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.tracing.patches import cudnn_version, replaced
+from autoaccum.devices.simulated.tracing.recorder import Recorder
+from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit
+
+DEVICE = torch.device("cuda", 0)
+ONE_CARD = "put everything on cuda:0, or plan on the machine that has the cards (--device cuda)"
+_SILENT = """
+caching_allocator_enable check_error empty_cache ipc_collect manual_seed manual_seed_all
+reset_accumulated_host_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated reset_max_memory_cached
+reset_peak_host_memory_stats reset_peak_memory_stats seed seed_all set_per_process_memory_fraction set_rng_state
+set_rng_state_all set_stream set_sync_debug_mode synchronize _lazy_init
+"""
+_OF_THE_DRIVER = """
+caching_allocator_alloc caching_allocator_delete change_current_allocator clock_rate current_blas_handle
+current_solver_handle graph_pool_handle power_draw temperature
+"""
+_NO_DRIVER = "cuda driver can't be loaded, is cuda enabled?"
+"""What `torch.cuda` itself raises where NVML finds no driver."""
+
+
+class Stream:
+    """The one stream there is; also what stands for an event on it."""
+
+    device, device_index, device_type, stream_id, cuda_stream, priority = DEVICE, 0, 1, 0, 0, 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        """No graph is captured."""
+        return False
+
+    def query(self) -> bool:
+        """All work is done."""
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        """No time passes."""
+        return 0.0
+
+    def record_event(self, event: Any = None) -> Any:
+        """An event that has happened."""
+        return event or Stream()
+
+    def wait(self, *_: Any) -> None:
+        """There is nothing to wait for."""
+
+    wait_stream = wait_event = synchronize = record = wait
+
+
+def impersonate(card: Card, recorder: Recorder, stack: ExitStack) -> None:
+    """Have `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` answer for `card` until `stack` is closed."""
+    answers = _answers(card, recorder)
+    answers |= dict.fromkeys(_SILENT.split(), _nothing)
+    answers |= dict.fromkeys(_OF_THE_DRIVER.split(), _without_driver)
+    for name, answer in answers.items():
+        for owner in (torch.cuda, torch.cuda.memory):
+            if hasattr(owner, name):
+                stack.enter_context(replaced(owner, name, answer))
+    stack.enter_context(replaced(torch.cuda, "_initialized", True))
+    stack.enter_context(replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+    for name, answer in _accelerator_answers(card, recorder).items():
+        if hasattr(torch.accelerator, name):
+            stack.enter_context(replaced(torch.accelerator, name, answer))
+    cudnn: Any = torch.backends.cudnn
+    stack.enter_context(replaced(cudnn, "is_available", lambda: True))
+    if not torch._C._has_cudnn:
+        stack.enter_context(replaced(cudnn, "version", cudnn_version))
+    nvtx: Any = torch.cuda.nvtx
+    for name in ("range_push", "range_pop", "mark"):
+        stack.enter_context(replaced(nvtx, name, _nothing))
+    stack.enter_context(replaced(nvtx, "range", lambda *_, **__: nullcontext()))
+
+
+def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
+    streams = dict.fromkeys(("Stream", "Event", "ExternalStream"), Stream)
+    current = dict.fromkeys(("current_stream", "default_stream"), Stream)
+    contexts = dict.fromkeys(("device", "device_of", "_DeviceGuard"), _Guard)
+    return {
+        **streams,
+        **current,
+        **contexts,
+        **_memory_answers(card, recorder),
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": check_index,
+        "stream": lambda stream: nullcontext(stream),
+        "get_device_name": _of_card(card.title),
+        "get_device_capability": _of_card(card.capability),
+        "get_device_properties": _of_card(_properties(card)),
+        "get_arch_list": lambda: ["sm_{}{}".format(*card.capability)],
+        "get_gencode_flags": lambda: "",
+        "can_device_access_peer": lambda *_: False,
+        "get_stream_from_external": Stream,
+        "get_sync_debug_mode": lambda: 0,
+        "get_allocator_backend": lambda: "native",
+        "initial_seed": lambda: 0,
+        "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
+        "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
+        "utilization": _of_card(0),
+        "memory_usage": _of_card(0),
+        "list_gpu_processes": _of_card("GPU:0\nno processes are running"),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
+        "is_tf32_supported": lambda: card.capability >= (8, 0),
+    }
+
+
+def _memory_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., Any]]:
+    held = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    cached = ("memory_cached", "max_memory_cached", "device_memory_used")
+    kinds = ("allocated_bytes", "active_bytes", "reserved_bytes", "requested_bytes")
+
+    def stats(*_: Any, **__: Any) -> dict[str, int]:
+        named = (f"{kind}.all.{figure}" for kind in kinds for figure in ("current", "peak"))
+        return defaultdict(int, dict.fromkeys(named, recorder.alive_bytes))
+
+    return {
+        **dict.fromkeys((*held, *cached), lambda *_, **__: recorder.alive_bytes),
+        "mem_get_info": lambda *_, **__: (card.total_bytes - recorder.alive_bytes, card.total_bytes),
+        "get_per_process_memory_fraction": _of_card(1.0),
+        "memory_stats": stats,
+        "memory_stats_as_nested_dict": _of_card({}),
+        "host_memory_stats": lambda: defaultdict(int),
+        "host_memory_stats_as_nested_dict": dict,
+        "memory_summary": lambda *_, **__: "",
+        "memory_snapshot": lambda *_, **__: [],
+    }
+
+
+def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., Any]]:
+    memory = _memory_answers(card, recorder)
+    silent = ("set_stream", "synchronize", "empty_cache", "empty_host_cache")
+    resets = ("reset_accumulated_memory_stats", "reset_peak_memory_stats")
+    return {
+        **memory,
+        **dict.fromkeys((*silent, *resets), _nothing),
+        "get_memory_info": memory["mem_get_info"],
+        "get_device_capability": _without_capabilities,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "current_device_index": lambda: 0,
+        "current_device_idx": lambda: 0,
+        "current_stream": Stream,
+        "set_device_index": check_index,
+        "set_device_idx": check_index,
+    }
+
+
+class _CudaDeviceProperties(SimpleNamespace):
+    """Properties of the device; clocks and the cache are an A100's, and decide nothing here."""
+
+
+def _properties(card: Card) -> _CudaDeviceProperties:
+    major, minor = card.capability
+    return _CudaDeviceProperties(
+        name=card.title,
+        major=major,
+        minor=minor,
+        total_memory=card.total_bytes,
+        multi_processor_count=card.multiprocessors,
+        max_threads_per_multi_processor=card.threads_per_multiprocessor,
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=48 << 10,
+        shared_memory_per_block_optin=99 << 10,
+        shared_memory_per_multiprocessor=100 << 10,
+        L2_cache_size=40 << 20,
+        memory_bus_width=384,
+        clock_rate=1_410_000,
+        memory_clock_rate=1_512_000,
+        warp_size=32,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        gcnArchName=card.title,  # As builds for CUDA have it.
+        uuid=uuid5(NAMESPACE_URL, card.name),
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
+    )
+
+
+class _Guard:
+    """`torch.cuda.device(...)`: there is one card to be on."""
+
+    def __init__(self, device: Any = None) -> None:
+        check_index(device)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _of_card(answer: Any) -> Callable[..., Any]:
+    def tell(device: Any = None) -> Any:
+        check_index(device)
+        return answer
+
+    return tell
+
+
+def check_index(device: Any = None) -> None:
+    """Refuse another card than the first."""
+    if isinstance(device, torch.Tensor):
+        device = device.device
+    index = device if isinstance(device, int) or device is None else torch.device(device).index
+    if index not in (None, -1, 0):
+        raise SimulationLimit(f"cuda:{index} is used, and one card is simulated", hint=ONE_CARD)
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _without_driver(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(_NO_DRIVER)
+
+
+def _without_capabilities(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("Backend doesn't support getting device capabilities.")  # CUDA's answer on any card.

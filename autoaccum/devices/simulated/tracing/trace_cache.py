@@ -1,0 +1,203 @@
+"""Traces of one workload: who makes them, those that were made, and those that follow from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, TypeVar
+
+from autoaccum.devices.base import Inspection, TrialSettings
+from autoaccum.devices.child.worker import Worker
+from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.tracing.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.tracing.trace_scaling import Family, NotAffineError, grow_squarely, make_family
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
+
+CHECKPOINT: Final = "checkpoint"
+"""The name of the offer to run blocks again in backward."""
+
+
+class ChangeFailed(Exception):
+    """A workload that was changed does not run, or cannot be traced; the text says why. The tracer goes on."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A change that can be simulated (see `devices.explanation.Change`)."""
+
+    name: str
+    what: str
+
+
+class Tracer:
+    """A process that has loaded the workload in the presence of `card`, and rehearses it there; no torch here.
+
+    Raises:
+        WorkloadError: The workload cannot be loaded, or not be simulated; every question may raise it, too.
+        NotMeasuredError: The process cannot be started, died or took too long; likewise.
+    """
+
+    def __init__(self, settings: TrialSettings, card: Card) -> None:
+        self._worker = Worker(settings, f"the simulated {card.name}", card=dataclasses.asdict(card))
+
+    def ask(self, job: str, *, limit_seconds: float | None = None, **asked: Any) -> Mapping[str, Any]:
+        """The reply to a job of `SimulatedChild`."""
+        return self._worker.ask(job, limit_seconds, **asked)
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        """As `Device.inspect`; the loss and its weighting are not checked."""
+        return self._worker.inspect(limit_seconds)
+
+    def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
+        """Rehearse an update by `parts[:1]` and one by all `parts`: micro-batch sizes, in samples."""
+        return Trace.from_record(self.ask("trace", limit_seconds=limit_seconds, parts=parts)["trace"])
+
+    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
+        """The trace of `parts`, with what its blocks are for."""
+        return LabelledTrace.from_record(self.ask("labelled", limit_seconds=limit_seconds, parts=parts)["labelled"])
+
+    def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
+        """Return what could be changed."""
+        return tuple(Offer(**offer) for offer in self.ask("changes", limit_seconds=limit_seconds)["changes"])
+
+    def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
+        """The trace of `parts` with one thing changed, by the name of an offer."""
+        reply = self.ask("changed", limit_seconds=limit_seconds, parts=parts, change=change)
+        if "failed" in reply:
+            raise ChangeFailed(reply["failed"])
+        return Trace.from_record(reply["trace"])
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._worker.end()
+
+
+T = TypeVar("T")
+_SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
+"""Of the traces a family is made of; or what multiplies the least size where micro-batches are multiples.
+One of a single sample often has other operators than larger ones: what is squeezed away, broadcast, not normalised."""
+
+
+class Traces:
+    """Asks a tracer as little as possible, and keeps what it told; after a failure another is started.
+
+    Attributes:
+        share: Samples per update: no larger sizes are traced.
+        step: What micro-batches are multiples of.
+        notes: Sentences on sizes that do not follow from small ones.
+        warnings: Likewise, where that showed only when trials had relied on it.
+        are_square: Whether something grows with the square of the micro-batch.
+    """
+
+    def __init__(self, make_tracer: Callable[[], Tracer], share: int) -> None:
+        self._make_tracer, self.share = make_tracer, share
+        self._tracer: Tracer | None = None
+        self._made: dict[tuple[int, ...], Trace] = {}
+        self._family: Family | None = None
+        self._followed: dict[int, Trace] = {}
+        self._sizes: tuple[int, ...] = _SIZES
+        self.step = 1
+        self._follows = share >= max(_SIZES)
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.are_square = False
+
+    def inspect(self, limit_seconds: float | None = None) -> Inspection:
+        """As the tracer does."""
+        inspection = self.ask(lambda tracer: tracer.inspect(limit_seconds=limit_seconds))
+        if inspection.multiple_of > 1:
+            self.step = inspection.multiple_of
+            self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
+            self._follows = self.share >= max(self._sizes)
+        return inspection
+
+    def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
+        """The trace of just these parts; where the family tells another one, it is believed no more."""
+        if parts not in self._made:
+            self.keep(self.ask(lambda tracer: tracer.trace(parts, limit_seconds=limit_seconds)))
+        return self._made[parts]
+
+    def keep(self, made: Trace) -> None:
+        """Take `made` for the trace of its parts; where the family tells another one, it is believed no more."""
+        self._made[made.parts] = made
+        if self._family is not None and not _agrees(self._family, made):
+            self._family, self._follows = None, False
+            self.warnings.append(
+                f"the trace of {' + '.join(map(str, made.parts))} is not what those of"
+                f" {', '.join(map(str, sorted(self._sizes)))}"
+                " promised: every size that was tried after it was traced by itself, those before it may be a"
+                " little off"
+            )
+
+    def of_schedule(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
+        """The traces a trial of `parts` rests on; of a fresh one, the least part is in one that was made."""
+        pairs = dict.fromkeys(pairwise(parts)) if len(parts) > 2 else {parts: None}
+        traces = []
+        for pair in sorted(pairs, key=sum):  # The one that is made first tells whether others follow.
+            follows = len(set(pair)) == 1 and len(pair) == 2 and not (fresh and min(pair) == min(parts))
+            trace = self.follow(pair[0], limit_seconds) if follows else None
+            traces.append(trace or self.make(pair, limit_seconds))
+        return traces
+
+    def ask(self, question: Callable[[Tracer], T]) -> T:
+        """Ask the tracer, which is started where there is none; after a failure another is."""
+        try:
+            if self._tracer is None:
+                self._tracer = self._make_tracer()
+            return question(self._tracer)
+        except DoesNotFitError as error:  # The host, not the card.
+            self.close()
+            raise NotMeasuredError(
+                error.message, hint="trace on a machine with more memory, or take a smaller --max-micro-batch"
+            ) from None
+        except AutoaccumError:
+            self.close()
+            raise
+
+    def has_made(self, trace: Trace) -> bool:
+        """Return whether the tracer told just this one."""
+        return self._made.get(trace.parts) is trace
+
+    def follow(self, size: int, limit_seconds: float | None = None) -> Trace | None:
+        """The trace of two parts of `size` as it follows from small ones; None where it does not."""
+        if not self._follows or size < min(self._sizes):
+            return None
+        try:
+            self._family = self._family or self._make_family(limit_seconds)
+            if size not in self._followed:
+                self._followed[size] = self._family.at(size)
+            return self._followed[size]
+        except NotAffineError as error:
+            self._family, self._follows = None, False
+            self.notes.append(f"every size was traced by itself, memory is not affine in the batch ({error.message})")
+            return None
+
+    def _make_family(self, limit_seconds: float | None) -> Family:
+        began = time.monotonic()
+        traces = []
+        for size in self._sizes:
+            left = None if limit_seconds is None else max(limit_seconds - (time.monotonic() - began), 0.001)
+            traces.append(self.make((size, size), left))
+        self.are_square = grow_squarely(traces)
+        return make_family(traces)
+
+    def close(self) -> None:
+        """End the tracer's process."""
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            tracer.close()
+
+
+def _agrees(family: Family, made: Trace) -> bool:
+    """Return whether `made` is what follows for its parts; of a block in a smaller last part either size will do."""
+    if len(made.parts) != 2 or min(made.parts) < min(family.sizes):
+        return True
+    try:
+        large, small = (family.at(size) for size in (max(made.parts), min(made.parts)))
+    except NotAffineError:
+        return False
+    sizes = zip(made.sizes, large.sizes, small.sizes, strict=False)
+    return made.events == large.events and all(size in either for size, *either in sizes)

@@ -1,0 +1,224 @@
+"""Answers to who asks for a value that is not there, and refusals of what a simulated card cannot do."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.utils._python_dispatch import _disable_current_modes
+
+from autoaccum.devices.simulated.tracing.known_values import NotBuiltError, values_of, verdict_of
+from autoaccum.errors import WorkloadError, first_line
+from autoaccum.workload.tracebacks import line_of, user_line
+
+_ANSWERS = (
+    ("torch.amp.grad_scaler", "get_scale", 1.0),
+    ("torch.amp.grad_scaler", "", 0.0),  # Whether gradients are infinite.
+    ("torch.nn.utils.clip_grad", "", 0.0),  # Whether the norm is one to raise for.
+    ("torch.optim", "", 1.0),
+    ("autoaccum.accumulation.accumulator", "", 1.0),
+    ("autoaccum.accumulation.state_hash", "", 1.0),
+    # Whether the mask is all ones, so that none is needed. Some of it is taken to be padding, which is the worse
+    # case: a mask of queries by keys is then made for each sample, and attention takes a kernel that can use one.
+    ("transformers.modeling_attn_mask_utils", "", 0.0),
+)
+"""Who may ask (module, function), and what they are told. Everybody else is the user's own code, or runs for it."""
+
+_PLUMBING = (
+    "autoaccum.devices.simulated",
+    "torch._compile",
+    "torch._dynamo",
+    "torch._ops",
+    "torch._subclasses",
+    "torch._tensor",
+    "torch.utils._",
+)
+
+
+class SimulationLimit(Exception):
+    """Something that a simulated card cannot do; the text says what, `hint` a way out, if there is a particular one."""
+
+    def __init__(self, text: str, *, hint: str | None = None) -> None:
+        super().__init__(text)
+        self.hint = hint
+
+
+class UnknownValue(SimulationLimit):
+    """A value was asked for: a simulated card computes none; `on_host`, it was left away to save memory."""
+
+    def __init__(self, text: str, *, on_host: bool) -> None:
+        super().__init__(text)
+        self.on_host = on_host
+
+
+def answer_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = False) -> float | int | bool:
+    """The value of `tensor`, where it is known, or tells whether losses, gradients and the like are finite: they are.
+
+    With `is_truth` it is asked for a truth about it; `checks` gets a sentence on each that was taken as passed.
+
+    Raises:
+        UnknownValue: Somebody asks for anything else.
+    """
+    known = None if is_truth else values_of(tensor)
+    if known is not None:
+        return known.item()
+    frame = _asker()
+    value = _answer(frame)
+    is_bool = is_truth or str(tensor.dtype) == "torch.bool"
+    is_float = not is_truth and tensor.is_floating_point()
+    if value is None and tensor.device.type != "cpu" and frame is not None:
+        value = verdict_of(tensor)
+        if value is not None:
+            checks[f"a check at {_place(frame)} was taken as passed"] = None
+    if value is None:
+        raise unknown_value(tensor)
+    if is_float:
+        return float(value)
+    return bool(value) if is_bool else int(value)
+
+
+def unknown_value(tensor: Tensor) -> UnknownValue:
+    """The error for reading `tensor`."""
+    text = f"a value is read of a tensor of shape {tuple(tensor.shape)} that came from the card"
+    return UnknownValue(text, on_host=tensor.device.type == "cpu")
+
+
+def asked_by_torch() -> str | None:
+    """The module of PyTorch's that called the caller; None where it was none of PyTorch's."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name if name == "torch" or name.startswith("torch.") else None
+
+
+def known_list(tensor: Tensor) -> Any:
+    """`tensor.tolist()`, where its values are known; one number may be had by those who may ask for one."""
+    known = values_of(tensor)
+    if known is not None:
+        return known.tolist()
+    value = _answer(_asker())
+    if value is None:
+        raise unknown_value(tensor)
+    nest: Any = value if tensor.is_floating_point() else int(value)
+    for size in reversed(tensor.shape):
+        nest = [nest] * size
+    return nest
+
+
+def known_array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`tensor.numpy()`, where its values are known."""
+    known = values_of(tensor) if tensor.device.type == "cpu" else None
+    if known is None:
+        raise unknown_value(tensor)
+    with _disable_current_modes():
+        return known.numpy()
+
+
+def _asker() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _is_plumbing(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _answer(frame: FrameType | None) -> float | None:
+    if frame is None:
+        return None
+    module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    for asker, name, value in _ANSWERS:
+        if (module == asker or module.startswith(f"{asker}.")) and name in ("", function):
+            return value
+    return None
+
+
+def _place(frame: FrameType) -> str:
+    """Return where a frame is, and for whom: a library's line with the user's."""
+    first, is_own = line_of(frame.f_code.co_filename, frame.f_lineno)
+    outer = frame.f_back
+    while outer is not None and not is_own:
+        place, is_own = line_of(outer.f_code.co_filename, outer.f_lineno)
+        if is_own:
+            return f"{first}, for {place}"
+        outer = outer.f_back
+    return first
+
+
+def _is_plumbing(frame: FrameType) -> bool:
+    name: str = frame.f_globals.get("__name__", "")
+    return name.startswith(_PLUMBING) or frame.f_code.co_name == "__torch_dispatch__"
+
+
+_ELSEWHERE = "plan where it can run: --device cuda on a card, or --device cpu here"
+_VALUES = (
+    "a simulated card computes no values: write it without (torch.where, a mask that multiplies, logging after the"
+    f" update), or {_ELSEWHERE}"
+)
+_KERNEL = (
+    "a custom kernel needs an implementation for fake tensors (torch.library.register_fake) to be simulated; or"
+    f" {_ELSEWHERE}"
+)
+_POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
+_GENERATOR = "Cannot get CUDA generator"
+_NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
+
+
+def refuse(error: BaseException, doing: str) -> WorkloadError | None:
+    """The refusal that `error` means; None when it means something else."""
+    for cause in _chain(error):
+        found = _sentence(cause)
+        if found is not None:
+            what, hint = found
+            line = user_line(error, library=True)
+            where = f", at {line}" if line else ""
+            return WorkloadError(f"{doing}: {what}{where}", hint=hint)
+    return None
+
+
+def reads_host(error: BaseException) -> bool:
+    """Return whether `error` comes of a tensor on the CPU that has no values."""
+    return any(
+        isinstance(cause, NotBuiltError) or (isinstance(cause, UnknownValue) and cause.on_host)
+        for cause in _chain(error)
+    )
+
+
+def _sentence(error: BaseException) -> tuple[str, str] | None:
+    if isinstance(error, UnknownValue):
+        return str(error), _VALUES
+    if isinstance(error, SimulationLimit):
+        return str(error), error.hint or _ELSEWHERE
+    if isinstance(error, DynamicOutputShapeException):
+        return f"{_name(error)} gives a shape that depends on values", _VALUES
+    if isinstance(error, DataDependentOutputException):
+        return f"{_name(error)} depends on values", _VALUES
+    if isinstance(error, UnsupportedOperatorException):
+        name = _name(error)
+        return f"{name} cannot be simulated", _ELSEWHERE if name.startswith("aten.") else _KERNEL
+    text = str(error)
+    if _GENERATOR in text:
+        return "a random generator on the card is made, which needs one", f"leave its device away, or {_ELSEWHERE}"
+    if isinstance(error, NotImplementedError | RuntimeError) and _NO_FAKE.search(text):
+        return f"an operator cannot be simulated ({first_line(text)})", _KERNEL
+    if isinstance(error, RuntimeError | TypeError) and _POINTER.search(text):
+        return "the memory of a tensor is read, and a simulated card has none", _VALUES
+    return None
+
+
+def _name(error: BaseException) -> str:
+    func = getattr(error, "func", None)
+    return str(func) if func is not None else type(error).__name__
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,244 @@
+"""The plan: a frozen record of how a batch is cut and of the trials that proved it, as versioned JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from autoaccum.accumulation.coupling import Coupling
+from autoaccum.accumulation.schedule import Schedule
+from autoaccum.devices.base import Trial
+from autoaccum.devices.explanation import Explanation
+from autoaccum.errors import PlanFileError, UsageError
+from autoaccum.files import read_text, write_text
+from autoaccum.serialization import RecordError, freeze, read_record, to_plain
+
+SCHEMA = 1
+_AGAIN = "plan again with `autoaccum plan`"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How one update of `target_batch` samples is run, and the trials that proved it.
+
+    Attributes:
+        kind: `measured` by real trials, or `predicted`.
+        target_batch: Samples per update, over all ranks.
+        micro_batch: The largest part of any rank, in samples.
+        iter_size: Micro-batches per update, the same on every rank.
+        micro_batches: The parts of the rank with the longest share, in order; with one rank, of all there is.
+        multiple_of: What every part is a multiple of.
+        world_size: Number of ranks.
+        ranks: The parts of every rank; None when there is one.
+        largest_fit: The largest micro-batch that ran, or that is predicted to.
+        capped: `largest_fit` is where the search was told to stop (the share, or a cap), not where memory ended.
+        stopped: The limit that ended the search before it knew the largest size; None when nothing did.
+        limit_bytes: The budget every trial was held to.
+        peak_bytes: Peak of what the schedule's own trial held; None where the device cannot measure it. A predicted
+            one is that with room to spare, and may lie above the budget: the allocator makes do with less.
+        least_bytes: The smallest budget at which this schedule would still run; None when measured, unless asked for.
+        band_bytes: How far off it may be whether a prediction fits, of what is needed and of what the card has free,
+            as far as that was never measured; None when measured.
+        device: Name, kind, total and free bytes, how limits are enforced.
+        environment: Versions and settings the trials ran under.
+        workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction, weight,
+            batchnorm, and the recipe of a training step (`workload.recipes`).
+        trials: All trials in the order they ran, or were predicted; the last held to the plan's own budget is the
+            schedule's, from a clean state.
+        warnings: What could make the plan fail or mislead, as sentences.
+        notes: What is good to know (the learning rate), as sentences.
+        coupling: What is known of samples that depend on the others of their micro-batch; None: it was not looked.
+        explanation: Where the memory goes, by a simulation; None unless asked for.
+        learning_rate: What it was tuned with, of the first parameter group: `fit` trains by it, while an Accumulator
+            takes the optimizer as it comes. None: the workload's own.
+        schema: Version of the record.
+
+    Raises:
+        UsageError: The numbers contradict each other, or no trial proves the micro-batch.
+    """
+
+    kind: Literal["measured", "predicted"]
+    target_batch: int
+    micro_batch: int
+    iter_size: int
+    micro_batches: tuple[int, ...]
+    multiple_of: int = 1
+    world_size: int
+    ranks: tuple[tuple[int, ...], ...] | None = None
+    largest_fit: int
+    capped: bool
+    stopped: Literal["time", "trials"] | None = None
+    limit_bytes: int
+    peak_bytes: int | None
+    least_bytes: int | None = None
+    band_bytes: int | None = None
+    device: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    workload: Mapping[str, Any]
+    trials: tuple[Trial, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    coupling: Coupling | None = None
+    explanation: Explanation | None = None
+    learning_rate: float | None = None
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        for name in ("device", "environment", "workload", "explanation"):
+            object.__setattr__(self, name, freeze(getattr(self, name)))
+        for text in self._contradictions():
+            raise UsageError(f"a plan that contradicts itself: {text}")
+
+    @classmethod
+    def of_schedule(cls, schedule: Schedule, **fields: Any) -> Plan:
+        """The plan of a schedule, which tells all fields on parts and ranks."""
+        return cls(
+            target_batch=schedule.target_batch,
+            micro_batch=schedule.micro_batch,
+            iter_size=schedule.iter_size,
+            micro_batches=schedule.micro_batches,
+            world_size=schedule.world_size,
+            ranks=schedule.ranks if schedule.world_size > 1 else None,
+            **fields,
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __reduce__(self) -> tuple[Callable[[str], Plan], tuple[str]]:
+        return Plan.from_json, (self.to_json(),)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The parts of every rank."""
+        return Schedule(self.ranks or (self.micro_batches,))
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """What the budget leaves above the peak; None where the peak was not measured, below 0 where it lies above."""
+        return None if self.peak_bytes is None else self.limit_bytes - self.peak_bytes
+
+    def to_json(self) -> str:
+        """The record as indented JSON, with its fields in order."""
+        return json.dumps(_record(self), indent=2, allow_nan=False) + "\n"
+
+    def digest(self) -> str:
+        """SHA-256 of the record in hex: equal for equal decisions from equal trials.
+
+        Neither the trials' times are in it, nor what decides nothing: warnings and notes, what is known of coupled
+        samples (an experiment with limits of time), and where the memory goes. A learning rate is, where there is one.
+        """
+        record = _record(self)
+        if self.learning_rate is None:
+            del record["learning_rate"]
+        if self.multiple_of == 1:
+            del record["multiple_of"]
+        for name in ("coupling", "explanation", "notes", "warnings"):
+            del record[name]
+        for trial in record["trials"]:
+            del trial["seconds"]
+        return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "the text") -> Plan:
+        """Read what `to_json` wrote; fields that a later version added are passed over.
+
+        Raises:
+            PlanFileError: The text is damaged, not a plan, of a newer schema, or contradicts itself. `source` names
+                it in the message.
+        """
+        try:
+            plain = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise PlanFileError(f"{source} is not valid JSON ({error})", hint=f"is it cut off? {_AGAIN}") from None
+        if not isinstance(plain, dict) or not {"schema", "kind", "target_batch"} <= plain.keys():
+            raise PlanFileError(
+                f"{source} is not a plan: it has no schema, kind and target_batch", hint="give a file of `plan -o FILE`"
+            )
+        _check_schema(plain["schema"], source)
+        try:
+            return read_record(plain, cls)
+        except RecordError as error:
+            raise PlanFileError(f"{source} is damaged: {error}", hint=_AGAIN) from None
+        except UsageError as error:
+            raise PlanFileError(f"{source} is {error.message}", hint=_AGAIN) from None
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the plan to a file, whole or not at all.
+
+        Args:
+            path: Where to.
+            force: Overwrite a file that is there.
+
+        Raises:
+            UsageError: There is a file and `force` is not given, or it cannot be written.
+        """
+        write_text(Path(path), self.to_json(), force=force)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a file.
+
+        Raises:
+            PlanFileError: The file cannot be read, is damaged, is not a plan, or comes from a newer autoaccum.
+        """
+        return cls.from_json(read_text(Path(path)), source=str(path))
+
+    def _contradictions(self) -> list[str]:
+        """What does not go together, as sentences: `sum(parts) == target_batch` is a promise, not a hope."""
+        if not all(trial.parts for trial in self.trials):
+            return ["a trial has no parts"]
+        try:
+            schedule = self.schedule
+        except UsageError as error:
+            return [error.message]
+        names = ("target_batch", "world_size", "iter_size", "micro_batch", "micro_batches")
+        found = [
+            f"{name} is {getattr(self, name)}, its parts give {getattr(schedule, name)}"
+            for name in names
+            if getattr(self, name) != getattr(schedule, name)
+        ]
+        if self.least_bytes is not None and not 0 < self.least_bytes <= self.limit_bytes:
+            found.append(f"least_bytes is {self.least_bytes}, limit_bytes {self.limit_bytes}")
+        found += self._unproved()
+        if (self.kind == "predicted") != (self.band_bytes is not None):
+            found.append(f"band_bytes is {self.band_bytes}, and it is {self.kind}")
+        if self.largest_fit < self.micro_batch:
+            found.append(f"micro_batch is {self.micro_batch}, the largest that ran is {self.largest_fit}")
+        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+            found.append(f"learning_rate is {self.learning_rate}")
+        return found
+
+    def _unproved(self) -> list[str]:
+        """What no trial has run, each within the budget it is claimed for."""
+        ran = [trial for trial in self.trials if trial.ran]
+        sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
+        found = [f"no trial ran at size {size}" for size in sorted({self.micro_batch, self.largest_fit} - sizes)]
+        if self.kind == "predicted":
+            return found if self.least_bytes is not None else [*found, "no least_bytes are predicted"]
+        budgets = {trial.limit_bytes for trial in ran if trial.micro_batch == self.micro_batch}
+        if self.least_bytes not in budgets | {None, self.limit_bytes}:
+            found.append(f"least_bytes is {self.least_bytes}, and no trial ran within that")
+        return found
+
+
+def _record(plan: Plan) -> dict[str, Any]:
+    """The plan as what JSON knows, the schema first."""
+    return {"schema": plan.schema, **to_plain(plan)}
+
+
+def _check_schema(schema: object, source: str) -> None:
+    if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+        raise PlanFileError(f"{source} is damaged: its schema is {schema!r}", hint=_AGAIN)
+    if schema > SCHEMA:
+        raise PlanFileError(
+            f"{source} was written by a newer autoaccum (schema {schema}, this one reads up to {SCHEMA})",
+            hint=f"upgrade autoaccum, or {_AGAIN}",
+        )

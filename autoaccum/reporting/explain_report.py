@@ -1,0 +1,94 @@
+"""Where the memory of a step goes, as small tables: by what it is for, by module, and what would change it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autoaccum.accumulation.schedule import format_parts
+from autoaccum.devices.explanation import Change, Explanation, ModuleShare
+from autoaccum.reporting.tables import make_table, one_line, print_table
+from autoaccum.units import format_bytes, percent, signed_bytes
+
+_NONE = "-"
+
+
+def print_explanation(console: Console, explanation: Explanation, measured_bytes: int | None = None) -> None:
+    """Draw an explanation; all figures in it are of a simulation, and said to be.
+
+    Args:
+        console: Where to.
+        explanation: What to draw.
+        measured_bytes: The peak of real trials, to be set beside.
+    """
+    for line in _heading(explanation, measured_bytes):
+        line.plain = one_line(line.plain)
+        console.print(line, soft_wrap=True)
+    for table in _tables(explanation):
+        console.print()
+        print_table(console, table)
+
+
+def _heading(explanation: Explanation, measured_bytes: int | None) -> Iterator[Text]:
+    yield Text("where the memory goes", "bold")
+    peak = f"{format_bytes(explanation.peak_bytes)} (predicted)"
+    measured = "" if measured_bytes is None else f"; measured: {format_bytes(measured_bytes)}"
+    yield Text(f"{explanation.card}, micro-batches of {format_parts(explanation.parts)}: {peak}{measured}")
+    of = f" of {explanation.module}" if explanation.module else ""
+    yield Text(f"the peak stands in {explanation.phase}, at {explanation.op or 'what is there from the start'}{of}")
+
+
+def _tables(explanation: Explanation) -> Iterator[Table]:
+    yield _categories(explanation)
+    if explanation.modules:
+        yield _modules(explanation.modules)
+    if explanation.changes:
+        yield _changes(explanation.changes)
+
+
+def _categories(explanation: Explanation) -> Table:
+    """What the bytes of the peak are for, without what takes none; what they add up to, and the context on top."""
+    table, peak = make_table("at the peak", ">bytes", ">share"), explanation.peak_bytes
+    for category, held in explanation.categories.items():
+        if held:
+            table.add_row(category.replace("_", " "), format_bytes(held), percent(held, peak) if peak else _NONE)
+    table.add_row("in all", format_bytes(peak), percent(peak, peak) if peak else _NONE, style="bold")
+    table.add_row("context", format_bytes(explanation.context_bytes), "on top")
+    return table
+
+
+def _modules(modules: Sequence[ModuleShare]) -> Table:
+    """The modules that hold most."""
+    table = make_table("module", "class", ">count", ">bytes", ">per sample")
+    for share in modules:
+        name = one_line(share.name) or ("(the model itself)" if share.kind else "(no module)")
+        each = _NONE if share.bytes_per_sample is None else format_bytes(share.bytes_per_sample)
+        held = format_bytes(share.bytes)
+        table.add_row(Text(name), Text(one_line(share.kind) or _NONE), str(share.count), held, each)
+    return table
+
+
+def _changes(changes: Sequence[Change]) -> Table:
+    """What would change the peak, each by its own."""
+    table = make_table("change", ">peak", ">least budget", "what")
+    for change in changes:
+        least = _NONE if change.least_bytes is None else format_bytes(change.least_bytes)
+        said = change.what if change.message is None else f"{change.what}: not simulated ({change.message})"
+        name, what = Text(one_line(change.name), no_wrap=True), Text(one_line(said))
+        style = "green" if (change.saved_bytes or 0) > 0 else ""
+        table.add_row(name, Text(change_words(change.saved_bytes), style), least, what)
+    return table
+
+
+def change_words(saved_bytes: int | None) -> str:
+    """How a peak changes that is less by `saved_bytes`.
+
+    >>> change_words(3 * 2**30), change_words(-2 * 2**30), change_words(0), change_words(None)
+    ('-3.00 GiB', '+2.00 GiB', 'as it is', '-')
+    """
+    if saved_bytes is None:
+        return _NONE
+    return signed_bytes(-saved_bytes) if saved_bytes else "as it is"

@@ -1,0 +1,191 @@
+"""A plan as a picture: where the memory of an update is, and what peaks to expect of other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from autoaccum.devices.base import Outcome, Trial
+from autoaccum.devices.explanation import CATEGORIES, Account, CurvePoint
+from autoaccum.planning.plan import Plan
+from autoaccum.reporting.figures.style import TITLE_POINTS, Format, colour, label, picture_bytes, pointing
+from autoaccum.reporting.tables import one_line
+from autoaccum.units import GIB, KIB, MIB, format_bytes
+
+_WIDTH, _PANEL_HEIGHT = 9.0, 3.4
+_LONGEST_TITLE, _LONGEST_REMARK = 70, 90
+_FAR = 3.0
+"""A limit this many times above all else would press it into a strip at the bottom: it is told beside."""
+
+_FURTHEST = 1.6
+"""Of the largest size that fits: what was tried beyond is not drawn."""
+
+_NARROWEST = 0.05
+"""Of the width, for a phase to be named."""
+
+_LEAST_SHARE = 0.002
+"""Of the peak: what is less is not told."""
+
+_PART_OF_NEXT = {"batch": "forward", "clip": "update"}
+"""Too short to be seen: bringing a part to the card, and the norm."""
+
+_PREPARATION = ("start", "load", "model", "optimizer")
+
+
+def draw_memory(plan: Plan, account: Account | None, form: Format) -> bytes:
+    """The picture of a plan as a file: the same plan gives the same bytes.
+
+    Args:
+        plan: The plan.
+        account: Where its memory goes; None where only sizes and peaks are known.
+        form: `svg` or `png`.
+    """
+    return picture_bytes(lambda: memory_figure(plan, account), _title(plan), form)
+
+
+def memory_figure(plan: Plan, account: Account | None) -> Figure:
+    """The picture as matplotlib has it; to be called and drawn within its settings."""
+    panels = 1 if account is None else 2
+    size = (_WIDTH, _PANEL_HEIGHT * panels)
+    figure = Figure(figsize=size, layout="constrained", facecolor=colour("panel"))
+    FigureCanvasAgg(figure)
+    figure.suptitle(_cut(_title(plan), _LONGEST_TITLE), size=TITLE_POINTS, weight="bold", parse_math=False)
+    every = figure.subplots(panels, squeeze=False)[:, 0]
+    if account is not None:
+        _draw_timeline(every[0], plan, account)
+    _draw_curve(every[-1], plan, () if account is None else account.curve)
+    return figure
+
+
+def _draw_timeline(axes: Axes, plan: Plan, account: Account) -> None:
+    """The memory of an update over time, by category, up to the limit; its unit of time is nobody's."""
+    timeline, explanation = account.timeline, account.explanation
+    reserved, at = timeline.reserved_bytes, range(len(timeline.reserved_bytes))
+    held = {one: timeline.categories[one] for one in CATEGORIES if any(timeline.categories.get(one) or ())}
+    held.pop("unused", None)
+    areas = axes.stackplot(at, *held.values(), colors=[colour(one) for one in held], step="post", linewidth=0)
+    used = list(map(sum, zip(*held.values(), strict=True))) or [0] * len(reserved)
+    cached: dict[str, Any] = {"facecolor": "none", "edgecolor": colour("unused"), "hatch": "//", "linewidth": 0}
+    top = list(map(max, used, reserved))
+    areas.append(axes.fill_between(at, used, top, step="post", **cached))
+    for category, area in zip([*held, "unused"], areas, strict=True):
+        bytes_ = explanation.categories.get(category, 0)
+        if bytes_ >= _LEAST_SHARE * explanation.peak_bytes:
+            area.set_label(f"{label(category)}: {format_bytes(bytes_)}")
+    axes.step(at, reserved, where="post", color=colour("ink"), linewidth=1.2)
+    peak = f"peak: {format_bytes(explanation.peak_bytes)}"
+    axes.plot(timeline.peak_at, explanation.peak_bytes, "v", color=colour("ink"), label=peak)
+    axes.set_xlim(0, max(len(reserved) - 1, 1))
+    _name_phases(axes, account)
+    _finish(axes, plan.limit_bytes, max(explanation.peak_bytes, *reserved))
+    known = "" if plan.kind == "predicted" else "simulated: "
+    where = f" of {explanation.module}" if explanation.module else ""
+    axes.set_title(_cut(f"{known}most is held in {explanation.phase}, at {explanation.op}{where}", _LONGEST_REMARK))
+
+
+def _name_phases(axes: Axes, account: Account) -> None:
+    """The phases under the axis, where they have the room, with seams between them."""
+    last, phases = len(account.timeline.reserved_bytes) - 1, account.timeline.phases
+    named: list[tuple[str, float]] = []
+    for number, (start, phase) in enumerate(phases):
+        end, following = phases[number + 1] if number + 1 < len(phases) else (last, None)
+        if following is None or _PART_OF_NEXT.get(phase) != following:
+            name = "" if phase in _PREPARATION else phase
+            named.append((name if end - start >= _NARROWEST * last else "", (start + end) / 2))
+        axes.axvline(start, color=colour("panel"), linewidth=0.8)
+    axes.set_xticks([middle for _, middle in named], [name for name, _ in named])
+    axes.tick_params("x", length=0)
+
+
+def _draw_curve(axes: Axes, plan: Plan, curve: Sequence[CurvePoint]) -> None:
+    """The peak over the micro-batch: what was tried, what was chosen, and what is left up to the limit."""
+    furthest = _FURTHEST * plan.largest_fit + 1
+    tried = {size: trial for size, trial in _tried(plan).items() if size <= furthest}
+    peaks = {size: one.peak_reserved_bytes for size, one in tried.items() if one.ran and one.peak_reserved_bytes}
+    line = {one.size: one.peak_bytes for one in curve if one.size <= furthest} or peaks
+    least = {one.size: one.least_bytes for one in curve if one.size <= furthest and one.least_bytes is not None}
+    axes.plot(list(line), list(line.values()), color=colour("ran"))
+    if least:
+        said = "least budget" if plan.least_bytes is None else f"least budget: {format_bytes(plan.least_bytes)}"
+        axes.plot(list(least), list(least.values()), color=colour("muted"), linestyle="--", label=said)
+    top = _finish(axes, plan.limit_bytes, max([plan.peak_bytes or 0, *(one for one in peaks.values() if one)]))
+    ran, failed = ("ran", "did not fit") if plan.kind == "measured" else ("fits", "does not fit")
+    looks: dict[Outcome, dict[str, Any]] = {
+        "ok": {"marker": "o", "color": colour("ran"), "label": ran},
+        "tight": {"marker": "o", "color": colour("ran"), "markerfacecolor": colour("panel"), "label": "tight"},
+        "oom": {"marker": "x", "color": colour("limit"), "label": failed, "markeredgewidth": 1.8},
+    }
+    for outcome, look in looks.items():
+        sizes = [size for size, one in tried.items() if one.outcome == outcome]
+        # A trial that ran out of memory has held less than the limit: its peak would look as if it fitted.
+        failed_at = min(1.03 * plan.limit_bytes, top)
+        at = [failed_at if outcome == "oom" else tried[size].peak_reserved_bytes or 0 for size in sizes]
+        if sizes:
+            axes.plot(sizes, at, linestyle="none", clip_on=False, zorder=4, **look)
+    _mark_choice(axes, plan)
+    axes.set_xlim(0, 1.05 * max([plan.micro_batch + 1, *tried, *line]))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    axes.set_xlabel("micro-batch, in samples")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
+
+
+def _mark_choice(axes: Axes, plan: Plan) -> None:
+    """A line at the micro-batch, and what is left above its peak."""
+    said = f"micro-batch {plan.micro_batch}"
+    axes.axvline(plan.micro_batch, label=said, **pointing())
+    if plan.peak_bytes is None or plan.headroom_bytes is None:
+        axes.plot([], [], " ", label="peaks were not measured")
+        return
+    axes.axhline(plan.peak_bytes, label=f"peak: {format_bytes(plan.peak_bytes)}", **pointing())
+    if plan.headroom_bytes > 0:
+        room: dict[str, Any] = {"facecolor": "none", "edgecolor": colour("room"), "hatch": "\\\\\\", "linewidth": 0}
+        left = f"headroom: {format_bytes(plan.headroom_bytes)}"
+        axes.fill_between([0, plan.micro_batch], plan.peak_bytes, plan.limit_bytes, label=left, **room)
+    else:
+        axes.plot([], [], " ", label="within the limit, the\nallocator packs it closer")
+
+
+def _finish(axes: Axes, limit_bytes: int, most_bytes: int) -> float:
+    """An axis of bytes with the limit on it, and what all means beside it; returns where the axis ends."""
+    is_far = bool(most_bytes) and limit_bytes > _FAR * most_bytes
+    top = 1.25 * most_bytes if is_far else 1.1 * max(limit_bytes, most_bytes)
+    said = f"limit{', far above' if is_far else ''}: {format_bytes(limit_bytes)}"
+    axes.axhline(limit_bytes, color=colour("limit"), linewidth=1.6, label=said)
+    axes.set_ylim(0, top)
+    known = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
+    unit, name = next(((unit, name) for unit, name in known if top >= unit), (1, "B"))
+    step = next(one for one in (0.1, 0.2, 0.5, 1, 2, 5, *(10 * n for n in range(1, 105))) if top / unit / one <= 6)
+    axes.set_yticks([number * step * unit for number in range(int(top / unit / step) + 1)])
+    axes.yaxis.set_major_formatter(FuncFormatter(partial(_in_unit, unit, name)))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, reverse=True)
+    return top
+
+
+def _in_unit(unit: int, name: str, value: float, position: int | None) -> str:
+    return f"{value / unit:g} {name}" if value else "0"
+
+
+def _tried(plan: Plan) -> dict[int, Trial]:
+    """The last trial of each size within the plan's own budget, ascending."""
+    known = [one for one in plan.trials if one.outcome != "error" and one.limit_bytes in (None, plan.limit_bytes)]
+    return dict(sorted({trial.micro_batch: trial for trial in known}.items()))
+
+
+def _title(plan: Plan) -> str:
+    model = str(plan.workload.get("model") or plan.workload.get("name") or "Memory")
+    sizes = f"{plan.micro_batch} of {plan.target_batch} samples at a time"
+    if plan.iter_size == 1 and plan.world_size == 1:
+        sizes = "1 sample" if plan.micro_batch == 1 else f"{plan.micro_batch} samples at once"
+    return f"{model} on {plan.device.get('name', 'this device')}, {sizes}"
+
+
+def _cut(text: str, longest: int) -> str:
+    text = one_line(text)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

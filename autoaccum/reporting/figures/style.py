@@ -1,0 +1,156 @@
+"""What pictures have in common: their colours on a light and a dark panel, matplotlib's settings, and the file."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import PurePath
+from typing import Any, Final, Literal
+
+import matplotlib.style
+from matplotlib.figure import Figure
+
+from autoaccum.devices.explanation import Category
+from autoaccum.errors import UsageError
+from autoaccum.reporting.tables import one_line
+
+FONTS: Final = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")
+"""The first comes with matplotlib; a viewer of an SVG without it has one that is hardly wider."""
+
+TITLE_POINTS: Final = 12.0
+TEXT_POINTS: Final = 9.0
+
+LIGHT: Final[Mapping[str, str]] = {
+    "panel": "#ffffff",
+    "ink": "#1f2328",
+    "muted": "#59636e",
+    "limit": "#cf222e",
+    "ran": "#0b5cad",
+    "room": "#1a7f37",
+    "parameters": "#2270d8",
+    "gradients": "#ad2c0a",
+    "optimizer_state": "#6726c9",
+    "averages": "#b0399f",
+    "activations": "#2f6f64",
+    "outputs": "#5f1118",
+    "temporaries": "#8a7038",
+    "workspace": "#1a3560",
+    "unused": "#6e7781",
+}
+"""By role or category: each is told from the panel (WCAG 4.5), and no two mean the same, to be exchanged."""
+
+DARK: Final[Mapping[str, str]] = {
+    "panel": "#0d1117",
+    "ink": "#e6edf3",
+    "muted": "#9198a1",
+    "limit": "#ff7b72",
+    "ran": "#79c0ff",
+    "room": "#56d364",
+    "parameters": "#64b0e8",
+    "gradients": "#e67a22",
+    "optimizer_state": "#9370f0",
+    "averages": "#b56a9f",
+    "activations": "#4fd0a1",
+    "outputs": "#e8505e",
+    "temporaries": "#f0d22e",
+    "workspace": "#bfe3f2",
+    "unused": "#8b949e",
+}
+"""Likewise, for a viewer that prefers dark."""
+
+_DPI = 200
+_TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
+
+
+def picture_bytes(draw: Callable[[], Figure], title: str, form: Format) -> bytes:
+    """A picture as a file: the same figure gives the same bytes.
+
+    An SVG is light, and dark where the viewer prefers that; a PNG is light. Both have a panel of their own, so that
+    they can be read on any page.
+
+    Args:
+        draw: Makes the figure, within `picture_settings`.
+        title: What an SVG is called.
+        form: `svg` or `png`.
+    """
+    file = io.BytesIO()
+    with picture_settings():
+        figure = draw()
+        if form == "png":
+            figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None})
+            return file.getvalue()
+        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": "autoaccum", "Title": one_line(title)})
+    return _finish(file.getvalue().decode()).encode()
+
+
+def _finish(svg: str) -> str:
+    """Add the dark colours, and leave out digits of places that nobody sees: they are half of the file."""
+    exchanged = [
+        f'  [style*="{what}: {light}"] {{ {what}: {DARK[role]} !important }}'
+        for role, light in LIGHT.items()
+        for what in ("fill", "stroke")
+    ]
+    rules = "\n".join(["@media (prefers-color-scheme: dark) {", *exchanged, "}"])
+    styled = svg.replace("</defs>", f'<style type="text/css">\n{rules}\n</style>\n</defs>', 1)
+    return _TAG.sub(lambda tag: _DIGITS.sub(r"\1", tag[0]), styled)
+
+
+@contextmanager
+def picture_settings() -> Iterator[None]:
+    """Matplotlib as it comes, whatever this user has set, with what pictures need; all is put back."""
+    ours = {
+        "font.family": "sans-serif",
+        "font.sans-serif": FONTS,
+        "font.size": TEXT_POINTS,
+        "axes.titlesize": TEXT_POINTS,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), colour("ink")),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), colour("muted")),
+        "axes.facecolor": "none",
+        "hatch.linewidth": 0.8,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "autoaccum",
+    }
+    with matplotlib.style.context(ours, after_reset=True), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # Of a name; the viewer may have it.
+        yield
+
+
+def colour(role: str) -> str:
+    """What is drawn; a viewer that prefers dark exchanges it."""
+    return LIGHT[role]
+
+
+def pointing() -> dict[str, Any]:
+    """How lines look that belong to a mark or a figure."""
+    return {"color": colour("ink"), "linewidth": 1.0, "linestyle": (0, (3, 2))}
+
+
+def label(category: Category) -> str:
+    """The name of a category for people."""
+    return category.replace("_", " ")
+
+
+Format = Literal["svg", "png"]
+_ENDINGS: Final[dict[str, Format]] = {".svg": "svg", ".png": "png"}
+
+
+def picture_format(path: str) -> Format:
+    """The format that the ending of `path` asks for.
+
+    Raises:
+        UsageError: It is another one, or matplotlib is not installed.
+    """
+    ending = PurePath(path).suffix
+    if ending.lower() not in _ENDINGS:
+        seen = f"ends in {ending}" if ending else "has no ending"
+        raise UsageError(f"the picture {path} {seen}", hint="give a name that ends in .svg or .png")
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "a picture needs matplotlib, which is not installed",
+            hint='pip install "autoaccum[plot]", or leave out --plot',
+        )
+    return _ENDINGS[ending.lower()]

@@ -1,0 +1,298 @@
+"""What a training came to: a small table with what to do next, or a record for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from autoaccum.reporting.console import PlainConsole
+from autoaccum.reporting.progress import PlanProgress, Progress
+from autoaccum.reporting.tables import near_path, one_line, path_value, print_rows
+from autoaccum.training import fit_events
+from autoaccum.training.fit_events import FitResult, Updated
+from autoaccum.units import format_bytes
+
+SCHEMA = 1
+
+
+def print_fit(console: Console, result: FitResult, *, last: Updated | None, command: Sequence[str]) -> None:
+    """Draw what a training came to, and the exact next commands.
+
+    Args:
+        console: Where to.
+        result: What it came to.
+        last: The last update of a whole batch that this call made, or the last; None when it made none.
+        command: The words of a command that goes on from here.
+    """
+    print_rows(console, fit_rows(result, last=last))
+    console.print()
+    for line in next_lines(result, command=command):
+        console.print(line, soft_wrap=True)
+
+
+def fit_rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, Text]]:
+    """The rows of the table: name and value."""
+    yield "updates", Text(_made(result))
+    if result.loss is not None:
+        yield "loss", Text(f"{result.loss:.6g} in the last update", "bold green")
+    if result.evaluation is not None:
+        yield "evaluation", Text(format_values(result.evaluation), "bold green")
+    if last is not None:
+        yield "micro-batch", Text(_micro_batch(result, last))
+        yield "iter_size", Text(f"{last.micro_batches}")
+    if result.shortages:
+        yield "shortages", Text(f"out of memory {_count(result.shortages, 'time')}, repeated in smaller micro-batches")
+    if result.skipped:
+        yield "skipped", Text(f"{_count(result.skipped, 'update')}, not finite", "yellow")
+    yield "time", Text(format_seconds(result.seconds))
+    paths = {
+        "resumed from": result.resumed_from,
+        "checkpoint": result.checkpoint,
+        "weights": result.model_path,
+        "average": result.ema_path,
+    }
+    for name, path in paths.items():
+        if path is not None:
+            yield name, path_value(near_path(path))
+    if result.stopped is not None:
+        yield "ended by", Text(f"a {result.stopped}")
+
+
+def next_lines(result: FitResult, *, command: Sequence[str]) -> Iterator[Text]:
+    """What to do next, as lines to be copied."""
+    yield Text("go on from here:")
+    yield Text(f"  {shlex.join(command)}", "cyan")
+    if result.model_path is not None:
+        yield Text("use the weights:")
+        yield Text(f"  model.load_state_dict(torch.load({near_path(result.model_path)!r}, weights_only=True))", "cyan")
+
+
+def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) -> dict[str, Any]:
+    """What a training came to, as plain values.
+
+    `schema`; `target_batch`; `updates`, `epochs`, `samples` so far; `loss` of the last update; `evaluation` by name;
+    `micro_batch` (samples) and `iter_size` (how many) of the last whole update; `planned_micro_batch`; `shortages`;
+    `skipped`; `seconds`; `stopped`; `run_dir`,
+    `checkpoint`, `weights`, `ema_weights`, `resumed_from` as paths; `unsaved`: why the end is not on disk;
+    `warnings`. What there is none of is null, and so is a number that is not finite.
+    """
+    record = {field.name: getattr(result, field.name) for field in dataclasses.fields(result)}
+    for name in ("model", "optimizer", "ema_model", "plan"):
+        del record[name]
+    record["weights"], record["ema_weights"] = record.pop("model_path"), record.pop("ema_path")
+    evaluation = result.evaluation or {}
+    return {
+        "schema": SCHEMA,
+        "target_batch": target_batch,
+        **{name: str(value) if isinstance(value, Path) else value for name, value in record.items()},
+        "loss": _finite(result.loss),
+        "evaluation": {name: _finite(value) for name, value in evaluation.items()} or None,
+        "micro_batch": None if last is None else last.micro_batch,
+        "iter_size": None if last is None else last.micro_batches,
+        "planned_micro_batch": None if result.plan is None else result.plan.micro_batch,
+        "warnings": list(result.warnings),
+    }
+
+
+def _made(result: FitResult) -> str:
+    epochs = f" in {_count(result.epochs, 'epoch')}" if result.epochs else ""
+    return f"{result.updates}{epochs}, {result.samples:,} samples"
+
+
+def _micro_batch(result: FitResult, last: Updated) -> str:
+    plan = result.plan
+    if plan is None or last.micro_batch == plan.micro_batch:
+        return str(last.micro_batch)
+    return f"{last.micro_batch} in the last update, planned were {plan.micro_batch}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+_REDRAW_SECONDS = 0.25
+_LINE_SECONDS = 10.0
+
+
+class TrainingProgress(Progress):
+    """Draws a training's fit_events, and the planner's before it starts.
+
+    On a terminal one line is redrawn, at most four times a second and by no thread of its own. Elsewhere a line is
+    written every ten seconds, and at the end.
+
+    Args:
+        console: Where to, stderr as a rule.
+        quiet: Draw nothing but warnings.
+        clock: Seconds, from any beginning.
+    """
+
+    def __init__(
+        self, console: PlainConsole, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(console, quiet=quiet, outlives_console=True, auto_refresh=False)
+        self._planning = PlanProgress(console, quiet=quiet, outlives_console=True)
+        self._clock = clock
+        self._seconds_between = _REDRAW_SECONDS if console.can_redraw else _LINE_SECONDS
+        self._next_drawn = 0.0
+        self._line = UpdateLine()
+        self._shown: fit_events.Updated | None = None
+
+    def tell(self, event: Any) -> None:
+        """Draw one event, of training or of the planner."""
+        if isinstance(event, fit_events.Updated):
+            now = self._clock()
+            self._line.update(event, now)
+            if now >= self._next_drawn:
+                self._draw()
+        elif isinstance(event, fit_events.Started):
+            self._planning.stop()
+            self._line.start(event)
+            self.say(headline(event))
+            self._next_drawn = self._clock() + self._seconds_between
+            self.show(self._line.text())
+        elif isinstance(event, fit_events.Printed):
+            self._planning.pass_on(event.line)
+        elif isinstance(event, fit_events.EvaluationFailed | fit_events.CheckpointFailed):
+            self.warn(sentence(event))
+        elif isinstance(
+            event, fit_events.OutOfMemoryRetry | fit_events.CeilingRaised | fit_events.Evaluated | fit_events.Skipped
+        ):
+            self.say(sentence(event))
+        elif isinstance(event, fit_events.Noted):
+            if event.warns:
+                self.warn(event.text)
+            else:
+                self.say(f"note: {event.text}")
+        elif not isinstance(event, fit_events.Planning | fit_events.EpochEnded | fit_events.CheckpointWritten):
+            self._planning.tell(event)
+
+    def stop(self) -> None:
+        """Take the live line away, and leave the last update's."""
+        self._planning.stop()
+        super().stop()
+        self._write()
+
+    def _draw(self) -> None:
+        """Bring the live line up to date; where there is none, write one if there is anything new."""
+        self._next_drawn = self._clock() + self._seconds_between
+        if self.is_live:
+            self.show(self._line.text())
+        else:
+            self._write()
+
+    def _write(self) -> None:
+        if self._line.last is not self._shown:
+            self._shown = self._line.last
+            self.say(self._line.text())
+
+
+def headline(event: fit_events.Started) -> str:
+    """What is trained, where, and from where on."""
+    parts = f"in micro-batches of up to {event.micro_batch}" if event.micro_batch < event.target_batch else "whole"
+    text = f"training {type(event.model).__name__} on {event.device}: {event.target_batch} samples per update, {parts}"
+    if event.resumed_from is not None:
+        text += f"; going on after update {event.update}, from {near_path(event.resumed_from)}"
+    return one_line(text)
+
+
+def sentence(event: Any) -> str:
+    """An event that has a line of its own."""
+    if isinstance(event, fit_events.OutOfMemoryRetry):
+        return (
+            f"update {event.update}: out of memory in {event.phase} with micro-batches of {event.micro_batch}, "
+            f"repeated with at most {event.next_micro_batch}"
+        )
+    if isinstance(event, fit_events.CeilingRaised):
+        return f"update {event.update}: memory was calm, micro-batches of up to {event.micro_batch} are tried again"
+    if isinstance(event, fit_events.Evaluated):
+        values = format_values(event.values)
+        return f"update {event.update}: evaluation {values} ({event.samples:,} samples in {event.seconds:.1f} s)"
+    if isinstance(event, fit_events.EvaluationFailed):
+        return f"update {event.update}: the evaluation could not be finished, training goes on: {event.reason}"
+    if isinstance(event, fit_events.CheckpointFailed):
+        return f"update {event.update}: no checkpoint could be written, earlier ones are as they were: {event.reason}"
+    assert isinstance(event, fit_events.Skipped)
+    return f"update {event.update} is skipped: {event.reason}"
+
+
+class UpdateLine:
+    """What one line says of a training that is under way.
+
+    Attributes:
+        last: The last update; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last: fit_events.Updated | None = None
+        self._first_update, self._first_time, self._time = 0, 0.0, 0.0
+        self._update = 0
+        self._updates: int | None = None
+        self._epochs: int | None = None
+
+    def start(self, event: fit_events.Started) -> None:
+        """What there will be."""
+        self._update = event.update
+        self._updates, self._epochs = event.updates, event.epochs
+
+    def update(self, event: fit_events.Updated, now: float) -> None:
+        """An update was made at `now`, in seconds."""
+        if self.last is None:  # It took longer than others: state is allocated, kernels are chosen.
+            self._first_update, self._first_time = event.update, now
+        self.last, self._update, self._time = event, event.update, now
+
+    def text(self) -> str:
+        """The line."""
+        of = "" if self._updates is None else f" of {self._updates}"
+        pieces = [f"update {self._update}{of}"]
+        if self.last is not None:
+            if self._epochs is not None and (self._updates is None or self._epochs > 1):
+                pieces[0] += f", epoch {self.last.epoch} of {self._epochs}"
+            pieces.append(f"loss {self.last.loss:.4g}")
+            if (left := self._seconds_left()) is not None:
+                pieces.append(f"{format_seconds(left)} left")
+            pieces.append(f"{_format_rate(self.last.samples_per_second)} samples/s")
+            if self.last.peak_bytes is not None:
+                pieces.append(f"peak {format_bytes(self.last.peak_bytes)}")
+        return "  ".join(pieces)
+
+    def _seconds_left(self) -> float | None:
+        made = self._update - self._first_update
+        if self._updates is None or made < 1 or self._update >= self._updates:
+            return None
+        return (self._time - self._first_time) / made * (self._updates - self._update)
+
+
+def format_values(values: Mapping[str, float]) -> str:
+    """Values by name.
+
+    >>> format_values({"loss": 0.25, "accuracy": 0.9375})
+    'loss 0.25, accuracy 0.9375'
+    """
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+
+
+def format_seconds(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> format_seconds(59.6), format_seconds(3723), format_seconds(100 * 3600)
+    ('1:00', '1:02:03', '100:00:00')
+    """
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def _format_rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 or not math.isfinite(rate) else f"{rate:.3g}"

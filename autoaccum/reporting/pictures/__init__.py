@@ -1,1 +1,0 @@
-"""Plans as pictures; matplotlib is imported here only, once one is drawn."""

@@ -1,0 +1,305 @@
+"""What a study has found: a record for programs, a table for people, and words that its progress shares."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autoaccum.accumulation.schedule import format_parts
+from autoaccum.reporting.console import PlainConsole
+from autoaccum.reporting.fit_report import format_seconds
+from autoaccum.reporting.progress import PlanProgress
+from autoaccum.reporting.tables import make_table, near_path, one_line, path_value, print_rows
+from autoaccum.serialization import to_plain
+from autoaccum.tuning.tuning_result import (
+    Noted,
+    Reported,
+    Row,
+    SearchBegan,
+    Setting,
+    Space,
+    Speed,
+    Standing,
+    State,
+    StudyOpened,
+    TrialBegan,
+    TrialEnded,
+    Tuning,
+)
+from autoaccum.units import percent
+
+STYLES: dict[State, str] = {
+    "complete": "green",
+    "pruned": "",
+    "diverged": "magenta",
+    "out_of_memory": "magenta",
+    "failed": "bold red",
+    "running": "cyan",
+    "waiting": "cyan",
+}
+"""By state, the best ending first."""
+NOTHING = "no trial came to the end of its budget with a finite loss"
+_MOST_TRIALS = 15
+_ORDER = tuple(STYLES)
+
+
+def tuning_record(tuning: Tuning) -> dict[str, Any]:
+    """Return what a study has found as plain values: records by the names of their fields, its plan as a plan file."""
+    plan = None if tuning.plan is None else json.loads(tuning.plan.to_json())
+    return {"schema": tuning.schema, **to_plain(dataclasses.replace(tuning, plan=None)), "plan": plan}
+
+
+def row_cells(row: Row, space: Space) -> tuple[str, str, str, str, str]:
+    """Return a trial's number, outcome, loss, time, and what it trained with."""
+    loss = row.loss if row.loss is not None or not row.losses else row.losses[-1][1]
+    took = "-" if row.seconds is None else f"{row.seconds:.1f} s"
+    about = [] if row.setting is None else [setting_words(row.setting, space)]
+    return str(row.number), _outcome(row), format_loss(loss), took, "; ".join([*about, *_remarks(row)])
+
+
+def _outcome(row: Row) -> str:
+    return "interrupted" if row.lost else row.state.replace("_", " ")
+
+
+def _remarks(row: Row) -> Iterator[str]:
+    if row.own:
+        yield "the workload's own rate"
+    if row.confirms is not None:
+        yield f"trial {row.confirms} with seed {row.seed}"
+    if row.state == "pruned" and row.losses:
+        yield f"loss after {row.losses[-1][0]} %"
+    if row.repeats is not None:
+        yield f"trial {row.repeats} again, whose process died"
+    if row.shortages:
+        yield f"memory ran out {counted(row.shortages, 'time')}"
+    if row.reason is not None:
+        yield row.reason
+
+
+def setting_words(setting: Setting, space: Space) -> str:
+    """Say what a trial trains with, as far as trials differ by it."""
+    words = [f"learning rate {setting.learning_rate:.3g}"]
+    if len(space.target_batches.sizes) > 1:
+        words.append(f"effective batch {setting.target_batch}")
+    if space.coupled is not None:
+        words.append(f"micro-batch {setting.micro_batch}")
+    return ", ".join(words)
+
+
+def space_words(space: Space) -> str:
+    """Say what is searched."""
+    rates, targets = space.learning_rates, space.target_batches
+    words = [f"learning rates {rates.low:.3g} to {rates.high:.3g}"]
+    words.append(f"effective batch {' or '.join(map(str, targets.sizes))}")
+    if space.coupled is not None:
+        words.append(f"micro-batch {' or '.join(map(str, space.micro_batches))}, since {space.coupled}")
+    return "; ".join(words)
+
+
+def format_loss(loss: float | None) -> str:
+    """Format a loss; a dash where there is none."""
+    return "-" if loss is None or not math.isfinite(loss) else f"{loss:.4g}"
+
+
+def _speed_words(speed: Speed) -> tuple[str, str]:
+    """Say how many samples per second, and how sure that is."""
+    if speed.samples_per_second is None:
+        return "-", "not measured: the next larger are far from the best"
+    known = (speed.samples_per_second, speed.low or 0.0, speed.high or 0.0)
+    rate, low, high = (f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in known)
+    return rate, f"{low} to {high} in the middle half of {counted(speed.updates, 'update')}"
+
+
+def counted(number: int, word: str) -> str:
+    """Count things: 1 trial, 30 trials."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def print_tuning(
+    console: Console, tuning: Tuning, commands: Mapping[str, Sequence[str]], written: Mapping[str, Path]
+) -> None:
+    """Draw what a study has found, which files were `written`, and the exact next `commands`, by a phrase each."""
+    print_rows(console, _rows(tuning))
+    for table in (_trials(tuning), _speeds(tuning)):
+        console.print()
+        console.print(table)
+    console.print()
+    for what, path in written.items():
+        console.print(f"{what} in {near_path(path)}", soft_wrap=True)
+    for what, words in commands.items():
+        console.print(f"{what}:\n  {shlex.join(words)}", soft_wrap=True)
+
+
+def _rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
+    best, plan, space = tuning.best, tuning.plan, tuning.space
+    if best is None:
+        yield "best", Text(NOTHING, "bold red")
+    else:
+        yield "best", Text(f"{setting_words(best.setting, space)}, of trial {best.trial}", "bold green")
+        yield "loss", Text(_loss_words(best, tuning.noise), "bold green")
+        yield "own rate", Text(_own_words(tuning, best))
+    yield "micro-batch", Text(_micro_batch_words(tuning))
+    if plan is not None:
+        yield "plan", Text(f"{format_parts(plan.micro_batches)} samples per update")
+    amount = f"{tuning.budget.amount:,.10g} {tuning.budget.unit}"
+    yield "budget", Text(f"{amount} a trial; losses are of {tuning.held_out}")
+    yield "trials", Text(_trial_words(tuning))
+    yield "study", path_value(f"{tuning.study} in {tuning.storage}")
+    yield "time", Text(format_seconds(tuning.seconds))
+    for warning in tuning.warnings:
+        yield "warning", Text(warning, "yellow")
+
+
+def _loss_words(best: Standing, noise: float | None) -> str:
+    loss = f"{format_loss(best.losses[0] if best.mean is None else best.mean)} on held-out data"
+    if best.failed:
+        return f"{loss}, in one run; {counted(best.failed, 'run')} of it failed"
+    if best.spread is None:
+        return f"{loss}, in one run"
+    seeds = f"{loss}, the mean of {len(best.losses)} seeds, standard deviation {format_loss(best.spread)}"
+    return f"{seeds}; differences of single runs up to {format_loss(noise)} may be chance"
+
+
+def _own_words(tuning: Tuning, best: Standing) -> str:
+    """Compare with the workload's own rate, by runs of the search's seed."""
+    own, rate = tuning.own, f"{tuning.space.own_rate:.3g}"
+    if own is None:
+        return f"{rate}: not run to the end"
+    if own.trial == best.trial:
+        return f"{rate}: none that was tried is better"
+    theirs, ours = own.losses[0], best.losses[0]
+    change = f" ({percent(ours - theirs, theirs, sign=True)})" if theirs > 0 else ""
+    return f"{rate}: loss {format_loss(theirs)}, the best has {format_loss(ours)} with the same seed{change}"
+
+
+def _micro_batch_words(tuning: Tuning) -> str:
+    space, known = tuning.space, tuning.throughput
+    if space.coupled is not None:
+        size = space.micro_batch if tuning.best is None else tuning.best.setting.micro_batch
+        return f"{size}, searched with the learning rate, since {space.coupled}"
+    why = "the fastest" if known.fastest == known.knee else f"nearly as fast as {known.fastest}"
+    return f"{known.knee}, {why}; with exact accumulation it changes speed and memory, not the gradient"
+
+
+def _trial_words(tuning: Tuning) -> str:
+    rows = sorted(tuning.rows, key=_rank)
+    words = _outcomes(row for row in rows if row.confirms is None) or "none"
+    again = _outcomes(row for row in rows if row.confirms is not None)
+    words += f"; runs of the best with other seeds: {again}" if again else ""
+    return words if tuning.ended is None else f"{words}; ended early: {tuning.ended}"
+
+
+def _outcomes(rows: Iterable[Row]) -> str:
+    return ", ".join(f"{number} {outcome}" for outcome, number in Counter(map(_outcome, rows)).items())
+
+
+def _trials(tuning: Tuning) -> Table:
+    """List the trials of the search, best first; of many only the first."""
+    table = make_table(">trial", "outcome", ">loss", ">time", ">mean", "with")
+    means = {one.trial: one.mean for one in tuning.standings if len(one.losses) > 1}
+    rows = sorted((row for row in tuning.rows if row.confirms is None), key=_rank)
+    for row in rows[:_MOST_TRIALS]:
+        number, outcome, loss, took, words = row_cells(row, tuning.space)
+        mean = format_loss(means[row.number]) if row.number in means else ""
+        is_best = tuning.best is not None and tuning.best.trial == row.number
+        table.add_row(
+            *(number, Text(outcome, STYLES[row.state]), loss, took, mean, one_line(words)),
+            style="bold green" if is_best else "",
+        )
+    if len(rows) > _MOST_TRIALS:
+        table.add_row(*[""] * 5, f"{len(rows) - _MOST_TRIALS} more: --json has them all", style="dim")
+    return table
+
+
+def _rank(row: Row) -> tuple[int, int, float, int]:
+    done = row.losses[-1] if row.losses else (0, float("inf"))
+    loss = done[1] if row.loss is None else row.loss
+    return _ORDER.index(row.state), -done[0] if row.state == "pruned" else 0, loss, row.number
+
+
+def _speeds(tuning: Tuning) -> Table:
+    """List samples per second over micro-batches, the knee marked."""
+    known = tuning.throughput
+    where = f"in updates of {known.target_batch} on {known.device}"
+    table = make_table(">micro-batch", ">iter_size", ">samples/s", where)
+    for speed in known.speeds:
+        rate, words = _speed_words(speed)
+        cells = (str(speed.micro_batch), str(speed.iter_size), rate)
+        marks = [name for name in ("knee", "fastest") if getattr(known, name) == speed.micro_batch]
+        table.add_row(*cells, ", ".join([*marks, words]), style="bold green" if "knee" in marks else "")
+    return table
+
+
+_TRIAL = "{:>5}  {:<13}  {:>9}  {:>8}  {}"
+
+
+class TuneProgress(PlanProgress):
+    """Draws the events of a study and of its planner; a console that breaks ends the drawing, not the study.
+
+    Args:
+        console: Where to, stderr as a rule.
+        quiet: Draw nothing but warnings.
+    """
+
+    _space: Space
+    _finished = _trials = 0
+    _running = ""
+    _headed = False
+
+    def __init__(self, console: PlainConsole, *, quiet: bool = False) -> None:
+        super().__init__(console, quiet=quiet, outlives_console=True)
+
+    def tell(self, event: Any) -> None:
+        """Draw one event."""
+        match event:
+            case StudyOpened():
+                self._open(event)
+            case SearchBegan(space, throughput, remembered):
+                self._space = space
+                how = "was measured for this study before" if remembered else "is measured once for a study"
+                self.say(f"throughput {how}: knee at {throughput.knee}, fastest is {throughput.fastest}")
+                self.say(f"searching {space_words(space)}")
+            case TrialBegan(number, setting):
+                again = "" if event.confirms is None else f", trial {event.confirms} again with seed {event.seed}"
+                done = f"{self._finished} of {self._trials} are done"
+                self._running = f"trial {number}{again}, {done}: {setting_words(setting, self._space)}"
+                self.show(f"{self._running} ...")
+            case Reported(_, percent, loss):
+                self.show(f"{self._running}, loss {format_loss(loss)} after {percent} % ...")
+            case TrialEnded(row):
+                self._end_run(row)
+            case Noted(text):
+                self.warn(text)
+            case _:
+                super().tell(event)
+
+    def _open(self, event: StudyOpened) -> None:
+        facts, self._finished, self._trials = event.facts, event.finished, event.trials
+        schedule = f" with {facts.schedule}" if facts.schedule else ""
+        self.say(
+            f"{facts.name}: {facts.model}, {facts.parameters:,} parameters, {facts.precision}, {facts.optimizer} at a"
+            f" learning rate of {facts.learning_rate:.3g}{schedule}; on {facts.card or facts.device}; losses on"
+            f" {facts.held_out}"
+        )
+        done = f"; going on after {event.finished} of {counted(event.trials, 'trial')}" if event.finished else ""
+        self.say(f"study {event.name} in {event.storage}{done}")
+
+    def _end_run(self, row: Row) -> None:
+        if row.confirms is None and not row.lost:
+            self._finished += 1
+        if not self._headed:
+            self._headed = True
+            self.say(_TRIAL.format("trial", "outcome", "loss", "time", "with"), "dim")
+        line = Text(_TRIAL.format(*row_cells(row, self._space)))
+        line.stylize(STYLES[row.state], 7, 20)
+        self.say(line)

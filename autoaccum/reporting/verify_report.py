@@ -1,0 +1,194 @@
+"""What a verification found: the verdict, each quantity with its largest error, causes, and what to do next."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.text import Text
+
+from autoaccum.accumulation.schedule import format_parts
+from autoaccum.reporting.progress import Progress
+from autoaccum.reporting.tables import make_table, one_line, print_line, print_remarks, print_rows, print_table
+from autoaccum.verification.verification_result import (
+    Begun,
+    Cause,
+    Compared,
+    Comparison,
+    Diagnosing,
+    Difference,
+    Verification,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_MOST_WORSE = 3
+_FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
+
+
+def print_verification(console: Console, found: Verification, *, again: Sequence[str], verbose: bool = False) -> None:
+    """Draw a verification: one line where all is equal, else the verdict, its causes and what to do.
+
+    `again` are the words of the command that verified it.
+    """
+    print_line(console, verdict(found, verbose=verbose))
+    for number, cause in enumerate(found.causes):
+        console.print()
+        _print_cause(console, cause, number=number + 1, of=len(found.causes))
+    if verbose or not (found.equivalent or found.causes):
+        for comparison in found.comparisons:
+            console.print()
+            _print_comparison(console, comparison)
+    if verbose or (found.notes and not found.equivalent):
+        console.print()
+    if verbose:
+        if found.batchnorm != "micro":
+            print_rows(console, [("batchnorm", Text(found.batchnorm))])
+        print_rows(console, [("tolerance", Text(found.rounding)), ("time", Text(f"{found.seconds:.1f} s"))])
+    if verbose or not found.equivalent:
+        print_remarks(console, [("note", note) for note in found.notes], verbose=verbose)
+    if not found.equivalent:
+        console.print()
+        _print_next(console, found, again)
+
+
+def verdict(found: Verification, *, verbose: bool = False) -> Text:
+    """Whether it is equivalent, in one line."""
+    if found.equivalent:
+        more = "" if verbose or not found.notes else f"; -v shows {len(found.notes)} note{'s' * (len(found.notes) > 1)}"
+        return Text.assemble(
+            ("equivalent", "bold green"),
+            f": the accumulated update is the full batch's, {_how_equal(found)}{more}",
+        )
+    apart = [one for one in found.comparisons if not one.equal]
+    worst = max((one for one in apart[0].differences if not one.equal), key=_urgency)
+    where = f", at {_where(worst)}" if _where(worst) else ""
+    verb = "is" if worst.quantity in ("loss", "update") else "are"
+    how = f"off by {_error(worst.error)}{_of(worst)}" if math.isfinite(worst.error) else "missing or infinite in one"
+    return Text.assemble(("not equivalent", "bold red"), f": the {worst.quantity} {verb} {how}{where}")
+
+
+def _print_comparison(console: Console, comparison: Comparison) -> None:
+    """One window: its parts, and a line for each quantity."""
+    method = "the Accumulator" if comparison.method == "accumulator" else "accumulate() of the workload"
+    window = "whole window" if comparison.window == "whole" else "shorter window, as at the end of an epoch"
+    parts = f"{format_parts(comparison.micro_batches)} = {sum(comparison.micro_batches)}"
+    print_line(console, Text(f"{method}, {window}: {parts}", "bold"))
+    table = make_table("", ">compared", ">largest error", ">tolerance", "at", "")
+    for one in comparison.differences:
+        if one.compared:
+            error = Text(_error(one.error), "" if one.equal else "bold red")
+            differs = Text("" if one.equal else "differs", "red")
+            where = Text(one_line(_where(one)))
+            table.add_row(one.quantity, str(one.compared), error, _tolerance(one.tolerance), where, differs)
+    print_table(console, table)
+
+
+def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> None:
+    """What was found, where, what makes it equal, and whether that was proved; the `number`-th `of` several."""
+    rows = [("cause" if of == 1 else f"cause {number}", Text(f"{cause.kind}: {cause.found}"))]
+    if not all(name in cause.found for name in cause.where):
+        more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
+        rows.append(("in", Text(f"{', '.join(cause.where[:_MOST_WORSE])}{more}")))
+    code = _FUNCTION.search(cause.change)
+    words = cause.change if code is None else cause.change[: code.start()].rstrip()
+    print_rows(console, [*rows, ("change", Text(words))])
+    if code is not None:  # Never wrapped, so that it can be copied.
+        print_line(console, Text(f"  {code[0]}"))
+    frozen = cause.kind == "batchnorm" and "frozen" in cause.change
+    done = 'batchnorm="frozen"' if of == 1 and frozen else "this done" if of == 1 else "all of these done"
+    proof = f"with {done}, the same comparison is equal"
+    none = Text("no experiment has made the comparison equal", "dim")
+    print_rows(console, [("proved", Text(proof)) if cause.proved else ("unproved", none)])
+
+
+def _print_next(console: Console, found: Verification, again: Sequence[str]) -> None:
+    """What to do next, to be copied."""
+    at_rest = any(cause.kind == "batchnorm" for cause in found.causes) and found.batchnorm != "frozen"
+    line: Sequence[str] = again if found.causes else ()
+    if at_rest:
+        words, line = "see what remains with BatchNorm frozen (-v shows all that was compared):", _frozen(again)
+    elif found.causes:
+        words = "make the change, and verify again (-v shows all that was compared):"
+    else:
+        words = "no cause was found by experiment: please report it with the output of --json"
+    console.print(words, soft_wrap=True)
+    if line:
+        print_line(console, Text(f"  {shlex.join(line)}", "cyan"))
+
+
+def _frozen(again: Sequence[str]) -> list[str]:
+    words = list(again)
+    if "--batchnorm" in words:
+        place = words.index("--batchnorm")
+        del words[place : place + 2]
+    return [*words, "--batchnorm", "frozen"]
+
+
+def _how_equal(found: Verification) -> str:
+    """The largest error of a gradient in any comparison, of what batch, and in a rougher precision what it may be."""
+    every = [one for comparison in found.comparisons for one in comparison.differences]
+    pairs = [(one.error, one.tolerance) for one in every if one.quantity == "gradients"]
+    error, tolerance = (max(figures) for figures in zip(*pairs, strict=True))
+    rough = "" if found.precision == "fp64" else f", tolerance {_tolerance(tolerance)}"
+    precision = {"fp64": "float64", "fp32": "float32"}.get(found.precision, found.precision)
+    batch = f"{found.target_batch} as {format_parts(found.comparisons[0].micro_batches)}"
+    return f"to {_error(error)} of the largest gradient entry ({batch}, {precision}{rough})"
+
+
+def _urgency(difference: Difference) -> tuple[int, float]:
+    """Gradients first: what else differs follows from them, as a rule."""
+    return ("buffers", "update", "loss", "gradients").index(difference.quantity), difference.error
+
+
+def _where(difference: Difference) -> str:
+    """The tensor or the term; a loss that has but one is called nothing."""
+    return "" if difference.where in (None, "loss") and difference.quantity == "loss" else difference.where or ""
+
+
+def _of(difference: Difference) -> str:
+    return {
+        "loss": " of the loss",
+        "gradients": " of the largest entry",
+        "buffers": " of its largest entry",
+        "update": " of the largest move",
+    }[difference.quantity]
+
+
+def _error(error: float) -> str:
+    if not math.isfinite(error):
+        return "infinite"
+    return "0" if error == 0 else f"{error:.1e}"
+
+
+def _tolerance(tolerance: float) -> str:
+    return "exact" if tolerance == 0 else f"{tolerance:.1e}"
+
+
+class VerificationProgress(Progress):
+    """Draws a verification's events: one line for the workload, and a live one for what is being compared."""
+
+    def __enter__(self) -> Self:
+        self.show("loading ...")
+        return self
+
+    def tell(self, event: Any) -> None:
+        """Draw one event."""
+        if isinstance(event, Begun):
+            self.say(
+                Text.assemble(
+                    (event.name, "bold"),
+                    f": {event.model}, {event.parameters:,} parameters, {event.optimizer}; compared in"
+                    f" {event.precision} on {event.device}",
+                )
+            )
+            self.show("comparing with the full batch ...")
+        elif isinstance(event, Compared):
+            self.show("comparing a shorter window ...")
+        elif isinstance(event, Diagnosing):
+            self.show(f"{format_parts(event.comparison.micro_batches)} differ: seeking the cause ...")

@@ -1,0 +1,135 @@
+"""What a training is asked to do: everything `autoaccum.fit` is given, checked before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoaccum.checks import check_flag, check_word, read_count
+from autoaccum.errors import UsageError
+from autoaccum.options import Options
+
+if TYPE_CHECKING:
+    from autoaccum.planning.plan import Plan
+
+_FUNCTIONS = {
+    "collate": "a list of samples",
+    "evaluate": "the model and a batch",
+    "eval_due": "the samples trained on so far",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """The arguments of `autoaccum.fit`, where each is explained; `subject` is its `model_or_workload`.
+
+    Attributes:
+        options: How it is to run: optimizer, precision, device, memory and their like.
+        eval_due: In place of `eval_every`, and no argument of `fit`: asked after each update with the samples trained
+            on so far; where it returns True, an evaluation comes next. Whatever it says, there is one in the end.
+
+    Raises:
+        UsageError: One of them cannot be honoured, or they contradict each other.
+    """
+
+    subject: Any
+    data: Any = None
+    target_batch: int
+    loss: Any = None
+    criterion: Any = None
+    weight: Callable[[Any], Any] | None = None
+    reduction: str = "mean"
+    split: Callable[[Any, list[int]], Any] | None = None
+    size: Callable[[Any], int] | None = None
+    epochs: int | None = None
+    steps: int | None = None
+    plan: Plan | str | Path | None = None
+    micro_batch: int | None = None
+    options: Options = Options()
+    ema_decay: float | None = None
+    clip_norm: float | None = None
+    learning_rate: float | None = None
+    scheduler: Any = None
+    collate: Callable[[list[Any]], Any] | None = None
+    eval_data: Any = None
+    eval_every: int | None = None
+    eval_due: Callable[[int], bool] | None = None
+    evaluate: Callable[..., Any] | None = None
+    run_dir: str | Path | None = None
+    resume: str = "auto"
+    checkpoint_every: int = 100
+    keep: int = 3
+    seed: int = 0
+    workers: int = 0
+    skip_nonfinite: bool = False
+    callbacks: Sequence[Callable[[Any], Any]] = ()
+
+    @classmethod
+    def of(cls, subject: Any, given: Mapping[str, Any]) -> FitRequest:
+        """The request of a call of `fit` with these arguments, those of `Options` among them.
+
+        Raises:
+            TypeError: There is no such argument.
+            UsageError: As `FitRequest`.
+        """
+        own = {field.name for field in dataclasses.fields(cls)} - {"options"}
+        others = {name: value for name, value in given.items() if name not in own}
+        mine = {name: value for name, value in given.items() if name in own}
+        return cls(subject=subject, options=Options.of("fit", others), **mine)
+
+    def __post_init__(self) -> None:
+        for name in ("target_batch", "checkpoint_every", "keep"):
+            self._set(name, read_count(getattr(self, name), name))
+        for name in ("epochs", "steps", "micro_batch", "eval_every"):
+            if getattr(self, name) is not None:
+                self._set(name, read_count(getattr(self, name), name))
+        for name in ("seed", "workers"):
+            self._set(name, read_count(getattr(self, name), name, least=0))
+        for name, takes in _FUNCTIONS.items():
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise UsageError(f"{name} is {getattr(self, name)!r}", hint=f"give a function of {takes}")
+        check_flag(self.skip_nonfinite, "skip_nonfinite")
+        for name, most in (("clip_norm", math.inf), ("learning_rate", math.inf), ("ema_decay", 1.0)):
+            self._check_positive(name, most)
+        self._settle_paths()
+        if self.epochs is None and self.steps is None:
+            raise UsageError(
+                "neither epochs nor steps are given", hint="say how long to train: epochs=3 (--epochs 3), or steps=1000"
+            )
+        for one, other in (("eval_every", "eval_due"), ("micro_batch", "plan")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise UsageError(f"{one} is {getattr(self, one)}, and {other} is given too", hint="give one of them")
+        check_word(self.resume, "way to resume", ("auto", "must", "never"))
+        if self.resume == "must" and self.run_dir is None:
+            raise UsageError('resume is "must", and there is no run_dir', hint="name the folder of the run to resume")
+        given = list(self.callbacks) if hasattr(self.callbacks, "__iter__") else [self.callbacks]
+        if not all(map(callable, given)) or not hasattr(self.callbacks, "__iter__"):
+            raise UsageError(f"callbacks are {self.callbacks!r}", hint="give functions of one argument, in a list")
+        self._set("callbacks", tuple(given))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def _check_positive(self, name: str, most: float) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not 0 < value <= most or (value == most and name != "clip_norm"):
+            below = " and below 1" if name == "ema_decay" else ""
+            raise UsageError(f"{name} is {value!r}", hint=f"give a number above 0{below}")
+        self._set(name, float(value))
+
+    def _settle_paths(self) -> None:
+        """What is relative is so to the folder the request was made in: a workload may go to another."""
+        for name, what in (("run_dir", "a folder"), ("plan", "a plan")):
+            value = getattr(self, name)
+            if isinstance(value, (str, os.PathLike)) and str(value):
+                self._set(name, Path(value).absolute())
+            elif value == "" or (name == "run_dir" and value is not None):
+                raise UsageError(f"{name} is {value!r}", hint=f"give the name of {what}")

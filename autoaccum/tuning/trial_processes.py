@@ -1,0 +1,162 @@
+"""The parent's side of the children that describe, time and train: a fresh process for each training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from autoaccum.devices.child.process import ChildDied, ChildProcess, where_to_import
+from autoaccum.devices.child.replies import Failure, failure_error
+from autoaccum.devices.child.worker import death_error
+from autoaccum.errors import WorkloadError
+from autoaccum.planning.device_choice import check_device
+from autoaccum.tuning.tune_request import TuneRequest
+from autoaccum.tuning.tuning_result import Budget, Ending, Facts, Outcome, Setting
+
+_LEAVE_SECONDS = 5.0
+"""A child that is done may leave by itself, so that what the workload registered at exit runs."""
+_MOST_SECONDS = 3600.0
+"""Of loading, or of one update: what takes longer hangs."""
+_LEAST_SECONDS = 60.0
+"""Of loading under any limit on time: PyTorch is imported meanwhile."""
+_MODULE = "autoaccum.tuning.tuning_child"
+
+
+class Processes:
+    """Starts children, asks them, and ends them.
+
+    Args:
+        request: Of the study.
+        on_output: Gets each line the workload prints; None: it goes to stderr.
+
+    Raises:
+        UsageError: There is no such device.
+    """
+
+    def __init__(self, request: TuneRequest, on_output: Callable[[str], None] | None = None) -> None:
+        check_device(request.options.device)
+        self.request, self._on_output = request, on_output
+        self._digest: str | None = None
+
+    def describe(self) -> Facts:
+        """Load the workload in a child, and build what it trains.
+
+        Raises:
+            WorkloadError: The workload cannot be loaded, or cannot be tuned.
+            DoesNotFitError: Loading it runs the machine out of memory.
+            NotMeasuredError: The process cannot be started, or died.
+        """
+        order = {"job": "describe", "doing": "building the workload", **self._asked()}
+        with self._loaded() as process:
+            facts = _ask(process, order, self._limit_seconds())["facts"]
+        self._digest = facts["digest"]
+        return Facts(**{**facts, "batchnorms": tuple(facts["batchnorms"])})
+
+    @contextmanager
+    def timing(self) -> Iterator[Callable[[int], float]]:
+        """Within, a child makes updates: a function of the micro-batch, to seconds.
+
+        Raises:
+            WorkloadError: The workload fails.
+            DoesNotFitError: An update runs out of memory.
+            NotMeasuredError: The process cannot be started, died or hung.
+        """
+        with self._loaded() as process:
+
+            def time_update(micro_batch: int) -> float:
+                doing = f"an update in micro-batches of {micro_batch}"
+                order = {"job": "update", "doing": doing, "micro_batch": micro_batch, **self._asked()}
+                return float(_ask(process, order, _MOST_SECONDS)["seconds"])
+
+            yield time_update
+
+    def train(
+        self, setting: Setting, budget: Budget, seed: int, evaluation_batch: int, go_on: Callable[[int, float], bool]
+    ) -> Outcome:
+        """Train in a fresh process, which is gone afterwards; what goes wrong in it is an `Outcome`.
+
+        At each milestone `go_on` is told the percent of the budget and the loss, and says whether to go on.
+
+        Raises:
+            NotMeasuredError: No process can be started.
+            WorkloadError: The workload's source files are not those of the study any more.
+        """
+        limit = self.request.options.trial_limit or math.inf
+        deadline = time.monotonic() + limit
+        order = {"setting": dataclasses.asdict(setting), "budget": dataclasses.asdict(budget), "seed": seed}
+        process = self._start()
+
+        def ask(request: Mapping[str, Any]) -> dict[str, Any]:
+            return process.ask(request, max(0.0, deadline - time.monotonic()))
+
+        try:
+            reply = ask(self._loading())
+            if "failure" not in reply:
+                self.check_unchanged(reply["digest"])
+                asked = {"evaluation_batch": evaluation_batch, **self._asked()}
+                reply = ask({"job": "train", "doing": "training", **order, **asked})
+            while "percent" in reply:
+                reply = ask({"goes_on": go_on(reply["percent"], reply["loss"])})
+        except ChildDied as death:
+            reason = f"its process {death}"
+            if death.kind == "limit":
+                reason = f"it took longer than a trial may ({limit:g} s), and was ended"
+            return Outcome(state="out_of_memory" if death.out_of_memory else "failed", reason=reason)
+        finally:
+            process.end(grace_seconds=_LEAVE_SECONDS)
+        if "failure" in reply:
+            failure = Failure(**reply["failure"])
+            state: Ending = "out_of_memory" if failure.outcome == "oom" else "failed"
+            return Outcome(state=state, reason=failure.message, user_traceback=failure.traceback)
+        return Outcome(**{**reply["outcome"], "warnings": tuple(reply["outcome"]["warnings"])})
+
+    def check_unchanged(self, digest: str) -> None:
+        """Hold what was loaded to the source files that the study is of.
+
+        Raises:
+            WorkloadError: They were changed meanwhile.
+        """
+        if self._digest is not None and digest != self._digest:
+            raise WorkloadError(
+                f"{self.request.reference} was changed while it is tuned, so that trials cannot be compared any more",
+                hint="put it back and go on, or begin another study: --study NAME",
+            )
+
+    @contextmanager
+    def _loaded(self) -> Iterator[ChildProcess]:
+        """Within, a child has loaded the workload."""
+        process = self._start()
+        try:
+            self.check_unchanged(_ask(process, self._loading(), self._limit_seconds())["digest"])
+            yield process
+        finally:
+            process.end(grace_seconds=_LEAVE_SECONDS)
+
+    def _limit_seconds(self) -> float:
+        limit = self.request.options.time_limit
+        return _MOST_SECONDS if limit is None else max(limit, _LEAST_SECONDS)
+
+    def _loading(self) -> dict[str, Any]:
+        asked = {"reference": self.request.reference, "options": self.request.options.to_record()}
+        return {"job": "load", "doing": "loading the workload", **asked, **where_to_import()}
+
+    def _asked(self) -> dict[str, Any]:
+        return {"device": self.request.options.device, "target_batch": self.request.target_batch.high}
+
+    def _start(self) -> ChildProcess:
+        return ChildProcess(_MODULE, on_output=self._on_output, measured=False)
+
+
+def _ask(process: ChildProcess, request: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
+    """Ask before any trial, where a failure ends the study."""
+    try:
+        reply = process.ask(request, limit_seconds)
+    except ChildDied as death:
+        raise death_error(death, request["doing"], limit_seconds) from None
+    if "failure" in reply:
+        raise failure_error(Failure(**reply["failure"]), "the machine")
+    return reply

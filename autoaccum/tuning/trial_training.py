@@ -1,0 +1,257 @@
+"""What the child does: describe a workload, train it as `autoaccum fit` would for a budget, and time updates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import Subset
+
+from autoaccum.accumulation.batchnorm import batchnorm_names
+from autoaccum.accumulation.plan_check import unwrapped
+from autoaccum.accumulation.reachable_objects import find_beside
+from autoaccum.accumulation.step_result import AccumulationWarning
+from autoaccum.devices.child.replies import describe_failure
+from autoaccum.devices.trial_run import make_accumulator, place_model, seed_everything, wait_for
+from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
+from autoaccum.options import Options
+from autoaccum.planning.plan_request import LOOKED_AT
+from autoaccum.training.data.source import is_map_style
+from autoaccum.training.fit_events import Evaluated, EvaluationFailed, OutOfMemoryRetry, Started, Updated
+from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.trainee import find_device
+from autoaccum.training.trainer import train
+from autoaccum.tuning.tuning_result import MILESTONES, Budget, Ending, Facts, Outcome, Setting
+from autoaccum.workload.optimizers import own_rate, rate_is_followed
+from autoaccum.workload.pytree import type_name
+from autoaccum.workload.samples import adapt
+from autoaccum.workload.spec import Workload, no_batch
+from autoaccum.workload.tracebacks import exit_blamed
+
+GoOn = Callable[[int, float], bool]
+"""Told of a milestone (percent of the budget) and the held-out loss there; whether the training shall go on."""
+
+_HELD_OUT_SHARE = 10
+"""One of so many samples is held out, where the workload has no evaluation_dataset."""
+_SEED = 0
+_WITHOUT_END = 10**12
+"""Updates; it is the budget that ends a training."""
+
+
+def train_setting(
+    workload: Workload, setting: Setting, budget: Budget, *, seed: int, evaluation_batch: int, device: str, go_on: GoOn
+) -> Outcome:
+    """Train in this process; whatever goes wrong within it is in the outcome. `go_on` is asked at each milestone."""
+    course = Course(budget, go_on)
+    noted: tuple[str, ...] = ()
+    try:
+        training, held_out, _, _ = split_data(workload)
+        data: dict[str, Any] = {"dataset": training, "evaluation_dataset": held_out, "evaluate": None}
+        request = FitRequest(
+            subject=dataclasses.replace(workload, **data, evaluation_batch=evaluation_batch),
+            target_batch=setting.target_batch,
+            micro_batch=max(setting.cut(workload.multiple_of or 1)),
+            learning_rate=setting.learning_rate,
+            steps=_WITHOUT_END,
+            seed=seed,
+            options=Options(device=device),
+            eval_due=course.is_due,
+            callbacks=[course.hear],
+        )
+        with exit_blamed("training"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them, once for all trials.
+            noted = train(request).warnings
+        ending, reason, user_traceback = course.ending or "complete", course.reason, None
+    except Exception as error:
+        ending, reason, user_traceback = _judge(error)
+    return Outcome(
+        state=ending,
+        loss=course.loss if ending in ("complete", "pruned") else None,
+        samples=course.samples,
+        seconds=course.seconds,
+        shortages=course.shortages,
+        reason=reason,
+        user_traceback=user_traceback,
+        warnings=noted,
+    )
+
+
+def _judge(error: Exception) -> tuple[Ending, str, str | None]:
+    """Tell what an error of a training is, why, and the user's own frames where they are to blame."""
+    if isinstance(error, NonFiniteError):
+        return "diverged", error.message, None
+    if isinstance(error, DoesNotFitError):
+        return "out_of_memory", str(error), None
+    failure = describe_failure(error, "training")
+    return "out_of_memory" if failure.outcome == "oom" else "failed", failure.message, failure.traceback
+
+
+class Course:
+    """Follows a training: `hear` is its callback, `is_due` tells when it evaluates.
+
+    Its attributes are those of `Outcome`, so far; `ending` is None as long as nothing ended it before its budget.
+    """
+
+    def __init__(self, budget: Budget, go_on: GoOn) -> None:
+        self.samples = self.shortages = 0
+        self.seconds = 0.0
+        self.loss: float | None = None
+        self.ending: Ending | None = None
+        self.reason: str | None = None
+        self._budget, self._go_on = budget, go_on
+        self._left = list(MILESTONES)
+        self._since = time.perf_counter()
+
+    def is_due(self, samples: int) -> bool:
+        """Return whether to evaluate now; at the end of the budget training does so by itself."""
+        del samples  # `hear` has counted them.
+        return not self._has_passed(100) and any(map(self._has_passed, self._left))
+
+    def hear(self, event: Any) -> bool:
+        """Take in an event of `training.events`; return whether training ends here."""
+        if isinstance(event, Updated):
+            now = time.perf_counter()
+            self.seconds, self._since = self.seconds + now - self._since, now
+            self.samples = event.samples
+            return self._has_passed(100)
+        if isinstance(event, Evaluated):
+            self._look_at(event.values["loss"], event.update)
+        elif isinstance(event, EvaluationFailed):
+            self.ending = "out_of_memory" if event.out_of_memory else "failed"
+            self.reason = f"the evaluation after update {event.update} failed: {event.reason}"
+        elif isinstance(event, OutOfMemoryRetry):
+            self.shortages += 1
+        if isinstance(event, (Started, Evaluated, EvaluationFailed)):
+            self._since = time.perf_counter()
+        return self.ending is not None
+
+    def _look_at(self, loss: float, update: int) -> None:
+        if not math.isfinite(loss):
+            self.ending, self.reason = "diverged", f"the loss on held-out data is {loss} after update {update}"
+            return
+        self.loss = loss
+        while not self._has_passed(100) and self._left and self._has_passed(self._left[0]):
+            if not self._go_on(self._left.pop(0), loss):
+                self.ending = "pruned"
+                return
+
+    def _has_passed(self, percent: int) -> bool:
+        done = self.samples if self._budget.unit == "samples" else self.seconds
+        return done * 100 >= self._budget.amount * percent
+
+
+class UpdateTimer:
+    """A model that makes updates of its worst-case batch, at a learning rate of 0: nothing diverges meanwhile.
+
+    Raises:
+        WorkloadError: It makes no batch.
+    """
+
+    def __init__(self, workload: Workload, device: str, target_batch: int) -> None:
+        self._place = find_device(device)
+        workload = adapt(workload, most=target_batch, worst_of=LOOKED_AT if workload.batch is no_batch else None)
+        seed_everything()
+        model = place_model(workload.build_model(), self._place)
+        for module in find_beside(workload).values():
+            place_model(module, self._place)
+        optimizer = workload.build_optimizer(model)
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = group["lr"] * 0  # A tensor stays one.
+        self._batch = workload.build_batch(target_batch)
+        self._accumulator = make_accumulator(workload, model, optimizer, target_batch)
+
+    def time(self, micro_batch: int) -> float:
+        """Make one update in micro-batches of that size; return its seconds."""
+        self._accumulator.micro_batch = micro_batch
+        wait_for(self._place)
+        began = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
+            self._accumulator.step(self._batch)
+        wait_for(self._place)
+        return time.perf_counter() - began
+
+
+def find_facts(workload: Workload, device: str, target_batch: int) -> Facts:
+    """Build model, optimizer and schedule, to say what a study has to know of them; nothing is trained.
+
+    Raises:
+        WorkloadError: It cannot be tuned: no data, too little of it, no learning rate, or one that its schedule takes
+            no notice of.
+        UsageError: There is no such device.
+    """
+    place = find_device(device)
+    _, _, samples, held_out = split_data(workload)
+    if samples is not None and samples < target_batch:
+        raise WorkloadError(
+            f"{samples:,} samples are trained on, fewer than the target batch of {target_batch:,}",
+            hint="take a smaller --target-batch, or give more data",
+        )
+    seed_everything()
+    model = workload.build_model().to(place)
+    optimizer = workload.build_optimizer(model)
+    schedule = workload.build_scheduler(workload.build_optimizer(model))
+    if schedule is not None and not rate_is_followed(lambda: workload.build_optimizer(model), workload.build_scheduler):
+        raise WorkloadError(
+            f"{type_name(schedule)} sets learning rates of its own: there is nothing to tune",
+            hint='have it begin with the optimizer\'s: max_lr=optimizer.param_groups[0]["lr"]',
+        )
+    return Facts(
+        name=workload.name,
+        digest=workload.digest,
+        model=type_name(unwrapped(model)),
+        parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
+        optimizer=type_name(optimizer),
+        learning_rate=own_rate(optimizer),
+        schedule=None if schedule is None else type_name(schedule),
+        precision=workload.precision,
+        batchnorm=workload.batchnorm,
+        has_batch=workload.batch is not no_batch,
+        training_samples=samples,
+        held_out=held_out,
+        device=str(place),
+        card=torch.cuda.get_device_name(place) if place.type == "cuda" else None,
+        batchnorms=tuple(batchnorm_names(model, workload.objective.criterion_module)),
+    )
+
+
+def split_data(workload: Workload) -> tuple[Any, Any, int | None, str]:
+    """Take the workload's own `evaluation_dataset`, or hold out a tenth of its dataset, the same each time.
+
+    Returns:
+        What is trained on, what is held out, how many samples are trained on if that is known, and a phrase for what is
+        held out.
+
+    Raises:
+        WorkloadError: There is no dataset, or none that a tenth can be taken of, or it is too small.
+    """
+    data, given = workload.dataset, workload.evaluation_dataset
+    if data is None:
+        raise WorkloadError(
+            f"{workload.name} has no dataset to train on", hint="define dataset = ... in it: samples, by index"
+        )
+    total = _count(data)
+    if given is not None:
+        held = _count(given)
+        if held == 0:
+            raise WorkloadError("evaluation_dataset has no samples", hint="give some, or leave it away")
+        return data, given, total, "evaluation_dataset" + ("" if held is None else f" ({held:,} samples)")
+    if total is None or total < 2:
+        seen = f"{total} samples" if total is not None else f"a {type(data).__name__}, which has no length or no index"
+        raise WorkloadError(f"no samples can be held out of {seen}", hint="define evaluation_dataset in the workload")
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(_SEED)).tolist()
+    held = max(1, round(total / _HELD_OUT_SHARE))
+    words = f"{held:,} of {total:,} samples of dataset, drawn by seed {_SEED}"
+    return Subset(data, sorted(order[held:])), Subset(data, sorted(order[:held])), total - held, words
+
+
+def _count(data: Any) -> int | None:
+    """Count samples; None where there are only batches, or samples that come one after the other."""
+    by_index = isinstance(data, (list, tuple)) or is_map_style(data)
+    return len(data) if by_index and hasattr(data, "__len__") else None

@@ -1,0 +1,257 @@
+"""What parts count for in the gradient of a batch, and what they should count for: pure arithmetic."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoaccum.accumulation.backpropagation import make_shares
+from autoaccum.verification.paired_runs import Runs
+from autoaccum.verification.update_run import Change, Outcome
+from autoaccum.workload.divisor_candidates import Candidate, count_candidates, count_tables
+from autoaccum.workload.model_loss import likely_code
+from autoaccum.workload.objective import match_weights
+
+_MOST_ENTRIES = 2**18
+_LEAST_DISTINCT = 1e-5
+"""Of a part's gradient, what no combination of the others gives: less, and rounding decides the factors."""
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The combination of parts that comes nearest to a gradient.
+
+    Attributes:
+        values: What each part is multiplied by.
+        residual: The largest entry that the combination lacks, relative to the largest of the gradient.
+    """
+
+    values: tuple[float, ...]
+    residual: float
+
+
+def flatten(gradients: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) -> Tensor:
+    """The gradients of the parameters `like`, in order, in one row, in float64 on the CPU; None counts as zeros.
+
+    Of more than a quarter of a million entries every n-th is taken: what the parts count for shows in any of them.
+    """
+    stride = max(1, -(-sum(parameter.numel() for parameter in like.values()) // _MOST_ENTRIES))
+    rows = [torch.zeros(0, dtype=torch.float64)]
+    for name, parameter in like.items():
+        found = gradients.get(name)
+        gradient = torch.zeros_like(parameter) if found is None else found
+        dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+        rows.append(dense.reshape(-1)[::stride].to("cpu", torch.float64))
+    return torch.cat(rows)
+
+
+def find_factors(target: Tensor, parts: Sequence[Tensor]) -> Factors | None:
+    """The factors of `parts` that add up to `target`; None where the parts do not determine them.
+
+    >>> one, two = torch.tensor([1.0, 0.0, 2.0]).double(), torch.tensor([0.0, 1.0, 1.0]).double()
+    >>> [round(factor, 9) for factor in find_factors(0.75 * one + 0.25 * two, [one, two]).values]
+    [0.75, 0.25]
+    >>> find_factors(one, [two, two]) is None
+    True
+    """
+    if not target.numel() or not all(bool(row.isfinite().all()) for row in (target, *parts)):
+        return None
+    columns = torch.stack(list(parts), dim=1)
+    norms = columns.norm(dim=0)
+    if columns.shape[0] <= columns.shape[1] or not bool((norms > 0).all()):
+        return None
+    orthogonal, triangle = torch.linalg.qr(columns / norms)
+    if float(triangle.diagonal().abs().min()) < _LEAST_DISTINCT:
+        return None
+    scaled = torch.linalg.solve_triangular(triangle, (orthogonal.T @ target)[:, None], upper=True)[:, 0]
+    values = tuple((scaled / norms).tolist())
+    return Factors(values, find_residual(target, parts, values))
+
+
+def find_residual(target: Tensor, parts: Sequence[Tensor], factors: Sequence[float]) -> float:
+    """The largest entry that `parts` times `factors` are off, relative to the largest of `target`; parts at 0 are out.
+
+    Infinite where it is no number.
+    """
+    left = target.clone()
+    for row, factor in zip(parts, factors, strict=True):
+        if factor != 0:
+            left -= factor * row
+    scale = max(float(target.abs().max()) if target.numel() else 0.0, 1e-300)
+    error = float(left.abs().max()) / scale if left.numel() else 0.0
+    return error if error == error else float("inf")
+
+
+class Decomposition:
+    """The runs of one batch and of its parts under one change; equal combinations may be `rounding` apart.
+
+    Attributes:
+        whole: The full batch's update.
+        gradient: Of the full batch, flat.
+        gradients: Of the parts, flat.
+        parts: What each part gave alone, without its tensors: of a large model, many parts' would fill the memory.
+    """
+
+    def __init__(self, runs: Runs, change: Change, rounding: float) -> None:
+        self.runs, self.change, self._rounding = runs, change, rounding
+        self.whole: Outcome = runs.full(change)
+        self.gradient: Tensor = flatten(self.whole.gradients, self.whole.parameters)
+        self.gradients: list[Tensor] = []
+        self.parts: list[Outcome] = []
+        for index in range(len(runs.sizes)):
+            part = runs.part(index, change)
+            self.gradients.append(flatten(part.gradients, self.whole.parameters))
+            self.parts.append(replace(part, gradients={}, buffers={}, parameters={}))
+
+    @cached_property
+    def factors(self) -> Factors | None:
+        """What the parts are multiplied by to give the full gradient; None where no factors do, or many."""
+        found = find_factors(self.gradient, self.gradients)
+        return None if found is None or found.residual > self._rounding else found
+
+    def gives_gradient(self, shares: Sequence[float]) -> bool:
+        """Whether the parts times `shares` add up to the full gradient."""
+        return find_residual(self.gradient, self.gradients, shares) <= self._rounding
+
+    def gives_term(self, name: str, shares: Sequence[float]) -> bool:
+        """Whether the parts times `shares` add up to the full batch's term of the loss."""
+        losses = [part.terms.get(name, 0.0) for part in self.parts]
+        counted = [(loss, share) for loss, share in zip(losses, shares, strict=True) if share != 0]
+        whole = self.whole.terms[name]
+        scale = max([abs(whole), *(abs(loss) for loss, _ in counted)])
+        return abs(sum(loss * share for loss, share in counted) - whole) <= self._rounding * max(scale, 1e-300)
+
+
+LARGER = "a larger micro-batch comes nearer, and only the whole batch in one part gives its gradient"
+"""The way out where parts cannot be exact."""
+
+_ROUNDING = 1e-12
+
+
+def numbers(values: Sequence[float]) -> str:
+    """Numbers, to four digits; rounding is zero.
+
+    >>> numbers([0.5, 1 / 3]), numbers([-2e-16, 1.0])
+    ('0.5 and 0.3333', '0 and 1')
+    """
+    least = _ROUNDING * max((abs(value) for value in values), default=0.0)
+    words = [f"{0.0 if abs(value) <= least else value:.4g}" for value in values]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+SUM = "sum"
+"""The code of a loss that nothing divides."""
+
+_OWN = ""
+"""The code of the workload's own weighting."""
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """What the terms of a loss divide by.
+
+    Attributes:
+        wrong: An expression of `batch`, or `SUM`, for each term that the workload weighs otherwise.
+        counts: By term, what it divides by in each part as it was cut; None for a sum.
+        samples: The expression that counts samples.
+    """
+
+    wrong: dict[str, str]
+    counts: dict[str, tuple[float, ...] | None]
+    samples: str
+
+    def applied(self, change: Change) -> Change | None:
+        """`change`, with this weighting in place of the workload's own; None where no weights do that."""
+        columns = {name: counts for name, counts in self.counts.items() if counts is not None}
+        if not columns:
+            return replace(change, summed=True)
+        if len(columns) < len(self.counts):
+            return None
+        if len(set(columns.values())) == 1:
+            return replace(change, weights=next(iter(columns.values())))
+        rows = zip(*columns.values(), strict=True)
+        return replace(change, weights=tuple(tuple(zip(columns, row, strict=True)) for row in rows))
+
+
+def find_weighting(runs: Runs, cuts: Sequence[Decomposition]) -> Weighting | None:
+    """The usual weighting under which the parts of `cuts` give the whole batch's loss and gradient; None: none does."""
+    objective = runs.objective
+    parts = [part for cut in cuts for part in cut.runs.parts] + list(runs.parts)
+    every = list(cuts[0].whole.terms)
+    terms = [name for name in every if math.isfinite(cuts[0].whole.terms[name])]
+    own = {name: Candidate(_OWN, ()) for name in terms}
+    if objective.reduction == "mean":
+        weights = [match_weights(objective.weight(part), every) for part in parts]
+        own = {name: Candidate(_OWN, tuple(weight[name] for weight in weights)) for name in terms}
+    counted = count_candidates(runs.batch, parts, likely_code(runs.fixture.fresh().model))
+    usual = [Candidate(SUM, ()), *counted, *_count_class_weights(runs, parts)]
+    found: dict[str, Candidate] = {}
+    for name in terms:
+        alone = len(terms) == 1
+        fitting = next((one for one in [own[name], *usual] if _fits(cuts, name, one.counts, alone=alone)), None)
+        if fitting is None:
+            return None
+        found[name] = fitting
+    start = len(parts) - len(runs.parts)
+    return Weighting(
+        {name: one.code for name, one in found.items() if one.code != _OWN},
+        {name: one.counts[start:] or None for name, one in found.items()},
+        next((one.code for one in usual[1:]), "len(batch)"),
+    )
+
+
+def _fits(cuts: Sequence[Decomposition], name: str, counts: Sequence[float], *, alone: bool) -> bool:
+    """Whether parts of these counts (none: of a sum) give a term, and the gradient of a term that is alone."""
+    waiting = iter(counts)
+    for cut in cuts:
+        parts = len(cut.parts)
+        shares = share(list(islice(waiting, parts))) if counts else (1.0,) * parts
+        if not cut.gives_term(name, shares) or (alone and not cut.gives_gradient(shares)):
+            return False
+    return True
+
+
+def own_shares(runs: Runs, terms: Sequence[str]) -> tuple[float, ...] | None:
+    """What the workload multiplies the parts by; None where that differs from term to term."""
+    objective = runs.objective
+    if objective.reduction == "sum":
+        return (1.0,) * len(runs.parts)
+    weights = [match_weights(objective.weight(part), terms) for part in runs.parts]
+    columns = {share([weight[name] for weight in weights]) for name in terms}
+    return columns.pop() if len(columns) == 1 else None
+
+
+def share(counts: Sequence[float]) -> tuple[float, ...]:
+    """What parts with these counts are multiplied by in a mean; all 0 where nothing counts.
+
+    >>> share((3.0, 1.0))
+    (0.75, 0.25)
+    """
+    return tuple(float(one) for one in make_shares(counts, "mean") if not isinstance(one, dict))
+
+
+def _count_class_weights(runs: Runs, parts: list[Any]) -> list[Candidate]:
+    """Sums over the labels of each part of class weights, which the loss names or the model keeps in a buffer."""
+    function = runs.objective.loss_function
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(getattr(function, "__func__", function)) if function is not None else None
+    named = {f"model.{name}": buffer for name, buffer in runs.fixture.fresh().model.named_buffers()}
+    if inspect.isfunction(function):
+        variables = inspect.getclosurevars(function)
+        named = {**variables.globals, **variables.nonlocals, **named}
+    tables = {name: one for name, one in named.items() if isinstance(one, Tensor) and _is_table(one)}
+    return count_tables(runs.batch, parts, tables) if tables else []
+
+
+def _is_table(tensor: Tensor) -> bool:
+    return tensor.ndim == 1 and tensor.is_floating_point() and bool((tensor >= 0).all())

@@ -1,0 +1,176 @@
+"""What a verification tells: its events as they come, and the frozen record of what it found, with its JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from autoaccum.serialization import freeze, to_plain
+
+SCHEMA = 1
+
+Method = Literal["accumulator", "accumulate"]
+Window = Literal["whole", "last"]
+Quantity = Literal["loss", "gradients", "buffers", "update"]
+CauseKind = Literal[
+    "batchnorm",
+    "coupled model",
+    "coupled loss",
+    "weight",
+    "reduction",
+    "last window",
+    "accumulate",
+    "randomness",
+    "state",
+    "detached",
+    "regulariser",
+    "non-determinism",
+    "hook",
+    "unknown",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How far one kind of quantity is from the full batch's.
+
+    Attributes:
+        quantity: What was compared.
+        compared: How many tensors (for the loss: terms).
+        error: The largest absolute difference over `scale`; infinite where only one of the two is there or finite.
+        scale: What errors are relative to: of gradients the largest entry of the full batch's, of the whole model.
+        where: The tensor or term with the largest error; None where there is nothing to compare.
+        tolerance: The largest error that rounding explains.
+        equal: Whether all errors are within their tolerance.
+    """
+
+    quantity: Quantity
+    compared: int
+    error: float
+    scale: float
+    where: str | None
+    tolerance: float
+    equal: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """One way to accumulate one batch, beside the full batch.
+
+    Attributes:
+        method: `accumulator`, or `accumulate` for the workload's own loop.
+        window: `whole` for the target batch, `last` for a shorter one, as at the end of an epoch.
+        micro_batches: The parts, in samples.
+        differences: Of each quantity.
+    """
+
+    method: Method
+    window: Window
+    micro_batches: tuple[int, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all quantities are the full batch's."""
+        return all(difference.equal for difference in self.differences)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """Why an accumulated step is not the full batch's.
+
+    Attributes:
+        kind: What sort of cause.
+        found: What the experiment saw, as a sentence.
+        change: What makes it equal, as a sentence or a line of code.
+        where: Modules, attributes, terms or lines it lies in; empty where it lies in none.
+        proved: The same comparison with this cause out of the way (and the others that were found) was equal.
+    """
+
+    kind: CauseKind
+    found: str
+    change: str
+    where: tuple[str, ...] = ()
+    proved: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """Whether accumulating is the same as the full batch, and if not, why.
+
+    Attributes:
+        equivalent: Whether every comparison was equal.
+        target_batch: Samples of the whole window.
+        micro_batch: The most samples of a part.
+        precision: `fp64`, `fp32`, `bf16` or `fp16`.
+        device: `cpu` or `cuda:N`.
+        batchnorm: The mode that was verified.
+        rounding: Where the tolerance comes from, as a sentence.
+        comparisons: All that were made, in order.
+        causes: Why they were not equal; empty where they were.
+        notes: What is good to know, as sentences: randomness that was held, terms without a gradient.
+        workload: Name, digest, model, parameters, optimizer, reduction, weight.
+        environment: Versions it ran under.
+        seconds: How long it took.
+        schema: Version of the record.
+    """
+
+    equivalent: bool
+    target_batch: int
+    micro_batch: int
+    precision: str
+    device: str
+    batchnorm: str
+    rounding: str
+    comparisons: tuple[Comparison, ...]
+    causes: tuple[Cause, ...]
+    notes: tuple[str, ...]
+    workload: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    seconds: float
+    schema: int = SCHEMA
+
+    def __post_init__(self) -> None:
+        for name in ("workload", "environment"):
+            object.__setattr__(self, name, freeze(getattr(self, name)))
+
+    def to_json(self) -> str:
+        """The record as indented JSON, the schema first; an error that is infinite is null, `error_text` says so."""
+        record = to_plain(self)
+        for difference in (each for comparison in record["comparisons"] for each in comparison["differences"]):
+            error = difference["error"]
+            difference["error_text"] = f"{error:.3g}" if math.isfinite(error) else "infinite"
+            difference["error"] = error if math.isfinite(error) else None
+        return json.dumps({"schema": record.pop("schema"), **record}, indent=2, allow_nan=False) + "\n"
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The workload is known; windows are compared next."""
+
+    name: str
+    model: str
+    parameters: int
+    optimizer: str
+    precision: str
+    device: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A window was accumulated and held against the full batch."""
+
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
+class Diagnosing:
+    """It is not the same; the cause is sought by experiments."""
+
+    comparison: Comparison
+
+
+Event = Begun | Compared | Diagnosing

@@ -1,0 +1,272 @@
+"""The loss, resolved: how to compute it, and what its mean divides by."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.batches import Batching, batch_size, counted
+from autoaccum.workload.criteria import Criterion, is_criterion, resolve_criterion
+from autoaccum.workload.model_loss import ModelLoss
+from autoaccum.workload.pytree import check_function, held_batch, kind
+
+Reduction: TypeAlias = Literal["mean", "sum"]
+Weights: TypeAlias = "float | dict[str, float]"
+
+_SINGLE = "loss"
+"""The name of the only term of a loss that is one number."""
+
+_OUTPUT_NAMES = ("output", "outputs", "pred", "preds", "prediction", "predictions", "logits", "y_hat", "yhat", "y_pred")
+"""First arguments that betray a criterion, where `loss(model, batch)` is meant."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss and the weight of its mean.
+
+    Attributes:
+        reduction: Whether the loss is a mean over the batch or a sum.
+        source: What the mean divides by, in words: `samples`, `the workload's weight()`, `targets != -100
+            (CrossEntropyLoss)`, `elements of the targets (MSELoss)`, `labels[..., 1:] != -100 (LlamaForCausalLM)`.
+        criterion: The criterion, when the loss is one.
+        loss_function: `loss(model, batch)`, when it is not.
+        weight_function: The user's `weight(batch)`.
+        batching: How batches are counted and cut whose samples are not rows; None: by their rows.
+    """
+
+    reduction: Reduction
+    source: str
+    criterion: Criterion | None = None
+    loss_function: Callable[[nn.Module, Any], Any] | None = None
+    weight_function: Callable[[Any], Any] | None = None
+    batching: Batching | None = None
+
+    def counted(self, batch: Any) -> Any:
+        """`batch` as all else is to have it (`batches.counted`)."""
+        return counted(batch, self.batching)
+
+    @property
+    def own_loss(self) -> ModelLoss | None:
+        """The model's own loss, where none was given."""
+        return self.loss_function if isinstance(self.loss_function, ModelLoss) else None
+
+    @property
+    def weighs_itself(self) -> bool:
+        """Whether the weight is the one that the class of the model tells."""
+        return self.own_loss is not None and getattr(self.weight_function, "__self__", None) is self.own_loss
+
+    @property
+    def criterion_module(self) -> nn.Module | None:
+        """The criterion, when it is a module."""
+        function = None if self.criterion is None else self.criterion.function
+        return function if isinstance(function, nn.Module) else None
+
+    def terms(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """The terms of the loss of `batch`, each a scalar; `{"loss": ...}` for a loss that is one number.
+
+        What the user's code raises comes through as it is.
+
+        Raises:
+            WorkloadError: The loss is no floating scalar tensor or mapping of such, or, while gradients are recorded,
+                no term is connected to a parameter that requires a gradient.
+        """
+        if self.criterion is None:
+            assert self.loss_function is not None
+            raw = self.loss_function(model, held_batch(batch))
+        else:
+            raw = self.criterion.loss(self.outputs(model, batch), batch[1])
+        terms = {str(name): term for name, term in raw.items()} if isinstance(raw, Mapping) else {_SINGLE: raw}
+        _check_terms(terms)
+        return cast("dict[str, Tensor]", terms)
+
+    def outputs(self, model: nn.Module, batch: Any) -> Any:
+        """What the model gives for the inputs of a batch `(inputs, targets)`, as the criterion is to have it.
+
+        Raises:
+            WorkloadError: The batch is no such pair.
+        """
+        return _call_model(model, _inputs_and_targets(held_batch(batch))[0])
+
+    def weight(self, batch: Any) -> Weights:
+        """What the mean of the loss of `batch` divides by, as float64: a number, or one for each term.
+
+        For a sum, which nothing divides, the number of samples.
+
+        Raises:
+            WorkloadError: A weight is negative, not finite, or not a number.
+        """
+        if self.weight_function is not None:
+            raw = self.weight_function(batch if self.weighs_itself else held_batch(batch))
+            if isinstance(raw, Mapping):
+                return {str(name): _number(value, f"weight(batch)[{name!r}]") for name, value in raw.items()}
+            return _number(raw, "weight(batch)")
+        if self.criterion is None or self.reduction == "sum":
+            return float(batch_size(batch))
+        targets = _inputs_and_targets(held_batch(batch))[1]
+        return _number(self.criterion.weight(batch, targets), f"the weight of {self.criterion.name}")
+
+    def move_criterion(self, device: torch.device | str) -> None:
+        """Move a criterion's buffers (class weights) to `device`, in place."""
+        if self.criterion_module is not None:
+            self.criterion_module.to(device)
+
+
+def resolve_objective(
+    loss: Any = None,
+    *,
+    criterion: Any = None,
+    weight: Any = None,
+    reduction: str = "mean",
+    model: nn.Module | None = None,
+) -> Objective:
+    """Find out what a loss divides by.
+
+    Args:
+        loss: `loss(model, batch)`, returning a scalar or a mapping of scalars; an `nn.Module`, a function of
+            `torch.nn.functional` or a partial of one is taken for a criterion. Where neither is given, it is the
+            model's own of a batch with labels (`own_loss`).
+        criterion: `criterion(outputs, targets)`; batches are then `(inputs, targets)`, and the model is called with
+            `inputs`, `*inputs` (a tuple or list) or `**inputs` (a mapping).
+        weight: `weight(batch)`: what the mean divides by, a number or a mapping with one for each term.
+        reduction: `mean` or `sum`; a criterion known to sum tells by itself.
+        model: Tells what its own loss divides by.
+
+    Raises:
+        WorkloadError: Both `loss` and `criterion`, something not callable, an unknown reduction, or a reduction, weight
+            and criterion that contradict each other.
+    """
+    if loss is not None and criterion is not None:
+        raise WorkloadError(
+            "both loss and criterion are given",
+            hint="give one: loss(model, batch), or criterion = nn.CrossEntropyLoss()",
+        )
+    if reduction not in ("mean", "sum"):
+        raise WorkloadError(f"the reduction is {reduction!r}", hint='use "mean" or "sum"')
+    if weight is not None and not callable(weight):
+        raise WorkloadError(f"weight is {kind(weight)}", hint="write a function weight(batch)")
+    if criterion is None and (loss is None or isinstance(loss, ModelLoss)):
+        return _checked(_own_objective(loss or ModelLoss(), weight, cast("Reduction", reduction), model))
+    if criterion is None and not is_criterion(loss):
+        _check_loss_function(loss)
+        source = "samples" if weight is None else "the workload's weight()"
+        return _checked(Objective(cast("Reduction", reduction), source, None, loss, weight))
+    resolved = resolve_criterion(loss if criterion is None else criterion)
+    if resolved.reduction == "mean" and reduction == "sum":
+        raise WorkloadError(
+            f'the reduction is "sum", but {resolved.name} averages',
+            hint=f'write {resolved.name} with reduction="sum", or leave the reduction away',
+        )
+    kept = cast("Reduction", resolved.reduction or reduction)
+    source = resolved.source if weight is None else "the workload's weight()"
+    return _checked(Objective(kept, source, resolved, None, weight))
+
+
+def _own_objective(own: ModelLoss, weight: Any, reduction: Reduction, model: nn.Module | None) -> Objective:
+    if model is not None:
+        own.learn(model)
+    if weight is not None and getattr(weight, "__self__", None) is not own:
+        return Objective(reduction, "the workload's weight()", None, own, weight)
+    if "sum" in (reduction, own.reduction):
+        return Objective("sum", "nothing", None, own)
+    return Objective("mean", own.source, None, own, own.weight)
+
+
+def match_weights(weights: Weights, names: Collection[str]) -> dict[str, float]:
+    """One weight for each term of the loss: a single number counts for all.
+
+    Raises:
+        WorkloadError: The terms of the loss and those of the weight have different names.
+    """
+    if not isinstance(weights, dict):
+        return dict.fromkeys(names, weights)
+    if set(weights) != set(names):
+        raise WorkloadError(
+            f"loss has the terms {', '.join(sorted(names))}, weight has {', '.join(sorted(weights)) or 'none'}",
+            hint="return the same keys from both, or one number from weight(batch)",
+        )
+    return {name: weights[name] for name in names}
+
+
+def _checked(objective: Objective) -> Objective:
+    if objective.reduction == "sum":
+        if objective.weight_function is not None:
+            raise WorkloadError(
+                "the loss is a sum, which nothing divides, and weight is given too",
+                hint='leave weight away, or make the loss a mean with reduction="mean"',
+            )
+        name = "" if objective.criterion is None else f" ({objective.criterion.name})"
+        return Objective("sum", f"nothing: the loss is a sum{name}", objective.criterion, objective.loss_function)
+    return objective
+
+
+def _check_loss_function(loss: Any) -> None:
+    if isinstance(loss, type):
+        raise WorkloadError(f"loss is the class {loss.__name__}", hint=f"write loss = {loss.__name__}()")
+    if not callable(loss):
+        raise WorkloadError(f"loss is {kind(loss)}", hint="write a function loss(model, batch)")
+    try:
+        mistaken = next(iter(inspect.signature(loss).parameters), None) in _OUTPUT_NAMES
+    except ValueError:
+        return  # a builtin without a signature: the call itself will tell
+    check_function(loss, "loss", "(model, batch)")
+    if mistaken:
+        raise WorkloadError(
+            f"loss{inspect.signature(loss)} does not take a model and a batch",
+            hint="write loss(model, batch); a function of outputs and targets is a criterion: criterion = loss",
+        )
+
+
+def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+    raise WorkloadError(
+        f"with a criterion a batch is (inputs, targets), this one is {kind(batch)}{count}",
+        hint="return such a pair, or write loss(model, batch)",
+    )
+
+
+def _call_model(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, tuple | list):
+        return model(*inputs)
+    return model(inputs)
+
+
+def _check_terms(terms: Mapping[str, Any]) -> None:
+    if not terms:
+        raise WorkloadError("loss returned no terms", hint="return a scalar, or a dict of scalars")
+    for name, term in terms.items():
+        called = "the loss" if name == _SINGLE else f"the loss's term {name!r}"
+        if not isinstance(term, Tensor):
+            raise WorkloadError(f"{called} is {kind(term)}, not a tensor", hint="return it without .item()")
+        if term.ndim > 0:
+            way_out = "reduce it with .mean()"
+            if name != _SINGLE and isinstance(terms.get(_SINGLE), Tensor):
+                way_out = 'return the loss alone, as in model(**batch)["loss"]'
+            raise WorkloadError(f"{called} is not a scalar but of shape {tuple(term.shape)}", hint=way_out)
+        if not term.is_floating_point():
+            raise WorkloadError(f"{called} is of dtype {term.dtype}", hint="a loss needs a floating dtype")
+    if torch.is_grad_enabled() and not any(term.requires_grad for term in terms.values()):
+        raise WorkloadError(
+            "the loss is not connected to any trainable parameter",
+            hint="compute it from the model's outputs, without detach(), .item() or torch.no_grad()",
+        )
+
+
+def _number(value: Any, called: str) -> float:
+    try:
+        number = float(value.detach() if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise WorkloadError(f"{called} is {kind(value)}, not a number", hint="return one number per batch") from None
+    if not math.isfinite(number) or number < 0:
+        raise WorkloadError(f"{called} is {number}", hint="give what the mean divides by: finite and not negative")
+    return number

@@ -1,0 +1,108 @@
+"""What a training step written by hand must know of a workload, as JSON: its loss, and the form of its batches.
+
+A form is `tensor` (rows to cut, to be moved), `own` (cut by functions of the workload), `other` (what cannot be written
+down), or a container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`, or `{"mapping": {name:
+form}}`, a mapping of another class.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.workload import pytree
+from autoaccum.workload.batches import batch_size, is_samples
+from autoaccum.workload.criteria import Criterion
+from autoaccum.workload.module_names import is_plain_name
+from autoaccum.workload.objective import Objective
+
+Divisor: TypeAlias = Literal["nothing", "weight", "samples", "targets", "class weights"]
+"""What shares of parts follow from. `nothing`: a sum. `weight`: the workload's function. `targets`: those of integer
+classes that are not ignored. `samples`: these, or elements of which every sample of one batch has equally many."""
+
+
+def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: Iterable[str]) -> dict[str, Any]:
+    """What `reporting.emit` needs: divisor, ignored class, how the criterion is called, terms, batch, precision.
+
+    Of a model's own loss, how it is got from what the model returns, and what counts its weight, as code.
+
+    Args:
+        objective: The loss.
+        model: The model.
+        batch: A small batch.
+        terms: The names of the loss's terms.
+    """
+    criterion, weight = objective.criterion, objective.weight(batch)
+    return {
+        "divisor": find_divisor(objective, batch),
+        "ignore_index": None if criterion is None else criterion.ignore_index,
+        "call": None if criterion is None else "one",
+        "own": _describe_own(objective, batch),
+        "is_module": criterion is not None and _is_bare_module(criterion.function),
+        "terms": [] if list(terms) == ["loss"] else list(terms),
+        "weights": list(weight) if isinstance(weight, dict) else [],
+        "batch": describe_form(batch, batch_size(batch)),
+        "half": sorted({_name(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype in _HALF}),
+    }
+
+
+def find_divisor(objective: Objective, batch: Any) -> Divisor:
+    """What the shares of parts of batches such as `batch` follow from."""
+    if objective.reduction == "sum":
+        return "nothing"
+    if objective.weighs_itself and objective.own_loss is not None and objective.own_loss.code(batch) is None:
+        return "samples"
+    if objective.weight_function is not None:
+        return "weight"
+    return "samples" if objective.criterion is None else _counted(objective.criterion, batch[1])
+
+
+def _describe_own(objective: Objective, batch: Any) -> dict[str, str | None] | None:
+    own = objective.own_loss
+    if own is None:
+        return None
+    return {"loss": own.access, "weight": own.code(batch) if objective.weighs_itself else None}
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _counted(criterion: Criterion, targets: Any) -> Divisor:
+    # Rows of one tensor have equally many elements, and class probabilities leave no target out.
+    if criterion.divisor != "targets" or not isinstance(targets, Tensor) or targets.is_floating_point():
+        return "samples"
+    return "class weights" if criterion.has_class_weights else "targets"
+
+
+def _is_bare_module(function: Any) -> bool:
+    """Whether it is a module with its buffers under their own names, which a compiled one has not."""
+    return isinstance(function, nn.Module) and not hasattr(function, "_orig_mod")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+Form: TypeAlias = "str | Mapping[str, Any]"
+
+
+def describe_form(batch: Any, size: int) -> Form:
+    """The form of a batch of `size` samples."""
+    return _form(batch, size, top=True)
+
+
+def _form(node: Any, size: int, *, top: bool = False) -> Form:
+    if isinstance(node, pytree.OwnBatch):
+        return "own"
+    if isinstance(node, Tensor) and pytree.holds_rows(node):
+        return "tensor"
+    if isinstance(node, Mapping) and all(map(is_plain_name, node)):
+        kind = "dict" if type(node) in (dict, OrderedDict, defaultdict) else "mapping"
+        return {kind: {name: _form(child, size) for name, child in node.items()}}
+    if type(node) in (list, tuple) and not is_samples(node, size, top=top):
+        return {pytree.type_name(node): [_form(child, size) for child in node]}
+    return "other"

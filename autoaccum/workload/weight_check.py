@@ -1,0 +1,223 @@
+"""Does the loss of a batch equal the weighted losses of its parts? An experiment, forward only, before planning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.batches import batch_size, move_batch, split_batch
+from autoaccum.workload.divisor_candidates import Candidate, count_candidates
+from autoaccum.workload.experiments import cast_batch, make_copy, own_randomness, users_code
+from autoaccum.workload.model_loss import likely_code
+from autoaccum.workload.objective import Objective, match_weights
+from autoaccum.workload.samples import take_small_batch
+from autoaccum.workload.spec import Workload
+
+_SAMPLES = 5
+_SPLITS = ((2, 3), (3, 2))
+"""Unequal parts; none of one sample, which BatchNorm and contrastive losses cannot do."""
+
+_PARTS = 2
+_SUM = Candidate("sum", ())
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-5}
+_HALF_TOLERANCE = 2e-2
+"""By how much two equal losses may differ, relative to their size."""
+
+
+class Advice(str):
+    """A sentence that tells what a loss divides by, and what to write for it."""
+
+
+def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
+    """Compare the loss of a small batch with the weighted losses of unequal parts of it.
+
+    The batch holds 5 samples, from `dataset` where `default_collate` makes of them what `batch(5)` looks like. The
+    model is a copy in eval mode, or in train mode where only that computes a loss; the random states of Python, NumPy
+    and torch are put back. Samples of equal weight cannot tell one weighting from another, and are no reason to warn.
+
+    Args:
+        workload: The workload.
+        coupled: Whether it is said already that its samples are coupled: then nothing is said where no weight fits.
+
+    Returns:
+        Sentences for the plan: none when the parts agree with the whole, or a warning, with the likely right `weight`.
+
+    Raises:
+        WorkloadError: The model, batch, loss or weight raises (with the user's traceback), or cannot be used.
+    """
+    each = workload.multiple_of or 1
+    with own_randomness():
+        batch = take_small_batch(workload, each * _SAMPLES)
+        parts, others = (split_batch(batch, [each * size for size in sizes]) for sizes in _SPLITS)
+        return _compare(_SmallRuns(workload, batch), batch, parts, others, coupled)
+
+
+class _SmallRuns:
+    """A copy of a workload's model, ready to say what its loss is on small batches."""
+
+    def __init__(self, workload: Workload, batch: Any) -> None:
+        self._model, _ = make_copy(workload)
+        self.objective = workload.objective  # Now that the model is there, which tells what its own loss divides by.
+        self.likely_weight = likely_code(self._model)
+        self._records = False
+        self._model.eval()
+        try:
+            self._losses(batch)
+        except Exception:
+            self._model.train()  # Detectors return no losses in eval mode.
+            self._records = True  # A model may take gradients within its forward.
+        self.whole = self.losses(batch)
+        dtypes = {tensor.dtype for tensor in self._model.parameters() if tensor.is_floating_point()}
+        self.tolerance = max((_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes), default=_HALF_TOLERANCE)
+
+    def losses(self, batch: Any) -> dict[str, float]:
+        """The terms of the loss of `batch`, which is left as it is."""
+        with users_code(f"the loss of {batch_size(batch)} samples"):
+            return self._losses(batch)
+
+    def compare(self, parts: list[Any]) -> Comparison:
+        """The losses of parts beside that of the whole."""
+        return Comparison(self.objective, self.whole, parts, [self.losses(part) for part in parts])
+
+    def _losses(self, batch: Any) -> dict[str, float]:
+        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
+        with torch.set_grad_enabled(self._records):
+            terms = self.objective.terms(self._model, move_batch(cast_batch(batch, None), device))
+        return {name: float(term.detach()) for name, term in terms.items()}
+
+
+def _compare(runs: _SmallRuns, batch: Any, parts: list[Any], others: list[Any], coupled: bool) -> list[str]:
+    seen = runs.compare(parts)
+    seen.refuse_nan()
+    wrong = seen.mismatched(runs.tolerance)
+    if not wrong:
+        return []
+    if any(not math.isfinite(seen.whole[name]) for name in wrong):
+        return ["the weighting could not be checked: the loss of a small batch is infinite"]
+    again = runs.losses(parts[0])
+    if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in seen.losses[0].items()):
+        return ["the weighting could not be checked: the loss differs from run to run"]
+    candidates = [_SUM, *count_candidates(batch, [*parts, *others], runs.likely_weight)]
+    fitting = {name: _fitting(seen, name, candidates, 0, runs.tolerance) for name in wrong}
+    if any(len({candidate.shares(_PARTS) for candidate in fits}) > 1 for fits in fitting.values()):
+        other = runs.compare(others)
+        fitting = {name: _fitting(other, name, fits, _PARTS, runs.tolerance) for name, fits in fitting.items()}
+    known = {name: fits[0].code for name, fits in fitting.items() if fits}
+    if len(known) == len(wrong):
+        mismatches = [seen.describe(name) for name in wrong]
+        samples = next((one.code for one in candidates[1:]), "len(batch)")
+        return [Advice(f"{mismatches[0]}: {advise(runs.objective, known, seen.whole, samples)}"), *mismatches[1:]]
+    cause = None if coupled else "no usual weight fits: see what autoaccum verify finds"
+    told = {name: f"it likely divides by {known[name]}" if name in known else cause for name in wrong}
+    return [f"{seen.describe(name)}: {sentence}" for name, sentence in told.items() if sentence is not None]
+
+
+def _fitting(seen: Comparison, name: str, candidates: list[Candidate], start: int, tolerance: float) -> list[Candidate]:
+    """The candidates under which the parts give the whole; their counts of these parts begin at `start`."""
+    return [
+        candidate
+        for candidate in candidates
+        if seen.agrees(name, seen.combined(name, candidate.counts[start : start + _PARTS] or None), tolerance)
+    ]
+
+
+def advise(
+    objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str, *, sure: bool = False
+) -> str:
+    """What to write instead, as a sentence.
+
+    Args:
+        objective: The loss as it is given.
+        found: The counting of every mismatched term, as code, or `sum`.
+        terms: All terms of the loss.
+        samples: The code that counts samples.
+        sure: It was tried, and is right.
+    """
+    complete, codes = len(found) == len(terms), set(found.values())
+    if codes == {"sum"} and complete:
+        return 'the loss is a sum, write reduction = "sum"' + (", without weight" if objective.weight_function else "")
+    if "sum" in codes or (objective.reduction == "sum" and not complete):
+        return "some of its terms are sums and others are not, make all of them means"
+    away = "" if objective.reduction == "mean" else ' without reduction = "sum"'
+    if complete and len(codes) == 1:
+        code = next(iter(codes))
+        if code == samples and away:
+            return 'the loss is a mean over samples, leave reduction = "sum" away'
+    elif objective.weight_function is None:
+        code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in terms) + "}"
+    else:
+        return "; ".join(f"{name_term(name)} likely divides by {code}" for name, code in found.items())
+    return f"the {'' if sure else 'likely '}right weight{away} is: def weight(batch): return {code}"
+
+
+class Comparison:
+    """The losses of a whole batch and of its parts."""
+
+    def __init__(
+        self, objective: Objective, whole: dict[str, float], parts: list[Any], losses: list[dict[str, float]]
+    ) -> None:
+        self.objective, self.whole, self.parts, self.losses = objective, whole, parts, losses
+        with users_code("weight(batch)"):
+            self.weights = [match_weights(objective.weight(part), whole.keys()) for part in parts]
+
+    @property
+    def samples(self) -> int:
+        """The number of samples in all parts together."""
+        return sum(batch_size(part) for part in self.parts)
+
+    def combined(self, name: str, weights: Sequence[float] | None) -> float:
+        """The whole's loss as the parts give it: a weighted mean, or their sum without weights."""
+        losses = [part[name] for part in self.losses]
+        if weights is None:
+            return sum(losses)
+        counted = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight > 0]
+        total = sum(weight for _, weight in counted)
+        return sum(loss * (weight / total) for loss, weight in counted) if counted else math.nan
+
+    def declared(self, name: str) -> float:
+        """The whole's loss as the parts give it under the workload's own weighting."""
+        if self.objective.reduction == "sum":
+            return self.combined(name, None)
+        return self.combined(name, [part[name] for part in self.weights])
+
+    def agrees(self, name: str, combined: float, tolerance: float) -> bool:
+        """Whether `combined` is the loss of the whole batch, up to rounding."""
+        scale = max(
+            abs(self.whole[name]), *(abs(part[name]) for part in self.losses if math.isfinite(part[name])), 1e-30
+        )
+        return abs(combined - self.whole[name]) <= tolerance * scale
+
+    def mismatched(self, tolerance: float) -> list[str]:
+        """The terms whose parts do not give the whole; one whose weights are all zero is no mismatch."""
+        return [
+            name
+            for name in self.whole
+            if any(part[name] > 0 for part in self.weights) and not self.agrees(name, self.declared(name), tolerance)
+        ]
+
+    def refuse_nan(self) -> None:
+        """Raise when a loss that counts is NaN."""
+        for name, loss in self.whole.items():
+            if math.isnan(loss) and any(part[name] > 0 for part in self.weights):
+                raise WorkloadError(
+                    f"{name_term(name)} of a batch of {self.samples} samples is nan",
+                    hint="look for a mean over nothing, the logarithm of zero, or inputs that are not finite",
+                )
+
+    def describe(self, name: str) -> str:
+        """The mismatch of a term, as the beginning of a sentence."""
+        sizes = " and ".join(str(batch_size(part)) for part in self.parts)
+        how = "added up" if self.objective.reduction == "sum" else f"weighted by {self.objective.source}"
+        return (
+            f"the weighting is not that of the loss ({name_term(name)} of {self.samples} samples is "
+            f"{self.whole[name]:.6g}, its parts of {sizes} {how} give {self.declared(name):.6g})"
+        )
+
+
+def name_term(name: str) -> str:
+    """What sentences call a term of the loss."""
+    return "the loss" if name == "loss" else f"the loss's term {name!r}"

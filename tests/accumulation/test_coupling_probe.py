@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import copy
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import coupled_models as small
+import numpy as np
+import pytest
+import small_verified as verified
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.coupling import ITSELF, Coupling
+from autoaccum.accumulation.coupling_probe import check_live, check_workload, find_coupling
+from autoaccum.workload.objective import resolve_objective
+from autoaccum.workload.pytree import map_tensors
+from autoaccum.workload.spec import Workload
+
+Case = tuple[Callable[[], nn.Module], Callable[[nn.Module, Any], Any], Callable[[int], Any]]
+
+WELL: dict[str, Case] = {
+    "MLP": (small.mlp, small.mean_square, small.rows),
+    "GroupNorm": (verified.grouped, verified.class_loss, verified.images),
+    "LayerNorm": (lambda: small.normed_mlp(nn.LayerNorm(8)), small.mean_square, small.rows),
+    "dropout": (lambda: small.normed_mlp(nn.Dropout(0.5)), small.mean_square, small.rows),
+    "GPT with dropout": (verified.Gpt, verified.token_loss, verified.texts),
+    "GPT, recomputed": (small.Recomputed, verified.token_loss, verified.texts),
+    "its own loss": (verified.HuggingFace, verified.huggingface_loss, verified.texts),
+    "GRU": (verified.Recurrent, verified.class_loss, verified.sequences),
+    "state kept": (small.Stateful, small.mean_square, small.sequences),
+    "sorted and packed": (small.Packed, small.packed_loss, small.text),
+    "time times batch": (small.TimeFirst, small.mean_square, small.sequences),
+    "experts": (small.Experts, small.mean_square, small.sequences),
+    "spectral norm": (small.spectral_mlp, small.mean_square, small.rows),
+    "one layer twice": (small.shared_mlp, small.mean_square, small.rows),
+    "regulariser": (small.mlp, small.regularised_loss, small.rows),
+    "samples weighed": (small.mlp, small.weighed_loss, small.advantages),
+    "padding trimmed": (small.Trimmed, small.lengthy_loss, small.lengthy),
+    "dropout of two views": (lambda: small.normed_mlp(nn.Dropout(0.3)), small.two_views_loss, small.rows),
+    "LSTM of packed tokens, dropped": (lambda: small.Packed(drop=0.3), small.packed_loss, small.text),
+}
+
+COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
+    "BatchNorm2d": ((verified.Residual, verified.class_loss, verified.images), ("norm1", "norm2"), False),
+    "BatchNorm after dropout": (
+        (
+            lambda: nn.Sequential(nn.Linear(small.WIDTH, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+            small.mean_square,
+            small.rows,
+        ),
+        ("2",),
+        False,
+    ),
+    "one of its own": ((lambda: small.normed_mlp(small.Normaliser()), small.mean_square, small.rows), ("1",), False),
+    "in the model's forward": ((small.Centring, small.mean_square, small.rows), (ITSELF,), False),
+    "in a part's forward": (
+        (lambda: nn.Sequential(nn.Identity(), small.Centring()), small.mean_square, small.rows),
+        ("1",),
+        False,
+    ),
+    "experts with a capacity": ((lambda: small.Experts(2), small.mean_square, small.sequences), (ITSELF,), False),
+    "similarities": ((small.Towers, small.clip_loss, small.pairs), (ITSELF,), None),
+    "in-batch negatives": (
+        (lambda: small.Towers(similarities=False), small.negatives_loss, small.pairs),
+        (),
+        True,
+    ),
+    "triplets": ((lambda: small.Towers(similarities=False), small.triplet_loss, small.pairs), (), True),
+    "root of the mean": ((small.mlp, small.root_loss, small.rows), (), True),
+    "hardest samples": ((small.mlp, small.hardest_loss, small.classes), (), True),
+    "dice": ((small.mlp, small.dice_loss, small.rows), (), True),
+    "normalised advantages": ((small.mlp, small.advantage_loss, small.advantages), (), True),
+    "broadcast targets": ((small.mlp, small.spread_loss, small.rows), (), True),
+    "within the model's own loss": ((small.InnerLoss, small.its_own, small.pairs), (), True),
+}
+
+
+def look(case: Case, sizes: tuple[int, ...] = (2, 2), dtype: torch.dtype = torch.float64) -> Coupling:
+    make, loss, make_batch = case
+    torch.manual_seed(0)
+    model, batch = make().to(dtype), make_batch(sum(sizes))
+    batch = map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return find_coupling(model, resolve_objective(loss), batch, sizes)
+
+
+@pytest.mark.parametrize("name", WELL)
+def test_nothing_is_claimed_where_all_is_well(name: str) -> None:
+    found = look(WELL[name])
+    assert (found.modules, found.loss) == ((), False), found
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_couples_is_named(name: str) -> None:
+    case, modules, loss = COUPLED[name]
+    found = look(case)
+    assert (found.modules, found.loss) == (modules, loss), found
+
+
+@pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (2, 2, 4)])
+@pytest.mark.parametrize("name", ["time times batch", "sorted and packed", "experts", "GPT with dropout"])
+def test_the_parts_may_have_any_sizes(name: str, sizes: tuple[int, ...]) -> None:
+    found = look(WELL[name], sizes)
+    assert (found.modules, found.loss) == ((), False), found
+
+
+@pytest.mark.parametrize("name", ["in-batch negatives", "BatchNorm after dropout"])
+def test_what_couples_is_named_from_unequal_parts(name: str) -> None:
+    case, modules, loss = COUPLED[name]
+    found = look(case, (2, 3))
+    assert (found.modules, found.loss) == (modules, loss), found
+
+
+@pytest.mark.parametrize("name", [*list(WELL)[::4], *list(COUPLED)[::3]])
+def test_single_precision_tells_the_same(name: str) -> None:
+    case, modules, loss = COUPLED.get(name) or (WELL[name], (), False)
+    found = look(case, dtype=torch.float32)
+    assert (found.modules, found.loss) == (modules, loss), found
+
+
+def test_leaves_model_batch_and_generators_as_they_are() -> None:
+    model = small.normed_mlp(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)))
+    state, batch = copy.deepcopy(model.state_dict()), small.rows(4)
+    kept = tuple(tensor.clone() for tensor in batch)
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    assert find_coupling(model, resolve_objective(small.mean_square), batch, (2, 2)).modules == ("1.0",)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(one, other) for one, other in zip(batch, kept, strict=True))
+    assert random.getstate() == states[0]
+    assert all(np.array_equal(now, then) for now, then in zip(np.random.get_state(), states[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), states[2])
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_a_model_raises_is_the_reason() -> None:
+    def raising(model: nn.Module, batch: Any) -> Tensor:
+        raise ValueError("no such thing\nat all")
+
+    found = look((small.mlp, raising, small.rows))
+    assert found == Coupling(reason="ValueError: no such thing")
+    assert not found.found
+
+
+def test_what_chance_mixes_is_not_told() -> None:
+    found = look((small.mlp, small.mixup_loss, small.rows))
+    assert (found.modules, found.loss) == ((), None)
+    assert found.reason is not None
+    assert "draws indices whose range grows with the batch" in found.reason
+
+
+def test_what_python_draws_for_each_sample_is_not_judged() -> None:
+    def jittered(model: nn.Module, batch: Any) -> Tensor:
+        factors = torch.tensor([random.random() for _ in batch[0]], dtype=batch[0].dtype)
+        return small.mean_square(model, (batch[0] * factors[:, None], batch[1]))
+
+    found = look((small.mlp, jittered, small.rows))
+    assert found.reason == "it draws from Python's or NumPy's generator once for each sample"
+
+
+def test_a_summed_loss_with_weight_decay_is_told_as_what_it_is() -> None:
+    def summed(model: nn.Module, batch: Any) -> Tensor:
+        decay = sum(parameter.square().sum() for parameter in model.parameters())
+        return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum") + decay
+
+    (said,) = look((small.mlp, summed, small.rows)).warnings()
+    assert "or adds to a sum over them what does not grow with them, as weight decay" in said
+    assert said.endswith("make it a mean over samples")
+    assert look((small.mlp, small.regularised_loss, small.rows)).loss is False  # As of a mean.
+
+
+def test_a_loss_that_is_never_the_same_tells_nothing() -> None:
+    count = iter(range(1000))
+
+    def counting(model: nn.Module, batch: Any) -> Tensor:
+        return small.mean_square(model, batch) * (1 + next(count))
+
+    assert look((small.mlp, counting, small.rows)).reason == "the loss differs from run to run"
+
+
+class Locked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(small.WIDTH, 3)
+        self.lock = threading.Lock()
+
+
+class NeverWidened(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(small.WIDTH, 3)
+
+    def double(self) -> Any:
+        raise ValueError("no double")
+
+
+class Leaving(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(small.WIDTH, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        raise SystemExit("no such batch")
+
+
+FAILING: dict[str, tuple[Callable[[], nn.Module], nn.Module, str]] = {
+    "a model class holds a lock": (Locked, nn.MSELoss(), "TypeError: cannot pickle '_thread.lock' object"),
+    "the user's code leaves": (Leaving, nn.MSELoss(), "SystemExit: no such batch"),
+}
+
+
+def check(model: Callable[[], nn.Module], criterion: nn.Module) -> Coupling:
+    return check_workload(Workload(model=model, batch=small.rows, criterion=criterion), small.mlp())
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_what_fails_within_is_the_reason(name: str) -> None:
+    model, criterion, reason = FAILING[name]
+    found = check(model, criterion)
+    assert not found.found
+    assert found.reason is not None
+    assert found.reason.startswith(reason)
+    live = check_live(model(), resolve_objective(criterion=criterion), small.rows(4), "micro")
+    assert live.reason == found.reason or live.reason == "the model cannot be copied"
+
+
+class NormalisedLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, affine=False)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return torch.as_tensor((self.norm(outputs) - targets).square().mean())
+
+
+def test_a_criterion_s_batchnorm_mixes_rows_unless_it_is_frozen() -> None:
+    for mode in ("micro", "frozen"):
+        criterion = NormalisedLoss()
+        found = check_live(small.mlp(), resolve_objective(criterion=criterion), small.rows(4), mode)
+        assert found.found is (mode == "micro")
+        assert criterion.norm.training
+
+
+def test_a_model_that_cannot_be_widened_runs_as_it_is() -> None:
+    assert check(NeverWidened, nn.MSELoss()) == Coupling(loss=False)
+
+
+def test_a_model_of_much_work_is_told_by_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoaccum.accumulation.coupling_probe._MOST_WORK", 10**6)
+    assert check(small.mlp, nn.MSELoss()).reason == "the model is too large for an experiment beside it"

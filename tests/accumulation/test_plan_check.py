@@ -1,0 +1,232 @@
+"""A plan handed to the Accumulator: taken where it is for what is here, else refused with all that differs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.plan_check import differences, facts_here, planned_facts, storage_bytes
+from autoaccum.devices.base import Trial
+from autoaccum.devices.inspection import inspect_workload
+from autoaccum.errors import UsageError
+from autoaccum.planning.plan import Plan
+from autoaccum.units import GIB
+from autoaccum.workload.objective import resolve_objective
+from autoaccum.workload.spec import Workload
+
+CARD = {"name": "cuda:0", "kind": "cuda", "card": "NVIDIA A100-SXM4-40GB", "total_bytes": 40 * GIB}
+HERE = {"model": "GPT", "parameters": 10, "parameter_bytes": 40, "optimizer": "AdamW", "precision": "bf16"} | {
+    "loss": "a loss divided by samples",
+    "kind": "cuda",
+    "card": "NVIDIA A100-SXM4-40GB",
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What of a plan is read."""
+
+    micro_batch: int = 3
+    workload: dict[str, Any] = field(default_factory=dict)
+    device: dict[str, Any] = field(default_factory=dict)
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, width)
+        self.last = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.last(torch.tanh(self.first(x))))
+
+
+class Other(Net):
+    pass
+
+
+def batch_of(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 5), torch.randint(0, 3, (size,))
+
+
+def plan_of(world_size: int = 1, **changes: Any) -> Plan:
+    """As the planner makes one on the CPU, from a real inspection."""
+    work = Workload(**{"model": Net, "batch": batch_of, "criterion": nn.CrossEntropyLoss(), **changes})
+    seen = inspect_workload(work, 8)
+    names = ("model", "parameters", "parameter_bytes", "optimizer", "precision", "reduction", "weight")
+    parts = (3, 3, 2)
+    return Plan(
+        kind="measured",
+        target_batch=8 * world_size,
+        micro_batch=3,
+        iter_size=3,
+        micro_batches=parts,
+        world_size=world_size,
+        ranks=None if world_size == 1 else (parts,) * world_size,
+        largest_fit=3,
+        capped=False,
+        limit_bytes=GIB,
+        peak_bytes=None,
+        device={"name": "cpu", "kind": "cpu", "total_bytes": 8 * GIB},
+        environment={},
+        workload={name: getattr(seen, name) for name in names},
+        trials=(Trial(parts=(3, 2), outcome="ok"),),
+    )
+
+
+def accumulator(plan: Any, model: nn.Module | None = None, **changes: Any) -> Accumulator:
+    model = model or Net()
+    arguments: dict[str, Any] = {
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "loss": nn.CrossEntropyLoss(),
+        "plan": plan,
+        **changes,
+    }
+    return Accumulator(model, **arguments)
+
+
+def test_a_plan_for_what_is_here_trains() -> None:
+    result = accumulator(plan_of()).step(batch_of(8))
+    assert result.micro_batches == (3, 3, 2)
+    assert result.updated
+
+
+def test_the_precision_is_the_plan_s() -> None:
+    model = Net()
+    dtypes = []
+    model.last.register_forward_hook(lambda *given: dtypes.append(given[-1].dtype))
+    accumulator(plan_of(precision="bf16"), model).step(batch_of(8))
+    assert set(dtypes) == {torch.bfloat16}
+    accumulator(plan_of(precision="fp16"), model).step(batch_of(8))
+    assert set(dtypes) == {torch.bfloat16, torch.float16}
+    with pytest.raises(UsageError, match=r"the plan is for bf16; here is fp32: plan again .* micro_batch=3"):
+        accumulator(plan_of(precision="bf16"), precision="fp32")
+    accumulator(plan_of(precision="bf16"), precision="bf16")
+
+
+def test_a_predicted_plan_is_for_the_card_it_names() -> None:
+    predicted = {**CARD, "name": "a100-40gb (simulated)", "kind": "simulated"}
+    assert not differences(planned_facts(Planned(device=predicted)), HERE)
+    other = {"kind": "cuda", "card": "NVIDIA A100-SXM4-80GB", "total_bytes": 80 * GIB}
+    assert differences(planned_facts(Planned(device=predicted)), other) == [
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"),
+    ]
+    assert differences(planned_facts(Planned(device=predicted)), {"kind": "cpu"}) == [("a CUDA card", "the CPU")]
+
+
+def test_a_plan_for_a_plain_size_is_for_any_card() -> None:
+    predicted = {"name": "24GiB (simulated)", "kind": "simulated", "card": None, "total_bytes": 24 * GIB}
+    assert not differences(planned_facts(Planned(device=predicted)), HERE)
+
+
+@pytest.mark.parametrize("wrap", [lambda net: torch.compile(net, backend="eager"), nn.DataParallel])
+def test_a_plan_of_a_wrapped_model_is_one_of_the_model(wrap: Any) -> None:
+    plan = plan_of()
+    recorded = {**plan.workload, "model": type(wrap(Net())).__name__}
+    accumulator(replace(plan, workload=recorded))
+    with pytest.raises(UsageError, match=r"the plan is for 75 parameters; here is 10[0-9] parameters"):
+        accumulator(replace(plan, workload=recorded), Net(width=11))
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return torch.as_tensor(model(batch[0])).square().sum()
+
+
+def test_the_reduction_is_the_plan_s_where_nothing_else_tells() -> None:
+    plan = plan_of(criterion=None, loss=squares, reduction="sum")
+    model = Net()
+    batch = batch_of(8)
+    loss = float(squares(model, batch).detach())
+    assert accumulator(plan, model, loss=squares).step(batch).loss == pytest.approx(loss, rel=1e-5)
+    with pytest.raises(UsageError, match="the plan is for a summed loss; here is a loss divided by samples"):
+        accumulator(plan, model, loss=squares, reduction="mean")
+    with pytest.raises(UsageError, match=r"for a summed loss; here is a loss divided by targets != -100"):
+        accumulator(plan, model)
+    with pytest.raises(UsageError, match=r"here is a loss divided by the workload's weight\(\)"):
+        accumulator(plan, model, loss=squares, weight=len)
+
+
+def test_a_criterion_s_function_is_its_module() -> None:
+    accumulator(plan_of(), loss=nn.functional.cross_entropy)
+    with pytest.raises(UsageError, match=r"divided by targets != -100; here is a loss divided by targets != 0"):
+        accumulator(plan_of(), loss=nn.CrossEntropyLoss(ignore_index=0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": Net().double()}, r"the plan is for parameters of 300 bytes; here is parameters of 600 bytes"),
+        (
+            {"model": Other(9), "optimizer": "SGD", "precision": "bf16"},
+            r"for the model Net, 75 parameters, AdamW, fp32; here is the model Other, 84 parameters, SGD, bf16: plan",
+        ),
+    ],
+)
+def test_says_all_that_differs(changes: dict[str, Any], text: str) -> None:
+    model = changes.get("model") or Net()
+    optimizer = getattr(torch.optim, changes.get("optimizer", "AdamW"))(model.parameters())
+    with pytest.raises(UsageError, match=text) as seen:
+        accumulator(plan_of(), **{"model": model, **changes, "optimizer": optimizer})
+    assert str(seen.value).endswith("take its number all the same: micro_batch=3")
+
+
+@pytest.mark.parametrize(
+    ("here", "expected"),
+    [
+        ({}, []),
+        ({"card": "Tesla T4"}, [("NVIDIA A100-SXM4-40GB", "Tesla T4")]),
+        ({"kind": "cpu", "card": None}, [("a CUDA card", "the CPU")]),
+        ({"parameters": 11, "parameter_bytes": 44}, [("10 parameters", "11 parameters")]),
+        ({"parameter_bytes": None}, []),
+    ],
+)
+def test_cards_and_sizes(here: dict[str, Any], expected: list[tuple[str, str]]) -> None:
+    assert differences(HERE, HERE | here) == expected
+
+
+def test_what_a_plan_does_not_record_is_not_compared() -> None:
+    assert accumulator(Planned()).step(batch_of(8)).micro_batches == (3, 3, 2)
+
+
+@pytest.mark.gpu
+def test_a_plan_of_this_card() -> None:
+    model = Net().cuda()
+    objective = resolve_objective(nn.CrossEntropyLoss())
+    facts = facts_here(model, torch.optim.AdamW(model.parameters()), objective, "fp32")
+    assert (facts["kind"], facts["card"]) == ("cuda", torch.cuda.get_device_name())
+    device = {"kind": "cuda", "card": facts["card"]}
+    plan = replace(plan_of(), device=device)
+    assert accumulator(plan, model).step(batch_of(8)).updated
+    with pytest.raises(UsageError, match="the plan is for a CUDA card; here is the CPU"):
+        accumulator(plan)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"plan": None}, "neither micro_batch nor plan is given: give one of them"),
+        ({"plan": Planned(), "micro_batch": 4}, "micro_batch and a plan are given: give one of them"),
+        ({"plan": "plan.json"}, r"plan is a str: give a Plan, such as Plan\.load"),
+        ({"plan": {"micro_batch": 3}}, "plan is a dict"),
+        ({"plan": Planned(micro_batch=0)}, "micro_batch is 0"),
+        ({"plan": Planned(workload={"precision": "fp4"})}, "the precision is 'fp4'"),
+    ],
+)
+def test_refuses(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        accumulator(**arguments)
+
+
+def test_bytes_of_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert storage_bytes(model.parameters()) == 4 * 40
+    model[1].weight = model[0].weight
+    assert storage_bytes(model.parameters()) == 4 * 24
+    flat = torch.zeros(100)
+    parts = [nn.Parameter(flat[:40]), nn.Parameter(flat[40:60])]
+    assert storage_bytes(parts) == 4 * 60

@@ -1,0 +1,237 @@
+"""Modules beside the model: found by what the user's code names, placed, counted as frozen, put back."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import functools
+import importlib.util
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum import Accumulator, Plan, Workload, fit, plan, verify
+from autoaccum.accumulation.reachable_objects import find_beside, find_named, find_reachable, is_users
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.loading import load_workload
+from autoaccum.workload.objective import resolve_objective
+
+
+class Own(nn.Module):
+    """Of this file."""
+
+
+TEACHERS: dict[str, Any] = {"large": Own(), "small": [nn.Linear(1, 1)]}
+LAZY = collections.ChainMap({"inside": nn.Linear(1, 1)})
+
+
+@torch.no_grad()
+def taught(batch: Any) -> Any:
+    return TEACHERS["large"](batch)
+
+
+def reaching_loss(model: nn.Module, batch: Any) -> Any:
+    return LAZY[model(batch) - taught(batch)]
+
+
+def test_whose_a_class_is() -> None:
+    assert is_users(Own)
+    assert not any(map(is_users, (nn.Linear, np.ndarray, Fraction, collections.ChainMap, Accumulator, dict)))
+
+
+def test_modules_are_found_behind_decorators_and_in_plain_containers() -> None:
+    modules, _ = find_reachable([functools.partial(reaching_loss)])
+    assert modules == {"large": TEACHERS["large"], "small": TEACHERS["small"][0]}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_nothing_is_asked_of_a_librarys_mapping() -> None:
+    from transformers.activations import ACT2FN
+
+    def named(model: nn.Module, batch: Any) -> Any:
+        return ACT2FN["gelu"](model(batch))
+
+    before = list(dict.items(ACT2FN))
+    assert find_reachable([named, None]) == ({}, [])
+    assert list(dict.items(ACT2FN)) == before
+
+
+def test_modules_and_generators_of_functions_are_found() -> None:
+    inner, bound, kept = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    generator, numpy_generator = torch.Generator(), np.random.default_rng()
+
+    class Loss:
+        def __init__(self) -> None:
+            self.teacher, self.generator = bound, generator
+
+        def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+            return model(batch)  # type: ignore[no-any-return]
+
+        def method(self, model: nn.Module, batch: Any) -> Tensor:
+            return model(batch)  # type: ignore[no-any-return]
+
+    def closing(model: nn.Module, batch: Any, noise: Any = numpy_generator) -> Tensor:
+        return TEACHERS["large"](inner(batch))  # type: ignore[no-any-return]
+
+    modules, generators = find_reachable([closing, Loss(), Loss().method, functools.partial(closing, model=kept), None])
+    assert {id(module) for module in modules.values()} == {
+        id(one) for one in (TEACHERS["large"], TEACHERS["small"][0], inner, bound, kept)
+    }
+    assert {"large", "inner", "teacher"} <= set(modules)
+    assert {id(one) for one in generators} == {id(generator), id(numpy_generator)}
+
+
+TEACHER = nn.Linear(4, 2)
+HEAD = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def net(width=1024):
+    return nn.Sequential(nn.Embedding(512, 128), nn.Linear(128, width), nn.Tanh(), nn.Linear(width, 512))
+
+model = net
+dataset = [(torch.arange(8), torch.arange(8) + 8)] * 8
+
+def batch(size):
+    return torch.randint(0, 512, (size, 8)), torch.randint(0, 512, (size, 8))
+
+def score(net, ids):
+    return net(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None]).sum((1, 2))
+"""
+PREFERENCES = """
+reference = net().eval()
+
+def loss(model, batch):
+    with torch.no_grad():
+        base = score(reference, batch[0]) - score(reference, batch[1])
+    return -F.logsigmoid(0.1 * (score(model, batch[0]) - score(model, batch[1]) - base)).mean()
+"""
+DISTILLATION = """
+teachers = {"large": net(4096).requires_grad_(False)}
+
+def loss(model, batch):
+    with torch.no_grad():
+        wanted = teachers["large"](batch[0]).softmax(-1)
+    return F.cross_entropy(model(batch[0]).flatten(0, 1), wanted.flatten(0, 1))
+"""
+LISTED = """
+modules = {"reference": net()}
+
+def loss(model, batch):
+    with torch.no_grad():
+        base = score(globals()["mod" + "ules"]["reference"], batch[0])
+    return (score(model, batch[0]) - base).square().mean()
+"""
+PARAMETERS = 4 * (512 * 128 + 128 * 1024 + 1024 + 1024 * 512 + 512)
+TEACHER_BYTES = 4 * (512 * 128 + 128 * 4096 + 4096 + 4096 * 512 + 512)
+
+
+class Losses:
+    """Whose method is a loss, and which keeps what that needs."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        self.teacher = teacher
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        wanted: Tensor = self.teacher(batch[0])
+        distance: Tensor = (model(batch[0]) - wanted.detach()).square().mean()
+        return distance
+
+
+def named_globally(model: nn.Module, batch: Any) -> Tensor:
+    return Losses(TEACHER).loss(model, batch)
+
+
+def by_default(model: nn.Module, batch: Any, teacher: nn.Module = TEACHER) -> Tensor:
+    return Losses(teacher).loss(model, batch)
+
+
+def enclosing(teacher: nn.Module) -> Callable[[nn.Module, Any], Tensor]:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return Losses(teacher).loss(model, batch)
+
+    return loss
+
+
+def unbound(teacher: nn.Module, model: nn.Module, batch: Any) -> Tensor:
+    return Losses(teacher).loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [named_globally, by_default, enclosing(TEACHER), functools.partial(unbound, TEACHER), Losses(TEACHER).loss],
+    ids=["global", "default", "closure", "partial", "bound"],
+)
+def test_the_teacher_is_found(loss: Any) -> None:
+    model = nn.Linear(4, 2)
+    assert list(find_named(resolve_objective(loss), model).values()) == [TEACHER]
+    assert find_named(resolve_objective(loss), TEACHER) == {}, "a part of the model is none beside it"
+
+
+def test_listed_modules_are_read() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def make(modules: Any) -> Workload:
+        return Workload(model=one, batch=torch.ones, loss=nn.MSELoss(), modules=modules)
+
+    assert find_beside(make(other)) == {"modules[0]": other}
+    assert find_beside(make([other, one])) == {"modules[0]": other, "modules[1]": one}
+    assert find_beside(make({"teacher": other})) == {"teacher": other}
+    for wrong in (3, "teacher", [other, 3], {"a": nn.Linear}):
+        with pytest.raises(WorkloadError, match="modules has .*: give the modules beside the model"):
+            make(wrong)
+
+
+@pytest.fixture
+def predicted(tmp_path: Path) -> Callable[[str], Plan]:
+    def predict(loss: str) -> Plan:
+        path = tmp_path / "model.py"
+        path.write_text(HEAD + loss)
+        return plan(path, target_batch=128, max_micro_batch=64, gpu="8GiB", explain=True)
+
+    return predict
+
+
+@pytest.mark.parametrize(
+    ("loss", "name", "held"),
+    [
+        (PREFERENCES, "reference", PARAMETERS),
+        (DISTILLATION, "large", TEACHER_BYTES),
+        (LISTED, "reference", PARAMETERS),
+    ],
+    ids=["preferences", "distillation", "listed"],
+)
+def test_a_predicted_plan_counts_a_frozen_model(
+    predicted: Callable[[str], Plan], loss: str, name: str, held: int
+) -> None:
+    found = predicted(loss)
+    assert found.workload["modules"] == {name: held}
+    assert any(note.startswith(f"beside the model, and on its device as well: {name} (") for note in found.notes)
+    assert found.explanation is not None
+    bytes_of = found.explanation.categories
+    assert PARAMETERS + held <= bytes_of["parameters"] < PARAMETERS + held + 8192
+    assert 2 * PARAMETERS <= bytes_of["optimizer_state"] < 2 * PARAMETERS + 8192
+    assert bytes_of["gradients"] < PARAMETERS + 8192
+
+
+@pytest.mark.parametrize("loss", [PREFERENCES, DISTILLATION, LISTED], ids=["preferences", "distillation", "listed"])
+def test_on_the_cpu_it_is_verified_trained_with_and_left_alone(loss: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(HEAD.replace("width=1024", "width=64") + loss.replace("4096", "128"))
+    workload = load_workload(str(path))
+    [teacher] = find_beside(workload).values()
+    mode, before = teacher.training, copy.deepcopy(teacher.state_dict())
+    found = verify(workload, target_batch=6)
+    assert found.equivalent, found.to_json()
+    assert found.precision == "fp64"
+    result = fit(workload, target_batch=4, micro_batch=2, steps=1, device="cpu", progress=False)
+    assert result.updates == 1
+    assert teacher.training == mode
+    torch.testing.assert_close(teacher.state_dict(), before, rtol=0, atol=0)  # Its dtype, too.

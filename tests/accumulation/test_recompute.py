@@ -1,0 +1,230 @@
+"""Checkpointed blocks: which they are, the same gradient, less memory, and everything as it was at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from autoaccum.accumulation.recompute import checkpoint_blocks, describe_blocks, find_blocks, updated_twice
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 6, *, norm: nn.Module | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.dropout = norm or nn.LayerNorm(width), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        wide = torch.tanh(self.up(self.norm(x)))
+        return x + cast("Tensor", scale * self.dropout(self.down(wide)))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module], call: Callable[[nn.Module, Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.call = call or (lambda block, x: block(x, scale=0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.call(block, x)
+        return x
+
+
+class Tied(nn.Module):
+    """One block under two names, and a weight that two blocks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer0 = self.layer1 = Block()
+        self.layer2 = Block()
+        self.layer2.up.weight = self.layer0.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.layer2(self.layer1(self.layer0(x))))
+
+
+class Dense(nn.Module):
+    """Each layer is given a list of all that the layers before it returned, and notes something on a list, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(DenseLayer(6 * (1 + number)) for number in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        known, noted = [x], list[Tensor]()
+        for layer in self.layers:
+            known.append(layer(known, {"noted": noted}))
+        return torch.cat([*known, *noted], 1)
+
+
+class DenseLayer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, 6)
+
+    def forward(self, known: list[Tensor], notes: dict[str, list[Tensor]]) -> Tensor:
+        made = torch.tanh(self.layer(torch.cat(known, 1)))
+        notes["noted"].append(made.square())
+        return made
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "keywords": lambda: Stack([Block() for _ in range(3)]),
+    "dropout": lambda: Stack([Block(dropout=0.5) for _ in range(3)]),
+    "lists that grow": Dense,
+    "tied weights": Tied,
+    "sequential": lambda: nn.Sequential(nn.Linear(6, 6), Block(), Block(), nn.Tanh()),
+    "transformer": lambda: nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(6, 2, 12, batch_first=True), 2, enable_nested_tensor=False
+    ),
+    "batch norm": lambda: Stack([Block(norm=nn.BatchNorm1d(6)) for _ in range(2)]),
+}
+
+
+def gradients(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(inputs).square().sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("form", MODELS)
+def test_the_gradient_is_the_same(form: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[form]().double()
+    inputs = torch.randn(5, 4, 6, dtype=torch.float64) if form == "transformer" else torch.randn(5, 6).double()
+    plain = gradients(model, inputs)
+    undo = checkpoint_blocks(model, find_blocks(model))
+    saved = gradients(model, inputs)
+    undo()
+    assert plain.keys() == saved.keys()
+    scale = max(float(gradient.abs().max()) for gradient in plain.values())
+    for name, gradient in plain.items():
+        assert float((gradient - saved[name]).abs().max()) <= 1e-10 * scale, name
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def saved_bytes(model: nn.Module, inputs: Tensor) -> int:
+    """What forward leaves for backward outside of recomputed blocks, without weights and inputs."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in [*model.parameters(), inputs]}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        alive = model(inputs)
+    del alive
+    return sum(kept.values())
+
+
+class Wide(nn.Module):
+    """Keeps `tanh(up(x))` of 4 x width; its output is what the next one keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32, bias=False), nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.down(torch.tanh(self.up(x))))
+
+
+def test_what_is_kept_is_what_a_hand_counts() -> None:
+    model, inputs = nn.Sequential(Wide(), Wide(), Wide()), torch.randn(16, 8)
+    inside, between = 3 * 16 * 32 * 4, 2 * 16 * 8 * 4
+    assert saved_bytes(model, inputs) == inside + between
+    undo = checkpoint_blocks(model, find_blocks(model))
+    assert saved_bytes(model, inputs) == between
+    undo()
+    assert saved_bytes(model, inputs) == inside + between
+
+
+def test_batch_norms_count_twice_and_are_named() -> None:
+    def count(checkpointed: bool) -> int:
+        norm = nn.BatchNorm1d(6)
+        model = Stack([Block(norm=norm), Block(norm=nn.BatchNorm1d(6))])
+        if checkpointed:
+            checkpoint_blocks(model, find_blocks(model))
+        model(torch.randn(4, 6)).sum().backward()
+        assert norm.num_batches_tracked is not None
+        return int(norm.num_batches_tracked)
+
+    assert (count(False), count(True)) == (1, 2)
+    model = Stack([Block(norm=nn.BatchNorm1d(6)), Block()])
+    assert updated_twice(model, ["blocks.0", "blocks.1"]) == ["blocks.0.norm"]
+    assert updated_twice(model.eval(), ["blocks.0", "blocks.1"]) == []
+
+
+class Stage(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks, self.shrink = nn.Sequential(*(Wide() for _ in range(count))), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.shrink(self.blocks(x)))
+
+
+class Attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down1, self.down2, self.up1, self.up2 = Wide(), Wide(), Stage(1), Stage(1)
+        self.encoder, self.decoder = Stack([Block(), Block()]), Stack([Block(), Block()])
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        (lambda: Stack([Block(), Block()]), ("blocks.0", "blocks.1")),
+        (lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), ()),
+        (lambda: nn.Sequential(Block(), nn.Linear(2, 2)), ()),
+        (lambda: nn.ModuleList([nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(2)]), ("0", "1")),
+        (
+            lambda: nn.Sequential(Stage(1), Stage(2)),
+            ("0.blocks.0", "1.blocks.0", "1.blocks.1"),
+        ),
+        (lambda: nn.Sequential(Stage(2), Stage(2)), ("0", "1")),
+        (
+            lambda: nn.Sequential(*(nn.Sequential(Wide(), Wide()) for _ in range(2))),
+            ("0.0", "0.1", "1.0", "1.1"),
+        ),
+        (
+            Attributes,
+            (
+                *("down1", "down2", "up1", "up2"),
+                *("encoder.blocks.0", "encoder.blocks.1", "decoder.blocks.0", "decoder.blocks.1"),
+            ),
+        ),
+        (lambda: nn.Linear(2, 2), ()),
+    ],
+    ids=["list", "layers", "alone", "lists of layers", "stages", "equal stages", "nested lists", "attributes", "layer"],
+)
+def test_blocks_are_what_repeats(model: Callable[[], nn.Module], names: tuple[str, ...]) -> None:
+    assert find_blocks(model()) == names
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["h.0"], "1 block h.0"),
+        (["h.0", "h.11"], "2 blocks h.*"),
+        (["m.2.h.0", "m.2.h.1"], "2 blocks m.2.h.*"),
+        (["down1", "down2", "up1", "up2"], "4 blocks down* and up*"),
+        (["1.up.0", "2.up.0", "1.up", "3.up"], "4 blocks *.up.0 and *.up"),
+        (["a.0", "b.0", "c.0", "d.0"], "4 blocks a.0, b.0 and 2 kinds more"),
+    ],
+)
+def test_blocks_are_named_by_their_numbers(names: list[str], text: str) -> None:
+    assert describe_blocks(names) == text

@@ -1,0 +1,336 @@
+"""Random draws: heard, given to the whole batch, switched off."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autoaccum.accumulation.rng_recording import DrawSite, RandomCall, RandomCalls, calm
+from autoaccum.accumulation.rng_replay import Draw, DrawMismatch, Draws, join_draws
+
+SIZES = (3, 1, 2)
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def mean_of_squares(model: nn.Module, x: Tensor) -> Tensor:
+    """The mean over samples."""
+    return torch.as_tensor(model(x).pow(2).flatten(1).sum(1).mean())
+
+
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, sum(SIZES) * 4 * 3, dtype=torch.float64).reshape(sum(SIZES), 4, 3).sin()
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def accumulated(model: nn.Module, draws: Draws | None = None, loss: Loss = mean_of_squares) -> list[Tensor]:
+    """A plain loop over the parts."""
+    for index, part in enumerate(torch.split(batch(), list(SIZES))):
+        if draws is not None:
+            draws.begin_part(index)
+        torch.autograd.backward(loss(model, part) * (len(part) / sum(SIZES)))
+    return gradients(model)
+
+
+def full(model: nn.Module, loss: Loss = mean_of_squares) -> list[Tensor]:
+    torch.autograd.backward(loss(model, batch()))
+    return gradients(model)
+
+
+def assert_equal(first: list[Tensor], second: list[Tensor], tolerance: float = 1e-10) -> None:
+    assert len(first) == len(second) > 0
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+def differs(first: list[Tensor], second: list[Tensor]) -> bool:
+    return any(not torch.allclose(one, other) for one, other in zip(first, second, strict=True))
+
+
+class Between(nn.Module):
+    """Something random between two layers."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(3, 4), between, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.last(self.between(torch.tanh(self.first(x)))))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(3, 4, num_layers=2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.rnn(x.transpose(0, 1))[0].transpose(0, 1))
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow = nn.Linear(3, 4)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.grow(x)
+        return torch.as_tensor(self.attention(x, x, x, need_weights=False)[0])
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.generator = nn.Linear(3, 4), torch.Generator().manual_seed(7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.as_tensor(self.layer(x))
+        return x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+class Checkpointed(nn.Module):
+    """Three blocks, each drawn again in backward, from the last to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * 2
+        for block in self.blocks:
+            x = checkpoint(block, x.requires_grad_(), use_reentrant=False)
+            x = F.dropout(x, 0.2)
+        return x
+
+
+def attend(x: Tensor) -> Tensor:
+    heads = x.view(*x.shape[:2], 2, 2).transpose(1, 2)
+    attended: Tensor = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.4)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def rows_of_tokens(x: Tensor) -> Tensor:
+    return F.dropout(x.flatten(0, 1), 0.5).view(x.shape)
+
+
+JOINED: dict[str, Callable[[], nn.Module]] = {
+    "dropout module": lambda: nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)),
+    "functional dropout": lambda: Between(F.dropout),
+    "native dropout": lambda: Between(lambda x: torch.native_dropout(x, 0.5, True)[0]),
+    "dropout of tokens": lambda: Between(rows_of_tokens),
+    "LSTM, time first": Recurrent,
+    "attention": Attending,
+    "scaled dot product": lambda: Between(attend),
+    "gaussian noise": lambda: Between(lambda x: x * (1 + torch.randn_like(x))),
+    "uniform in place": lambda: Between(lambda x: x + torch.empty_like(x).uniform_(0, 2) * x),
+    "gumbel softmax": lambda: Between(lambda x: F.gumbel_softmax(x, hard=True)),
+    "randomized ReLU": lambda: Between(lambda x: F.rrelu(x, training=True)),
+    "bernoulli": lambda: Between(lambda x: x * torch.bernoulli(x.detach().sigmoid())),
+    "own generator": OwnGenerator,
+    "checkpointed": Checkpointed,
+}
+
+
+def fresh(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return make().double()
+
+
+@pytest.mark.parametrize("make", JOINED.values(), ids=JOINED.keys())
+def test_the_whole_batch_under_joined_draws_has_the_accumulated_gradient(make: Callable[[], nn.Module]) -> None:
+    plain = accumulated(fresh(make))
+    after = torch.rand(1)
+    model, draws = fresh(make), Draws(SIZES)
+    with draws.recording():
+        from_parts = accumulated(model, draws)
+    assert_equal(plain, from_parts, 0.0)
+    assert torch.equal(torch.rand(1), after)
+    with draws.joined():
+        from_whole = full(model)
+    assert_equal(from_parts, from_whole)
+    assert differs(full(model), from_whole), "nothing random happened"
+
+
+@pytest.mark.parametrize("make", JOINED.values(), ids=JOINED.keys())
+def test_calm_runs_agree_without_any_draws(make: Callable[[], nn.Module]) -> None:
+    model = fresh(make)
+    with calm():
+        from_parts = accumulated(model)
+    before = torch.get_rng_state()
+    with calm():
+        from_whole = full(model)
+    assert_equal(from_parts, from_whole)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def run_both(model: nn.Module, draws: Draws, loss: Loss = mean_of_squares) -> tuple[list[Tensor], list[Tensor]]:
+    with draws.recording():
+        from_parts = accumulated(model, draws, loss)
+    with draws.joined():
+        return from_parts, full(model, loss)
+
+
+def test_the_generators_of_python_and_numpy_are_held() -> None:
+    model = fresh(lambda: Between(lambda x: x * random.random() + np.random.normal()))
+    draws = Draws(SIZES)
+    from_parts, from_whole = run_both(model, draws)
+    assert_equal(from_parts, from_whole)
+
+
+def test_one_part_alone_draws_as_it_did() -> None:
+    model, draws = fresh(JOINED["dropout module"]), Draws(SIZES)
+    with draws.recording():
+        from_parts = accumulated(model, draws)
+    sums = [torch.zeros_like(gradient) for gradient in from_parts]
+    for index, part in enumerate(torch.split(batch(), list(SIZES))):
+        with draws.of_part(index):
+            torch.autograd.backward(mean_of_squares(model, part))
+        for total, gradient in zip(sums, gradients(model), strict=True):
+            total += gradient * len(part) / sum(SIZES)
+    assert_equal(from_parts, sums)
+
+
+def test_draws_of_the_update_are_given_as_they_were() -> None:
+    model, draws, noise = fresh(JOINED["dropout module"]), Draws(SIZES), []
+    with draws.recording():
+        accumulated(model, draws)
+        draws.end_part()
+        noise.append(torch.randn(6))
+    with draws.joined():
+        full(model)
+        draws.end_part()
+        noise.append(torch.randn(6))
+    assert torch.equal(*noise)
+
+
+def mixup(x: Tensor) -> Tensor:
+    return x + x[torch.randperm(len(x))]
+
+
+def negatives(x: Tensor) -> Tensor:
+    return x + x[torch.randint(len(x), (len(x),))]
+
+
+def pairs(x: Tensor) -> Tensor:
+    return x + torch.rand(len(x), len(x), dtype=x.dtype).sum()
+
+
+def noise_for_all(x: Tensor) -> Tensor:
+    return x * torch.randn(4, dtype=x.dtype)
+
+
+def sizes_of_draws(x: Tensor) -> Tensor:
+    return x * (F.dropout(x) if len(x) > 2 else x)
+
+
+@pytest.mark.parametrize(
+    ("between", "said"),
+    [
+        (mixup, r"aten\.randperm \(test_draws.py:\d+\) draws indices of 3 rows in a part, of 6 in the whole"),
+        (negatives, r"aten\.randint \(test_draws.py:\d+\) draws indices of 3 rows in a part, of 6 in the whole"),
+        (pairs, r"aten\.rand .* draws \[6, 6\] for the whole batch and \[3, 3\], \[1, 1\], \[2, 2\] for its parts"),
+        (noise_for_all, r"aten\.randn .* draws \[4\] for the whole batch and \[4\] for its parts"),
+        (sizes_of_draws, r"aten\.bernoulli_ .* draws once more than the 0 times that were recorded"),
+    ],
+    ids=["permutation", "indices of rows", "pairs of samples", "once for all", "draws of some parts"],
+)
+def test_what_cannot_be_joined_is_said(between: Callable[[Tensor], Tensor], said: str) -> None:
+    with pytest.raises(DrawMismatch, match=said):
+        run_both(fresh(lambda: Between(between)), Draws(SIZES))
+
+
+def test_fewer_draws_than_recorded_are_a_mismatch() -> None:
+    model, draws = fresh(JOINED["dropout module"]), Draws(SIZES)
+    with draws.recording():
+        accumulated(model, draws)
+    with pytest.raises(DrawMismatch, match="1 random draws were recorded, a later run made 0 of them"), draws.joined():
+        full(model.eval())
+
+
+def heard(draw: Any) -> list[RandomCall]:
+    calls: list[RandomCall] = []
+    with RandomCalls(calls.append):
+        draw()
+    return calls
+
+
+def test_dropout_that_is_off_draws_nothing() -> None:
+    q = torch.ones(1, 1, 3, 4)
+    attend = nn.functional.scaled_dot_product_attention
+    assert heard(lambda: (attend(q, q, q), torch.native_dropout(q, 0.5, False), nn.functional.rrelu(q))) == []
+
+
+def test_the_line_is_the_users_own() -> None:
+    (call,) = heard(lambda: nn.Dropout(0.5)(torch.ones(2)))
+    assert str(call.site).startswith("aten.bernoulli_ (test_draws.py:")
+
+
+def test_an_output_is_computed_again_from_the_inputs_at_hand() -> None:
+    """A recorded output would hide that something upstream differs."""
+
+    def answer(call: RandomCall) -> None:
+        call.give([torch.tensor([True, False])])
+
+    x = torch.tensor([3.0, 5.0], requires_grad=True)
+    with RandomCalls(answer):
+        out, _ = torch.native_dropout(x, 0.5, True)
+    torch.autograd.backward(out.sum())
+    assert out.tolist() == [6.0, 0.0]
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 0.0]
+
+
+def sealed(dropout: float) -> RandomCall:
+    site = DrawSite("aten._cudnn_rnn", "model.py:31")
+    return RandomCall(site, {"dropout": dropout, "train": True}, (torch.ones(2),))
+
+
+def test_kernels_that_keep_their_draws_are_named() -> None:
+    assert not sealed(0.0).is_drawing
+    call = sealed(0.5)
+    assert call.is_drawing
+    draw = Draw(call.site, None, call.is_sealed, ())
+    with pytest.raises(DrawMismatch, match=r"aten\._cudnn_rnn \(model\.py:31\) draws within its kernel"):
+        join_draws(call, [draw, draw], (1, 1))
+
+
+def test_neutral_values() -> None:
+    with calm():
+        assert torch.equal(torch.rand(2), torch.full((2,), 0.5))
+        assert torch.equal(torch.empty(2).uniform_(2, 4), torch.full((2,), 3.0))
+        assert torch.equal(torch.randn(2), torch.zeros(2))
+        assert torch.equal(torch.normal(torch.ones(2), 3.0), torch.ones(2))
+        assert torch.equal(torch.randperm(3), torch.arange(3))
+        assert torch.equal(torch.randint(2, 9, (2,)), torch.full((2,), 2))
+        assert torch.equal(torch.empty(2).exponential_(4.0), torch.full((2,), 0.25))
+        assert torch.equal(F.dropout(torch.ones(2), 0.75), torch.full((2,), 4.0))
+        assert torch.equal(torch.native_dropout(torch.ones(2), 0.75, True)[0], torch.full((2,), 4.0))
+        assert torch.equal(torch.bernoulli(torch.tensor([0.0, 0.1])), torch.tensor([0.0, 1.0]))
+        assert torch.equal(torch.multinomial(torch.tensor([[1.0, 3.0, 2.0]]), 2), torch.tensor([[1, 2]]))
+        assert torch.equal(torch.empty(2).random_(5), torch.zeros(2))
+
+
+def test_python_and_numpy_start_alike_and_are_put_back() -> None:
+    random.seed(5)
+    np.random.seed(5)
+    expected = random.random(), np.random.rand()
+    random.seed(5)
+    np.random.seed(5)
+    seen = []
+    for _ in range(2):
+        with calm():
+            seen.append((random.random(), np.random.rand()))
+    assert seen[0] == seen[1] != expected
+    assert (random.random(), np.random.rand()) == expected

@@ -1,0 +1,154 @@
+"""What is sent to a process that simulates: forms, ties and settings arrive, values of weights do not."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum.devices.child.pickling import pack, unpack
+from autoaccum.errors import UsageError
+from autoaccum.workload.spec import Workload
+
+
+class Tied(nn.Module):
+    table: Tensor
+
+    def __init__(self, size: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Embedding(1000, size)
+        self.last = nn.Linear(size, 1000, bias=False)
+        self.last.weight = self.first.weight
+        self.image = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.register_buffer("table", torch.arange(6.0, dtype=torch.bfloat16).view(2, 3).t())
+        self.first.weight.note = "mine"  # type: ignore[attr-defined]
+        self.image.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.last(self.first(x)))
+
+
+def batch(size: int) -> Tensor:
+    return torch.arange(size)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(batch), batch)
+
+
+def workload(**changes: Any) -> Workload:
+    return Workload(**{"model": Tied(), "batch": batch, "loss": loss, "dataset": [1, 2], **changes})
+
+
+def test_forms_ties_attributes_and_small_values_arrive() -> None:
+    sent = workload()
+    assert isinstance(sent.model, Tied)
+    weights = sent.model.first.weight.detach().clone()
+    made = unpack(pack(sent))
+    assert made.dataset is None
+    model = made.build_model()
+    assert isinstance(model, Tied)
+    assert model is not made.build_model()
+    assert model.first.weight is model.last.weight
+    assert model.first.weight.note == "mine"  # type: ignore[attr-defined]
+    assert model.image.weight.is_contiguous(memory_format=torch.channels_last)
+    assert model.image.bias is not None
+    assert (model.image.bias.requires_grad, model.image.weight.requires_grad) == (False, True)
+    assert torch.equal(model.table, sent.model.table)
+    assert (model.table.dtype, model.training) == (torch.bfloat16, True)
+    assert torch.equal(made.build_batch(3), torch.arange(3))
+    assert torch.equal(sent.model.first.weight, weights)
+
+
+def test_no_weight_is_copied() -> None:
+    assert len(pack(workload(model=Tied(100_000)))) < 20_000  # 400 MB of weights.
+    assert len(pack(workload(model=Tied().to("meta")))) < 20_000
+
+
+def test_a_live_optimizer_arrives_with_its_settings_and_without_its_state() -> None:
+    model = Tied()
+    optimizer = torch.optim.AdamW(
+        [{"params": model.last.parameters(), "lr": 0.5}, {"params": model.image.parameters()}], betas=(0.5, 0.6)
+    )
+    torch.autograd.backward(loss(model, torch.arange(4)))
+    optimizer.step()
+    made = unpack(pack(workload(), model, optimizer))
+    other = made.build_model()
+    built = made.build_optimizer(other)
+    assert type(built) is torch.optim.AdamW
+    assert [(group["lr"], group["betas"]) for group in built.param_groups] == [(0.5, (0.5, 0.6)), (1e-3, (0.5, 0.6))]
+    assert isinstance(other, Tied)
+    assert built.param_groups[0]["params"] == [other.last.weight]
+    assert built.param_groups[1]["params"][0] is other.image.weight
+    assert len(built.state) == 0
+    assert len(optimizer.state) == 1
+    torch.autograd.backward(loss(other, torch.arange(4)))
+    built.step()
+    assert len(built.state) == 1
+
+
+def lines() -> Any:
+    yield from range(3)
+
+
+def cases() -> dict[str, tuple[Any, str]]:
+    model, waiting = Tied(), lines()
+    return {
+        "an iterator": (
+            {"batch": lambda size: [next(waiting) for _ in range(size)]},
+            "batch cannot be sent to the process that simulates .*generator.*: write model, batch and loss into a file",
+        ),
+        "the model": (
+            {"model": model, "loss": lambda _, batch: loss(model, batch)},
+            "loss uses the model itself, and a simulation has one of its own: use the model or the parameters",
+        ),
+        "its weights": (
+            {"model": model, "loss": lambda m, batch: loss(m, batch) + model.first.weight.norm()},
+            "loss uses the model itself",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", cases())
+def test_what_cannot_be_sent_is_named(name: str) -> None:
+    changes, text = cases()[name]
+    with pytest.raises(UsageError, match=text) as caught:
+        pack(workload(**changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_optimizer_of_more_than_the_model_is_refused() -> None:
+    model = Tied()
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(3))])
+    with pytest.raises(UsageError, match="the SGD holds parameters that are not the model's"):
+        pack(workload(), model, optimizer)
+
+
+def test_what_was_loaded_by_its_path_goes_by_value(tmp_path: Path) -> None:
+    source = (
+        "from torch import nn\nclass Net(nn.Linear):\n    pass\n"
+        "def batch(size):\n    return size\ndef loss(model, batch):\n    return Net(batch, 1)\n"
+    )
+    (tmp_path / "mine.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("no_folder.mine", tmp_path / "mine.py")
+    assert spec is not None
+    assert spec.loader is not None
+    mine = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mine)
+    sys.modules["no_folder.mine"] = mine
+    parcel = pack(workload(model=mine.Net(3, 2), batch=mine.batch, loss=mine.loss))
+    del sys.modules["no_folder.mine"]
+    assert not cloudpickle.list_registry_pickle_by_value()
+    found = unpack(parcel)
+    assert callable(found.model)
+    made = found.model()
+    assert type(made).__name__ == "Net"
+    assert made.get_parameter("weight").shape == (2, 3)
+    assert found.loss is not None
+    assert isinstance(found.loss(made, found.batch(5)), nn.Linear)

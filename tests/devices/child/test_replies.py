@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoaccum.devices.child.process import ChildDied
+from autoaccum.devices.child.replies import (
+    Failure,
+    Reading,
+    describe_failure,
+    record_death,
+    record_reply,
+    without_stretch,
+)
+from autoaccum.devices.trial_run import take_parts
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.units import GIB, MIB
+
+ABOUT = {"parts": (8, 8), "fresh": True, "limit_bytes": None}
+
+
+def reply(**reading: Any) -> dict[str, Any]:
+    return {"seconds": 1.5, "reading": dataclasses.asdict(Reading(**reading))}
+
+
+def test_a_card_tells_both_peaks_and_its_retries() -> None:
+    told = reply(peak_reserved_bytes=3 * GIB, peak_allocated_bytes=2 * GIB, retries=0)
+    trial = record_reply(told, 4 * GIB, ABOUT)
+    assert (trial.outcome, trial.message, trial.phase) == ("ok", None, None)
+    assert (trial.peak_reserved_bytes, trial.peak_allocated_bytes, trial.allocator_retries) == (3 * GIB, 2 * GIB, 0)
+    assert (trial.seconds, trial.fresh, trial.parts) == (1.5, True, (8, 8))
+
+
+@pytest.mark.parametrize(("retries", "times"), [(1, "once"), (3, "3 times")])
+def test_a_trial_that_ran_by_retries_is_tight(retries: int, times: str) -> None:
+    trial = record_reply(reply(peak_reserved_bytes=3 * GIB, retries=retries), 3 * GIB, ABOUT)
+    assert (trial.outcome, trial.ran, trial.allocator_retries) == ("tight", True, retries)
+    assert trial.message == f"it ran, but the allocator released its cache and tried again {times}"
+
+
+def test_the_hosts_count_is_coarse_and_its_limit_is_not() -> None:
+    trial = record_reply(reply(peak_reserved_bytes=60 * MIB + 4096), 60 * MIB, ABOUT)
+    assert (trial.outcome, trial.peak_reserved_bytes) == ("ok", 60 * MIB)
+
+
+def test_shared_memory_beyond_the_budget_is_out_of_memory() -> None:
+    trial = record_reply(reply(peak_reserved_bytes=80 * MIB, shared_bytes=48 * MIB), 60 * MIB, ABOUT)
+    assert (trial.outcome, trial.phase) == ("oom", "update")
+
+
+@pytest.mark.parametrize(
+    ("death", "outcome", "timed_out"),
+    [
+        (ChildDied("limit", "was ended after 3 s"), "error", True),
+        (ChildDied("exit", "left with exit status 3"), "error", False),
+        (ChildDied("signal", "was killed by the kernel", out_of_memory=True), "oom", False),
+    ],
+)
+def test_deaths(death: ChildDied, outcome: str, timed_out: bool) -> None:
+    trial = record_death(death, {**ABOUT, "limit_bytes": GIB})
+    assert (trial.outcome, trial.timed_out, trial.limit_bytes) == (outcome, timed_out, GIB)
+
+
+@given(st.lists(st.integers(0, 9), min_size=4, max_size=4))
+def test_what_is_retried_around_an_evaluation_does_not_count(steps: list[int]) -> None:
+    before, evaluation, behind, after = steps
+    marks = [before, before + evaluation, before + evaluation + behind]
+    told = without_stretch(read(sum(steps)), [read(mark) for mark in marks])
+    assert told == read(before + after)
+    assert without_stretch(read(4), [read(1)]) == read(4)
+    assert without_stretch(read(None), [read(None)] * 3) == read(None)
+
+
+def read(retries: int | None) -> Reading:
+    return Reading(peak_reserved_bytes=7, retries=retries)
+
+
+def raised(function: Callable[[], object]) -> BaseException:
+    try:
+        function()
+    except BaseException as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def describe(error: BaseException) -> Failure:
+    def fail() -> None:
+        raise error
+
+    return describe_failure(raised(fail), "micro-batch 8, forward", at="micro-batch 8, forward: ")
+
+
+def test_a_refusal_of_the_cpu_allocator_says_how_much_was_asked() -> None:
+    failure = describe_failure(raised(lambda: torch.empty(2**60, dtype=torch.uint8)), "micro-batch 8, forward")
+    assert failure.outcome == "oom"
+    assert failure.certain
+    assert failure.blames is None
+    assert failure.message.startswith("micro-batch 8, forward ran out of memory (")
+    assert "asked for 1048576.0 TiB more" in failure.message
+
+
+CUDA_SHORTAGE = (
+    "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 23.57 GiB of which 1.20 GiB is free. "
+    "Including non-PyTorch memory, this process has 5.00 GiB memory in use. 4.00 GiB allowed; Of the allocated memory "
+    "3.80 GiB is allocated by PyTorch, and 12.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [("20.00 MiB", "20.0 MiB"), ("1.50 GiB", "1.5 GiB"), ("2.00 KiB", "2.0 KiB")]
+)
+def test_a_refusal_of_a_cards_allocator_says_how_much_was_asked(asked: str, told: str) -> None:
+    failure = describe(torch.OutOfMemoryError(CUDA_SHORTAGE.format(asked)))
+    assert (failure.outcome, failure.certain, failure.blames) == ("oom", True, None)
+    assert failure.message == (
+        f"micro-batch 8, forward ran out of memory (OutOfMemoryError, which asked for {told} more)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "blames"),
+    [
+        ("CUDA error: device-side assert triggered", "user"),
+        ("CUDA error: an illegal memory access was encountered", "user"),
+        ("CUDA error: uncorrectable ECC error encountered", "measurement"),
+        ("CUDA error: unspecified launch failure", "measurement"),
+    ],
+)
+def test_a_dead_context_is_an_error_and_never_a_shortage(text: str, blames: str) -> None:
+    # It comes out at a line of ours as likely as at the user's.
+    error = RuntimeError(f"{text}\nCUDA kernel errors might be asynchronously reported at some other API call")
+    error.__cause__ = torch.OutOfMemoryError(CUDA_SHORTAGE)
+    failure = describe(error)
+    assert (failure.outcome, failure.blames) == ("error", blames)
+    assert failure.message.startswith(f"micro-batch 8, forward broke the card's context ({text}): ")
+    assert "CUDA_LAUNCH_BLOCKING=1" in failure.message
+    assert "report it" not in failure.message
+
+
+@pytest.mark.parametrize(
+    ("error", "blames", "message"),
+    [
+        (ValueError("bad\nsecond line"), "user", "micro-batch 8, forward raised ValueError: bad"),
+        (SystemExit(3), "user", "micro-batch 8, forward called sys.exit(3)"),
+        (SystemExit(), "user", "micro-batch 8, forward called sys.exit()"),
+        (KeyboardInterrupt(), "user", "micro-batch 8, forward raised KeyboardInterrupt"),
+        (WorkloadError("seen", hint="way out"), "user", "micro-batch 8, forward: seen: way out"),
+        (UsageError("bad flag"), "user", "micro-batch 8, forward: bad flag"),
+        (NotMeasuredError("no"), "measurement", "micro-batch 8, forward: no"),
+    ],
+)
+def test_blames_whom_it_concerns(error: BaseException, blames: str, message: str) -> None:
+    failure = describe(error)
+    assert (failure.outcome, failure.blames, failure.message) == ("error", blames, message)
+
+
+def test_shows_the_users_frames() -> None:
+    shown = describe(ValueError("bad")).traceback
+    assert shown is not None
+    assert "in fail" in shown
+    assert "ValueError: bad" in shown
+
+
+def test_a_bug_of_autoaccum_is_not_blamed_on_the_user() -> None:
+    failure = describe_failure(raised(lambda: take_parts(None, 3, ["x"])), "micro-batch 8, batch")  # type: ignore[list-item]
+    assert failure.blames == "measurement"
+    assert "please report" in failure.message
+    assert failure.traceback is not None
+    assert "take_parts" in failure.traceback

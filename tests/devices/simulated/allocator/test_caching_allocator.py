@@ -1,0 +1,139 @@
+"""The allocator: each rule of CUDACachingAllocator by a known answer, its invariants, and a slow model beside it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_allocator import NoRoom, Reference
+
+from autoaccum.devices.simulated.allocator.blocks import Block
+from autoaccum.devices.simulated.allocator.caching_allocator import Allocator, CapacityExceeded
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
+from autoaccum.units import KIB, MIB
+
+SIZES = [1, 512, 513, 100 * KIB, MIB - 1, MIB, MIB + 1, 3 * MIB, 9 * MIB + 7, 10 * MIB, 21 * MIB, 22 * MIB - 512]
+ALL_SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"expandable_segments": True},
+    {"max_split_bytes": 20 * MIB},
+    {"roundup_divisions": 4},
+    {"memory_fraction": 0.5, "total_bytes": 400 * MIB},
+    {"memory_fraction": 0.5, "expandable_segments": True, "total_bytes": 300 * MIB},
+]
+
+
+def test_what_is_cached_is_given_back_only_when_there_is_no_room() -> None:
+    """`malloc`, `release_cached_blocks`: all that is wholly free, of both pools; then once more."""
+    made = Allocator(100 * MIB)
+    small, held = made.malloc(100), made.malloc(20 * MIB)
+    for size in (30, 40):
+        made.free(made.malloc(size * MIB))
+    made.free(small)
+    assert (made.reserved_bytes, made.retries) == (92 * MIB, 0)
+    made.malloc(50 * MIB)
+    assert (made.reserved_bytes, made.retries, made.releases) == (70 * MIB, 1, 1)
+    assert made.allocated_bytes == 50 * MIB + held.size
+    assert made.denied_bytes == 142 * MIB
+
+
+# --- invariants -----------------------------------------------------------------------------------------------------
+
+steps = st.lists(st.tuples(st.booleans(), st.sampled_from(SIZES), st.integers(0, 30)), max_size=60)
+capacities = st.one_of(st.none(), st.integers(1, 100).map(lambda count: count * 2 * MIB))
+kinds = st.sampled_from(ALL_SETTINGS).map(lambda kind: AllocatorSettings(**kind))
+
+
+def check(made: Allocator, live: list[Block], capacity: int | None) -> None:
+    free = [block for pool in (made._small, made._large) for block in (*pool.free(), *pool.unmapped())]
+    blocks = sorted([*live, *free], key=lambda block: block.address)
+    for one, other in zip(blocks, blocks[1:], strict=False):
+        assert one.address + one.size <= other.address, "no two blocks overlap"
+    for block in blocks:
+        if block.behind is not None:
+            assert block.behind.before is block
+            assert block.address + block.size == block.behind.address, "a segment has no gaps"
+            joinable = not (block.allocated or block.behind.allocated) and block.mapped == block.behind.mapped
+            assert not joinable, "free neighbours are joined"
+    held = sum(block.size for block in blocks if block.mapped)
+    assert held == made.reserved_bytes <= made.peak_reserved_bytes
+    assert made.allocated_bytes == sum(block.size for block in live) <= made.reserved_bytes
+    assert capacity is None or made.peak_reserved_bytes <= capacity
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=steps, capacity=capacities, kind=kinds)
+def test_nothing_overlaps_and_nothing_is_lost(
+    steps: list[tuple[bool, int, int]], capacity: int | None, kind: AllocatorSettings
+) -> None:
+    made, live = Allocator(capacity, kind), list[Block]()
+    for takes, size, index in steps:
+        if not takes and live:
+            made.free(live.pop(index % len(live)))
+        else:
+            with suppress(CapacityExceeded):
+                live.append(made.malloc(size))
+                assert live[-1].size >= size
+        check(made, live, capacity)
+    for block in live:
+        made.free(block)
+    check(made, [], capacity)
+    made._release_all()
+    assert made.reserved_bytes == made.allocated_bytes == 0, "all of it can be given back"
+
+
+@settings(max_examples=100, deadline=None)
+@given(steps=steps)
+def test_the_best_fit_is_the_best(steps: list[tuple[bool, int, int]]) -> None:
+    made, live = Allocator(), list[Block]()
+    for takes, size, index in steps:
+        if not takes and live:
+            made.free(live.pop(index % len(live)))
+            continue
+        rounded = -(-size // 512) * 512
+        pool = made._small if rounded <= MIB else made._large
+        fitting = [(block.size, block.address) for block in pool.free() if block.size >= rounded]
+        before = made.segments
+        live.append(made.malloc(size))
+        if fitting:
+            assert (live[-1].address, made.segments) == (min(fitting)[1], before)
+        else:
+            assert made.segments == before + 1
+
+
+# --- beside a slow model --------------------------------------------------------------------------------------------
+
+
+def compare(steps: list[tuple[bool, int, int]], capacity: int | None, kind: AllocatorSettings) -> None:
+    fast, slow = Allocator(capacity, kind), Reference(capacity, kind)
+    live: dict[int, Block] = {}
+    for number, (takes, size, index) in enumerate(steps):
+        if not takes and live:
+            block = list(live)[index % len(live)]
+            fast.free(live.pop(block))
+            slow.free(block)
+        else:
+            try:
+                live[number] = fast.malloc(size)
+            except CapacityExceeded:
+                with pytest.raises(NoRoom):
+                    slow.malloc(number, size)
+            else:
+                slow.malloc(number, size)
+        assert (fast.reserved_bytes, fast.allocated_bytes, fast.retries) == (
+            slow.reserved,
+            slow.allocated,
+            slow.retries,
+        )
+        assert (fast.peak_reserved_bytes, fast.peak_allocated_bytes) == (slow.peak_reserved, slow.peak_allocated)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=steps, capacity=capacities, kind=kinds)
+def test_a_slow_model_does_the_same(
+    steps: list[tuple[bool, int, int]], capacity: int | None, kind: AllocatorSettings
+) -> None:
+    compare(steps, capacity, kind)

@@ -1,0 +1,254 @@
+"""Replays of a trace in one allocator, as a trial and event by event."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_allocator import NoRoom, Reference
+
+from autoaccum.devices.simulated.allocator.replay import Replays, find_heirs, least_capacity, replay, reserved_over
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.tracing.trace import Scratch, Trace
+from autoaccum.units import MIB
+
+EXPANDABLE = AllocatorSettings(expandable_segments=True)
+GRAINS = [100, 4096, 300 * 1024, MIB, 2 * MIB, 7 * MIB, 11 * MIB, 24 * MIB, 40 * MIB]
+
+
+def random_trace(dice: random.Random, blocks: int) -> tuple[list[int], list[int]]:
+    events, live = list[int](), list[int]()
+    for block in range(blocks):
+        events.append(block)
+        live.append(block)
+        while len(live) > 12 or (live and dice.random() < 0.45):
+            events.append(~live.pop(dice.randrange(len(live))))
+    return events, [dice.choice(GRAINS) for _ in range(blocks)]
+
+
+def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSettings) -> bool:
+    """By the slow model."""
+    slow = Reference(capacity, kind)
+    try:
+        for event in events:
+            if event >= 0:
+                slow.malloc(event, sizes[event])
+            else:
+                slow.free(~event)
+    except NoRoom:
+        return False
+    return True
+
+
+def test_tells_peaks_of_a_roomy_card() -> None:
+    done = replay((0, 1, ~0, 2, ~1, ~2), (30 * MIB, 40 * MIB, 29 * MIB))
+    assert (done.fits, done.peak_allocated_bytes, done.peak_reserved_bytes) == (True, 70 * MIB, 70 * MIB)
+    assert (done.retries, done.repeat_retries, done.asked_bytes) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("events", "start", "expected"),
+    [
+        ((0, 1, ~1), 1, {}),
+        ((0, 1, ~1), 3, {}),
+        ((0, 1), 1, None),
+        ((0, 1, ~1, ~0), 1, None),
+        ((0, 1, ~0), 1, None),
+        ((0, 2, ~0), 1, {0: 2}),
+        ((0, 2, 3, ~2, ~0), 1, {0: 3}),
+        ((0, 1, 2, 4, ~1, ~0), 2, {0: 2, 1: 4}),
+    ],
+)
+def test_an_update_leaves_what_it_found_when_each_block_has_an_heir_as_large(
+    events: tuple[int, ...], start: int, expected: dict[int, int] | None
+) -> None:
+    assert find_heirs(events, (8, 9, 8, 8, 9), start) == expected
+
+
+def turns(small: int) -> tuple[list[int], list[int]]:
+    """Two updates of `small` blocks of 1 MiB at once, then a large one of as many."""
+    events, sizes = list[int](), list[int]()
+    for _ in range(2):
+        blocks = range(len(sizes), len(sizes) + small)
+        events += [*blocks, *(~block for block in blocks), blocks.stop, ~blocks.stop]
+        sizes += [MIB] * small + [small * MIB]
+    return events, sizes
+
+
+def test_an_update_that_needs_releases_every_time_is_told() -> None:
+    events, sizes = turns(30)
+    tight = replay(events, sizes, capacity=40 * MIB, repeat_from=len(events) // 2)
+    assert (tight.fits, tight.retries, tight.repeat_retries) == (True, 5, 2)
+    roomy = replay(events, sizes, capacity=60 * MIB, repeat_from=len(events) // 2)
+    assert (roomy.retries, roomy.repeat_retries) == (0, 0)
+    assert replay(events, sizes, capacity=40 * MIB).repeat_retries == 0, "nobody asked"
+
+
+def test_an_update_that_fails_only_after_some_others_is_found() -> None:
+    # 2 takes the place of 0, and lies elsewhere each time.
+    events, sizes = (0, 1, 2, ~0, ~1, 3, ~3), (30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB)
+    first = replay(events, sizes, capacity=100 * MIB, repeat_from=1)
+    assert (first.fits, first.retries, first.repeat_retries) == (True, 1, 0)
+    later = replay(events, sizes, capacity=100 * MIB, repeat_from=1, repeats=8)
+    assert later.failed_at == 20, "in the fifth update"
+
+
+def test_an_update_that_leaves_what_it_found_is_repeated() -> None:
+    # Outputs of 30 MiB (0, then 1) are kept until the next ones are there; the second update is the first with both.
+    events, sizes = (0, 1, ~0, 2, ~2), (30 * MIB, 30 * MIB, 4 * MIB)
+    done = replay(events, sizes, capacity=82 * MIB, repeat_from=1)
+    assert (done.fits, done.repeat_retries) == (True, 0)
+    assert done.peak_allocated_bytes == 60 * MIB
+    failed = {size: replay(events, sizes, capacity=size * MIB, repeat_from=1).failed_at for size in (58, 60, 80)}
+    assert failed == {58: 1, 60: None, 80: None}
+
+
+@given(st.lists(st.sampled_from(GRAINS), min_size=1, max_size=6))
+def test_a_repeated_update_is_as_if_its_events_went_on(kept: list[int]) -> None:
+    def events_of(updates: int) -> tuple[list[int], list[int]]:
+        """Each update allocates all of `kept`, and frees those of the one before, one by one."""
+        events, count = list(range(len(kept))), len(kept)
+        for update in range(1, updates):
+            for index in range(count):
+                events += [update * count + index, ~((update - 1) * count + index)]
+        return events, kept * updates
+
+    events, sizes = events_of(2)
+    assert find_heirs(events, sizes, len(kept)) is not None
+    longer, more = events_of(3)
+    done, truth = replay(events, sizes, repeat_from=len(kept)), replay(longer, more)
+    assert done.peak_reserved_bytes == truth.peak_reserved_bytes
+    assert done.peak_allocated_bytes == truth.peak_allocated_bytes
+
+
+def test_a_repeated_update_may_fail_and_counts_on() -> None:
+    # The second time, a small block lies in the segment the large one would need.
+    sizes = (20 * MIB, 2 * MIB, 20 * MIB)
+    done = replay((0, ~0, 1, 2, ~1, ~2), sizes, capacity=42 * MIB, repeat_from=2)
+    assert done.failed_at is None
+    tried = [replay((0, ~0, 1, 2, ~1, ~2), sizes, capacity=size * MIB, repeat_from=2) for size in range(20, 44, 2)]
+    assert {done.failed_at for done in tried} == {None, 3}
+
+
+def test_the_least_capacity_is_less_than_the_peak_where_the_cache_can_go() -> None:
+    events, sizes = (0, ~0, 1, ~1), (30 * MIB, 40 * MIB)
+    assert replay(events, sizes).peak_reserved_bytes == 70 * MIB
+    assert least_capacity(events, sizes) == 40 * MIB
+    assert least_capacity(events, sizes, EXPANDABLE) == 40 * MIB
+    assert least_capacity((), ()) == 0
+
+
+kinds = st.sampled_from(
+    [
+        AllocatorSettings(),
+        EXPANDABLE,
+        AllocatorSettings(max_split_bytes=20 * MIB),
+        AllocatorSettings(roundup_divisions=4),
+    ]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), blocks=st.integers(1, 60), kind=kinds)
+def test_the_least_capacity_is_enough_and_a_byte_less_is_not(seed: int, blocks: int, kind: AllocatorSettings) -> None:
+    events, sizes = random_trace(random.Random(seed), blocks)
+    least = least_capacity(events, sizes, kind)
+    roomy = replay(events, sizes, settings=kind)
+    assert least <= roomy.peak_reserved_bytes
+    assert least >= max(sizes)
+    assert fits(events, sizes, least, kind)
+    assert not fits(events, sizes, least - 1, kind)
+    assert replay(events, sizes, capacity=least, settings=kind).peak_reserved_bytes == least
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 10**6), kind=kinds, share=st.floats(0.3, 1.1))
+def test_what_comes_of_one_capacity_comes_of_all_like_it(seed: int, kind: AllocatorSettings, share: float) -> None:
+    events, sizes = random_trace(random.Random(seed), 40)
+    capacity = int(share * replay(events, sizes, settings=kind).peak_reserved_bytes)
+    done = replay(events, sizes, capacity=capacity, settings=kind)
+    assert done == replay(events, sizes, capacity=capacity, settings=kind), "a replay is deterministic"
+    assert done.like_from_bytes <= capacity
+    assert done == replay(events, sizes, capacity=done.like_from_bytes, settings=kind)
+    if done.like_below_bytes is not None:
+        assert done.like_below_bytes > capacity
+        assert done == replay(events, sizes, capacity=done.like_below_bytes - 1, settings=kind)
+
+
+def test_an_optional_block_that_is_refused_is_done_without() -> None:
+    events, sizes = (0, 1, ~1, 2, ~2, ~0), (30 * MIB, 40 * MIB, 20 * MIB)
+    assert replay(events, sizes, capacity=50 * MIB).failed_at == 1
+    done = replay(events, sizes, capacity=50 * MIB, optional={1: "workspace"})
+    assert (done.fits, done.peak_reserved_bytes, done.like_below_bytes) == (True, 50 * MIB, 70 * MIB)
+    assert replay(events, sizes, capacity=70 * MIB, optional={1: "workspace"}).peak_reserved_bytes == 70 * MIB
+    assert replay(events, sizes, capacity=40 * MIB, optional={1: "workspace"}).failed_at == 3
+
+
+@settings(max_examples=100)
+@given(st.integers(0, 10**6), st.sampled_from((AllocatorSettings(), EXPANDABLE)))
+def test_the_least_capacity_needs_no_optional_block(seed: int, kind: AllocatorSettings) -> None:
+    events, sizes = random_trace(random.Random(seed), 60)
+    optional = {block: sizes[block] for block in range(0, 60, 3)}
+    least = least_capacity(events, sizes, kind, optional=optional)
+    assert replay(events, sizes, capacity=least, settings=kind, optional=optional).fits
+    assert not replay(events, sizes, capacity=least - 1, settings=kind, optional=optional).fits
+    assert least <= replay(events, sizes, settings=kind).peak_reserved_bytes
+
+
+"""Of 40 MiB, which cuDNN does without where there is no memory."""
+
+
+@pytest.fixture
+def replays() -> Replays:
+    return Replays(find_card("rtx3090"), AllocatorSettings(), (2, 13))
+
+
+def trace(*sizes: int | Scratch, events: tuple[int, ...]) -> Trace:
+    return Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=len(events))
+
+
+def test_a_trial_is_of_updates_that_have_settled(replays: Replays) -> None:
+    def update(*sizes: int, events: tuple[int, ...]) -> Trace:
+        return Trace(
+            parts=(1,),
+            events=events,
+            sizes=sizes,
+            phases=((0, "forward"), (2, "backward"), (3, "update")),
+            last_update=1,
+        )
+
+    once = update(21 * MIB, 21 * MIB, 30 * MIB, events=(0, 1, ~0, 2, ~2))
+    assert (replays.trial(once, 60 * MIB).outcome, replays.trial(once, 60 * MIB).allocator_retries) == ("ok", 2)
+    always = update(2 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, ~1, 2, ~2))
+    assert replays.trial(always, 65 * MIB).outcome == "ok", "40 MiB serve both once they are there"
+    later = update(30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, 2, ~0, ~1, 3, ~3))
+    failed = replays.trial(later, 100 * MIB)
+    assert (failed.outcome, failed.phase) == ("oom", "backward")
+
+
+def test_a_size_that_needs_the_cache_flushed_in_every_update_is_tight(replays: Replays) -> None:
+    small = range(1, 31)
+    events = (0, *small, *(~block for block in small), 31, ~31)
+    known = Trace(
+        parts=(1,), events=events, sizes=(MIB, *[MIB] * 30, 30 * MIB), phases=((0, "forward"),), last_update=1
+    )
+    assert replays.peak_bytes(known) > 40 * MIB
+    trial = replays.trial(known, 40 * MIB)
+    assert (trial.outcome, trial.message) == ("tight", "every update would release the cache and ask again")
+    assert replays.trial(known, replays.peak_bytes(known)).outcome == "ok"
+
+
+@given(st.lists(st.integers(0, 1 << 25), min_size=1, max_size=20), st.data())
+def test_the_most_is_the_peak_of_a_replay(sizes: list[int], data: st.DataObject) -> None:
+    events: list[int] = []
+    for block in range(len(sizes)):
+        events.append(block)
+        alive = sorted(set(events) - {~event for event in events if event < 0} - {e for e in events if e < 0})
+        events.extend(~block for block in data.draw(st.lists(st.sampled_from(alive), unique=True, max_size=2)))
+    start = data.draw(st.integers(0, len(events)))
+    held = reserved_over(events, sizes, repeat_from=start)
+    assert len(held) == len(events)
+    assert max(held) == replay(events, sizes, repeat_from=start).peak_reserved_bytes

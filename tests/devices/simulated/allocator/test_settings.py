@@ -1,0 +1,78 @@
+"""What the allocator is told by the environment: the form, which variable wins, what is refused."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
+from autoaccum.errors import UsageError
+from autoaccum.units import GIB, MIB
+
+
+def read(text: str) -> AllocatorSettings:
+    return read_settings({"PYTORCH_ALLOC_CONF": text})
+
+
+@pytest.mark.parametrize(
+    ("text", "changed"),
+    [
+        ("", {}),
+        ("expandable_segments:True", {"expandable_segments": True}),
+        (" expandable_segments : True , ", {"expandable_segments": True}),
+        ("expandable_segments:False", {}),
+        ("backend:native", {}),
+        ("max_split_size_mb:128", {"max_split_bytes": 128 * MIB}),
+        ("max_split_size_mb:128MB", {"max_split_bytes": 128 * MIB}),
+        ("per_process_memory_fraction:0.5", {"memory_fraction": 0.5}),
+        ("roundup_power2_divisions:8", {"roundup_divisions": 8}),
+        ("throw_on_cudamalloc_oom:False", {}),
+        ("pinned_use_cuda_host_register:True,pinned_num_register_threads:8,release_lock_on_cudamalloc:True", {}),
+        ("graph_capture_record_stream_reuse:True", {}),
+        ("garbage_collection_threshold:0.8,max_split_size_mb:128", {"max_split_bytes": 128 * MIB}),
+    ],
+)
+def test_reads_what_torch_reads(text: str, changed: dict[str, Any]) -> None:
+    assert read(text) == AllocatorSettings(**changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("backend:cudaMallocAsync", "has backend:cudaMallocAsync, which is not simulated"),
+        ("max_split:3", "PYTORCH_ALLOC_CONF has max_split:3, which is not simulated"),
+        ("expandable_segments:true", "torch knows only True and False"),
+        ("max_split_size_mb:19", "at least 20: leave that key out, or write what torch takes"),
+        ("max_split_size_mb:lots", "at least 20"),
+        ("garbage_collection_threshold:0.8,per_process_memory_fraction:0.5", "beside a share of the card"),
+        ("per_process_memory_fraction:1.5", "no share between 0 and 1"),
+        ("roundup_power2_divisions:[1:2,>:4]", "only one power of two for all sizes"),
+    ],
+)
+def test_refuses_what_torch_would_and_what_is_not_simulated(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read(text)
+
+
+def test_the_older_variable_wins_even_when_empty() -> None:
+    old, new = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+    both = {new: "expandable_segments:True", old: "max_split_size_mb:40"}
+    assert read_settings(both) == AllocatorSettings(max_split_bytes=40 * MIB)
+    assert read_settings({new: "expandable_segments:True", old: ""}) == AllocatorSettings()
+    with pytest.raises(UsageError, match=old):
+        read_settings({old: "nonsense:1"})
+
+
+def test_an_allocator_without_its_cache_is_not_simulated() -> None:
+    with pytest.raises(UsageError, match="PYTORCH_NO_CUDA_MEMORY_CACHING is set, .*: unset it to plan"):
+        read_settings({"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"})
+
+
+def test_a_share_is_of_the_card() -> None:
+    settings = read("per_process_memory_fraction:0.25")
+    assert settings.for_card(24 * GIB).allowed_bytes == 6 * GIB
+    assert AllocatorSettings().for_card(24 * GIB).allowed_bytes is None
+    with pytest.raises(ValueError, match="for_card"):
+        _ = settings.allowed_bytes

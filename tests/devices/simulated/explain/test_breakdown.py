@@ -1,0 +1,397 @@
+"""Where the peak of a trace goes: purposes of blocks, categories, modules, and all that is held."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_up_card import most_held
+from planted_net import DEPTH, NET, WEIGHT, WIDTH
+
+from autoaccum.devices.base import Phase
+from autoaccum.devices.explanation import CATEGORIES, Category, Holding
+from autoaccum.devices.simulated.allocator.replay import Demand
+from autoaccum.devices.simulated.explain.account import draw_timeline
+from autoaccum.devices.simulated.explain.breakdown import (
+    Ledger,
+    break_down,
+    holdings_at,
+    largest,
+    module_shares,
+    moments,
+    purposes,
+)
+from autoaccum.devices.simulated.tracing.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
+from autoaccum.units import MIB
+
+Phases = list[tuple[int, Phase]]
+
+
+def labelled(
+    events: list[int],
+    phases: Phases,
+    roles: dict[int, Role] | None = None,
+    claims: dict[int, Claim] | None = None,
+    last_update: int = 0,
+) -> LabelledTrace:
+    """A trace whose blocks take 1, 2, 4 and so on bytes."""
+    blocks = sum(event >= 0 for event in events)
+    trace = Trace(
+        parts=(2, 2),
+        events=tuple(events),
+        sizes=tuple(1 << block for block in range(blocks)),
+        phases=tuple(phases),
+        last_update=last_update,
+    )
+    origins = tuple(Origin("aten.add", 1, (roles or {}).get(block, "plain")) for block in range(blocks))
+    return LabelledTrace(
+        trace=trace, modules=(NO_MODULE, ModuleName("layer", "Linear")), origins=origins, claims=claims or {}
+    )
+
+
+def ledger_of(found: LabelledTrace) -> Ledger:
+    sizes = tuple(size for size in found.trace.sizes if isinstance(size, int))
+    return Ledger(found, Demand(found.trace, sizes, 0, ()))
+
+
+def categories(found: LabelledTrace) -> list[str]:
+    return [purpose.category for purpose in purposes(found)]
+
+
+def test_what_outlives_its_forward_is_an_activation() -> None:
+    # Blocks 0 and 1 go within forward and when backward has begun, 2 is of backward.
+    found = labelled([0, 1, ~0, 2, ~1, ~2], [(0, "forward"), (3, "backward")])
+    assert categories(found) == ["temporaries", "activations", "temporaries"]
+
+
+def test_a_forward_within_backward_has_activations_of_its_own() -> None:
+    roles: dict[int, Role] = {2: "recomputed", 3: "workspace", 4: "recomputed", 6: "recomputed"}
+    events = [0, 1, 2, 3, ~3, 4, ~2, 5, ~4, 6, 7, ~6]
+    found = labelled(events, [(0, "forward"), (1, "backward")], roles)
+    assert categories(found)[2:] == [
+        "temporaries",
+        "workspace",
+        "activations",
+        "temporaries",
+        "activations",
+        "temporaries",
+    ]
+
+
+def test_sums_of_gradients_outlive_their_micro_batch() -> None:
+    roles: dict[int, Role] = {1: "summed", 2: "summed"}
+    found = labelled([0, 1, 2, ~1, 3, ~2], [(0, "forward"), (1, "backward"), (4, "update")], roles)
+    assert categories(found)[1:3] == ["temporaries", "gradients"]
+
+
+def test_who_claims_a_block_has_it() -> None:
+    claims = {0: Claim("optimizer_state", 1), 1: Claim("gradients", 0)}
+    found = labelled([0, 1], [(0, "forward"), (1, "backward")], claims=claims)
+    assert [(purpose.category, purpose.module) for purpose in purposes(found)] == [
+        ("optimizer_state", 1),
+        ("gradients", 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shown"),
+    [((10_000, 10, 10_000), 2), ((10_000, 11, 10_000), 6), ((0, 10_001, 10_000), 6)],
+    ids=["as high", "lower", "of something else"],
+)
+def test_a_last_update_that_is_like_the_peak_is_shown_alone(sizes: tuple[int, ...], shown: int) -> None:
+    claims = {block: Claim("outputs" if block == 1 else "averages", 0) for block in range(3)}
+    found = labelled([0, 1, ~0, ~1, 2, ~2], [(0, "forward")], claims=claims, last_update=4)
+    ledger = ledger_of(replace(found, trace=replace(found.trace, sizes=sizes)))
+    timeline = draw_timeline(ledger, list(range(6)))
+    assert ledger.peak_at == 1
+    assert len(timeline.reserved_bytes) == shown
+    assert timeline.peak_at == (0 if shown == 2 else 1)
+
+
+@st.composite
+def labelled_traces(draw: st.DrawFn) -> LabelledTrace:
+    events: list[int] = []
+    alive: list[int] = []
+    count = 0
+    for _ in range(draw(st.integers(1, 40))):
+        if draw(st.booleans()) and alive:
+            events.append(~alive.pop(draw(st.integers(0, len(alive) - 1))))
+        else:
+            events.append(count)
+            alive.append(count)
+            count += 1
+    starts = sorted({0, *draw(st.sets(st.integers(0, len(events) - 1), max_size=8))})
+    names: st.SearchStrategy[Any] = st.sampled_from(
+        ["model", "batch", "forward", "backward", "clip", "update", "evaluation"]
+    )
+    trace = Trace(
+        parts=(2, 2),
+        events=tuple(events),
+        sizes=tuple(draw(st.lists(st.integers(0, 1 << 22), min_size=count, max_size=count))),
+        phases=tuple((start, draw(names)) for start in starts),
+        last_update=draw(st.integers(0, len(events) - 1)),
+    )
+    roles: st.SearchStrategy[Any] = st.sampled_from(["plain", "recomputed", "summed", "workspace"])
+    origins = tuple(Origin(draw(st.sampled_from("ab")), draw(st.integers(0, 4)), draw(roles)) for _ in range(count))
+    kinds: Any = st.sampled_from(CATEGORIES[:-1])
+    claims = draw(st.dictionaries(st.integers(0, max(count - 1, 0)), st.builds(Claim, kinds, st.integers(0, 4))))
+    modules = (NO_MODULE, *(ModuleName(f"layers.{layer}", "Linear") for layer in range(4)))
+    return LabelledTrace(trace=trace, modules=modules, origins=origins, claims=claims)
+
+
+@settings(max_examples=200)
+@given(labelled_traces(), st.integers(1, 50))
+def test_nothing_is_lost_or_told_twice(found: LabelledTrace, points: int) -> None:
+    sizes = [size for size in found.trace.sizes if isinstance(size, int)]
+    held = list(accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in found.trace.events))
+    ledger = ledger_of(found)
+    assert list(ledger.held_bytes) == held
+    assert all(min(total) >= 0 for total in ledger.totals.values())
+    assert held[ledger.peak_at] == max(held)
+    for event in (ledger.peak_at, len(held) - 1):
+        of_blocks = dict.fromkeys(CATEGORIES[:-1], 0)
+        for block, category in ledger.alive(event):
+            of_blocks[category] += sizes[block]
+        assert of_blocks == {category: total[event] for category, total in ledger.totals.items()}
+        assert sum(share.bytes for share in module_shares(ledger, event)) == held[event]
+    timeline = draw_timeline(ledger, list(range(len(held))), points)
+    drawn = [sum(column) for column in zip(*timeline.categories.values(), strict=True)]
+    assert len(drawn) == len(timeline.reserved_bytes) <= points
+    assert drawn[timeline.peak_at] == max(drawn)
+    assert max(held) * 0.999 <= max(drawn) <= max(held)
+    indices = [index for index, _ in timeline.phases]
+    assert indices == sorted(set(indices))
+    assert all(index < len(drawn) for index in indices)
+
+
+@given(labelled_traces())
+def test_a_record_tells_all(found: LabelledTrace) -> None:
+    assert LabelledTrace.from_record(json.loads(json.dumps(found.to_record()))) == found
+
+
+def ledger(events: tuple[int, ...], sizes: tuple[int, ...]) -> Ledger:
+    trace = Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=0)
+    origins = tuple(Origin(op=f"aten.op{block}", module=0) for block in range(len(sizes)))
+    return Ledger(
+        LabelledTrace(trace=trace, modules=(NO_MODULE,), origins=origins, claims={}), Demand(trace, sizes, 0, ())
+    )
+
+
+def test_the_peak_stands_where_memory_is_asked_for() -> None:
+    """A block of no bytes that is freed right after leaves as much held, and asks for nothing."""
+    known = ledger((0, 1, 2, ~2, ~1, ~0), (MIB, MIB, 0))
+    assert known.peak_at == 1
+    assert break_down(known, card="any", peak_bytes=2 * MIB, context_bytes=0).op == "aten.op1"
+
+
+def ledger_module(holds: dict[str, tuple[str, int]]) -> Ledger:
+    """Of modules whose parameters take so many bytes, by their names and kinds."""
+    sizes = tuple(size for _, size in holds.values())
+    blocks = range(len(sizes))
+    trace = Trace(parts=(1,), events=tuple(blocks), sizes=sizes, phases=((0, "model"),), last_update=0)
+    labelled = LabelledTrace(
+        trace=trace,
+        modules=(NO_MODULE, *(ModuleName(name, kind) for name, (kind, _) in holds.items())),
+        origins=tuple(Origin("aten.empty", 0) for _ in blocks),
+        claims={block: Claim("parameters", block + 1) for block in blocks},
+    )
+    return Ledger(labelled, Demand(trace, sizes, 0, ()))
+
+
+def names(holds: dict[str, tuple[str, int]]) -> dict[str, tuple[int, int]]:
+    shares = module_shares(ledger_module(holds), len(holds) - 1)
+    return {share.name: (share.count, share.bytes) for share in shares}
+
+
+def test_modules_that_differ_by_a_number_are_one() -> None:
+    found = names({f"h.{layer}.attn": ("Attention", 8) for layer in range(12)})
+    assert found == {"h.*.attn": (12, 96)}
+
+
+def test_stages_of_equal_blocks_are_told_apart() -> None:
+    stages = {4: (4, 5, 6), 8: (8, 9), 16: (11,)}
+    holds = {f"{block}.up.0": ("Conv2d", size) for size, blocks in stages.items() for block in blocks}
+    assert names(holds) == {"{4..6}.up.0": (3, 12), "{8,9}.up.0": (2, 16), "11.up.0": (1, 16)}
+
+
+HOLDS = st.dictionaries(
+    st.builds("layer{}.{}.conv{}".format, st.integers(1, 4), st.integers(0, 3), st.integers(1, 2)),
+    st.tuples(st.sampled_from(["Conv2d", "Linear"]), st.integers(1, 3)),
+    min_size=1,
+)
+
+
+@given(HOLDS)
+def test_names_are_unique_and_nothing_is_lost(holds: dict[str, tuple[str, int]]) -> None:
+    shares = module_shares(ledger_module(holds), len(holds) - 1)
+    assert len({share.name for share in shares}) == len(shares)
+    assert sum(share.count for share in shares) == len(holds)
+    assert sum(share.bytes for share in shares) == sum(size for _, size in holds.values())
+
+
+TRANSFORMER = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(500, 64), nn.Linear(64, 500, bias=False)
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(3))
+        self.head.weight = self.embed.weight
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers: x = self.run(layer, x)
+        return self.head(x)
+    def run(self, layer, x):
+        return layer(x)
+model = Net
+def batch(n): return torch.randint(0, 500, (n, 32))
+def loss(model, tokens): return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+del globals()["criterion"]
+"""
+AGAIN = "Net.run = lambda net, layer, x: checkpoint(layer, x, use_reentrant={})\n"
+HALF = "whole = Net\ndef model(): return whole().to(torch.bfloat16)\n"
+WORKLOADS: Mapping[str, tuple[str, str | None]] = {
+    "transformer-bf16": (TRANSFORMER, "bf16"),
+    "transformer-fp16": (TRANSFORMER, "fp16"),
+    "transformer-half": (TRANSFORMER + HALF, None),
+    "transformer-checkpointed": (TRANSFORMER + AGAIN.format(False), "bf16"),
+    "transformer-kept": (TRANSFORMER + "keeps = ['outputs', 'ema']\nevaluation_batch = 4\n", None),
+}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_categories_and_modules_add_up_to_the_peak(explained: Callable[..., Any], name: str) -> None:
+    lines, precision = WORKLOADS[name]
+    found = explained(lines, precision, size=8)
+    explanation, trace = found.explanation, found.labelled.trace
+    assert tuple(explanation.categories) == CATEGORIES
+    assert all(held >= 0 for held in explanation.categories.values())
+    assert sum(explanation.categories.values()) == explanation.peak_bytes == found.replays.peak_bytes(trace)
+    shares = module_shares(found.ledger, found.ledger.peak_at)
+    held = sum(share.bytes for share in shares)
+    assert (
+        held
+        == explanation.peak_bytes - explanation.categories["unused"]
+        == most_held(found.labelled.trace.events, found.ledger.demand.sizes)
+    )
+    for category in CATEGORIES[:-1]:
+        assert sum(share.categories.get(category, 0) for share in shares) == explanation.categories[category]
+    assert explanation.modules == largest(shares)
+    assert len(explanation.modules) <= 10
+
+
+@pytest.mark.parametrize("name", ["transformer-fp16", "transformer-bf16"])
+def test_the_timeline_shows_the_peak_that_is_explained(explained: Callable[..., Any], name: str) -> None:
+    found = explained(*WORKLOADS[name], size=8)
+    timeline = draw_timeline(found.ledger, found.replays.reserved_bytes(found.labelled.trace), points=50)
+    categories = {category: held[timeline.peak_at] for category, held in timeline.categories.items()}
+    assert {**categories, "unused": found.explanation.categories["unused"]} == found.explanation.categories
+    assert max(timeline.reserved_bytes) == found.explanation.peak_bytes
+    assert len(timeline.reserved_bytes) <= 50
+
+
+SAMPLES = 1024
+Held = dict[tuple[str, str], int]
+
+
+def by_module(found: Any) -> Held:
+    """What each module holds at the peak by category, not joined."""
+    held: Held = {}
+    for block, category in found.ledger.alive(found.ledger.peak_at):
+        key = found.path(found.ledger.purposes[block].module), category
+        held[key] = held.get(key, 0) + found.ledger.demand.sizes[block]
+    return held
+
+
+def moved(explained: Callable[..., Any], lines: str) -> Held:
+    """What `lines` change of what the modules of `NET` hold at the peak."""
+    plain, changed = explained(NET, size=SAMPLES), explained(NET + lines, size=SAMPLES)
+    assert (plain.explanation.phase, plain.explanation.op) == (changed.explanation.phase, changed.explanation.op)
+    before, after = by_module(plain), by_module(changed)
+    found = {key: after.get(key, 0) - before.get(key, 0) for key in {**before, **after}}
+    for category in CATEGORIES[:-1]:
+        difference = changed.explanation.categories[category] - plain.explanation.categories[category]
+        assert difference == sum(held for (_, kind), held in found.items() if kind == category)
+    return {key: held for key, held in found.items() if held}
+
+
+def changing(what: str) -> str:
+    return f"def model():\n    net = Net()\n    {what}\n    return net\n"
+
+
+def test_a_wider_layer_is_found_in_its_weights_and_what_it_gives(explained: Callable[..., Any]) -> None:
+    wide = 64
+
+    def with_bottleneck(width: int) -> str:
+        layers = f"nn.Linear({WIDTH}, {width}, bias=False), nn.Sigmoid(), nn.Linear({width}, {WIDTH}, bias=False)"
+        return changing(f"net.deep[1] = Block({layers}, nn.Tanh())")
+
+    narrow, wider = (moved(explained, with_bottleneck(width)) for width in (32, 32 + wide))
+    found = {key: wider[key] - narrow.get(key, 0) for key in wider}
+    weights = {
+        (f"deep.1.{layer}", category): 4 * WIDTH * wide for layer in (0, 2) for category in ("parameters", "gradients")
+    }
+    given = {("deep.1.1", "activations"): 4 * SAMPLES * wide}
+    assert {key: held for key, held in found.items() if held and key[0].startswith("deep.1.")} == {**weights, **given}
+    assert {key: held for key, held in found.items() if held and not key[0].startswith("deep.1.")} == {}
+
+
+def test_shares_grow_as_blocks_do(explained: Callable[..., Any]) -> None:
+    small, large, asked = (explained(NET, size=size) for size in (512, 768, 1024))
+    growth = (small.ledger.demand, large.ledger.demand)
+    explanation = break_down(asked.ledger, card="any", peak_bytes=1 << 30, context_bytes=0, growth=growth)
+    by_name = {share.name: share for share in explanation.modules}
+    tanh, linear = by_name["deep.*.1"], by_name["deep.*.0"]
+    assert (tanh.count, tanh.bytes_per_sample) == (5, 5 * 4 * WIDTH)
+    assert linear.bytes_per_sample == 0
+    assert linear.count >= DEPTH - 1  # One may hold the workspace of its product.
+    assert linear.categories == dict.fromkeys(("parameters", "gradients"), linear.count * WEIGHT)
+    # Of other events, and of a single size, nothing is known.
+    other = explained(NET + changing("net.deep[3].append(nn.Tanh())"), size=512).ledger.demand
+    for unusable in ((small.ledger.demand, other), (small.ledger.demand, small.ledger.demand)):
+        found = break_down(asked.ledger, card="any", peak_bytes=1 << 30, context_bytes=0, growth=unusable)
+        assert {share.bytes_per_sample for share in found.modules} == {None}
+
+
+@pytest.mark.parametrize("parts", [[8], [8, 3], [4, 4, 4]], ids=str)
+def test_any_schedule_can_be_broken_down(explained: Callable[..., Any], parts: list[int]) -> None:
+    found = explained(*WORKLOADS["transformer-half"], parts=parts)
+    assert sum(found.explanation.categories.values()) == found.explanation.peak_bytes
+    # Sums in float32 are for more than one micro-batch; otherwise a gradient is as its parameter is.
+    held = found.before("clip")
+    assert held["gradients"] == held["parameters"] * (1 if len(parts) == 1 else 2)
+    assert found.before("backward")["outputs"] == 0
+
+
+@pytest.mark.parametrize("name", ["transformer-bf16", "transformer-kept"])
+def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any], name: str) -> None:
+    found = explained(*WORKLOADS[name], size=4)
+    held = holdings_at(found.ledger, found.ledger.peak_at)
+    assert by_category(held) == {
+        category: count for category, count in found.explanation.categories.items() if count and category != "unused"
+    }
+    keys = [(row.module, row.kind, row.category, row.dtype, row.op) for row in held]
+    assert len(set(keys)) == len(keys)
+    order = {(name.path, name.kind): index for index, name in enumerate(found.labelled.modules)}
+    assert [order[row.module, row.kind] for row in held] == sorted(order[row.module, row.kind] for row in held)
+    told = moments(found.ledger)
+    phases = [moment.phase for moment in told]
+    assert phases == [phase for phase in get_args(Phase) if phase in phases]
+    assert {"forward", "backward", "update"} <= set(phases)
+    assert ("evaluation" in phases) == (name == "transformer-kept")
+    for moment in told:
+        assert sum(moment.categories.values()) == moment.held_bytes == sum(row.bytes for row in moment.holdings)
+        assert by_category(moment.holdings) == moment.categories
+    highest = max(told, key=lambda moment: moment.held_bytes)
+    assert (highest.phase, highest.holdings) == (found.explanation.phase, held)
+    assert highest.held_bytes == found.explanation.peak_bytes - found.explanation.categories["unused"]
+
+
+def by_category(rows: tuple[Holding, ...]) -> dict[Category, int]:
+    totals = {category: sum(row.bytes for row in rows if row.category == category) for category in CATEGORIES}
+    return {category: total for category, total in totals.items() if total}

@@ -1,0 +1,232 @@
+"""What could be changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.simulated.allocator.replay import Replays
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.explain.suggested_changes import offer_changes
+from autoaccum.devices.simulated.tracing.trace import Trace
+from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailed, Tracer
+from autoaccum.workload.spec import Workload
+
+CARD = find_card("rtx3090")
+PARTS = (6, 5)
+
+BLOCKS = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
+    def forward(self, x, *, scale=1.0):
+        return x + scale * self.down(F.gelu(self.up(self.norm(x))))
+
+class Model(nn.Module):
+    def __init__(self, run):
+        super().__init__()
+        self.inner, self.head, self.run = nn.Linear(8, 64), nn.Linear(64, 4), run
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+    def forward(self, x):
+        x = self.inner(x[:, None].expand(-1, 50, -1))
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(x.mean(1))
+
+def plain(block, x):
+    return block(x, scale=0.5)
+
+def saved(block, x):
+    return checkpoint(block, x, scale=0.5, use_reentrant=False)
+
+def model():
+    return Model(plain)
+"""
+BY_HAND = {
+    "bf16": 'precision = "bf16"\n',
+    "checkpoint": "def model():\n    return Model(saved)\n",
+    "foreach=False": "def optimizer(params):\n    return torch.optim.AdamW(params, lr=0.1, foreach=False)\n",
+    "fused=True": "def optimizer(params):\n    return torch.optim.AdamW(params, lr=0.1, fused=True)\n",
+    "SGD": 'optimizer = "SGD"\n',
+}
+OWN = "def optimizer(params):\n    return torch.optim.AdamW(params, lr=0.1)\n"
+
+
+def read(reply: Any) -> Trace:
+    assert "trace" in reply, reply
+    return Trace.from_record(json.loads(json.dumps(reply["trace"])))
+
+
+def peak_bytes(trace: Trace) -> int:
+    return Replays(CARD, AllocatorSettings().for_card(CARD.total_bytes), (2, 13)).peak_bytes(trace)
+
+
+@pytest.mark.parametrize("change", BY_HAND)
+def test_a_change_is_what_it_is_by_hand(simulated: Any, change: str) -> None:
+    changed = read(simulated(BLOCKS + OWN)("changed", parts=PARTS, change=change))
+    by_hand = read(simulated(BLOCKS + OWN + BY_HAND[change])("trace", parts=PARTS))
+    assert changed == by_hand
+    assert peak_bytes(changed) == peak_bytes(by_hand)
+
+
+def test_the_blocks_that_are_named_are_those_that_are_checkpointed(simulated: Any) -> None:
+    frozen = "    net.blocks[2].requires_grad_(False)\n    net.blocks[3].requires_grad_(False)\n    return net\n"
+    plain = f"def model():\n    net = Model(plain)\n{frozen}"
+    some = f"""
+def some(block, x):
+    return saved(block, x) if block.up.weight.requires_grad else plain(block, x)
+
+def model():
+    net = Model(some)
+{frozen}"""
+    ask = simulated(BLOCKS + OWN + plain)
+    offers = {offer["name"]: offer["what"] for offer in ask("changes")["changes"]}
+    assert offers["checkpoint"].startswith("run the 2 blocks blocks.* again")
+    changed = read(ask("changed", parts=PARTS, change="checkpoint"))
+    assert changed == read(simulated(BLOCKS + OWN + some)("trace", parts=PARTS))
+
+
+def test_what_checkpoints_save_is_what_a_hand_counts(simulated: Any) -> None:
+    ask = simulated(BLOCKS + OWN)
+    samples, width = 6 * 50, 64
+    # Of each block: normalised input, its mean and deviation, both activations of 4 x width, and the branch, scaled.
+    inside = samples * (width + 2 + 4 * width + 4 * width) * 4
+    plain, saved = read(ask("trace", parts=(6, 6))), read(ask("changed", parts=(6, 6), change="checkpoint"))
+    assert _held_at_first_backward(plain) - _held_at_first_backward(saved) == 4 * inside
+
+
+def _held_at_first_backward(trace: Trace) -> int:
+    """What tensors hold when the first backward pass begins, without workspaces."""
+    begin = next(index for index, phase in trace.phases if phase == "backward")
+    alive: dict[int, int] = {}
+    for event in trace.events[:begin]:
+        size = trace.sizes[event if event >= 0 else ~event]
+        if event < 0:
+            alive.pop(~event, None)
+        elif isinstance(size, int):
+            alive[event] = size
+    return sum(alive.values())
+
+
+def test_a_change_that_fails_says_why_and_leaves_no_trace(simulated: Any) -> None:
+    before = read(simulated(COUNTING)("trace", parts=PARTS))
+    ask = simulated(COUNTING)
+    failed = ask("changed", parts=PARTS, change="checkpoint")["failed"]
+    assert failed.startswith("micro-batch 6 with checkpoint, in backward raised CheckpointError: ")
+    assert "\n" not in failed
+    assert read(ask("trace", parts=PARTS)) == before
+
+
+COUNTING = """
+import torch
+from torch import nn
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(8, 8)), 0
+    def forward(self, x):
+        self.calls += 1
+        times = 1 + self.calls % 2
+        return torch.tanh(x.repeat(1, times)) @ self.weight.repeat(times, 1)
+
+def model():
+    return nn.Sequential(Counting(), Counting(), nn.Linear(8, 4))
+
+def batch(n):
+    return torch.randn(n, 8), torch.randint(0, 4, (n,))
+
+criterion = nn.CrossEntropyLoss()
+"""
+
+
+def test_a_process_lives_on_after_a_change_that_fails(write_workload: Callable[[str], str]) -> None:
+    tracer = Tracer(TrialSettings(reference=write_workload(COUNTING), share=64), CARD)
+    try:
+        pid = tracer._worker.pid
+        offers = [offer.name for offer in tracer.changes()]
+        assert offers == ["bf16", "checkpoint", "foreach=False", "SGD"]
+        with pytest.raises(ChangeFailed, match="with checkpoint, in backward raised CheckpointError"):
+            tracer.changed(PARTS, "checkpoint")
+        assert tracer.changed(PARTS, "SGD").parts == tracer.trace(PARTS).parts == PARTS
+        assert (tracer._worker.pid, tracer._worker.alive) == (pid, True)
+    finally:
+        tracer.close()
+
+
+# --- what is offered -------------------------------------------------------------------------------------------------
+
+
+def offers(
+    model: nn.Module, optimizer: Callable[..., Any] = torch.optim.AdamW, *, card: str = "rtx3090", **fields: Any
+) -> dict[str, str]:
+    workload = Workload(model=model, batch=lambda size: None, criterion=nn.MSELoss(), **fields)
+    made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    return {offer.name: offer.what for offer in offer_changes(workload, model, made, find_card(card))}
+
+
+class Wide(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), norm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.norm(self.layer(x)))
+
+
+def test_all_that_is_offered() -> None:
+    assert offers(nn.Sequential(Wide(), Wide(), nn.Linear(8, 8))) == {
+        "bf16": "forward and backward in bf16 by autocast (--precision bf16)",
+        "checkpoint": "run the 2 blocks * again in backward (torch.utils.checkpoint)",
+        "foreach=False": "AdamW(..., foreach=False), which updates one parameter after the other",
+        "SGD": "SGD without momentum in place of AdamW (--optimizer SGD)",
+    }
+
+
+def test_batch_norms_that_would_count_twice_are_told() -> None:
+    found = offers(nn.Sequential(Wide(nn.BatchNorm1d), Wide(nn.BatchNorm1d)))
+    assert found["checkpoint"].endswith("; their BatchNorms *.norm then update running statistics twice")
+
+
+@pytest.mark.parametrize(
+    ("fields", "card", "half"),
+    [
+        ({}, "rtx3090", ["bf16"]),
+        ({}, "t4", ["fp16"]),
+        ({"precision": "fp16"}, "rtx3090", ["bf16"]),
+        ({"precision": "fp16"}, "t4", []),
+        ({"precision": "bf16"}, "rtx3090", []),
+        ({"precision": "bf16"}, "t4", []),
+    ],
+)
+def test_the_precision_that_is_offered(fields: dict[str, Any], card: str, half: list[str]) -> None:
+    found = offers(nn.Linear(2, 2), card=card, **fields)
+    assert [name for name in found if name in ("bf16", "fp16")] == half
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "names"),
+    [
+        (torch.optim.AdamW, ["foreach=False", "SGD"]),
+        (torch.optim.SGD, ["foreach=False"]),
+        (lambda params: torch.optim.SGD(params, momentum=0.9), ["foreach=False", "SGD"]),
+        (torch.optim.RMSprop, ["foreach=False", "SGD"]),
+        (torch.optim.Adafactor, ["SGD"]),
+        (lambda params: torch.optim.AdamW(params, foreach=False), ["fused=True", "SGD"]),
+        (lambda params: torch.optim.AdamW(params, foreach=True), ["fused=True", "SGD"]),
+        (lambda params: torch.optim.AdamW(params, fused=True), ["SGD"]),
+        (lambda params: torch.optim.SGD(params, fused=True), []),
+        (type("Own", (torch.optim.AdamW,), {}), ["SGD"]),
+    ],
+    ids=["AdamW", "SGD", "momentum", "RMSprop", "Adafactor", "one by one", "lists", "fused", "fused SGD", "subclass"],
+)
+def test_what_is_so_already_is_not_offered(optimizer: Callable[..., Any], names: list[str]) -> None:
+    assert [name for name in offers(nn.Linear(2, 2), optimizer) if name != "bf16"] == names

@@ -1,0 +1,227 @@
+"""Cards by the names people type, and what a process takes of them beside its tensors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoaccum.devices.card_memory import CardMemory
+from autoaccum.devices.simulated.cards import (
+    REPORTED,
+    Card,
+    all_cards,
+    card_at_hand,
+    cards_like,
+    context_bytes,
+    find_card,
+)
+from autoaccum.errors import UsageError
+from autoaccum.units import GIB, MIB
+
+CARDS = all_cards()
+SHARED = {
+    "v100": {"v100-16gb", "v100-32gb"},
+    "RTX 3080": {"rtx3080-10gb", "rtx3080-12gb"},
+    "3080 Laptop": {"rtx3080-laptop-8gb", "rtx3080-laptop-16gb"},
+    "a100": {"a100-40gb", "a100-80gb"},
+    "4060 Ti": {"rtx4060-ti-8gb", "rtx4060-ti-16gb"},
+    "5060 Ti": {"rtx5060-ti-8gb", "rtx5060-ti-16gb"},
+    "RTX 6000": {"rtx6000-ada", "rtx-pro-6000"},
+    "A100-1g.10gb": {"a100-40gb-1g.10gb", "a100-80gb-1g.10gb"},
+    "1g.10gb": {"a100-40gb-1g.10gb", "a100-80gb-1g.10gb", "h100-1g.10gb"},
+    "MIG 3g.40gb": {"a100-80gb-3g.40gb", "h100-3g.40gb"},
+}
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        find_card(text)
+    assert caught.value.exit_code == 2
+    assert caught.value.hint
+    return str(caught.value)
+
+
+def plain(name: str) -> str:
+    letters = re.sub("[^a-z0-9]|nvidia|geforce|tesla|rtx|gtx|generation|edition|gpu", "", name.lower())
+    return re.sub(r"(\d)gb", r"\1g", letters)
+
+
+def test_there_are_many_cards_of_all_kinds() -> None:
+    assert len(CARDS) >= 90
+    generations = Counter(card.architecture for card in CARDS)
+    assert set(generations) == {"Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell"}
+    assert sum("Laptop" in card.title for card in CARDS) >= 8
+    assert sum("MIG" in card.title for card in CARDS) >= 10
+    assert sum(card.measured for card in CARDS) >= 60
+
+
+def test_every_card_has_facts_that_can_be() -> None:
+    for card in CARDS:
+        assert GIB <= card.total_bytes <= 200 * GIB, card.name
+        assert (7, 0) <= card.capability <= (12, 0), card.name
+        assert 8 <= card.multiprocessors <= 200, card.name
+        assert len(card.source) > 15, card.name
+        assert card.source.startswith("estimate") != card.measured, card.name
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_its_own_name_finds_a_card_however_it_is_written(card: Card) -> None:
+    spaced = card.name.replace("-", " ").replace("rtx", "NVIDIA GeForce RTX ")
+    for name in (card.name, card.name.upper(), spaced, card.name.replace("-", "_"), f" {card.name} "):
+        assert find_card(name) is card
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_every_spelling_finds_its_card_or_names_it_among_those_that_share_it(card: Card) -> None:
+    for spelling in card.spellings:
+        meant = [other for other in CARDS if plain(spelling) in map(plain, other.spellings)]
+        if len(meant) == 1 or plain(spelling) == plain(card.name):
+            assert find_card(spelling) is card
+        else:
+            assert f"{card.name} (" in refusal(spelling)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("4090", "rtx4090"),
+        ("rtx-3090-24gb", "rtx3090"),
+        ("A100 80GB", "a100-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("H100 80G", "h100"),
+        ("colab", "t4"),
+        ("3080 10g", "rtx3080-10gb"),
+        ("NVIDIA GeForce RTX 3080 12 GB", "rtx3080-12gb"),
+        ("4070 ti super", "rtx4070-ti-super"),
+        ("RTX 4060 Ti 16GB", "rtx4060-ti-16gb"),
+        ("4060 mobile", "rtx4060-laptop"),
+        ("A6000", "rtx-a6000"),
+        ("Quadro RTX 6000", "quadro-rtx-6000"),
+        ("a100-3g.20gb", "a100-40gb-3g.20gb"),
+        ("h100-mig-1g.10gb", "h100-1g.10gb"),
+    ],
+)
+def test_names_as_people_type_them(text: str, name: str) -> None:
+    assert find_card(text).name == name
+
+
+@pytest.mark.parametrize("text", SHARED)
+def test_a_name_of_several_cards_is_refused_with_their_names_and_sizes(text: str) -> None:
+    message = refusal(text)
+    assert f"is the name of {len(SHARED[text]) + (text == 'RTX 6000')} cards: write one of" in message
+    for name in SHARED[text]:
+        assert f"{name} (" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "guess"),
+    [
+        ("rtx4091", "did you mean rtx4090"),
+        ("h1000", "did you mean h100"),
+        ("a100-60gb", "did you mean a100-80gb or a100-40gb"),
+        ("rtx3090-tii", "did you mean rtx3090-ti"),
+        ("rtx 4070 ti suepr", "did you mean rtx4070-ti-super"),
+        ("24", "did you mean 24GiB?"),
+        ("24G", "did you mean 24GiB?"),
+        ("10.5 g", "did you mean 10.5GiB?"),
+    ],
+)
+def test_a_near_miss_suggests(text: str, guess: str) -> None:
+    message = refusal(text)
+    assert guess in message
+    assert f"no {text!r} among the {len(CARDS)} cards" in message
+    assert "`autoaccum gpus`" in message
+
+
+@pytest.mark.parametrize("text", ["radeon", "", "---", "nvidia", "8" * 1000])
+def test_what_is_no_card_says_where_the_cards_are_and_how_a_size_is_given(text: str) -> None:
+    message = refusal(text)
+    assert "did you mean" not in message
+    assert "a size with its unit, such as 24GiB" in message
+    assert len(message) < 240
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("24GiB", 24 * GIB), ("24GB", 24 * 10**9), (" 16 gib ", 16 * GIB), ("12000MiB", 12000 * MIB)]
+)
+def test_a_plain_size_is_a_card_with_stated_assumptions(text: str, size: int) -> None:
+    card = find_card(text)
+    assert (card.total_bytes, card.capability, card.multiprocessors) == (size, (8, 0), 108)
+    assert (card.name, card.measured) == (text.strip(), False)
+    assert "108 multiprocessors of an A100" in card.source
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("80%", "80% is 0 B: a card has from"),
+        ("100MiB", "100MiB is 100 MiB: a card has from 1.0 GiB"),
+        ("0GiB", "'0GiB' is no size that a memory has: name a card, or a size such as 24GiB"),
+        ("2TiB", "2TiB is 2048.0 GiB"),
+        pytest.param("9" * 500 + "GiB", "is no size that a memory has: name a card", id="a very long one"),
+    ],
+)
+def test_a_size_that_cannot_be_a_card(text: str, says: str) -> None:
+    assert says in refusal(text)
+
+
+@given(st.text(max_size=30) | st.from_regex(r"(rtx|a|h|gtx|nvidia)? ?[0-9]{1,4} ?(ti|super|[0-9]{1,3} ?[kmgt]i?b)?"))
+def test_any_text_is_a_card_or_a_usage_error(text: str) -> None:
+    with suppress(UsageError):
+        assert find_card(text).total_bytes >= GIB
+
+
+def test_cards_like() -> None:
+    assert {card.name for card in cards_like("3080")} >= {"rtx3080-10gb", "rtx3080-ti", "rtx3080-laptop-8gb"}
+    assert {card.architecture for card in cards_like("Ada")} >= {"Ada"}
+    assert cards_like("nvidia") == cards_like("") == cards_like("radeon") == ()
+
+
+def test_the_card_at_hand() -> None:
+    memory = CardMemory(
+        index=1,
+        name="NVIDIA X1",
+        total_bytes=9 * GIB,
+        free_bytes=GIB,
+        reserved_bytes=0,
+        capability=(9, 9),
+        multiprocessors=7,
+    )
+    card = card_at_hand(memory)
+    assert (card.title, card.total_bytes, card.capability, card.multiprocessors) == ("NVIDIA X1", 9 * GIB, (9, 9), 7)
+    assert (card.measured, card.source) == (True, "cuda:1 itself")
+    assert find_card("t4").title == "Tesla T4"
+
+
+def test_the_catalogue_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from autoaccum.devices.simulated.cards import find_card; find_card('t4'); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'click', 'rich')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("title", REPORTED)
+def test_the_rule_gives_what_was_reported(title: str) -> None:
+    reported, source = REPORTED[title]
+    card = find_card(title)
+    seen, ruled = context_bytes(card), context_bytes(replace(card, title="one like it"))
+    assert (seen.start_bytes, seen.measured, ruled.measured) == (reported, True, False)
+    assert source in seen.source
+    assert abs(ruled.start_bytes - reported) <= ruled.band_bytes - seen.band_bytes
+
+
+def test_the_band_covers_modules_that_load_late() -> None:
+    for card in all_cards():
+        outside = context_bytes(card)
+        assert outside.bytes - outside.band_bytes <= outside.start_bytes, card.name
+        assert outside.band_bytes < outside.bytes < card.total_bytes
+    assert context_bytes(find_card("h100-1g.10gb")).bytes < context_bytes(find_card("h100")).bytes

@@ -1,0 +1,246 @@
+"""Values that stay known on the card, and what is said of those that do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from textwrap import indent
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributions import Distribution
+
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.tracing.simulation import simulate
+from autoaccum.devices.simulated.tracing.unknown_values import UnknownValue
+
+IDS = torch.tensor([[5, 3, 0, 2], [1, 0, 0, 7], [4, 4, 4, 4]])
+
+
+def written(ids: Tensor) -> Tensor:
+    copy = ids.clone()
+    row = copy[0]
+    copy[:, 1:3] = 9
+    row.add_(row)
+    copy.T[2].copy_(ids[:, 0][:3])
+    return copy
+
+
+def counted(ids: Tensor) -> Tensor:
+    count = torch.zeros((), dtype=torch.long, device=ids.device)
+    for _ in range(2000):
+        count += 1
+    return count
+
+
+def filled(ids: Tensor) -> Tensor:
+    return torch.empty(3, dtype=torch.long, device=ids.device).fill_(2)
+
+
+SAME: dict[str, Callable[[Tensor], Tensor]] = {
+    "arithmetic": lambda ids: (ids * 2 + 1) // 3,
+    "a mask": lambda ids: (ids != 0).cumsum(-1) * (ids > 0),
+    "fractions": lambda ids: (1 - (ids == 0).float()) * -1e4,
+    "positions": lambda ids: torch.arange(4, device=ids.device)[None].expand(3, -1) + ids,
+    "triangle": lambda ids: torch.ones(4, 4, dtype=torch.bool, device=ids.device).tril() & (ids[:, None] > 0),
+    "views": lambda ids: ids.T[1:].reshape(1, 3, 3).flip(-1),
+    "writing": written,
+    "a mask of fractions": lambda ids: torch.ones(3, 4, device=ids.device) * (torch.eye(3, 4).to(ids.device) == 0),
+    "a counter": counted,
+    "filling": filled,
+    "nonzero": lambda ids: (ids == 4).nonzero(),
+    "rows by a mask": lambda ids: ids[ids > 1],
+    "writing by a mask": lambda ids: ids.clone().index_put_((ids > 1,), ids[ids > 1] * 2),
+    "writing one number by a mask": lambda ids: ids.masked_fill(ids > 3, -100),
+    "masked_select": lambda ids: torch.masked_select(ids, ids > 1),
+    "repeated": lambda ids: torch.repeat_interleave(ids[0], ids[0]),
+    "unique": lambda ids: torch.unique(ids, return_inverse=True)[1],
+    "split": lambda ids: torch.cat(torch.split(ids.flatten(), [int(n) for n in ids[2, :3]])),
+    "sorted": lambda ids: ids.sort(-1).indices,
+    "a range of a value": lambda ids: torch.arange(int(ids.max()), device=ids.device)[: ids[0, 1]],
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_values_are_those_of_a_real_run(name: str, mode: CardMode) -> None:
+    real, fake = SAME[name](IDS), SAME[name](IDS.to("cuda"))
+    assert isinstance(fake, FakeTensor)
+    assert (fake.shape, fake.dtype, fake.device.type) == (real.shape, real.dtype, "cuda")
+    assert fake.tolist() == real.tolist()
+    assert (fake.cpu().numpy() == real.numpy()).all()
+    assert not mode.checks
+
+
+def test_the_gradient_comes_back_through_a_known_mask(mode: CardMode) -> None:
+    x = torch.randn(3, 4, 5, device="cuda", requires_grad=True)
+    chosen = x[IDS.to("cuda") > 1]
+    assert chosen.shape == (int((IDS > 1).sum()), 5)
+    torch.autograd.backward(chosen.sum())
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize("mask", ["torch.ones(n, 6000)", "(torch.rand(n, 6000) > -1).float()"])
+def test_a_large_mask_of_the_batch_is_known_as_a_small_one_is(mask: str, simulated: Callable[[str], Any]) -> None:
+    lines = f"""
+def model(): return nn.Linear(8, 4)
+def batch(n): return torch.randn(n, 8), {mask}
+del criterion
+def loss(m, b):
+    x = m(b[0]).mean()
+    return x if (b[1] == 1).all() else torch.cat([x[None]] * 99).sum()
+"""
+    ask = simulated(lines)
+    traces = [ask("trace", parts=[n, n])["trace"] for n in (2, 3, 5)]
+    assert traces[0]["events"] == traces[1]["events"] == traces[2]["events"]
+
+
+SOURCE = """
+def leaves_away(mask):
+    return bool((mask == 1).all())
+"""
+
+
+def ask(name: str, mask: Callable[[], torch.Tensor]) -> Any:
+    """A mask on the card is shown to a module of that name, which would leave it away if it is all ones."""
+    module = ModuleType(name)
+    exec(SOURCE, vars(module))
+    with simulate(find_card("rtx3090")):
+        return module.leaves_away(mask())
+
+
+def drawn() -> torch.Tensor:
+    return torch.rand(2, 5, device="cuda") > 0.1
+
+
+def test_masks_that_are_not_known_are_taken_to_have_padding() -> None:
+    assert ask("transformers.modeling_attn_mask_utils", drawn) is False
+
+
+@pytest.mark.parametrize("name", ["model", "transformers.modeling_attn_mask_utilsx"])
+def test_others_are_told_nothing(name: str) -> None:
+    with pytest.raises(UnknownValue, match="a value is read"):
+        ask(name, drawn)
+
+
+@pytest.mark.parametrize("name", ["model", "transformers.modeling_attn_mask_utils"])
+def test_everybody_is_told_what_is_known(name: str) -> None:
+    assert ask(name, lambda: torch.ones(2, 5, dtype=torch.long).to("cuda")) is True
+    assert ask(name, lambda: torch.tensor([[1, 1], [1, 0]]).to("cuda")) is False
+
+
+HEAD = """
+import math
+def model(): return nn.Linear(8, 4)
+del criterion
+def loss(m, b):
+    x, y = m(b[0].requires_grad_()), b[1]
+"""
+PASSED = {
+    "not finite": "if not torch.isfinite(x).all(): raise ValueError",
+    "any nan": "if x.isnan().any().item() or torch.isinf(x).any():\n    raise ValueError(f'{x}')",
+    "a count of nan": "bad = torch.isnan(x).sum().item()\nif bad > 0:\n    print(bad)",
+    "finite, not to be raised for": "if not torch.isfinite(x).all():\n    x = x.clamp(-1, 1)",
+}
+VALIDATED = {
+    "a policy": "policy = torch.distributions.Normal(x, x.exp())\nx = policy.log_prob(policy.sample())",
+    "an action": "policy = torch.distributions.Categorical(logits=x)\nx = policy.log_prob(policy.sample())",
+}
+REFUSED = {
+    "a branch": ("if x.mean() > 0:\n    x = x * 2", "model.py:18 (`if x.mean() > 0:`)"),
+    "an assertion": ("assert x.max() < 9", "model.py:18"),
+    "a number": ("x = x * x.sum().item()", "model.py:18"),
+}
+
+
+def workload(lines: str) -> str:
+    return HEAD + indent(lines, "    ") + "\n    return F.cross_entropy(x, y) if x.dim() > 1 else x.mean()\n"
+
+
+@pytest.fixture(autouse=True)
+def validated() -> Iterator[None]:
+    """Have distributions check their arguments, as in a new process: torch.compile in an earlier test ends that."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(before)
+
+
+@pytest.mark.parametrize("name", PASSED)
+def test_a_check_is_taken_as_passed(name: str, simulated: Callable[[str], Any]) -> None:
+    reply = simulated(workload(PASSED[name]))("inspect")
+    assert "failure" not in reply, reply["failure"]
+    notes = reply["inspection"]["notes"]
+    assert notes
+    assert all("model.py:1" in note and note.endswith(" was taken as passed") for note in notes)
+    assert len(set(notes)) == len(notes)
+
+
+@pytest.mark.parametrize("name", VALIDATED)
+def test_distributions_do_not_check_their_arguments(name: str, simulated: Callable[[str], Any]) -> None:
+    assert "failure" not in simulated(workload(VALIDATED[name]))("inspect")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_decides_more_is_refused(name: str, simulated: Callable[[str], Any]) -> None:
+    lines, where = REFUSED[name]
+    failure = simulated(workload(lines))("inspect")["failure"]
+    for words in ("a value is read of a tensor of shape ()", where, "a simulated card computes no values"):
+        assert words in failure["message"]
+
+
+def test_checks_of_what_is_known_are_not_passed(simulated: Callable[[str], Any]) -> None:
+    failure = simulated(workload("if y.max() >= 2 or y.min() < 9:\n    raise ValueError('labels')"))("inspect")
+    assert "ValueError: labels" in failure["failure"]["message"]
+
+
+LAYERS = "nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))"
+TABLE = "table = torch.tensor([1.0, 2.0, 0.5, 3.0])\n"
+ATTRIBUTE = f"""
+del criterion
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.criterion = {LAYERS}, nn.CrossEntropyLoss(weight=table.clone())
+    def forward(self, x, y):
+        return self.criterion(self.layers(x), y)
+model = M
+def loss(model, batch):
+    return model(*batch) + F.cross_entropy(model.layers(batch[0]), batch[1], weight=table.to(batch[0].device))
+def weight(batch): return table[batch[1]].sum()
+"""
+WEIGHTED = {
+    "a table": f"model = {LAYERS}\ncriterion = nn.CrossEntropyLoss(weight=table)",
+    "a table on the card": f"model = {LAYERS}\ncriterion = nn.CrossEntropyLoss(weight=table.cuda())",
+    "a moved criterion, smoothed": f"model = {LAYERS}\n"
+    "criterion = nn.CrossEntropyLoss(weight=table, label_smoothing=0.1, ignore_index=2).to('cuda')",
+    "ignored targets": f"model = {LAYERS}\ncriterion = nn.CrossEntropyLoss(ignore_index=2)",
+    "a criterion of the model": ATTRIBUTE,
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_are_counted_and_no_trace_leaves_a_criterion_on_the_card(
+    simulated: Callable[..., Any], name: str
+) -> None:
+    ask = simulated(TABLE + WEIGHTED[name])
+    assert "failure" not in (seen := ask("inspect")), seen
+    two, five = ask("trace", parts=(2, 2))["trace"], ask("trace", parts=(5, 5))["trace"]
+    assert two["events"] == five["events"]
+    assert two["phases"] == five["phases"]
+
+
+def test_a_card_gives_back_what_it_was_given_until_that_is_written_to() -> None:
+    with simulate(find_card("rtx3090")):
+        table = torch.tensor([1.0, 2.0])
+        moved = table.cuda()
+        table.zero_()
+        assert moved.cpu().tolist() == [1.0, 2.0]
+        assert moved.to("cpu", torch.float64).dtype == torch.float64
+        moved.mul_(2)
+        with pytest.raises(Exception, match="a value is read"):
+            moved.cpu().tolist()

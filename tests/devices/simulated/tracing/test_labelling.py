@@ -1,0 +1,217 @@
+"""Labels of blocks: which module runs, and who holds what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from planted_net import DEPTH, NET, PARAMETERS, WEIGHT, WIDTH
+
+from autoaccum.devices.simulated.tracing.trace import LabelledTrace, Trace
+
+HEAD = """
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return torch.sinh(x)
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.cosh(ctx.saved_tensors[0])
+class Own(nn.Module):
+    def forward(self, x):
+        return Doubled.apply(x)
+class Inner(nn.Module):
+    def forward(self, x):
+        return torch.exp(x)
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.own = Inner(), Own()
+    def forward(self, x):
+        return torch.tanh(self.own(self.inner(torch.sigmoid(x))))
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.outer, self.linear = Outer(), nn.Linear(8, 4)
+        self.other_name = self.outer
+    def forward(self, x):
+        return self.linear(self.run(self.linear.weight.sum() * x))
+    def run(self, x):
+        return self.outer(x)
+model = Net
+"""
+FORWARD = {
+    "aten.sigmoid": "outer",
+    "aten.exp": "outer.inner",
+    "aten.sinh": "outer.own",
+    "aten.tanh": "outer",
+    "aten.addmm": "linear",
+    "aten.sum": "",
+}
+BACKWARD = {
+    "aten.sigmoid_backward": "outer",
+    "aten.cosh": "outer.own",
+    "aten.tanh_backward": "outer",
+    "aten.nll_loss_backward": "",
+    "aten._log_softmax_backward_data": "",
+    "aten.mm": "linear",
+}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        "",
+        "Net.run = lambda net, x: checkpoint(net.outer, x, use_reentrant=False)\n",
+        "Net.run = lambda net, x: checkpoint(net.outer, x, use_reentrant=True)\n",
+    ],
+    ids=["plain", "checkpointed", "checkpointed-reentrant"],
+)
+def test_an_operator_runs_for_the_innermost_module(explained: Callable[..., Any], run: str) -> None:
+    found = explained(HEAD + run)
+    operators: dict[str, set[str]] = {}
+    for origin in found.labelled.origins:
+        operators.setdefault(origin.op, set()).add(found.path(origin.module))
+    for op, path in {**FORWARD, **BACKWARD}.items():
+        if op != "aten.sum":  # A gradient of a bias is one, too.
+            assert operators[op] == {path}, op
+    assert "" in operators["aten.sum"]
+    assert "Net" in {found.labelled.modules[origin.module].kind for origin in found.labelled.origins}
+
+
+def test_a_module_that_the_model_does_not_know_counts_as_who_calls_it(explained: Callable[..., Any]) -> None:
+    found = explained(HEAD + "hidden = nn.Softplus()\nInner.forward = lambda inner, x: hidden(x)\n")
+    paths = {found.path(origin.module) for origin in found.labelled.origins if "softplus" in origin.op}
+    assert paths == {"outer.inner"}
+
+
+SAMPLES = 64
+ACTIVATION = 4 * SAMPLES * WIDTH
+INPUTS = SAMPLES * (4 * 8 + 8)
+LOGITS, SCALAR = 4 * SAMPLES * 4, 4
+LOSS = LOGITS + 4 * SCALAR
+"""What the loss leaves for its backward: log-probabilities, the sum of the weights, the loss, its share, a copy."""
+FIRST = SCALAR
+"""The copy of the first micro-batch's loss, which is yet to be read."""
+
+
+@pytest.fixture
+def held(explained: Callable[..., Any]) -> Callable[..., dict[str, int]]:
+    """From lines after `NET` to what is held, by category, when the last backward begins, without the workspace."""
+
+    def at_the_end_of_forward(lines: str = "", precision: str | None = None) -> dict[str, int]:
+        found: dict[str, int] = explained(NET + lines, precision).before("backward")
+        del found["workspace"]
+        return {category: held for category, held in found.items() if held}
+
+    return at_the_end_of_forward
+
+
+PLAIN = {
+    "parameters": PARAMETERS,
+    "gradients": PARAMETERS,
+    "activations": INPUTS + (DEPTH + 1) * ACTIVATION + LOSS + FIRST,
+}
+"""Of two micro-batches of linear layers under SGD."""
+
+
+def with_optimizer(call: str) -> str:
+    return f"def optimizer(params):\n    return torch.optim.{call}\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "states"),
+    [("SGD(params, lr=0.1, momentum=0.9)", 1), ("AdamW(params)", 2), ("AdamW(params, fused=True)", 2)],
+)
+def test_an_optimizer_adds_its_state_and_nothing_else(held: Callable[..., Any], call: str, states: int) -> None:
+    found = held(with_optimizer(call))
+    state = found.pop("optimizer_state")
+    steps = state - states * PARAMETERS  # Fused ones count their steps on the card: 4 bytes for each parameter.
+    assert steps == (4 * (DEPTH + 4) if "fused" in call else 0)
+    assert found == PLAIN
+
+
+def test_what_an_optimizer_holds_beside_its_state_counts_too(explained: Callable[..., Any]) -> None:
+    lookahead = (
+        "class Lookahead(torch.optim.Optimizer):\n"
+        "    def __init__(self, params):\n"
+        "        super().__init__(params, {})\n"
+        "        self.fast = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)\n"
+        "        self.slow = [p.detach().clone() for group in self.param_groups for p in group['params']]\n"
+        "    def step(self, closure=None):\n"
+        "        self.fast.step()\n"
+        "        for slow, group in zip([self.slow], self.param_groups):\n"
+        "            for mean, p in zip(slow, group['params']): mean.lerp_(p.detach(), 0.5)\n"
+        "def optimizer(params): return Lookahead(params)\n"
+    )
+    found = explained(NET + lookahead).before("backward")
+    assert found["optimizer_state"] == 2 * PARAMETERS
+    assert {category: found[category] for category in PLAIN} == PLAIN
+    assert found["temporaries"] == 0
+
+
+def test_tied_weights_are_held_once_by_the_first(explained: Callable[..., Any]) -> None:
+    tied = "def model():\n    net = Net()\n    net.deep[3][0].weight = net.deep[1][0].weight\n    return net\n"
+    found = explained(NET + tied + with_optimizer("AdamW(params)"))
+    held = found.before("backward")
+    assert held["parameters"] == held["gradients"] == PARAMETERS - WEIGHT
+    assert held["optimizer_state"] == 2 * (PARAMETERS - WEIGHT)
+    claims = [found.path(claim.module) for claim in found.labelled.claims.values()]
+    assert "deep.3.0" not in claims
+    assert claims.count("deep.1.0") == claims.count("deep.2.0")
+
+
+def test_what_the_loop_keeps_is_told_apart(explained: Callable[..., Any]) -> None:
+    kept = explained(NET + "keeps = ['outputs', 'ema']\n")
+    held = kept.before("backward")
+    plain = explained(NET).before("backward")
+    assert held["averages"] == PARAMETERS
+    assert plain["averages"] == 0
+    # When the second forward begins, what the first gave is still named: its logits and its loss.
+    at = [index for index, phase in kept.labelled.trace.phases if phase == "forward"][-1]
+    assert kept.ledger.totals["outputs"][at] == LOGITS + SCALAR
+    # When it is done, its own have taken their names; backward needs neither the logits nor the loss.
+    assert held["outputs"] == LOGITS + SCALAR
+    assert held["activations"] == plain["activations"] - SCALAR
+    assert max(explained(NET).ledger.totals["outputs"]) == 0
+    owners = {
+        (found := kept.ledger.purposes[block]).category: kept.path(found.module)
+        for block, origin in enumerate(kept.labelled.origins)
+        if origin.op == "aten.addmm" and kept.path(origin.module) == "last"
+    }
+    owners.pop("workspace", None)  # Of products from 2.15 on, each for itself.
+    assert owners == {"outputs": "last"}
+
+
+def test_a_table_that_a_module_keeps_counts_as_its_parameters(explained: Callable[..., Any]) -> None:
+    table = (
+        "def run(net, x):\n"
+        "    if not hasattr(net, 'table'): net.table = torch.ones(1000, device=x.device)\n"
+        "    return net.deep(x)\n"
+        "Net.run = run\n"
+    )
+    assert explained(NET + table).before("backward") == {
+        **explained(NET).before("backward"),
+        "parameters": PARAMETERS + 4000,
+    }
+
+
+def test_labels_change_nothing_in_the_trace(simulated: Callable[..., Any]) -> None:
+    penalised = (
+        "def loss(model, batch):\n"
+        "    x = batch[0].requires_grad_()\n"
+        "    out = model(x)\n"
+        "    slope, = torch.autograd.grad(out.sum(), x, create_graph=True)\n"
+        "    return F.cross_entropy(out, batch[1]) + slope.square().mean()\n"
+        "del globals()['criterion']\n"
+    )
+    checkpointed = "Net.run = lambda net, x: checkpoint(net.deep, x, use_reentrant=False)\n"
+    for lines, precision in ((checkpointed, None), (checkpointed, "fp16"), (penalised, "bf16")):
+        ask = simulated(NET + lines + with_optimizer("AdamW(params)"), precision)
+        plain = Trace.from_record(ask("trace", parts=[SAMPLES, 32])["trace"])
+        reply = ask("labelled", parts=[SAMPLES, 32])
+        assert LabelledTrace.from_record(reply["labelled"]).trace == plain
+        again = ask("labelled", parts=[SAMPLES, 32])
+        assert again == reply

@@ -1,0 +1,224 @@
+"""Fake on the card, real on the host; what is exchanged for that, and put back."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.simulated_child import collecting_by_hand
+from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.tracing.patches import replaced
+from autoaccum.devices.simulated.tracing.simulation import OWN_KERNELS, simulate
+from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit, UnknownValue
+from autoaccum.errors import UsageError
+
+
+@pytest.mark.usefixtures("mode")
+class TestDevices:
+    def test_the_host_computes(self) -> None:
+        assert torch.arange(4).sum().item() == 6
+        assert type(torch.randn(3)) is torch.Tensor
+        assert nn.Linear(3, 2)(torch.ones(1, 3)).shape == (1, 2)
+
+    def test_the_card_does_not(self) -> None:
+        tensor = torch.randn(4, device="cuda")
+        assert isinstance(tensor, FakeTensor)
+        with pytest.raises(UnknownValue, match=r"shape \(\)"):
+            tensor.sum().item()
+        with pytest.raises(UnknownValue, match=r"shape \(4,\)"):
+            tensor.cpu().numpy()
+
+    @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
+    def test_every_way_to_the_card(self, device: str | torch.device | int) -> None:
+        host = torch.ones(2, dtype=torch.float64)
+        for there in (host.to(device), host.cuda(), host.to(device, torch.float16), host.to(device=device)):
+            assert str(there.device) == "cuda:0"
+            assert there.is_cuda
+        assert str(torch.as_tensor(host, device="cuda").device) == "cuda:0"
+        assert str(torch.tensor([1.0], device="cuda").device) == "cuda:0"
+
+    def test_a_tensor_that_is_there_is_not_copied(self, mode: CardMode) -> None:
+        there = torch.ones(2, device="cuda")
+        events = len(mode.recorder.events)
+        assert there.to("cuda") is there
+        assert there.cuda() is there
+        assert there.to(torch.device("cuda", 0), torch.float32) is there
+        assert torch.as_tensor(there, device="cuda") is there
+        assert len(mode.recorder.events) == events
+        copy = there.to("cuda", copy=True)
+        assert copy is not there
+        assert str(copy.device) == "cuda:0"
+        assert len(mode.recorder.events) == events + 1
+
+    def test_what_is_made_alike_lies_alike(self) -> None:
+        there = torch.ones(2, 3, device="cuda")
+        for made in (torch.zeros_like(there), there.new_empty(4), torch.full((2,), 1.0, device=there.device)):
+            assert str(made.device) == "cuda:0"
+        back = there.cpu()
+        assert str(back.device) == "cpu"
+        assert str(torch.zeros_like(back).device) == "cpu"
+        assert str((back + 1).device) == "cpu"
+
+    def test_a_missing_card_is_refused(self) -> None:
+        with pytest.raises(SimulationLimit, match=r"cuda:1, and one card is simulated"):
+            torch.ones(2, device="cuda:1")
+
+
+def test_storages_are_noted_as_they_come_and_go(mode: CardMode) -> None:
+    recorder = mode.recorder
+    recorder.begin(lambda: "forward")
+    first = torch.empty(100, device="cuda")
+    view = first[:50]
+    first.add_(1)
+    assert (recorder.events, recorder.sizes, recorder.alive_bytes) == ([0], [400], 400)
+    del first
+    assert recorder.events == [0]
+    del view
+    assert (recorder.events, recorder.alive_bytes) == ([0, ~0], 0)
+
+
+def test_a_trace_begins_with_what_is_alive(mode: CardMode) -> None:
+    older, newer = torch.empty(3, device="cuda"), torch.empty(5, device="cuda")
+    mode.recorder.begin(lambda: "model")
+    assert mode.recorder.sizes == [12, 20]
+    del older
+    mode.recorder.mark_update()
+    trace = mode.recorder.trace((1,))
+    assert (trace.events, trace.last_update, trace.phases) == ((0, 1, ~0), 3, ((0, "model"),))
+    del newer
+    assert trace.from_record(vars(trace)) == trace
+
+
+@pytest.mark.usefixtures("mode")
+def test_parameters_are_exchanged_and_stay_tied() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].weight = model[0].weight
+    setattr(model[0].weight, "no_decay", True)  # noqa: B010
+    model[0].bias.requires_grad_(False)
+    model.to("cuda")
+    assert model[1].weight is model[0].weight
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert vars(model[0].weight)["no_decay"] is True
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True, True]
+    assert {str(t.device) for t in model.state_dict().values()} == {"cuda:0"}
+    model.half()
+    assert model[1].weight is model[0].weight
+    assert model[0].weight.dtype == torch.float16
+    assert model.get_buffer("2.num_batches_tracked").dtype == torch.int64
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_large_tensors_are_left_without_values_only_while_lazy(inside: bool, mode: CardMode) -> None:
+    mode.lazy = inside
+    layer = nn.Linear(200, 200)
+    mode.lazy = False
+    assert isinstance(layer.weight, FakeTensor) is inside
+    assert type(layer.bias) is nn.Parameter
+    assert str(layer.cuda().weight.device) == "cuda:0"
+
+
+def test_what_a_cpu_build_lacks_is_what_a_cuda_build_has() -> None:
+    if not torch.version.cuda:
+        missing = [name for name in OWN_KERNELS if not _has(name, "CompositeImplicitAutograd")]
+        assert missing == ["_fused_rms_norm"] or not missing
+        return
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    both = {name for name in names if _has(name[6:], "CUDA") and _has(name[6:], "CompositeImplicitAutograd")}
+    assert both == {f"aten::{name}" for name in OWN_KERNELS}
+
+
+def _has(name: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
+
+
+@pytest.mark.usefixtures("mode")
+def test_whole_numbers_keep_their_values_while_lazy(mode: CardMode) -> None:
+    mode.lazy = True
+    labels, images = torch.zeros(200, 200, dtype=torch.long), torch.zeros(200, 200)
+    mode.lazy = False
+    assert int((labels != -100).sum()) == 40_000
+    assert isinstance(images, FakeTensor)
+
+
+class Base:
+    kept = 1
+
+
+class Derived(Base):
+    own = 2
+
+
+@pytest.mark.parametrize("name", ["own", "kept"])
+def test_what_was_there_comes_back(name: str) -> None:
+    before = dict(vars(Derived))
+    with suppress(ZeroDivisionError), replaced(Derived, name, 7):
+        assert getattr(Derived, name) == 7
+        assert Base.kept == 1
+        raise ZeroDivisionError
+    assert dict(vars(Derived)) == before
+
+
+def test_what_is_not_there_is_told_with_the_version() -> None:
+    with (
+        pytest.raises(UsageError, match=rf"torch {torch.__version__[:4]}.* has no Derived\.gone"),
+        replaced(Derived, "gone", 7),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["_group_tensors_by_device_and_dtype", "_conv_determine_backend_memory_format"])
+def test_a_torch_that_changed_is_refused_and_not_mispredicted(
+    name: str, simulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(torch._C, name)
+    failure = simulated("def model(): return nn.Linear(8, 4)")("inspect")["failure"]
+    assert failure["blames"] == "user"
+    assert f"torch {torch.__version__} has no torch._C.{name}" in failure["message"]
+
+
+def test_sets_have_the_order_in_which_they_were_filled() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    with simulate(find_card("rtx3090")):
+        modules, parameters = set(model), set(model.parameters())
+        assert list(modules) == list(model)
+        assert [id(each) for each in parameters] == [id(each) for each in model.parameters()]
+        model.to("cuda")
+        assert {*model.parameters()} == {*reversed(list(model.parameters()))}
+        linear = model[7]
+        del model[7], modules, parameters
+        gc.collect()
+        assert linear in {linear: None}
+    assert hash(linear) == object.__hash__(linear)
+    assert hash(linear.weight) == id(linear.weight)
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_who_enables_it_collects_nothing(enabled: bool) -> None:
+    thresholds = gc.get_threshold()
+    if not enabled:
+        gc.disable()
+    try:
+        with collecting_by_hand():
+            gc.enable()
+            first = weakref.ref(Cycle())
+            cycles = [Cycle() for _ in range(3 * max(thresholds[0], 1000))]
+            assert first() is not None
+            gc.collect()
+            assert first() is None
+        assert (gc.isenabled(), gc.get_threshold(), len(cycles) > 0) == (enabled, thresholds, True)
+    finally:
+        gc.enable()

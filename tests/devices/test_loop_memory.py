@@ -1,0 +1,230 @@
+"""What stands around the step: outputs that stay named, averages of odd models, an evaluation that changes nothing."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.devices.loop_memory import Averages, KeptOutputs, evaluate, naming
+from autoaccum.devices.trial_run import TrialRun
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.objective import resolve_objective
+from autoaccum.workload.spec import Workload
+
+SIZE = 4
+
+
+class Logits(NamedTuple):
+    logits: Tensor
+    hidden: Tensor
+
+
+@dataclass
+class Record:
+    logits: Tensor
+    name: str = "record"
+
+
+FORMS: dict[str, Any] = {
+    "tensor": (lambda x: x, lambda outputs: outputs),
+    "tuple": (lambda x: (x, [x.sum()]), lambda outputs: outputs[0]),
+    "dict": (lambda x: {"logits": x, "none": None}, lambda outputs: outputs["logits"]),
+    "namedtuple": (lambda x: Logits(x, x + 1), lambda outputs: outputs.logits),
+    "dataclass": (Record, lambda outputs: outputs.logits),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, form: str = "tensor") -> None:
+        super().__init__()
+        self.linear, self.form = nn.Linear(3, 5), form
+
+    def forward(self, x: Tensor) -> Any:
+        return FORMS[self.form][0](self.linear(x))
+
+
+def batch(size: int) -> Any:
+    return torch.randn(size, 3), torch.randint(0, 5, (size,))
+
+
+def make(form: str = "tensor", **changes: Any) -> Workload:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(FORMS[form][1](model(batch[0])), batch[1])
+
+    return Workload(**{"model": lambda: Net(form), "batch": batch, "loss": loss, **changes})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_outputs_of_the_last_micro_batch_are_kept_whatever_their_form(form: str) -> None:
+    rehearsal = TrialRun(make(form, keeps="outputs"), 6)
+    rehearsal.run((3, 2))
+    assert [2, 5] in [list(tensor.shape) for tensor in rehearsal.outputs]
+    assert rehearsal.outputs[-1].shape == (), "the loss"
+    assert rehearsal.averages == []
+
+
+def test_an_output_is_let_go_of_when_the_next_has_its_name() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    alive: list[list[bool]] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        alive.append([one() is not None for one in seen[-2:]])
+        first, second = model(batch[0]), model(batch[0])
+        alive.append([one() is not None for one in seen[-2:]])
+        seen.extend([weakref.ref(first), weakref.ref(second)])
+        return torch.as_tensor((first + second).mean())
+
+    kept = KeptOutputs()
+    objective = naming(resolve_objective(loss), kept)
+    model = Net()
+    for _ in range(3):
+        objective.terms(model, batch(2))
+    assert alive == [[], [], [True, True], [False, False], [True, True], [False, False]]
+    assert len(kept.calls) == 2
+    assert not model._forward_hooks
+
+
+def test_a_model_that_is_not_called_has_no_outputs_to_keep() -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        return torch.as_tensor(model.forward(batch[0])).mean()
+
+    TrialRun(make(loss=loss), 4).run((2, 2))
+    with pytest.raises(WorkloadError, match="no outputs to keep: the loss does not call the model itself"):
+        TrialRun(make(loss=loss, keeps="outputs"), 4).run((2, 2))
+
+
+def tied() -> Any:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 5))
+    model[1].weight = model[0].weight
+    return model
+
+
+def frozen() -> Any:
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5))
+    model[0].requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Any] = {
+    "plain": Net,
+    "tied": tied,
+    "frozen": frozen,
+    "buffers": lambda: nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5)),
+    "half": lambda: nn.Linear(3, 5).bfloat16(),
+    "spectral": lambda: parametrizations.spectral_norm(nn.Linear(3, 5)),
+    "compiled": lambda: torch.compile(nn.Linear(3, 5), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_average_has_the_weights_and_buffers_of_the_model(name: str) -> None:
+    model = MODELS[name]()
+    averages = Averages(model)
+    own = [*model.parameters(), *model.buffers()]
+    assert [(tensor.shape, tensor.dtype) for tensor in averages.tensors] == [(own.shape, own.dtype) for own in own]
+    assert not {tensor.data_ptr() for tensor in averages.tensors} & {tensor.data_ptr() for tensor in own}
+    averages.update()
+    before = [tensor.detach().double().clone() for tensor in averages.tensors]
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(1)
+    averages.update()
+    moved = [
+        float((tensor.detach().double() - old).abs().max())
+        for tensor, old in zip(averages.tensors, before, strict=True)
+    ]
+    count = len(list(model.parameters()))
+    assert all(0 < by < 0.1 for by in moved[:count]) or name == "half", "0.001 of the way"
+
+
+def test_a_model_that_cannot_be_copied_has_no_average() -> None:
+    def model() -> Any:
+        made: Any = Net()
+        made.lock = threading.Lock()
+        return made
+
+    with pytest.raises(WorkloadError, match='Net, cannot be copied for its average .*leave "ema" out of keeps'):
+        TrialRun(make(model=model, keeps="ema"), 4).run((2, 2))
+
+
+def test_an_evaluation_is_two_passes_without_gradients_whose_outputs_outlive_them() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+    told: list[Any] = []
+
+    def run(model: nn.Module, batch: Any) -> Tensor:
+        told.append((model.training, torch.is_grad_enabled(), len(batch[0]), [one() is not None for one in seen]))
+        outputs = torch.as_tensor(model(batch[0]))
+        seen.append(weakref.ref(outputs))
+        return outputs
+
+    model = Net()
+    evaluate(make(evaluation_batch=SIZE, evaluate=run), model)
+    assert told == [(False, False, SIZE, []), (False, False, SIZE, [True])]
+    assert [one() for one in seen] == [None, None]
+    assert model.training
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_evaluation_changes_nothing(fails: bool) -> None:
+    model: Any = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(0.5))
+    model[1].eval()
+    model.register_forward_hook(lambda *_: None)
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def run(model: nn.Module, batch: Any) -> Any:
+        model(batch[0])
+        if fails:
+            model.train()
+            raise ValueError("no")
+
+    whole = batch(SIZE)
+    before = state_digest(model, optimizer), [module.training for module in model.modules()], len(model._forward_hooks)
+    try:
+        evaluate(make(evaluation_batch=SIZE, evaluate=run, batch=lambda size: whole), model)
+    except ValueError:
+        assert fails
+    after = state_digest(model, optimizer), [module.training for module in model.modules()], len(model._forward_hooks)
+    assert after == before
+
+
+def test_a_loss_for_training_only_is_told_apart_from_an_evaluation_that_fails() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        if not model.training:
+            raise KeyError("losses")
+        return model(batch[0]).mean()
+
+    message = r"the loss in eval mode \(there is no def evaluate\(model, batch\)\) raised KeyError"
+    with pytest.raises(WorkloadError, match=message):
+        evaluate(make(loss=loss, evaluation_batch=SIZE), Net())
+    evaluate(make(loss=loss, evaluation_batch=SIZE, evaluate=lambda model, batch: model(batch[0])), Net())
+
+
+def test_the_evaluation_stands_between_updates() -> None:
+    told: list[Any] = []
+    rehearsal: TrialRun
+    rehearsal = TrialRun(
+        make(
+            keeps="ema",
+            evaluation_batch=SIZE,
+            evaluate=lambda model, batch: told.append(
+                (rehearsal.phase, len(rehearsal.averages), [one.grad for one in model.parameters()])
+            ),
+            optimizer="adam",
+        ),
+        6,
+        before_update=lambda: told.append("start"),
+        beside_evaluation=lambda: told.append(rehearsal.phase),
+    )
+    rehearsal.run((3, 3))
+    passes = [("evaluation", 2, [None, None])] * 2
+    assert told == ["start", "evaluation", *passes, "evaluation", "start", "update", "start"]
+    assert rehearsal.phase == "update"

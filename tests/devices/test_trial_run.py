@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoaccum.devices.trial_run import TrialRun
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.spec import Workload
+
+Seen = list[tuple[int, bool, int]]
+
+
+@pytest.fixture
+def seen() -> Seen:
+    """Of each forward: how many samples it saw, whether a gradient was resident, and the bytes it is a view of."""
+    return []
+
+
+@pytest.fixture
+def workload(seen: Seen) -> Workload:
+    class Recorder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, inputs: Tensor) -> Any:
+            seen.append((len(inputs), self.linear.weight.grad is not None, inputs.untyped_storage().nbytes()))
+            return self.linear(inputs)
+
+    return Workload(
+        model=Recorder,
+        batch=lambda size: (torch.randn(size, 3), torch.randn(size, 1)),
+        criterion=nn.MSELoss(),
+        optimizer="adam",
+    )
+
+
+def test_accumulates_after_an_update_on_views_of_the_whole_share(workload: Workload, seen: Seen) -> None:
+    TrialRun(workload, share=10).run((4, 3, 3))
+    whole = 10 * 3 * 4
+    assert seen == [(4, False, whole), (4, False, whole), (3, True, whole), (3, True, whole)]
+
+
+def test_the_whole_share_is_one_micro_batch_per_update(workload: Workload, seen: Seen) -> None:
+    TrialRun(workload, share=5).run((5,))
+    assert [(size, has_gradient) for size, has_gradient, _ in seen] == [(5, False), (5, False)]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_runs_in_lower_precision(precision: Any) -> None:
+    workload = Workload(
+        model=lambda: nn.Linear(3, 1),
+        batch=lambda size: (torch.randn(size, 3), torch.randn(size, 1)),
+        criterion=nn.MSELoss(),
+        precision=precision,
+    )
+    TrialRun(workload, share=4).run((2, 2))
+
+
+def test_every_trial_draws_the_same_numbers(workload: Workload) -> None:
+    drawn = []
+    for _ in range(2):
+        TrialRun(workload, share=2).run((1, 1))
+        drawn.append(torch.rand(1).item())
+    assert drawn[0] == drawn[1]
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        raise ValueError("no")
+
+
+def fail(*_: Any) -> Any:
+    raise ValueError("no")
+
+
+def fail_later(model: nn.Module, batch: Any) -> Any:
+    apply: Any = Failing.apply
+    return apply(model(batch[0])).mean()
+
+
+@pytest.mark.parametrize(
+    ("phase", "change"),
+    [
+        ("model", {"model": lambda: fail()}),
+        ("optimizer", {"optimizer": lambda params: fail()}),
+        ("batch", {"batch": lambda size: fail()}),
+        ("forward", {"loss": lambda model, batch: fail()}),
+        ("backward", {"loss": fail_later}),
+    ],
+)
+def test_tells_where_it_ended(phase: str, change: dict[str, Any]) -> None:
+    parts: dict[str, Any] = {
+        "model": lambda: nn.Linear(3, 1),
+        "batch": lambda size: (torch.randn(size, 3), torch.randn(size, 1)),
+        "loss": lambda model, batch: model(batch[0]).mean(),
+    }
+    rehearsal = TrialRun(Workload(**{**parts, **change}), share=4)
+    assert rehearsal.phase == "start"
+    with pytest.raises(ValueError, match="no"):
+        rehearsal.run((2, 2))
+    assert rehearsal.phase == phase
+
+
+def test_without_an_update_there_is_no_peak_to_report() -> None:
+    workload = Workload(
+        model=lambda: nn.Linear(3, 2),
+        batch=lambda size: (torch.randn(size, 3), torch.full((size,), -100)),
+        criterion=nn.CrossEntropyLoss(),
+    )
+    with pytest.raises(WorkloadError, match="no update was made"):
+        TrialRun(workload, share=4).run((2, 2))

@@ -1,0 +1,301 @@
+"""A guard's round over several cases: what is compared, what is locked, and what is said of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from guard_reports import ALL, UNMEASURED, report
+from small_locks import a_case, a_lock, a_measurement
+from small_repository import commit
+
+from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.explanation import Holding
+from autoaccum.errors import (
+    AutoaccumError,
+    DoesNotFitError,
+    LockFileError,
+    MissingLockError,
+    NotMeasuredError,
+    UsageError,
+    WorkloadError,
+)
+from autoaccum.guarding import guard_run
+from autoaccum.guarding.cases import Case, make_case
+from autoaccum.guarding.guard_run import guard
+from autoaccum.guarding.lock import read_lock, write_lock
+from autoaccum.guarding.project import Project
+from autoaccum.guarding.report import (
+    CaseFinished,
+    CaseStarted,
+    CheckedOut,
+    Event,
+    Judgement,
+    Measurement,
+    Report,
+)
+from autoaccum.units import GIB
+
+TRAIN, OTHER = a_case(), a_case("other.py")
+LARGER = a_measurement(*a_measurement().holdings, Holding(category="activations", module="extra", bytes=GIB))
+OLD = "largest = 32"
+Found = Mapping[str, Measurement | AutoaccumError]
+
+
+class Bench:
+    """A project of two files, whose measurements are told beforehand, by workload."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.project = Project(folder=folder, lock=folder / "autoaccum.lock")
+        for name in ("train.py", "other.py"):
+            (folder / name).touch()
+        self.asked: list[tuple[str, tuple[int, ...] | None]] = []
+        self.told: list[Event] = []
+        self.found: Found = {}
+        self.before: Found = {}
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(guard_run, "measure", self._measure)
+
+    def guard(self, found: Found | None = None, wanted: Case = Case(), **asked: Any) -> Report:  # noqa: B008
+        self.found = found or {}
+        return guard([wanted], asked.pop("project", self.project), on_event=self.told.append, **asked)
+
+    def name(self, *cases: Case) -> None:
+        self.project = dataclasses.replace(self.project, cases=cases)
+
+    @property
+    def entries(self) -> dict[Case, Measurement]:
+        return read_lock(self.project.lock, "")
+
+    def _measure(self, case: Case, checkout: Checkout, *, micro_batches: Any, **how: Any) -> Measurement:
+        self.asked.append((case.workload, micro_batches))
+        source = self.found if checkout.original is None else self.before
+        answer = source.get(case.workload, a_measurement())
+        if isinstance(answer, AutoaccumError):
+            raise answer
+        return dataclasses.replace(answer, warnings=("mind the gap",))
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def locked(bench: Bench) -> Bench:
+    write_lock(bench.project.lock, a_lock(TRAIN, OTHER))
+    return bench
+
+
+def by_workload(report: Report) -> dict[str, Judgement]:
+    return {judgement.case.workload: judgement for judgement in report.judgements}
+
+
+def test_the_locked_schedule_is_measured_as_it_stands(locked: Bench) -> None:
+    report = locked.guard({"other.py": LARGER})
+    assert [judgement.case for judgement in report.judgements] == [OTHER, TRAIN], "in the lock's order"
+    assert [judgement.outcome for judgement in report.judgements] == ["regressed", "unchanged"]
+    assert (report.exit_code, report.against, report.updated) == (1, "autoaccum.lock", None)
+    assert sorted(locked.asked) == [("other.py", (32,) * 8), ("train.py", (32,) * 8)]
+    assert report.judgements[0].command == "autoaccum guard other.py --gpu rtx3090 --target-batch 256 --update"
+    assert report.judgements[1].warnings == ("mind the gap",)
+    assert {event.case for event in locked.told if isinstance(event, CaseStarted)} == {TRAIN, OTHER}
+    finished = [event for event in locked.told if isinstance(event, CaseFinished)]
+    assert {(event.number, event.count, event.judgement.outcome) for event in finished} == {
+        (1, 2, "regressed"),
+        (2, 2, "unchanged"),
+    }
+
+
+def test_an_error_of_one_case_ends_none_of_the_others(locked: Bench) -> None:
+    raised = WorkloadError("it raised", hint="mend it", user_traceback="line 1\nline 2")
+    report = locked.guard({"other.py": raised})
+    other, train = report.judgements
+    assert (train.outcome, other.outcome, other.exit_code, report.exit_code) == ("unchanged", "unmeasured", 3, 3)
+    assert (other.reasons, other.traceback) == (("it raised",), "line 1\nline 2")
+    assert other.hint == "mend it, or delete its entry from autoaccum.lock if it is guarded no more"
+    called = locked.guard({"other.py": raised}, make_case(workload="other.py"))
+    assert called.exit_code == 2, "that is a fault of the call"
+    assert locked.guard({"other.py": raised, "train.py": LARGER}).exit_code == 1
+    assert locked.guard({"other.py": raised, "train.py": NotMeasuredError("it hung")}).exit_code == 3
+
+
+def test_what_is_not_locked_is_never_a_pass(bench: Bench) -> None:
+    lock_it = r"there is no autoaccum.lock in .*: lock it by `autoaccum guard model.py --gpu NAME --target-batch N --up"
+    with pytest.raises(MissingLockError, match=lock_it) as none:
+        bench.guard()
+    assert none.value.exit_code == 3
+    bench.name(TRAIN)
+    missing = bench.guard()
+    assert missing.judgements[0].reasons == ("there is no autoaccum.lock",)
+    write_lock(bench.project.lock, a_lock(OTHER))
+    report = bench.guard()
+    told = by_workload(report)
+    assert (told["train.py"].outcome, told["other.py"].outcome) == ("unmeasured", "unchanged")
+    assert told["train.py"].reasons == ("autoaccum.lock has no entry for it",)
+    assert told["train.py"].command == "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update"
+    assert (report.exit_code, missing.exit_code) == (3, 3)
+    assert ("train.py", None) not in bench.asked, "there is nothing to measure it for"
+
+
+@pytest.mark.parametrize(
+    ("other", "said", "way_out"),
+    [
+        (
+            {"versions": {"torch": "2.11.0", "autoaccum": "0.1.0"}},
+            "with torch 2.13.0, here it is 2.11.0",
+            "install torch",
+        ),
+        ({"settings": {"expandable_segments": True}}, "expandable_segments not set, here it is True", "--baseline REV"),
+        ({"card": "NVIDIA A40"}, "measured on NVIDIA GeForce RTX 3090, this is NVIDIA A40", "lock anew"),
+    ],
+)
+def test_figures_of_other_surroundings_are_not_compared(
+    locked: Bench, other: dict[str, Any], said: str, way_out: str
+) -> None:
+    report = locked.guard({"train.py": a_measurement(peak_bytes=1, **other)})
+    told = by_workload(report)["train.py"]
+    assert (told.outcome, report.exit_code) == ("unmeasured", 3)
+    assert said in told.reasons[0]
+    assert way_out in told.hint
+    assert told.command == "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update"
+
+
+def test_an_update_plans_anew_and_writes_once(locked: Bench) -> None:
+    report = locked.guard({"train.py": LARGER}, update=True)
+    told = by_workload(report)
+    assert (report.exit_code, report.updated) == (0, "autoaccum.lock")
+    assert {judgement.outcome for judgement in report.judgements} == {"locked"}
+    assert told["train.py"].growth_bytes == GIB
+    assert told["train.py"].explanation
+    assert not told["other.py"].explanation
+    assert sorted(locked.asked) == [("other.py", None), ("train.py", None)]
+    assert locked.entries == {TRAIN: LARGER, OTHER: a_measurement()}
+
+
+def test_what_could_not_be_measured_keeps_its_entry(locked: Bench) -> None:
+    for error, code in ((NotMeasuredError("it hung"), 3), (DoesNotFitError("no"), 1), (UsageError("no"), 3)):
+        report = locked.guard({"train.py": LARGER, "other.py": error}, update=True)
+        assert (report.exit_code, report.updated) == (code, "autoaccum.lock")
+        assert locked.entries == {TRAIN: LARGER, OTHER: a_measurement()}
+    text = locked.project.lock.read_text()
+    assert locked.guard({"train.py": error, "other.py": error}, update=True).updated is None
+    assert locked.project.lock.read_text() == text
+
+
+def test_the_first_update_needs_no_lock(bench: Bench) -> None:
+    assert bench.guard(wanted=TRAIN, update=True).exit_code == 0
+    assert bench.entries == a_lock(TRAIN)
+    assert bench.guard().exit_code == 0
+
+
+def test_a_lock_that_cannot_be_read_stays_until_it_is_written_anew(locked: Bench) -> None:
+    lock = locked.project.lock
+    lock.write_text(lock.read_text().replace(OLD, "largest = 3"))
+    text = lock.read_text()
+    with pytest.raises(LockFileError, match="anew by `autoaccum guard model.py --gpu NAME --target-batch N --update -"):
+        locked.guard()
+    locked.name(TRAIN)
+    for update, force in ((False, False), (True, False), (False, True)):
+        with pytest.raises(LockFileError, match="anew by `autoaccum guard --update --force`"):
+            locked.guard(update=update, force=force)
+    assert (lock.read_text(), locked.asked) == (text, [])
+    assert locked.guard(update=True, force=True).exit_code == 0
+    assert locked.entries == a_lock(TRAIN)
+
+
+def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
+    commit(bench.project.folder, {"train.py": "", "other.py": ""})
+    with pytest.raises(NotMeasuredError, match="neither pyproject.toml nor a lock names anything"):
+        bench.guard(baseline="HEAD")
+    bench.name(TRAIN, OTHER)
+    bench.before = {"train.py": a_measurement(micro_batches=(64, 64)), "other.py": WorkloadError("it raised")}
+    report = bench.guard({"train.py": a_measurement(micro_batches=(64, 64), peak_bytes=10**12)}, baseline="HEAD")
+    told = by_workload(report)
+    assert (told["train.py"].outcome, told["train.py"].hint, told["train.py"].command) == ("regressed", "", "")
+    assert (told["other.py"].exit_code, told["other.py"].reasons) == (3, ("at HEAD: it raised",))
+    assert (report.exit_code, report.against) == (1, "HEAD")
+    assert [asked for asked in bench.asked if asked[0] == "train.py"] == [("train.py", None), ("train.py", (64, 64))]
+    assert CheckedOut("HEAD") in bench.told
+    assert not bench.project.lock.exists()
+    write_lock(bench.project.lock, a_lock(TRAIN))
+    bench.name()
+    assert [each.case for each in bench.guard(baseline="HEAD").judgements] == [TRAIN], "a lock names cases, too"
+    bench.project.lock.write_text("damaged")
+    with pytest.raises(LockFileError):
+        bench.guard(baseline="HEAD")
+    found = {"train.py": a_measurement(micro_batches=(64, 64))}
+    assert bench.guard(found, TRAIN, baseline="HEAD").exit_code == 0, "that needs no names"
+    with pytest.raises(UsageError, match="an update and a baseline"):
+        bench.guard(baseline="HEAD", update=True)
+
+
+def test_a_limit_on_time_is_for_all_of_them(locked: Bench) -> None:
+    report = locked.guard(time_limit=1e-9)
+    assert [judgement.exit_code for judgement in report.judgements] == [3, 3]
+    assert "the limit on time was over" in report.judgements[0].reasons[0]
+
+
+def test_a_lock_that_could_not_be_written_is_told_before_anything_is_measured(bench: Bench) -> None:
+    project = dataclasses.replace(bench.project, lock=bench.project.folder / "none" / "autoaccum.lock")
+    with pytest.raises(UsageError, match=r"there is no folder .*none for autoaccum.lock: create it first"):
+        bench.guard({"train.py": a_measurement()}, TRAIN, project=project, update=True)
+    assert bench.asked == []
+
+
+def test_json_has_every_field_of_every_record() -> None:
+    record = json.loads(ALL.to_json())
+    assert list(record)[:2] == ["schema", "exit_code"]
+    assert (record["schema"], record["exit_code"]) == (1, 1)
+    assert {field.name for field in dataclasses.fields(Report)} <= record.keys()
+    regressed = record["judgements"][-1]
+    assert {field.name for field in dataclasses.fields(Judgement)} <= regressed.keys()
+    assert (regressed["name"], regressed["growth_bytes"]) == ("train.py on rtx3090, target 256, bf16", 1280 * 2**20)
+    assert set(regressed["growths"][0]) == {"category", "module", "bytes", "change"}
+    assert regressed["before"]["micro_batches"] == [32] * 8
+    assert (regressed["before"]["micro_batch"], regressed["now"]["spread_bytes"]) == (32, 0)
+    assert record["tolerance"] == {"fraction": 0.01, "bytes": None}
+    (judgement,) = json.loads(report(UNMEASURED).to_json())["judgements"]
+    assert (judgement["before"], judgement["now"], judgement["growth_bytes"]) == (None, None, None)
+
+
+INTERRUPTED = """
+from pathlib import Path
+from autoaccum.guarding.cases import Case, make_case
+from autoaccum.guarding.guard_run import guard
+from autoaccum.guarding.project import Project
+
+here = Path.cwd()
+cases = tuple(make_case(workload="hangs.py", gpu=gpu, target_batch=8) for gpu in ("rtx3090", "t4"))
+project = Project(folder=here, lock=here / "autoaccum.lock", cases=cases)
+guard([Case()], project, update=True, on_output=lambda line: print(line, flush=True))
+"""
+
+
+def test_ctrl_c_ends_all_and_writes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text("import time\nprint('loading')\ntime.sleep(600)\n")
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "loading\n"
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert "KeyboardInterrupt" in said
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["hangs.py"]

@@ -1,0 +1,298 @@
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.devices.base import Trial
+from autoaccum.errors import PlanFileError, UsageError
+from autoaccum.files import check_output
+from autoaccum.planning.plan import SCHEMA, Plan
+from autoaccum.units import GIB, MIB
+
+
+@pytest.fixture
+def a_plan() -> Plan:
+    trials = [Trial(parts=parts, outcome="ok", seconds=1.5, fresh=True) for parts in [(1, 1), (100, 100), (86, 85)]]
+    trials.insert(1, Trial(parts=(101, 101), outcome="oom", phase="backward", message="DefaultCPUAllocator"))
+    return Plan(
+        kind="measured",
+        target_batch=256,
+        micro_batch=86,
+        iter_size=3,
+        micro_batches=(86, 85, 85),
+        world_size=1,
+        largest_fit=100,
+        capped=False,
+        limit_bytes=GIB,
+        peak_bytes=900 * MIB,
+        device={"name": "cpu"},
+        environment={"torch": "2.13.0", "threads": [1, 2], "nested": {"a": [1]}},
+        workload={"reference": "model.py", "digest": "d1"},
+        trials=tuple(trials),
+        warnings=("BatchNorm",),
+        notes=("rate",),
+    )
+
+
+@settings(deadline=None)
+@given(
+    target=st.integers(1, 300),
+    ceiling=st.integers(1, 300),
+    world_size=st.integers(1, 4),
+    text=st.text(max_size=20),
+    seconds=st.floats(0, 1e6),
+)
+def test_round_trip(target: int, ceiling: int, world_size: int, text: str, seconds: float) -> None:
+    schedule = make_schedule(target, ceiling, world_size=world_size)
+    size = schedule.micro_batch
+    trial = Trial(parts=(size, schedule.smallest_part), outcome="ok", seconds=seconds, message=text, traceback=text)
+    plan = Plan(
+        kind="measured",
+        target_batch=target,
+        micro_batch=size,
+        iter_size=schedule.iter_size,
+        micro_batches=schedule.micro_batches,
+        world_size=world_size,
+        ranks=schedule.ranks,
+        largest_fit=size,
+        capped=True,
+        limit_bytes=7,
+        peak_bytes=None,
+        device={"name": text},
+        environment={text: [text, None, True, 1.5, {"a": 2}]},
+        workload={},
+        trials=(trial,),
+        warnings=(text,),
+    )
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest() == plan.digest()
+    assert hash(again) == hash(plan)
+    assert again.schedule == schedule
+
+
+def test_is_frozen(a_plan: Plan) -> None:
+    with pytest.raises(FrozenInstanceError):
+        a_plan.micro_batch = 1  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        a_plan.environment["torch"] = "other"  # type: ignore[index]
+    with pytest.raises(TypeError):
+        a_plan.environment["nested"]["a"] = 3
+
+
+def test_times_and_what_they_decide_do_not_enter_the_digest(a_plan: Plan) -> None:
+    later = replace(a_plan, trials=tuple(replace(trial, seconds=99.0) for trial in a_plan.trials))
+    assert later != a_plan
+    assert later.digest() == a_plan.digest()
+    assert replace(a_plan, warnings=("what an experiment found that had time for it",)).digest() == a_plan.digest()
+    assert replace(a_plan, limit_bytes=GIB - 1).digest() != a_plan.digest()
+
+
+def test_a_learning_rate_is_kept_and_part_of_the_digest(a_plan: Plan) -> None:
+    tuned = replace(a_plan, learning_rate=0.0123)
+    assert Plan.from_json(tuned.to_json()) == tuned
+    assert Plan.from_json(changed(a_plan, learning_rate=1)).learning_rate == 1.0
+    assert len({a_plan.digest(), tuned.digest(), replace(a_plan, learning_rate=0.0124).digest()}) == 3
+
+
+def test_the_digest_of_a_plan_without_a_rate_is_what_it_was_before_there_were_any(a_plan: Plan) -> None:
+    """As autoaccum computed it at commit ebfb5b4."""
+    assert a_plan.digest() == "c0affb083d6d133542c1e6482ce4bcf77c66b2c36959f596a1cc1cdd563d3794"
+
+
+def test_the_design_names_its_fields(a_plan: Plan) -> None:
+    record = json.loads(a_plan.to_json())
+    named = (
+        "schema kind target_batch micro_batch iter_size micro_batches world_size largest_fit limit_bytes peak_bytes "
+        "least_bytes band_bytes device environment workload trials warnings"
+    )
+    assert set(named.split()) <= record.keys()
+    assert record["schema"] == SCHEMA
+    assert record["least_bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"micro_batches": (86, 85, 84)}, "target_batch is 256, its parts give 255"),
+        ({"micro_batches": (85, 85, 86)}, None),
+        ({"micro_batch": 87}, "micro_batch is 87, its parts give 86"),
+        ({"iter_size": 4}, "iter_size is 4, its parts give 3"),
+        ({"world_size": 2}, "world_size is 2, its parts give 1"),
+        ({"ranks": ((86, 85, 85), (86, 85, 85))}, "target_batch is 256, its parts give 512"),
+        ({"ranks": ((256, 0), (1,))}, "a schedule of micro-batches"),
+        ({"micro_batches": ()}, "a schedule of micro-batches"),
+        ({"largest_fit": 101}, "no trial ran at size 101"),
+        ({"largest_fit": 1}, "the largest that ran is 1"),
+        ({"trials": ()}, "no trial ran at size 86"),
+        ({"least_bytes": GIB}, None),
+        ({"least_bytes": GIB + 1}, f"least_bytes is {GIB + 1}, limit_bytes {GIB}"),
+        ({"least_bytes": 0}, f"least_bytes is 0, limit_bytes {GIB}"),
+        ({"least_bytes": GIB - 1}, f"least_bytes is {GIB - 1}, and no trial ran within that"),
+        ({"learning_rate": 0.1}, None),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
+    ],
+)
+def test_contradictions_are_refused(a_plan: Plan, change: dict[str, Any], text: str | None) -> None:
+    if text is None:
+        assert replace(a_plan, **change)
+        return
+    with pytest.raises(UsageError, match="contradicts itself") as seen:
+        replace(a_plan, **change)
+    assert text in str(seen.value)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
+
+
+def changed(plan: Plan, **changes: Any) -> str:
+    return json.dumps({**json.loads(plan.to_json()), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"schema": SCHEMA + 1}, "was written by a newer autoaccum (schema 2, this one reads up to 1): upgrade"),
+        ({"schema": "1"}, "is damaged: its schema is '1'"),
+        ({"target_batch": "256"}, "is damaged: target_batch: Expected `int`, got `str`"),
+        ({"kind": "guessed"}, "is damaged: kind: Invalid enum value 'guessed'"),
+        ({"micro_batches": [86, "85", 85]}, "is damaged: micro_batches[1]: Expected `int`, got `str`"),
+        ({"trials": [{"parts": [1]}]}, "is damaged: trials[0]: Object missing required field `outcome`"),
+        ({"trials": [{"parts": [1], "outcome": "ok", "seconds": 10**400}]}, "trials[0].seconds: Number out of range"),
+        ({"trials": [{"parts": [], "outcome": "ok"}]}, "contradicts itself: a trial has no parts"),
+        ({"target_batch": 255}, "contradicts itself: target_batch is 255, its parts give 256"),
+    ],
+)
+def test_refuses_what_is_wrong(a_plan: Plan, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanFileError) as seen:
+        Plan.from_json(changed(a_plan, **changes), source="plan.json")
+    assert str(seen.value).startswith("plan.json ")
+    assert text in str(seen.value)
+    assert seen.value.hint
+    assert seen.value.exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "nonsense", '{"a": NaN}', '{"a": 1e999}', "[" * 100_000])
+def test_refuses_what_is_no_json(text: str) -> None:
+    with pytest.raises(PlanFileError, match="is not valid JSON"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"schema": 1}', '{"kind": "lock", "schema": 1}'])
+def test_refuses_what_is_foreign(text: str) -> None:
+    with pytest.raises(PlanFileError, match="is not a plan: it has no"):
+        Plan.from_json(text)
+
+
+def test_a_plan_from_before_its_newer_fields(a_plan: Plan) -> None:
+    record = json.loads(a_plan.to_json())
+    del record["stopped"], record["least_bytes"], record["learning_rate"]
+    for trial in record["trials"]:
+        del trial["limit_bytes"], trial["timed_out"]
+    assert Plan.from_json(json.dumps(record)) == a_plan
+
+
+def test_a_least_budget_is_proved_by_its_own_trial(a_plan: Plan) -> None:
+    proof = replace(a_plan.trials[-1], limit_bytes=900 * MIB)
+    other = replace(proof, parts=(1,), limit_bytes=800 * MIB)
+    late = Trial(parts=(86, 85), outcome="error", timed_out=True, limit_bytes=700 * MIB)
+    trials = (*a_plan.trials, proof, other, late)
+    plan = replace(a_plan, least_bytes=900 * MIB, trials=trials)
+    assert Plan.from_json(plan.to_json()) == plan
+    for size in (800, 700):
+        with pytest.raises(UsageError, match="and no trial ran within that"):
+            replace(plan, least_bytes=size * MIB)
+    with pytest.raises(UsageError, match="no trial ran at size 86"):
+        replace(plan, trials=tuple(replace(trial, limit_bytes=900 * MIB) for trial in a_plan.trials))
+
+
+def test_added_fields_are_passed_over(a_plan: Plan) -> None:
+    assert Plan.from_json(changed(a_plan, noise_scale=3.5)) == a_plan
+
+
+def test_a_predicted_plan_is_one_with_a_band(a_plan: Plan) -> None:
+    known: dict[str, Any] = {"kind": "predicted", "least_bytes": 800 * MIB, "band_bytes": 40 * MIB}
+    plan = replace(a_plan, **known)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert replace(plan, peak_bytes=GIB + MIB).headroom_bytes == -MIB
+    for change, text in (
+        ({"band_bytes": None}, "band_bytes is None, and it is predicted"),
+        ({"kind": "measured", "least_bytes": None}, f"band_bytes is {40 * MIB}, and it is measured"),
+        ({"least_bytes": None}, "no least_bytes are predicted"),
+        ({"least_bytes": GIB + 1}, f"least_bytes is {GIB + 1}, limit_bytes {GIB}"),
+        ({"trials": ()}, "no trial ran at size 86"),
+        ({"largest_fit": 101}, "no trial ran at size 101"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            replace(plan, **change)
+
+
+def test_load_says_what_it_saw(tmp_path: Path, a_plan: Plan) -> None:
+    with pytest.raises(PlanFileError, match="there is no file"):
+        Plan.load(tmp_path / "none.json")
+    with pytest.raises(PlanFileError, match="cannot be read"):
+        Plan.load(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\x80\x81\xff")
+    with pytest.raises(PlanFileError, match="it is not text"):
+        Plan.load(tmp_path / "binary")
+    a_plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == a_plan
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def test_never_overwrites_without_force(tmp_path: Path, a_plan: Plan) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text("mine")
+    for write in (a_plan.save, check_output):
+        with pytest.raises(UsageError, match="is already there: add --force"):
+            write(path)
+    assert path.read_text() == "mine"
+    check_output(path, force=True)
+    assert path.read_text() == "mine"
+    a_plan.save(path, force=True)
+    assert Plan.load(path) == a_plan
+    assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("none/plan.json", "there is no folder"),
+        ("file/plan.json", "cannot be written|there is no folder"),
+        ("", "is a folder"),
+        ("a" * 400, "cannot be written"),
+        ("/dev/null", "is not a plain file"),
+        ("/proc/plan.json", "cannot be written"),
+    ],
+)
+def test_says_why_it_cannot_write(tmp_path: Path, a_plan: Plan, name: str, text: str, force: bool) -> None:
+    (tmp_path / "file").write_text("")
+    for write in (a_plan.save, check_output):
+        with pytest.raises(UsageError, match=text):
+            write(tmp_path / name, force=force)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("name", ["", "-"])
+def test_a_name_that_is_no_file(name: str) -> None:
+    with pytest.raises(UsageError, match=f"'{name}' is not the name of a file: for the plan on stdout, use --json"):
+        check_output(name)
+
+
+def test_writes_behind_a_symbolic_link(tmp_path: Path, a_plan: Plan) -> None:
+    link, target = tmp_path / "link.json", tmp_path / "target.json"
+    target.write_text("old")
+    link.symlink_to(target)
+    a_plan.save(link, force=True)
+    assert link.is_symlink()
+    assert Plan.load(target) == a_plan

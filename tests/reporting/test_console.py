@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import errno
+import io
+
+import pytest
+from rich.text import Text
+
+from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.reporting.console import make_console, print_error
+
+
+class ClosedPipe(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError
+
+    def flush(self) -> None:
+        raise BrokenPipeError
+
+
+def test_a_closed_pipe_is_the_callers_to_handle() -> None:
+    with pytest.raises(BrokenPipeError):
+        make_console(file=ClosedPipe()).print("text")
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_result_that_cannot_be_written_is_an_error_and_progress_is_not() -> None:
+    with pytest.raises(OSError, match="No space"):
+        make_console(file=FullDisk()).print("result")
+    console = make_console(file=FullDisk(), stderr=True)
+    console.print("progress")
+    console.print("progress")
+
+
+def test_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    file = io.StringIO()
+    make_console(file=file, force_terminal=True).print(Text("text", "red"))
+    assert "31" not in file.getvalue()
+
+
+@pytest.mark.parametrize("columns", ["0", "-1", "", "x", "1"])
+def test_no_width_leaves_nothing_out(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    file = io.StringIO()
+    make_console(file=file).print("micro-batch  7", soft_wrap=True)
+    assert file.getvalue() == "micro-batch  7\n"
+
+
+def test_an_error_is_one_line() -> None:
+    file = io.StringIO()
+    print_error(make_console(file=file, width=20), UsageError("a long message " * 9, hint="[way] out"))
+    assert file.getvalue() == f"error: {'a long message ' * 9}: [way] out\n"
+
+
+def test_a_users_traceback_comes_first() -> None:
+    file = io.StringIO()
+    shown = 'Traceback (most recent call last):\n  File "model.py", line 3\nKeyError: 3\n'
+    print_error(make_console(file=file), WorkloadError("model() raised KeyError", user_traceback=shown))
+    assert file.getvalue() == f"{shown}error: model() raised KeyError\n"

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autoaccum.devices.base import Trial
+from autoaccum.planning.plan import Plan
+from autoaccum.reporting.console import make_console
+from autoaccum.reporting.fit_report import fit_record, print_fit
+from autoaccum.training.fit_events import FitResult, Updated
+
+MODEL = nn.Linear(2, 1)
+RESULT = FitResult(
+    model=MODEL,
+    optimizer=torch.optim.SGD(MODEL.parameters(), lr=0.1),
+    plan=None,
+    updates=3000,
+    epochs=3,
+    samples=768_000,
+    loss=0.43125678,
+    seconds=754.4,
+)
+LAST = Updated(
+    update=3000,
+    epoch=3,
+    samples=768_000,
+    loss=0.43125678,
+    grad_norm=None,
+    learning_rate=0.1,
+    samples_per_second=1e3,
+    peak_bytes=None,
+    micro_batches=4,
+    micro_batch=64,
+    retries=0,
+    updated=True,
+)
+PLAN = Plan(
+    kind="measured",
+    target_batch=256,
+    micro_batch=86,
+    iter_size=3,
+    micro_batches=(86, 85, 85),
+    world_size=1,
+    largest_fit=86,
+    capped=True,
+    limit_bytes=10,
+    peak_bytes=5,
+    device={"name": "cpu"},
+    environment={},
+    workload={},
+    trials=(Trial(parts=(86, 85), outcome="ok"),),
+)
+COMMAND = ["autoaccum", "fit", "my model.py", "--epochs", "6"]
+
+
+def draw(result: FitResult, last: Updated | None = LAST, width: int = 100) -> str:
+    file = io.StringIO()
+    print_fit(make_console(file=file, width=width), result, last=last, command=COMMAND)
+    return file.getvalue()
+
+
+def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
+    assert draw(RESULT).splitlines()[-2:] == ["go on from here:", "  autoaccum fit 'my model.py' --epochs 6"]
+    told = replace(
+        RESULT,
+        plan=PLAN,
+        evaluation={"loss": 0.25, "accuracy": 0.97},
+        shortages=12,
+        skipped=1,
+        checkpoint=Path("runs") / ("deep/" * 20) / "2.pt",
+        model_path=Path("a/model.pt"),
+        stopped="callback",
+    )
+    text = draw(told, width=40 + 60)
+    for row in (
+        "updates      3000 in 3 epochs, 768,000 samples\n",
+        "evaluation   loss 0.25, accuracy 0.97\n",
+        "micro-batch  64 in the last update, planned were 86\n",
+        "shortages    out of memory 12 times, repeated in smaller micro-batches\n",
+        "skipped      1 update, not finite\n",
+        f"checkpoint   {told.checkpoint}\n",
+        "  model.load_state_dict(torch.load('a/model.pt', weights_only=True))\n",
+        "ended by     a callback\n",
+    ):
+        assert row in text
+
+
+def test_a_record_for_programs() -> None:
+    result = replace(
+        RESULT,
+        plan=PLAN,
+        evaluation={"loss": float("nan"), "accuracy": 0.5},
+        run_dir=Path("a"),
+        checkpoint=Path("a/2.pt"),
+        model_path=Path("a/model.pt"),
+        warnings=("careful",),
+    )
+    record = json.loads(json.dumps(fit_record(result, target_batch=256, last=LAST), allow_nan=False))
+    assert record["schema"] == 1
+    assert record["evaluation"] == {"loss": None, "accuracy": 0.5}
+    assert (record["target_batch"], record["micro_batch"], record["iter_size"]) == (256, 64, 4)
+    assert record["planned_micro_batch"] == 86
+    assert (record["run_dir"], record["checkpoint"], record["weights"]) == ("a", "a/2.pt", "a/model.pt")
+    assert record["resumed_from"] is None
+    assert record["warnings"] == ["careful"]

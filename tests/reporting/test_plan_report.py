@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import io
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.devices.base import Outcome, Trial
+from autoaccum.planning.plan import Plan
+from autoaccum.reporting.console import make_console
+from autoaccum.reporting.plan_report import accumulator_line, print_plan
+from autoaccum.units import GIB, MIB
+
+CARD = {"name": "cuda:1", "kind": "cuda", "card": "NVIDIA GeForce RTX 3090", "used_by_others_bytes": 5 * GIB // 2}
+COMMAND = ["autoaccum", "plan", "my model.py", "--target-batch", "256"]
+
+
+def make_plan(target: int = 256, ceiling: int = 100, *, world_size: int = 1, **changes: Any) -> Plan:
+    schedule = make_schedule(target, ceiling, world_size=world_size)
+    parts = (schedule.micro_batch, schedule.smallest_part)
+    return Plan(
+        **{
+            "kind": "measured",
+            "target_batch": target,
+            "micro_batch": schedule.micro_batch,
+            "iter_size": schedule.iter_size,
+            "micro_batches": schedule.micro_batches,
+            "world_size": world_size,
+            "ranks": schedule.ranks if world_size > 1 else None,
+            "largest_fit": ceiling,
+            "capped": False,
+            "limit_bytes": GIB,
+            "peak_bytes": 874 * MIB,
+            "device": {"name": "cpu"},
+            "environment": {},
+            "workload": {"weight": "samples", "reduction": "mean", "precision": "fp32"},
+            "trials": (
+                Trial(parts=(ceiling, ceiling), outcome="ok", seconds=1.0),
+                Trial(parts=(ceiling + 1,) * 2, outcome="oom", seconds=1.0),
+                Trial(parts=parts, outcome="ok", seconds=1.0),
+            ),
+            "warnings": ("BatchNorm in bn1 sees 86 samples at a time",),
+            "notes": ("the learning rate stays what it is",),
+            **changes,
+        }
+    )
+
+
+def alike(outcome: Outcome, size: int) -> tuple[Trial]:
+    return (Trial(parts=(size, size), outcome=outcome),)
+
+
+def predicted(**changes: Any) -> Plan:
+    card = {"kind": "simulated", "card": "NVIDIA GeForce RTX 3090", "total_bytes": 24124 * MIB}
+    known: dict[str, Any] = {"kind": "predicted", "band_bytes": 40 * MIB, "least_bytes": 800 * MIB}
+    return make_plan(**known, **{"device": {"name": "rtx3090 (simulated)", **card}, **changes})
+
+
+def draw(plan: Plan, *, width: int = 100, kept: Path | None = None, color: bool = False, **options: Any) -> str:
+    file = io.StringIO()
+    console = make_console(file=file, width=width, force_terminal=color, color_system="standard" if color else None)
+    print_plan(console, plan, command=COMMAND, kept=kept, **options)
+    return file.getvalue()
+
+
+ANSWER = (
+    "micro-batch  86\n"
+    "iter_size    3\n"
+    "parts        86 + 85 + 85 = 256\n"
+    "peak         874 MiB of 1.0 GiB, headroom 150 MiB\n"
+    "device       cpu\n"
+    "train with   autoaccum.Accumulator(model, optimizer, loss, micro_batch=86).step(batch)\n"
+)
+REMARKS = "warning      BatchNorm in bn1 sees 86 samples at a time\nnote         the learning rate stays what it is\n"
+
+
+def test_says_the_answer_and_what_must_be_known() -> None:
+    assert draw(make_plan()) == ANSWER + REMARKS
+
+
+def test_says_all_that_is_known_where_it_is_asked_for() -> None:
+    assert draw(make_plan(), verbose=True, name="plan-2.json", seconds=41.26) == (
+        f"{ANSWER}"
+        "largest fit  100 (101 does not fit)\n"
+        "trials       3 in 3.0 s of 41.3 s in all\n"
+        f"{REMARKS}"
+        "\n"
+        "keep the plan:\n"
+        "  autoaccum plan 'my model.py' --target-batch 256 -o plan-2.json\n"
+    )
+
+
+def test_the_first_three_remarks_are_shown_with_warnings_before_notes() -> None:
+    many = make_plan(warnings=("first", "second"), notes=("third", "fourth", "fifth"))
+    assert draw(many).removeprefix(ANSWER) == (
+        "warning      first\nwarning      second\nnote         third\n-v shows 2 more\n"
+    )
+    assert "note         fifth\n" in draw(many, verbose=True)
+    assert "more" not in draw(many, verbose=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (make_plan(learning_rate=0.0123456789), "tuned rate   0.0123457, the learning rate that `autoaccum fit"),
+        (make_plan(256, 1), "parts        256 x 1 = 256\n"),
+        (make_plan(429, 86), "parts        4 x 86 + 85 = 429\n"),
+        (make_plan(64, 64), "parts        64\n"),
+        (make_plan(257, 100, world_size=2), "parts        1 rank of 65 + 64; 1 rank of 64 + 64\n"),
+        (make_plan(256, 100, world_size=2), "parts        2 ranks of 64 + 64\n"),
+        (make_plan(256, 100, world_size=2), "iter_size    2 on each of 2 ranks\n"),
+        (make_plan(capped=True), "largest fit  100, the most that was asked for\n"),
+        (make_plan(stopped="time"), "largest fit  100, the largest before the limit on time ended the"),
+        (
+            make_plan(limit_bytes=700 * MIB, peak_bytes=1, least_bytes=700 * MIB),
+            "peak         1 B of 700 MiB, headroom 700 MiB, least budget 700 MiB\n",
+        ),
+        (make_plan(device={"name": "cpu", "in_place": True}), "device       cpu, in this process\n"),
+        (make_plan(device=CARD), "device       cuda:1, NVIDIA GeForce RTX 3090, of which others hold 2.5 GiB\n"),
+        (make_plan(peak_bytes=None), "peak         not measured, the budget is 1.0 GiB\n"),
+        (predicted(), "peak         874 MiB of 1.0 GiB (predicted), headroom 150 MiB\n"),
+        (predicted(), "least budget 800 MiB, where the schedule would still run\n"),
+        (predicted(), "band         40.0 MiB either way, of what is needed and of what the card has free\n"),
+        (predicted(), "largest fit  100 (101 does not fit)\n"),
+        (
+            predicted(trials=(Trial(parts=(86, 85), outcome="ok"), *alike("ok", 100), *alike("tight", 101))),
+            "largest fit  100 (101 is tight)\n",
+        ),
+        (predicted(), "trials       3 predicted in 3.0 s\n"),
+        (predicted(), "device       rtx3090 (simulated), NVIDIA GeForce RTX 3090, 23.6 GiB\n"),
+        (
+            predicted(peak_bytes=1100 * MIB),
+            "peak         800 MiB of 1.0 GiB at least, 1.1 GiB with room to spare (predicted)\n",
+        ),
+    ],
+)
+def test_says_how_it_is(plan: Plan, text: str) -> None:
+    assert text in draw(plan, verbose=True)
+
+
+def test_names_what_was_written() -> None:
+    text = draw(make_plan(), kept=Path("plan.json"), emitted=Path("train_step.py"), pictured=Path("memory.svg"))
+    assert "kept in plan.json\n" in text
+    assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in text
+    assert "\npicture in memory.svg\n" in text
+    of_cpu = draw(make_plan(device={"name": "cpu", "kind": "cpu"}), pictured=Path("memory.svg"))
+    assert "\npicture in memory.svg, of the trials alone: where memory goes is told of cards\n" in of_cpu
+
+
+def test_tells_what_was_planned_along() -> None:
+    along = {"keeps": ["ema", "what a later version keeps"], "evaluation_batch": 64, "worst_of": 1000}
+    said = draw(make_plan(workload=along), verbose=True, width=200)
+    phrases = "an average of the weights; what a later version keeps; an evaluation between updates, in batches of 64"
+    assert f"along with   {phrases}\n" in said
+    assert "batches      of the longest of 1000 samples of the dataset\n" in said
+    assert "along with" not in draw(make_plan(), verbose=True)
+
+
+def test_nothing_is_lost_on_a_narrow_terminal() -> None:
+    wide, narrow = (draw(make_plan(), width=width, verbose=True) for width in (200, 30))
+    assert "".join(wide.split()) == "".join(narrow.split())
+    assert all(line == line.rstrip() for line in narrow.splitlines())
+    table = narrow.split("\n\n")[0]
+    assert max(len(line) for line in table.splitlines() if "Accumulator" not in line) <= 37
+    command = narrow.splitlines()[-1].strip()
+    assert shlex.split(command) == [*COMMAND, "-o", "plan.json"]
+
+
+def test_what_others_named_stays_on_its_line() -> None:
+    odd = make_plan(
+        notes=("a\nnote\x1b[31m",),
+        warnings=("[red]careful[/red] :smile:",),
+        device={"name": "cpu\x1b[2J", "kind": "cpu"},
+    )
+    text = draw(odd)
+    assert "note         a note [31m\n" in text
+    assert "[red]careful[/red] :smile:" in text, "no markup"
+    assert all(line.isprintable() for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("workload", "options"),
+    [
+        ({}, "micro_batch=86"),
+        ({"weight": "the workload's weight()"}, "micro_batch=86, weight=weight"),
+        ({"reduction": "sum", "precision": "bf16"}, 'micro_batch=86, reduction="sum", precision="bf16"'),
+        ({"batchnorm": "frozen"}, 'micro_batch=86, batchnorm="frozen"'),
+    ],
+)
+def test_the_line_that_trains(workload: dict[str, str], options: str) -> None:
+    line = accumulator_line(replace(make_plan(), workload=workload))
+    assert line == f"autoaccum.Accumulator(model, optimizer, loss, {options}).step(batch)"

@@ -1,0 +1,172 @@
+"""A verification on the terminal and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import math
+
+from autoaccum.reporting.console import make_console
+from autoaccum.reporting.verify_report import VerificationProgress, print_verification
+from autoaccum.verification.verification_result import (
+    Begun,
+    Cause,
+    Compared,
+    Comparison,
+    Difference,
+    Quantity,
+    Verification,
+)
+
+
+def _difference(quantity: Quantity, error: float, where: str | None, tolerance: float = 1e-10) -> Difference:
+    return Difference(
+        quantity=quantity,
+        compared=0 if where is None else 4,
+        error=error,
+        scale=1.0,
+        where=where,
+        tolerance=tolerance,
+        equal=error <= tolerance,
+    )
+
+
+EQUAL = Comparison(
+    method="accumulator",
+    window="whole",
+    micro_batches=(4, 4, 4, 4),
+    differences=(
+        _difference("loss", 0.0, "loss"),
+        _difference("gradients", 1.5e-16, "2.weight"),
+        _difference("buffers", 0.0, None),
+        _difference("update", 1e-19, "0.bias", 3e-18),
+    ),
+)
+FOUND = Verification(
+    equivalent=True,
+    target_batch=16,
+    micro_batch=4,
+    precision="fp64",
+    device="cpu",
+    batchnorm="micro",
+    rounding="1e-10 of the largest entry",
+    comparisons=(EQUAL,),
+    causes=(),
+    notes=("random draws were held",),
+    workload={"name": "small", "weight": "the samples", "sizes": (1, 2)},
+    environment={"torch": "2.13.0", "variables": {}},
+    seconds=1.25,
+)
+OTHER = Comparison(
+    method="accumulate",
+    window="last",
+    micro_batches=(4, 3),
+    differences=(
+        _difference("loss", 0.0, None),
+        _difference("gradients", 0.25, "2.weight"),
+        _difference("buffers", math.inf, "1.count", 0.0),
+        _difference("update", 1e-3, "0.bias", 3e-18),
+    ),
+)
+DIFFERENT = dataclasses.replace(
+    FOUND,
+    equivalent=False,
+    comparisons=(EQUAL, OTHER),
+    causes=(
+        Cause(
+            kind="last window",
+            found="the short window is divided by 4, it has 2 micro-batches",
+            change="divide by what there is: def weight(batch): return (batch[1] != -100).sum()",
+            proved=True,
+        ),
+        Cause(
+            kind="batchnorm", found="normalises by the part", change='batchnorm="frozen"', where=("a", "b", "c", "d")
+        ),
+    ),
+    notes=(),
+)
+
+
+def drawn(found: Verification, width: int = 100, *, verbose: bool = False) -> str:
+    text = io.StringIO()
+    console = make_console(file=text, width=width)
+    print_verification(console, found, again=["autoaccum", "verify", "my model.py"], verbose=verbose)
+    return text.getvalue()
+
+
+def test_equal_is_one_line() -> None:
+    batch = "of the largest gradient entry (16 as 4 + 4 + 4 + 4"
+    said = f"equivalent: the accumulated update is the full batch's, to 1.5e-16 {batch}, float64)"
+    assert drawn(FOUND) == f"{said}; -v shows 1 note\n"
+    assert drawn(dataclasses.replace(FOUND, notes=())) == f"{said}\n"
+    assert drawn(FOUND, verbose=True).startswith(f"{said}\n\n")
+    rough = drawn(dataclasses.replace(FOUND, notes=(), precision="bf16"))
+    assert rough.endswith(f"{batch}, bf16, tolerance 1.0e-10)\n")
+
+
+def test_all_that_was_compared_is_shown_where_it_is_asked_for() -> None:
+    lines = drawn(FOUND, verbose=True).splitlines()
+    assert lines[2] == "the Accumulator, whole window: 4 + 4 + 4 + 4 = 16"
+    assert lines[3].split() == ["compared", "largest", "error", "tolerance", "at"]
+    assert lines[4].split() == ["loss", "4", "0", "1.0e-10"]
+    assert lines[5].split() == ["gradients", "4", "1.5e-16", "1.0e-10", "2.weight"]
+    assert lines[6].split() == ["update", "4", "1.0e-19", "3.0e-18", "0.bias"]
+    assert "note         random draws were held" in lines
+
+
+def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
+    text = drawn(DIFFERENT)
+    lines = text.splitlines()
+    assert lines[0] == "not equivalent: the gradients are off by 2.5e-01 of the largest entry, at 2.weight"
+    assert lines[2].startswith("cause 1 ")
+    assert "tolerance" not in text
+    shown = drawn(DIFFERENT, verbose=True).splitlines()
+    assert shown[: len(lines) - 3] == lines[:-3]
+    assert "accumulate() of the workload, shorter window, as at the end of an epoch: 4 + 3 = 7" in shown
+    assert next(line for line in shown if "1.count" in line).split() == [
+        *("buffers", "4", "infinite", "exact", "1.count", "differs")
+    ]
+    assert "cause 1      last window: the short window is divided by 4, it has 2 micro-batches" in lines
+    assert "  def weight(batch): return (batch[1] != -100).sum()" in lines
+    assert "proved       with all of these done, the same comparison is equal" in lines
+    assert "in           a, b, c and 1 more" in lines
+    assert 'change       batchnorm="frozen"' in lines
+    assert any(line.startswith("unproved") for line in lines)
+    assert "plan" not in text
+    assert lines[-2:] == [
+        "see what remains with BatchNorm frozen (-v shows all that was compared):",
+        "  autoaccum verify 'my model.py' --batchnorm frozen",
+    ]
+    again = drawn(dataclasses.replace(DIFFERENT, causes=DIFFERENT.causes[:1])).splitlines()
+    assert again[-2:] == [
+        "make the change, and verify again (-v shows all that was compared):",
+        "  autoaccum verify 'my model.py'",
+    ]
+
+
+def test_code_is_never_wrapped_and_no_cause_is_said() -> None:
+    lines = drawn(DIFFERENT, width=30).splitlines()
+    assert "  def weight(batch): return (batch[1] != -100).sum()" in lines
+    assert "change       divide by what there is:" in lines
+    unknown = drawn(dataclasses.replace(DIFFERENT, causes=()))
+    assert "no cause was found by experiment" in unknown
+    assert "1.count" in unknown, "what was compared is all that is known then"
+
+
+def test_json_begins_with_the_schema_and_has_no_infinity() -> None:
+    record = json.loads(DIFFERENT.to_json())
+    assert next(iter(record)) == "schema"
+    buffers = record["comparisons"][1]["differences"][2]
+    assert (buffers["error"], buffers["error_text"], buffers["tolerance"]) == (None, "infinite", 0.0)
+
+
+def test_progress_tells_what_is_verified() -> None:
+    text, none = io.StringIO(), io.StringIO()
+    begun = Begun("small", "Sequential", 1234, "SGD", "fp64", "cpu")
+    for file, quiet in ((text, False), (none, True)):
+        with VerificationProgress(make_console(file=file, width=100), quiet=quiet) as progress:
+            progress.tell(begun)
+            progress.tell(Compared(EQUAL))
+    assert text.getvalue() == "small: Sequential, 1,234 parameters, SGD; compared in fp64 on cpu\n"
+    assert none.getvalue() == ""

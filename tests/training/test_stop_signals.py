@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from autoaccum.training.stop_signals import StopAsked, Stopping
+
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Each test leaves the handlers as they were."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    yield
+    after = {number: signal.getsignal(number) for number in before}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert after == before
+
+
+def end_of(body: Callable[[Stopping], None], one_press_seconds: float = 60) -> BaseException | None:
+    """What comes out when `body` runs within a Stopping."""
+    try:
+        with Stopping(one_press_seconds) as stopping:
+            body(stopping)
+    except BaseException as error:
+        return error
+    return None
+
+
+def code_of(error: BaseException | None) -> Any:
+    return 130 if isinstance(error, KeyboardInterrupt) else getattr(error, "code", error)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_first_signal_is_noted_and_raised_where_it_is_asked_for(number: signal.Signals) -> None:
+    reached = []
+
+    def run(stopping: Stopping) -> None:
+        stopping.check()
+        stopping.leave()
+        signal.raise_signal(number)
+        reached.append(stopping.asked)
+        stopping.check()
+        pytest.fail("goes on")
+
+    assert code_of(end_of(run)) == 128 + number
+    assert reached == [number]
+
+
+def test_while_it_waits_it_is_raised_at_once_past_every_except_exception() -> None:
+    reached = []
+
+    def wait(stopping: Stopping) -> None:
+        with stopping.interruptible():
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except Exception:
+                pytest.fail("eaten")
+            pytest.fail("not at once")
+
+    def run(stopping: Stopping) -> None:
+        with pytest.raises(StopAsked):
+            wait(stopping)
+        signal.raise_signal(signal.SIGTERM)
+        reached.append("the last checkpoint")
+
+    assert code_of(end_of(run)) == 143
+    assert reached
+
+
+def test_an_error_that_comes_with_it_is_not_what_ended_the_run() -> None:
+    def run(stopping: Stopping) -> None:
+        with stopping.interruptible():
+            with suppress(StopAsked):
+                signal.raise_signal(signal.SIGTERM)
+            raise RuntimeError("DataLoader worker is killed by signal: Terminated")
+
+    assert code_of(end_of(run)) == 143
+
+
+@pytest.mark.parametrize("second", NUMBERS)
+def test_a_second_one_acts_at_once(second: signal.Signals) -> None:
+    reached = []
+
+    def run(stopping: Stopping) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        reached.append(stopping.asked)
+        signal.raise_signal(second)
+        pytest.fail("not at once")
+
+    assert code_of(end_of(run, one_press_seconds=0)) == 128 + second
+    assert reached == [signal.SIGTERM]
+
+
+def test_what_comes_twice_within_a_moment_is_one() -> None:
+    """As timeout(1) sends it: to its child, then to the group."""
+    reached = []
+
+    def run(stopping: Stopping) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        reached.append(True)
+
+    assert code_of(end_of(run)) == 143
+    assert reached
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Stopping() as stopping:
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        signal.raise_signal(signal.SIGHUP)
+        assert stopping.asked is None
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    signal.signal(signal.SIGHUP, before)
+
+
+def wait_for_ever(ready: Any) -> None:
+    ready.set()
+    while True:
+        time.sleep(1)
+
+
+def test_a_forked_child_is_ended_by_sigterm_and_leaves_the_others_to_its_parent() -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    with Stopping() as stopping:
+        child = context.Process(target=wait_for_ever, args=(ready,))
+        child.start()
+        assert ready.wait(30)
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGINT)
+        child.join(0.5)
+        assert child.is_alive()
+        child.terminate()
+        child.join(30)
+        assert child.exitcode == -signal.SIGTERM
+        assert stopping.asked is None
+
+
+def test_a_handler_of_the_user_s_own_is_called_after_the_last_checkpoint() -> None:
+    called: list[Any] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
+    try:
+        with pytest.raises(SystemExit) as leaving, Stopping():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert leaving.value.code == 143
+        assert called == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)

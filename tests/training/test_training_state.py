@@ -1,0 +1,277 @@
+"""A training goes on from its captured state as if nothing had been between, or says what differs and leaves it be."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import lr_scheduler as schedules
+
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.errors import UsageError
+from autoaccum.training.checkpoints import portable
+from autoaccum.training.trainee import Trainee
+from autoaccum.training.training_state import capture_settings, capture_training, restore_training
+from autoaccum.workload.objective import resolve_objective
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 4)
+        self.tied = nn.Linear(8, 4)
+        self.tied.weight = self.last.weight
+        self.hidden: Tensor
+        self.register_buffer("hidden", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden += 1
+        h = self.norm(self.first(x)).relu()
+        both: Tensor = self.last(h) + self.tied(h)
+        return both
+
+
+def groups(net: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(net.parameters())
+    return [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:], "lr": 0.03}]
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adamw": lambda net: AdamW(net.parameters(), lr=0.01),
+    "foreach": lambda net: Adam(net.parameters(), lr=0.01, foreach=True, amsgrad=True),
+    "fused": lambda net: AdamW(net.parameters(), lr=0.01, fused=True),
+    "tensor_rate": lambda net: AdamW(net.parameters(), lr=torch.tensor(0.01), foreach=False),
+    "momentum": lambda net: SGD(net.parameters(), lr=0.01, momentum=0.9, nesterov=True),
+    "plain": lambda net: SGD(net.parameters(), lr=0.01),
+    "groups": lambda net: AdamW(groups(net), lr=0.01),
+    "rmsprop": lambda net: RMSprop(net.parameters(), lr=0.01, centered=True),
+    "adagrad": lambda net: Adagrad(net.parameters(), lr=0.01),
+}
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "lambda": lambda optimizer: schedules.LambdaLR(optimizer, lambda update: 0.9**update),
+    "one_cycle": lambda optimizer: schedules.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
+    "cosine": lambda optimizer: schedules.CosineAnnealingLR(optimizer, T_max=10),
+    "restarts": lambda optimizer: schedules.CosineAnnealingWarmRestarts(optimizer, T_0=3),
+    "multi_step": lambda optimizer: schedules.MultiStepLR(optimizer, [2, 5]),
+    "exponential": lambda optimizer: schedules.ExponentialLR(optimizer, 0.9),
+    "sequential": lambda optimizer: schedules.SequentialLR(
+        optimizer, [schedules.LinearLR(optimizer, 0.1, total_iters=4), schedules.ExponentialLR(optimizer, 0.9)], [4]
+    ),
+    "chained": lambda optimizer: schedules.ChainedScheduler(
+        [schedules.ConstantLR(optimizer, 0.5, 3), schedules.ExponentialLR(optimizer, 0.9)]
+    ),
+    "cyclic": lambda optimizer: schedules.CyclicLR(optimizer, 0.01, 0.1, step_size_up=3, cycle_momentum=False),
+}
+
+
+class Training:
+    """All that is trained, built anew from one seed."""
+
+    def __init__(self, optimizer: str = "adamw", scheduler: str | None = None, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.net: Any = Net()
+        self.criterion: Any = nn.CrossEntropyLoss(weight=torch.ones(4))
+        self.optimizer = OPTIMIZERS[optimizer](self.net)
+        self.scheduler = None if scheduler is None else SCHEDULERS[scheduler](self.optimizer)
+        self.scaler = GradScaler("cpu", growth_interval=2)
+
+    def trainee(self) -> Trainee:
+        return trainee(self.net, self.criterion, self.optimizer, self.scheduler, self.scaler)
+
+    def train(self, first: int, last: int) -> None:
+        for update in range(first, last):
+            inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(update))
+            loss = self.criterion(self.net(inputs), torch.arange(6) % 4)
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            if self.scheduler is not None:
+                self.scheduler.step()
+
+    def digest(self) -> str:
+        torch.manual_seed(0)
+        return state_digest(self.net, self.optimizer, self.scaler, criterion=self.criterion)
+
+
+def trainee(
+    model: nn.Module, criterion: Any, optimizer: Optimizer, scheduler: Any = None, scaler: Any = None
+) -> Trainee:
+    return Trainee(
+        model=model,
+        objective=resolve_objective(criterion=criterion),
+        optimizer=optimizer,
+        scheduler=scheduler,
+        scaler=scaler,
+        precision="fp32",
+        batchnorm="micro",
+        accumulate_in="fp32",
+        evaluate=None,
+    )
+
+
+def moved(whole: Trainee, resumed: Trainee, settings: Any = None) -> list[str]:
+    """What one has learnt goes to the other, through a file that can run no code."""
+    file, told = io.BytesIO(), list[Any]()
+    settings = capture_settings(whole) if settings is None else settings
+    torch.save(portable([capture_training(whole), settings]), file)
+    file.seek(0)
+    state, kept = torch.load(file, weights_only=True)
+    restore_training(state, kept, resumed, told.append)
+    return [event.text for event in told]
+
+
+def assert_goes_on(optimizer: str, scheduler: str | None, update: int) -> None:
+    whole, resumed = Training(optimizer, scheduler), Training(optimizer, scheduler, seed=1)
+    settings = capture_settings(whole.trainee())
+    whole.train(0, update)
+    assert moved(whole.trainee(), resumed.trainee(), settings) == []
+    if hasattr(whole.optimizer, "_opt_called"):
+        resumed.optimizer._opt_called = True  # type: ignore[attr-defined]  # A scheduler's note for a warning.
+    assert resumed.digest() == whole.digest()
+    whole.train(update, update + 4)
+    resumed.train(update, update + 4)
+    assert resumed.digest() == whole.digest()
+    assert resumed.net.tied.weight is resumed.net.last.weight
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_goes_on(optimizer: str) -> None:
+    assert_goes_on(optimizer, None, 0)
+    assert_goes_on(optimizer, None, 3)
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
+def test_every_scheduler_goes_on(scheduler: str) -> None:
+    for update in (0, 1, 5):
+        assert_goes_on("groups", scheduler, update)
+
+
+def test_what_wraps_a_model_does_not_matter() -> None:
+    whole, resumed, parts = Training(), Training(seed=1), Training(seed=2)
+    whole.train(0, 2)
+    bare = whole.net
+    whole.net = nn.DataParallel(bare)
+    moved(whole.trainee(), resumed.trainee())
+    parts.net = torch.compile(parts.net, backend="eager")
+    moved(whole.trainee(), parts.trainee())
+    whole.net, parts.net = bare, parts.net._orig_mod
+    assert whole.digest() == resumed.digest() == parts.digest()
+
+
+def test_modes_and_what_is_frozen_are_put_back_with_its_state() -> None:
+    whole, resumed = Training(), Training(seed=1)
+    whole.train(0, 2)
+    whole.net.norm.eval()
+    whole.net.first.weight.requires_grad_(False)
+    resumed.net.last.bias.requires_grad_(False)
+    moved(whole.trainee(), resumed.trainee())
+    assert resumed.digest() == whole.digest()
+
+
+class Wide(Optimizer):
+    """Keeps state that is wider than its parameters, and a word."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {
+                    "master": parameter.detach().double() / 3,
+                    "count": torch.tensor(3),
+                    "by": "thirds",
+                }
+
+
+def test_state_keeps_its_dtype_and_form() -> None:
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    optimizer, other = Wide(model.parameters()), Wide(model.parameters())
+    optimizer.step()
+    moved(trainee(model, nn.MSELoss(), optimizer), trainee(model, nn.MSELoss(), other))
+    assert state_digest(model, other) == state_digest(model, optimizer)
+
+
+def another_shape(training: Training) -> None:
+    training.net.first.weight = nn.Parameter(torch.zeros(3, 4))
+
+
+def another_dtype(training: Training) -> None:
+    training.net.double()
+
+
+def another_module(training: Training) -> None:
+    training.net.extra = nn.Linear(1, 1)
+
+
+def without_module(training: Training) -> None:
+    training.net.norm = nn.Identity()
+
+
+def more_groups(training: Training) -> None:
+    training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def another_order(training: Training) -> None:
+    training.optimizer = AdamW(reversed(list(training.net.parameters())))
+
+
+def another_rate(training: Training) -> None:
+    training.optimizer.param_groups[0]["lr"] = 0.5
+
+
+MISMATCHES: dict[Callable[[Training], None], str] = {
+    another_shape: "model.first.weight is float32 (8, 4) there, float32 (3, 4) here",
+    another_dtype: "model.first.weight is float32 (8, 4) there, float64 (8, 4) here; model.first.bias is float32",
+    another_module: "model.extra.weight is missing there, float32 (1, 1) here",
+    without_module: "model.norm.weight is float32 (8,) there, missing here; model.norm.bias is",
+    more_groups: "alone0 is missing there",
+    another_order: "the optimizer has other parameter groups",
+    another_rate: "lr was 0.01, is 0.5",
+}
+
+
+@pytest.mark.parametrize("change", MISMATCHES, ids=lambda change: change.__name__)
+def test_a_state_of_another_training_changes_nothing(change: Callable[[Training], None]) -> None:
+    whole, other = Training(), Training(seed=1)
+    whole.train(0, 1)
+    change(other)
+    before = other.digest()
+    with pytest.raises(UsageError, match="the checkpoint is of another training: .*: give what was") as caught:
+        moved(whole.trainee(), other.trainee())
+    assert MISMATCHES[change] in str(caught.value)
+    assert other.digest() == before
+
+
+def test_a_parameter_that_only_the_optimizer_knows_comes_back() -> None:
+    weights, made = [torch.randn(2).requires_grad_() for _ in range(2)], list[Trainee]()
+    for weight in weights:
+        model = nn.Linear(2, 2)
+        groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": [weight]}]
+        optimizer = AdamW(groups, lr=0.1)
+        (model(torch.ones(1, 2)).sum() * weight.sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        made.append(trainee(model, nn.MSELoss(), optimizer))
+    moved(*made)
+    assert torch.equal(*weights)
+    assert state_digest(made[0].model, made[0].optimizer) == state_digest(made[1].model, made[1].optimizer)
+
+
+def test_a_schedule_that_is_set_anew_goes_on_and_is_told() -> None:
+    whole, other = Training("groups", "cosine"), Training("groups", "cosine", seed=1)
+    other.scheduler = schedules.CosineAnnealingLR(other.optimizer, T_max=99)
+    whole.train(0, 3)
+    (told,) = moved(whole.trainee(), other.trainee(), capture_settings(Training("groups", "cosine").trainee()))
+    assert told.startswith("the schedule goes on as it was kept: T_max of it")
+    assert other.scheduler.T_max == 10

@@ -1,0 +1,106 @@
+"""Which setting wins, how much may be chance, and what is said beside it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from small_studies import FACTS
+
+from autoaccum.accumulation.coupling import Coupling
+from autoaccum.tuning.ranking import find_caution, find_coupling, find_noise, own_standing, rank
+from autoaccum.tuning.tuning_result import RateSpan, Row, Setting, State
+
+
+def row(number: int, rate: float, loss: float | None, state: State = "complete", **more: Any) -> Row:
+    setting = Setting(learning_rate=rate, target_batch=64, micro_batch=16)
+    known: dict[str, Any] = {"setting": setting, "seed": 0, "loss": loss}
+    return Row(number=number, state=state, **known | more)
+
+
+def again(number: int, of: Row, seed: int, loss: float | None, state: State = "complete", **more: Any) -> Row:
+    return Row(number=number, state=state, setting=of.setting, seed=seed, loss=loss, confirms=of.number, **more)
+
+
+LUCKY, STEADY, WORSE = row(0, 0.1, 0.2), row(1, 0.2, 0.3), row(2, 0.3, 0.9)
+
+
+def test_single_runs_are_ranked_by_loss_and_what_did_not_end_well_is_left_out() -> None:
+    rows = [WORSE, LUCKY, STEADY, row(3, 0.4, None, "pruned", losses=((25, 0.1),)), row(4, 9.0, None, "diverged")]
+    assert [one.trial for one in rank(rows)] == [0, 1, 2]
+    assert rank(rows)[0].spread is None
+
+
+def test_repeated_settings_win_by_their_mean_over_a_lucky_run() -> None:
+    repeats = [again(3, STEADY, 1, 0.31), again(4, STEADY, 2, 0.29), again(5, WORSE, 1, 0.9), again(6, WORSE, 1, 5.0)]
+    ranked = rank([LUCKY, STEADY, WORSE, *repeats])
+    assert [one.trial for one in ranked] == [1, 2, 0]
+    assert ranked[0].losses == (0.3, 0.31, 0.29)
+    assert ranked[0].mean == pytest.approx(0.3)
+    assert ranked[1].losses == (0.9, 0.9)  # A seed counts once.
+
+
+def test_a_setting_of_which_a_run_failed_or_ran_short_comes_last() -> None:
+    failed, lost = again(3, LUCKY, 1, None, "diverged"), again(4, STEADY, 1, None, "failed", lost=True)
+    ranked = rank([LUCKY, STEADY, WORSE, failed, lost])
+    assert [one.trial for one in ranked] == [1, 2, 0]
+    assert (ranked[2].failed, ranked[2].mean) == (1, None)
+    short = row(5, 0.5, 0.01, shortages=1)
+    assert [one.trial for one in rank([LUCKY, short])] == [0, 5]
+
+
+def test_the_workload_s_own_setting_is_found() -> None:
+    rows = [row(0, 0.1, 0.5, own=True), STEADY]
+    found = own_standing(rows)
+    assert found is not None
+    assert found.losses == (0.5,)
+    assert own_standing([row(0, 0.1, None, "diverged", own=True), STEADY]) is None
+
+
+def test_noise_is_two_deviations_of_a_difference_pooled_over_settings() -> None:
+    rows = [LUCKY, again(3, LUCKY, 1, 0.4), STEADY, again(4, STEADY, 1, 0.3), WORSE]
+    assert find_noise(rank(rows)) == pytest.approx(2 * (2 * (0.02 + 0.0) / 2) ** 0.5)
+    assert find_noise(rank([LUCKY])) is None
+
+
+@pytest.mark.parametrize(
+    ("rate", "says"), [(0.1, None), (0.015, "search below 0.01, too"), (0.9, "search above 1, too")]
+)
+def test_a_best_rate_near_an_end_is_told(rate: float, says: str | None) -> None:
+    said = find_caution(rate, RateSpan(0.01, 1.0))
+    assert said is None if says is None else str(said).endswith(says)
+
+
+class Planned:
+    def __init__(self, coupling: Coupling | None) -> None:
+        self.coupling = coupling
+
+
+@pytest.mark.parametrize(
+    ("coupling", "batchnorms", "mode", "says"),
+    [
+        (Coupling(loss=False), (), "micro", None),
+        (Coupling(loss=False), ("1", "4"), "micro", "BatchNorm in modules 1 and 4 normalises by the micro-batch"),
+        (Coupling(loss=False), ("1",), "frozen", None),
+        (Coupling(modules=("1", "mix"), loss=False), ("1",), "micro", "BatchNorm in module 1 .* in module mix"),
+        (Coupling(loss=True), (), "micro", "the loss mixes the samples of a batch"),
+    ],
+)
+def test_what_couples_samples_is_named(
+    coupling: Coupling, batchnorms: tuple[str, ...], mode: str, says: str | None
+) -> None:
+    facts = type(FACTS)(**{**vars(FACTS), "batchnorms": batchnorms, "batchnorm": mode})
+    plan: Any = Planned(coupling)
+    found, doubt = find_coupling(plan, facts)
+    assert doubt is None
+    assert (found is None) == (says is None)
+    assert re.search(says or "None", str(found))
+
+
+@pytest.mark.parametrize("coupling", [None, Coupling(), Coupling(reason="the model is too large", loss=False)])
+def test_what_was_not_looked_at_is_a_doubt(coupling: Coupling | None) -> None:
+    plan: Any = Planned(coupling)
+    found, doubt = find_coupling(plan, FACTS)
+    assert found is None
+    assert "could not be told" in str(doubt)

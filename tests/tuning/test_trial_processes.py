@@ -1,0 +1,100 @@
+"""Children that describe, time and train a workload: real ones, whose ends are told as outcomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_studies import request_of
+
+from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
+from autoaccum.tuning.throughput import measure_throughput
+from autoaccum.tuning.trial_processes import Processes
+from autoaccum.tuning.tuning_result import Budget, Outcome, Setting
+
+WORKLOAD = """
+import os, signal, time
+import torch
+from torch import nn
+
+inputs = torch.randn(80, 8, generator=torch.Generator().manual_seed(0))
+dataset = torch.utils.data.TensorDataset(inputs, (inputs.sum(1) > 0).long())
+criterion = nn.CrossEntropyLoss()
+
+class Line(nn.Linear):
+    def forward(self, x):
+        if self.training and len(x) > 8:
+            torch.empty(2**48)
+        return super().forward(x)
+
+def model():
+    return Line(8, 2)
+
+class Odd(torch.optim.SGD):
+    def step(self, closure=None):
+        rate = self.param_groups[0]["lr"]
+        if rate == 7.0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rate == 8.0:
+            time.sleep(100)
+        return super().step(closure)
+
+def optimizer(params):
+    return Odd(params, lr=0.01)
+"""
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("workload") / "line.py"
+    file.write_text(WORKLOAD)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def processes(reference: str) -> Processes:
+    made = Processes(request_of(reference=reference, device="cpu"))
+    facts = made.describe()
+    assert (facts.name, facts.model, facts.learning_rate, facts.training_samples) == ("line", "Line", 0.01, 72)
+    return made
+
+
+def train(processes: Processes, rate: float) -> Outcome:
+    setting = Setting(learning_rate=rate, target_batch=16, micro_batch=8)
+    return processes.train(setting, Budget(64, "samples"), 0, 8, lambda percent, loss: percent < 50 or rate < 1)
+
+
+def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: Processes) -> None:
+    one, again, pruned = train(processes, 0.5), train(processes, 0.5), train(processes, 2.0)
+    assert (one.state, one.samples) == ("complete", 64)
+    assert one.loss == again.loss
+    assert (pruned.state, pruned.samples) == ("pruned", 32)
+
+
+def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: Processes, reference: str) -> None:
+    killed = train(processes, 7.0)
+    assert (killed.state, killed.reason) == ("failed", "its process was ended by SIGKILL")
+    hung = train(Processes(request_of(reference=reference, device="cpu", trial_limit=8.0)), 8.0)
+    assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (8 s), and was ended")
+
+
+def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(processes: Processes) -> None:
+    known = measure_throughput(processes, 16, (4, 8), "cpu")
+    assert known.knee in (4, 8)
+    assert all(speed.low <= speed.samples_per_second <= speed.high for speed in known.speeds)  # type: ignore
+    with pytest.raises(DoesNotFitError):
+        measure_throughput(processes, 16, (8, 16), "cpu")
+
+
+def test_a_workload_that_is_changed_meanwhile_is_told(processes: Processes, reference: str) -> None:
+    Path(reference).write_text(f"{WORKLOAD}\n# changed\n")
+    try:
+        with pytest.raises(WorkloadError, match="was changed while it is tuned"):
+            train(processes, 0.5)
+    finally:
+        Path(reference).write_text(WORKLOAD)
+
+
+def test_there_has_to_be_such_a_device() -> None:
+    with pytest.raises(UsageError):
+        Processes(request_of(device="tpu"))

@@ -1,0 +1,152 @@
+"""One training with one setting, and what is known of a workload before: run here, as the child does."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sized
+from typing import Any, cast
+
+import pytest
+import torch
+from small_studies import FEATURES, OWN_RATE, Greedy, line_data, line_workload
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.data import IterableDataset
+
+from autoaccum import Workload
+from autoaccum.errors import WorkloadError
+from autoaccum.tuning.trial_training import UpdateTimer, find_facts, split_data, train_setting
+from autoaccum.tuning.tuning_result import Budget, Outcome, Setting
+
+
+class Streamed(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        data = line_data()
+        return iter([data[index] for index in range(len(data))])
+
+
+def run(
+    workload: Workload,
+    *,
+    rate: float = OWN_RATE,
+    micro: int = 8,
+    seed: int = 0,
+    budget: Budget | None = None,
+    go_on: Callable[[int, float], bool] = lambda percent, loss: True,
+) -> Outcome:
+    setting = Setting(learning_rate=rate, target_batch=16, micro_batch=micro)
+    budget = budget or Budget(64, "samples")
+    return train_setting(workload, setting, budget, seed=seed, evaluation_batch=8, device="cpu", go_on=go_on)
+
+
+def test_it_trains_for_its_budget_and_looks_at_the_milestones() -> None:
+    told: list[tuple[int, float]] = []
+
+    def go_on(percent: int, loss: float) -> bool:
+        told.append((percent, loss))
+        return True
+
+    outcome = run(line_workload(), go_on=go_on)
+    assert (outcome.state, outcome.samples) == ("complete", 64)
+    assert [percent for percent, _ in told] == [25, 50]
+    assert outcome.loss is not None
+    assert outcome.loss < told[0][1]
+
+
+def test_the_same_seed_is_the_same_training_in_micro_batches_of_any_size() -> None:
+    losses = [run(line_workload(), micro=micro, seed=seed).loss for micro, seed in ((8, 0), (8, 0), (5, 0), (8, 1))]
+    assert losses[0] == losses[1]
+    assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+    assert losses[3] != pytest.approx(losses[0], rel=1e-3)
+
+
+def test_a_trial_that_is_told_to_stop_is_pruned() -> None:
+    outcome = run(line_workload(), go_on=lambda percent, loss: percent < 50)
+    assert (outcome.state, outcome.samples) == ("pruned", 32)
+
+
+def test_a_budget_of_seconds_ends_a_training_and_counts_no_evaluation() -> None:
+    slept: list[float] = []
+
+    def evaluating(model: nn.Module, batch: Any) -> torch.Tensor:
+        if not model.training:
+            slept.append(0.2)
+            time.sleep(0.2)
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    began = time.perf_counter()
+    outcome = run(line_workload(criterion=None, loss=evaluating), budget=Budget(0.3, "seconds"))
+    took = time.perf_counter() - began
+    assert outcome.state == "complete"
+    assert 0.3 <= (outcome.seconds or 0.0) <= took - sum(slept)
+
+
+def test_memory_that_runs_out_is_met_by_smaller_parts_or_ends_the_trial() -> None:
+    short = run(line_workload(model=lambda: Greedy(4)))
+    assert (short.state, short.shortages > 0) == ("complete", True)
+    ended = run(line_workload(model=lambda: Greedy(0)))
+    assert (ended.state, ended.loss) == ("out_of_memory", None)
+    assert str(ended.reason).startswith("not even one sample at a time fits")
+
+
+def test_a_tenth_is_held_out_the_same_each_time_and_never_trained_on() -> None:
+    training, held_out, count, words = split_data(line_workload())
+    assert (count, len(cast(Sized, held_out))) == (72, 8)
+    assert not set(training.indices) & set(held_out.indices)
+    assert split_data(line_workload())[1].indices == held_out.indices
+    assert words == "8 of 80 samples of dataset, drawn by seed 0"
+
+
+def test_the_workload_s_own_evaluation_data_is_taken() -> None:
+    own = line_data(20)
+    training, held_out, count, words = split_data(line_workload(dataset=Streamed(), evaluation_dataset=own))
+    assert (held_out, count, words) == (own, None, "evaluation_dataset (20 samples)")
+    assert isinstance(training, Streamed)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"dataset": None, "batch": lambda size: line_data()[:size]}, "has no dataset to train on"),
+        ({"dataset": Streamed()}, "no samples can be held out of a Streamed"),
+        ({"dataset": line_data(1)}, "no samples can be held out of 1 samples"),
+        ({"evaluation_dataset": []}, "evaluation_dataset has no samples"),
+        ({"dataset": line_data(10)}, "9 samples are trained on, fewer than the target batch of 16"),
+        (
+            {"scheduler": lambda optimizer: OneCycleLR(optimizer, max_lr=0.5, total_steps=100)},
+            "OneCycleLR sets learning rates of its own",
+        ),
+    ],
+    ids=range(6),
+)
+def test_a_workload_that_cannot_be_tuned_is_refused(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(WorkloadError, match=says):
+        find_facts(line_workload(**given), "cpu", 16)
+
+
+def test_facts_are_those_of_what_is_built() -> None:
+    workload = line_workload(
+        model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
+        scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 1 / (1 + update)),
+    )
+    facts = find_facts(workload, "cpu", 16)
+    assert (facts.model, facts.optimizer, facts.learning_rate, facts.schedule) == (
+        *("Sequential", "SGD", OWN_RATE),
+        "LambdaLR",
+    )
+    assert (facts.batchnorms, facts.training_samples, facts.device) == (("1",), 72, "cpu")
+    assert facts.parameters == sum(parameter.numel() for parameter in workload.build_model().parameters())
+
+
+def test_timed_updates_change_no_weight() -> None:
+    built: list[nn.Module] = []
+
+    def model() -> nn.Module:
+        built.append(nn.Linear(FEATURES, 1))
+        return built[-1]
+
+    timer = UpdateTimer(line_workload(model=model), "cpu", 16)
+    before = cast(torch.Tensor, built[-1].weight).clone()
+    assert all(0 < timer.time(size) < math.inf for size in (16, 4, 1))
+    assert torch.equal(before, cast(torch.Tensor, built[-1].weight))

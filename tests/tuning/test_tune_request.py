@@ -1,0 +1,42 @@
+"""What a study is asked to do is checked before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from small_studies import request_of
+
+from autoaccum.errors import UsageError
+from autoaccum.tuning.tune_request import read_batches, read_rates
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"reference": 3}, "the workload is a int"),
+        ({"trials": 0}, "trials is 0: give a whole number of at least 1"),
+        ({"heartbeat": 0.5}, "heartbeat is 0.5: give a whole number"),
+        ({"budget_samples": 0}, "budget_samples is 0"),
+        ({"budget_seconds": 0}, "budget_seconds is 0: give seconds"),
+        ({"sampler": "grid"}, "there is no sampler 'grid': take tpe, random"),
+        ({"pruner": "hyperband"}, "there is no pruner 'hyperband': take halving, none"),
+        ({"budget_samples": 9, "budget_seconds": 1}, "budget_samples and budget_seconds are both given"),
+    ],
+    ids=range(8),
+)
+def test_what_cannot_be_honoured_is_refused(asked: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        request_of(**asked)
+
+
+@pytest.mark.parametrize("given", ["0.1", "1e-1..1e-4", "0..1", "1..inf", (0.1,), 0.1, "a..b"])
+def test_rates_that_are_no_range_are_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match="the learning rate is"):
+        read_rates(given)
+
+
+@pytest.mark.parametrize("given", ["many", "64..16", "0", "1..2..3", 1.5, (1, 2, 3), None])
+def test_batches_that_are_none_are_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match="the target batch is"):
+        read_batches(given)

@@ -1,0 +1,359 @@
+"""`autoaccum.verify`: the verdict, the ways to give a workload, what it leaves untouched, and how it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import resource
+import signal
+import sys
+import warnings
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.verification.verification_result import Begun, Compared, Diagnosing
+from autoaccum.verification.verification_setup import verify
+from autoaccum.verification.verifier import last_window, loaded_window
+from autoaccum.workload.spec import Workload
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Dropout(0.3), nn.Linear(6, 3))
+
+
+def _batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4), torch.arange(size) % 3
+
+
+def _normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+WORKLOAD = Workload(model=_model, batch=_batch, criterion=nn.CrossEntropyLoss(), name="small")
+PARTS: dict[str, Any] = {"batch": _batch, "criterion": nn.CrossEntropyLoss()}
+
+
+def test_a_sound_workload_is_equivalent() -> None:
+    events: list[Any] = []
+    found = verify(WORKLOAD, on_event=events.append)
+    assert found.equivalent
+    assert not found.causes
+    assert (found.target_batch, found.micro_batch, found.precision, found.device) == (16, 4, "fp64", "cpu")
+    assert [(one.window, one.micro_batches) for one in found.comparisons] == [
+        ("whole", (4, 4, 4, 4)),
+        ("last", (4, 3)),
+    ]
+    assert [one.quantity for one in found.comparisons[0].differences] == ["loss", "gradients", "buffers", "update"]
+    assert all(one.error < 1e-14 for comparison in found.comparisons for one in comparison.differences)
+    assert "1e-10" in found.rounding
+    assert found.workload["name"] == "small"
+    assert found.workload["parameters"] == 51
+    assert [type(event) for event in events] == [Begun, Compared, Compared]
+
+
+def test_a_file_is_verified(tmp_path: Path) -> None:
+    path = tmp_path / "net.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\nfrom itertools import accumulate\ntorch.manual_seed(3)\n"
+        "def model(): return nn.Linear(2, 1)\ncriterion = nn.MSELoss()\n"
+        "def batch(size): return torch.randn(size, 2), torch.randn(size, 1)\n"
+    )
+    before = torch.get_rng_state()
+    found = verify(path, target_batch=4, micro_batch=2)
+    assert found.equivalent
+    assert found.workload["reference"] == str(path)
+    assert [comparison.method for comparison in found.comparisons] == ["accumulator", "accumulator"]
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_file_may_take_the_memory_there_is_and_no_more(tmp_path: Path) -> None:
+    path = tmp_path / "limited.py"
+    path.write_text(
+        "import resource\nimport torch\nfrom torch import nn\nmodel = nn.Linear(2, 1)\n"
+        "def batch(size): return torch.ones(size, 2)\n"
+        "def loss(model, batch):\n"
+        "    assert resource.getrlimit(resource.RLIMIT_DATA)[0] not in (-1, resource.RLIM_INFINITY)\n"
+        "    return model(batch).mean()\n"
+    )
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    assert verify(path, target_batch=4).equivalent
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_a_dataset_gives_the_batch_where_there_is_none() -> None:
+    dataset = [(torch.randn(4), index % 3) for index in range(40)]
+    found = verify(Workload(model=_model, dataset=dataset, criterion=nn.CrossEntropyLoss()), target_batch=8)
+    assert found.equivalent
+    assert found.workload["worst_of"] == 32
+
+
+def test_a_loop_of_the_authors_own_is_compared_too() -> None:
+    def sound(model: nn.Module, micro_batches: list[Any]) -> None:
+        total = sum(len(targets) for _, targets in micro_batches)
+        for inputs, targets in micro_batches:
+            torch.autograd.backward(functional.cross_entropy(model(inputs), targets, reduction="sum") / total)
+
+    def short(model: nn.Module, micro_batches: list[Any]) -> None:
+        for inputs, targets in micro_batches:
+            torch.autograd.backward(functional.cross_entropy(model(inputs), targets) / 4)
+
+    found = verify(dataclasses.replace(WORKLOAD, accumulate=sound))
+    assert found.equivalent
+    assert [(one.method, one.micro_batches) for one in found.comparisons] == [
+        ("accumulator", (4, 4, 4, 4)),
+        ("accumulate", (4, 4, 4, 4)),
+        ("accumulator", (4, 3)),
+        ("accumulate", (4, 3)),
+    ]
+    wrong = verify(dataclasses.replace(WORKLOAD, accumulate=short))
+    assert [one.equal for one in wrong.comparisons] == [True, True, True, False]
+    assert [cause.kind for cause in wrong.causes] == ["last window"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_other_precisions_tell_their_tolerance(precision: str) -> None:
+    found = verify(WORKLOAD, precision=precision)
+    assert found.equivalent
+    assert found.precision == precision
+    assert f"in {precision} from float64" in found.rounding
+    tolerances = {one.tolerance for one in found.comparisons[0].differences[:2]}
+    assert len(tolerances) == 1
+    assert {"fp32": 1e-7, "bf16": 1e-2}[precision] < tolerances.pop() < {"fp32": 1e-5, "bf16": 0.2}[precision]
+
+
+def test_causes_are_sought_in_float64_where_rounding_would_hide_them() -> None:
+    events: list[Any] = []
+    found = verify(
+        dataclasses.replace(WORKLOAD, model=_normed), target_batch=8, precision="fp32", on_event=events.append
+    )
+    assert not found.equivalent
+    assert [type(event) for event in events[:3]] == [Begun, Compared, Diagnosing]
+    assert [cause.kind for cause in found.causes] == ["batchnorm"]
+    assert "causes were sought in float64" in found.notes
+
+
+def test_what_does_not_run_in_float64_is_verified_in_float32() -> None:
+    table = torch.randn(4, 4)
+
+    class Narrow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            if x.dtype != torch.float32:
+                raise TypeError("this kernel takes float32")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return gradients[0] * 2
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        narrow: Any = Narrow
+        return functional.cross_entropy(narrow.apply(model(batch[0] @ table.to(batch[0]))), batch[1])
+
+    workload = Workload(model=_model, batch=_batch, loss=loss)
+    found = verify(workload)
+    assert found.equivalent
+    assert found.precision == "fp32"
+    assert "in float64 the workload does not run" in found.notes[0]
+    assert "this kernel takes float32" in found.notes[0]
+    with pytest.raises(WorkloadError, match="this kernel takes float32"):
+        verify(workload, precision="fp64")
+
+
+def _live() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, Any]:
+    """A model in training, its optimizer with state, and a loss that holds a teacher with a buffer of its own."""
+    torch.manual_seed(0)
+    model, teacher = _model(), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+
+    def loss(network: nn.Module, batch: Any) -> Tensor:
+        wanted = teacher(batch[0].to(next(teacher.parameters()).dtype)).detach().to(batch[0])
+        return functional.mse_loss(network(batch[0]), wanted)
+
+    torch.autograd.backward(loss(model, _batch(8)))
+    optimizer.step()
+    return model, optimizer, teacher, loss
+
+
+def _digest(model: nn.Module, optimizer: torch.optim.Optimizer, teacher: nn.Module) -> str:
+    return state_digest(model, optimizer, criterion=teacher)
+
+
+def test_live_objects_are_verified_and_nothing_of_them_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, teacher, loss = _live()
+    monkeypatch.chdir(Path(__file__).parent)
+    before = _digest(model, optimizer, teacher)
+    modes = torch.is_grad_enabled(), torch.get_default_dtype()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = verify(model=model, batch=_batch, loss=loss, optimizer=optimizer, target_batch=8)
+    assert not caught
+    assert not found.equivalent, "the teacher's BatchNorm sees the micro-batch"
+    assert found.workload["optimizer"] == "Adam"
+    assert found.workload["reference"] == "Sequential (in this process)"
+    assert _digest(model, optimizer, teacher) == before
+    assert (torch.is_grad_enabled(), torch.get_default_dtype()) == modes
+
+
+def test_a_failure_leaves_nothing_behind_either() -> None:
+    model, optimizer, teacher, loss = _live()
+    before = _digest(model, optimizer, teacher)
+    calls = []
+
+    def failing(network: nn.Module, batch: Any) -> Tensor:
+        calls.append(len(batch[0]))
+        random.random()
+        np.random.rand()
+        teacher(torch.randn(4, 4))
+        if len(calls) > 2:
+            raise ValueError("on purpose")
+        result: Tensor = loss(network, batch)
+        return result
+
+    with pytest.raises(WorkloadError, match="on purpose") as raised:
+        verify(model=model, batch=_batch, loss=failing, optimizer=optimizer, target_batch=8, precision="fp32")
+    assert "test_verifying.py" in (raised.value.user_traceback or "")
+    assert _digest(model, optimizer, teacher) == before
+
+
+def test_out_of_memory_is_told_in_one_line() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(
+        NotMeasuredError, match=r"ran out of memory.*2.0 GiB more.*verify with a smaller --target-batch"
+    ):
+        verify(Workload(model=_model, batch=_batch, loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"batch": lambda size: _batch(size + 1)}, r"batch\(16\) returned 17 samples"),
+        (
+            {"criterion": lambda outputs, targets: outputs.sum() * float("nan")},
+            r"the loss of batch\(16\) is nan: there",
+        ),
+        (
+            {"criterion": lambda outputs, targets: (outputs * 0).abs().sqrt().sum()},
+            "gradient of .* is not finite: there",
+        ),
+        ({"model": lambda: nn.Identity()}, "none of the 0 parameters"),
+        ({"accumulate": 3}, "accumulate is 3: write def accumulate"),
+        ({"optimizer": lambda params: None}, "returned None, not an optimizer"),
+    ],
+    ids=["size", "nan", "infinite", "parameters", "accumulate", "optimizer"],
+)
+def test_what_cannot_be_verified_is_said(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(WorkloadError, match=told):
+        verify(dataclasses.replace(WORKLOAD, **changed))
+
+
+def test_a_single_sample_and_batchnorm_is_told_with_the_way_out() -> None:
+    workload = dataclasses.replace(WORKLOAD, model=_normed)
+    with pytest.raises(WorkloadError, match="BatchNorm runs no single sample: give --micro-batch 2"):
+        verify(workload, target_batch=4, micro_batch=1)
+    found = verify(workload, target_batch=4, micro_batch=2)
+    assert [one.window for one in found.comparisons] == ["whole"]
+    assert any("the shorter window of 2 + 1 was left out" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, 'there is nothing to verify: give one: verify("model.py", ...)'),
+        ({"workload": WORKLOAD, "model": _model()}, "a workload is given, and model too"),
+        ({"model": _model()}, "model given, batch missing"),
+        ({"workload": "model.py", "optimizer": torch.optim.SGD}, "optimizer is of type type, and the workload is a"),
+        ({"target_batch": "16"}, "target_batch is '16': give a whole number"),
+        ({"target_batch": 1}, "micro_batch is 1, target_batch 1: nothing accumulates: give a target batch of at least"),
+        ({"precision": "tf32"}, "there is no precision 'tf32': take fp64, fp32, bf16, fp16"),
+        ({"device": "auto"}, "there is no device 'auto' to verify on: take cpu, cuda or cuda:N"),
+        ({"device": "tpu"}, "there is no device 'tpu'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_wrong_usage_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        verify(**given)
+    assert told in str(raised.value)
+
+
+def test_windows_are_shorter_and_uneven_where_they_can_be() -> None:
+    for micro, target in combinations(range(1, 20), 2):
+        assert sum(loaded_window(target, micro)) == target
+        short = last_window(target, micro)
+        if short is None:
+            assert target - micro == 1 or target == 2
+            continue
+        assert micro < sum(short) < target
+        assert max(short) <= micro
+        assert len(short) > 1
+        assert len(set(short)) == 2 or micro == 1 or target - micro < 3
+
+
+def test_hooks_on_gradients_are_found() -> None:
+    def model() -> nn.Module:
+        made = _model()
+        first = made.get_parameter("0.weight")
+        first.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
+        return made
+
+    found = verify(dataclasses.replace(WORKLOAD, model=model))
+    assert [(cause.kind, cause.where, cause.proved) for cause in found.causes] == [("hook", ("0.weight",), True)]
+
+
+def test_large_losses_are_scaled_by_less_under_fp16() -> None:
+    def batch(size: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 4), torch.randn(size, 3) * 1000
+
+    workload = Workload(model=lambda: nn.Linear(4, 3), batch=batch, criterion=nn.MSELoss())
+    assert verify(workload, precision="fp16").equivalent
+
+
+def test_a_batch_without_weight_is_refused() -> None:
+    with pytest.raises(WorkloadError, match=r"weight\(batch\) of 16 samples is 0: nothing would be learnt"):
+        verify(Workload(model=_model, batch=_batch, loss=lambda m, b: m(b[0]).mean(), weight=lambda b: 0))
+
+
+def _exiting(*_: Any) -> Any:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "doing"),
+    [
+        ({"model": _exiting}, r"model\(\)"),
+        ({"batch": _exiting}, r"batch\(16\)"),
+        ({"criterion": None, "loss": _exiting}, "an update in parts of 4"),
+        ({"accumulate": _exiting}, r"accumulate\(\)"),
+        ({"optimizer": _exiting}, "the workload"),
+    ],
+    ids=["model", "batch", "loss", "accumulate", "optimizer"],
+)
+def test_a_sys_exit_of_the_users_verifies_nothing(changed: dict[str, Any], doing: str) -> None:
+    with pytest.raises(WorkloadError, match=rf"^{doing} called sys.exit\(0\)$"):
+        verify(dataclasses.replace(WORKLOAD, **changed))
+
+
+def test_an_interruption_ends_it_within_a_part_of_an_update() -> None:
+    went_on: list[int] = []
+
+    def loss(model: nn.Module, pair: Any) -> Tensor:
+        if len(pair[0]) == 4:  # A part: within the Accumulator's step.
+            signal.raise_signal(signal.SIGINT)
+            went_on.append(1)
+        return nn.functional.cross_entropy(model(pair[0]), pair[1])
+
+    with pytest.raises(KeyboardInterrupt):
+        verify(model=_model(), batch=_batch, loss=loss)
+    assert not went_on

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.objective import match_weights, resolve_objective
+
+
+def test_counts_samples_without_a_weight() -> None:
+    objective = resolve_objective(lambda model, batch: model(batch).mean())
+    assert objective.source == "samples"
+    assert objective.weight(torch.zeros(7, 2)) == 7.0
+
+
+def test_gives_every_term_its_own_weight() -> None:
+    def loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        return {"a": model(batch).mean(), "b": model(batch).sum()}
+
+    objective = resolve_objective(loss, weight=lambda batch: {"a": len(batch), "b": torch.tensor(2)})
+    assert objective.weight(torch.zeros(7, 2)) == {"a": 7.0, "b": 2.0}
+    assert set(objective.terms(nn.Linear(2, 2), torch.zeros(7, 2))) == {"a", "b"}
+    assert match_weights(3.0, ["a", "b"]) == {"a": 3.0, "b": 3.0}
+    with pytest.raises(WorkloadError, match="terms a, b, weight has a"):
+        match_weights({"a": 1.0}, ["a", "b"])
+
+
+def scalar(model: nn.Module, batch: Any) -> Any:
+    return model(batch).mean()
+
+
+TERMS: dict[str, tuple[Any, str]] = {
+    "rows": (lambda m, b: m(b), r"the loss is not a scalar but of shape \(4, 2\): reduce it with \.mean\(\)"),
+    "a number": (lambda m, b: m(b).mean().item(), r"the loss is a float, not a tensor: return it without"),
+    "nothing": (lambda m, b: None, r"the loss is None, not a tensor"),
+    "integer": (lambda m, b: m(b).argmax(), r"the loss is of dtype torch\.int64"),
+    "no terms": (lambda m, b: {}, r"loss returned no terms"),
+    "a bad term": (lambda m, b: {"a": m(b).mean(), "b": m(b)}, r"the loss's term 'b' is not a scalar"),
+    "detached": (lambda m, b: m(b).mean().detach(), r"not connected to any trainable parameter"),
+    "a tuple": (lambda m, b: (m(b).mean(), m(b)), r"the loss is a tuple, not a tensor"),
+}
+
+
+@pytest.mark.parametrize("case", TERMS)
+def test_refuses_what_is_no_loss(case: str) -> None:
+    loss, message = TERMS[case]
+    with pytest.raises(WorkloadError, match=message):
+        resolve_objective(loss).terms(nn.Linear(2, 2), torch.ones(4, 2))
+
+
+def test_a_models_whole_output_for_a_loss_is_told_what_to_return() -> None:
+    def output(model: nn.Module, batch: Tensor) -> Any:
+        logits = model(batch)
+        return {"loss": logits.mean(), "logits": logits}
+
+    with pytest.raises(WorkloadError, match=r"'logits' is not a scalar .*: return the loss alone"):
+        resolve_objective(output).terms(nn.Linear(2, 2), torch.ones(4, 2))
+
+
+def test_a_loss_needs_no_connection_where_no_gradients_are_recorded() -> None:
+    with torch.no_grad():
+        assert resolve_objective(scalar).terms(nn.Linear(2, 2), torch.ones(4, 2))["loss"].ndim == 0
+
+
+@pytest.mark.parametrize(
+    "value", [3, 3.0, True + 2, np.float32(3), torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0).requires_grad_()]
+)
+def test_takes_any_number_for_a_weight(value: Any) -> None:
+    weight = resolve_objective(scalar, weight=lambda batch: value).weight(torch.ones(4, 2))
+    assert weight == 3.0
+    assert type(weight) is float
+
+
+WEIGHTS: dict[str, tuple[Any, str]] = {
+    "negative": (-1, r"weight\(batch\) is -1\.0: give what"),
+    "nan": (float("nan"), r"weight\(batch\) is nan"),
+    "infinite": (torch.tensor(float("inf")), r"weight\(batch\) is inf"),
+    "rows": (torch.ones(4), r"weight\(batch\) is a Tensor, not a number: return one number per batch"),
+    "none": (None, r"weight\(batch\) is None, not a number"),
+    "text": ("many", r"weight\(batch\) is a str, not a number"),
+    "a bad term": ({"a": 1, "b": -1}, r"weight\(batch\)\['b'\] is -1\.0"),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_refuses_what_is_no_weight(case: str) -> None:
+    value, message = WEIGHTS[case]
+    with pytest.raises(WorkloadError, match=message):
+        resolve_objective(scalar, weight=lambda batch: value).weight(torch.ones(4, 2))
+
+
+def test_a_criterion_that_sums_tells_by_itself() -> None:
+    objective = resolve_objective(nn.CrossEntropyLoss(reduction="sum"))
+    assert objective.reduction == "sum"
+    assert objective.weight((torch.zeros(3, 2), torch.tensor([0, -100, -100]))) == 3.0
+    assert (
+        resolve_objective(functools.partial(functional.mse_loss, reduction="sum"), reduction="sum").reduction == "sum"
+    )
+
+
+def test_criterion_forces_what_would_be_a_loss() -> None:
+    def distance(left: Tensor, right: Tensor) -> Tensor:
+        return (left - right).square().mean()
+
+    batch = torch.ones(3, 2), torch.ones(3, 2)
+    assert resolve_objective(criterion=distance).terms(nn.Linear(2, 2), batch)["loss"].requires_grad
+    assert resolve_objective(distance).criterion is None
