@@ -61,7 +61,7 @@ WITHOUT_TORCH = (
     "devices/explanation.py",
     "devices/child/interrupts.py",
     "devices/simulated/explain/account.py",
-    "devices/simulated/tracing/trace.py",
+    "devices/simulated/trace.py",
     "guarding/",
     "pytest_plugin.py",
     "tuning/ranking.py",

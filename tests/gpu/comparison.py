@@ -13,7 +13,7 @@ from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.allocator.replay import Replays
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.tracing.trace import Trace
+from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracing.trace_cache import Tracer
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB

@@ -17,12 +17,12 @@ import torch
 
 from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.scratch import estimate
+from autoaccum.devices.simulated.trace import Scratch
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE
-from autoaccum.devices.simulated.tracing.patches import torch_release
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.simulated.tracing.trace import Scratch
 from tests.gpu.alignment import TENSOR, Expected, peak_bytes
 from tests.gpu.operation import Operation
 from tests.gpu.operations import all_operations

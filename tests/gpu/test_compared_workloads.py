@@ -13,7 +13,7 @@ import pytest
 
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
-from autoaccum.devices.simulated.tracing.trace import Trace
+from autoaccum.devices.simulated.trace import Trace
 from tests.gpu.cases import CASES, FOLDER
 
 WHERE = {"cwd": os.getcwd(), "sys_path": sys.path, "pythonpath": os.environ.get("PYTHONPATH")}  # noqa: PTH109

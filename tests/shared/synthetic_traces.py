@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from autoaccum.devices.base import Inspection, Phase
 from autoaccum.devices.explanation import Category
-from autoaccum.devices.simulated.tracing.trace import (
+from autoaccum.devices.simulated.trace import (
     NO_MODULE,
     Claim,
     LabelledTrace,

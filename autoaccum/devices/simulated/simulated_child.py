@@ -29,14 +29,14 @@ from autoaccum.devices.inspection import (
 )
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.explain.suggested_changes import offer_changes, with_change
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE
 from autoaccum.devices.simulated.tracing.labelling import Labeller
 from autoaccum.devices.simulated.tracing.placement import built_lazily, on_the_host, with_own_criterion
 from autoaccum.devices.simulated.tracing.recorder import Witness
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.simulated.tracing.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracing.unknown_values import reads_host, refuse
+from autoaccum.devices.simulated.unsupported import reads_host, refuse
 from autoaccum.devices.trial_run import TrialRun, place_model, seed_everything
 from autoaccum.workload.spec import Workload
 

@@ -17,12 +17,12 @@ from truths.scores import Predicted
 from autoaccum.devices.simulated.allocator.replay import Replays
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, Outside, context_bytes
+from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.simulated_child import collecting_by_hand
+from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
-from autoaccum.devices.simulated.tracing.patches import torch_release
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.simulated.tracing.trace import Trace
 from autoaccum.units import MIB
 from autoaccum.workload.batches import move_batch
 

@@ -19,9 +19,9 @@ from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.breakdown import Ledger, break_down
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
+from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.simulated.tracing.trace import LabelledTrace
 from autoaccum.options import Options
 
 HEAD = """

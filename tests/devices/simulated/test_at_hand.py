@@ -14,7 +14,7 @@ from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import Account, Explaining
 from autoaccum.devices.simulated.cards import card_at_hand, context_bytes
 from autoaccum.devices.simulated.explain.account import explain_at_hand, foresee_peaks
-from autoaccum.devices.simulated.tracing.trace import LabelledTrace
+from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
 

@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.allocator.replay import Replays
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.account import curve_points
-from autoaccum.devices.simulated.tracing.trace import Scratch, Trace
+from autoaccum.devices.simulated.trace import Scratch, Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import NotAffineError, grow_squarely, make_family
 from autoaccum.units import GIB, MIB
 

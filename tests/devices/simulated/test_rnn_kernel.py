@@ -14,7 +14,7 @@ from autoaccum.devices.simulated.allocator.replay import Replays, replay
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.kernels import rnn
 from autoaccum.devices.simulated.kernels.rnn import MODES, Form
-from autoaccum.devices.simulated.tracing.trace import Scratch
+from autoaccum.devices.simulated.trace import Scratch
 
 CARD = make_card()
 BATCH, STEPS, INPUTS, UNITS = 8, 10, 48, 64

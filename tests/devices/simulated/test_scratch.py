@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.scratch.estimates import (
     shares_workspace,
 )
 from autoaccum.devices.simulated.scratch.reductions import Layout, reduction_layout, reduction_numbers
-from autoaccum.devices.simulated.tracing.trace import Scratch
+from autoaccum.devices.simulated.trace import Scratch
 
 MIB = 2**20
 NEWEST = (2, 15)

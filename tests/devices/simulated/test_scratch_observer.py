@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
 from autoaccum.devices.simulated.scratch import RULES, estimate
+from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.simulated.tracing.trace import GivenBack, Returned, Scratch
 
 H100 = make_card((9, 0), 132)
 _aten = torch.ops.aten

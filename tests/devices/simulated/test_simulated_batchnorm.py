@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.devices.simulated.tracing.trace import Trace
+from autoaccum.devices.simulated.trace import Trace
 from autoaccum.options import MODES
 
 CHANNELS = 64

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.simulated.tracing.trace import Trace
+from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import make_family
 
 SAMPLES, WIDTH, CLASSES = 32, 64, 500

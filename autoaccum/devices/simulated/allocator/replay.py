@@ -20,7 +20,7 @@ from autoaccum.devices.simulated.allocator.caching_allocator import (
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.scratch import Estimate, estimate
-from autoaccum.devices.simulated.tracing.trace import Scratch, Trace
+from autoaccum.devices.simulated.trace import Scratch, Trace
 from autoaccum.units import format_bytes
 
 _NOTHING: Mapping[int, Hashable] = MappingProxyType({})

@@ -19,7 +19,7 @@ from autoaccum.devices.simulated.allocator.replay import Demand, Replays
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, card_at_hand, context_bytes
 from autoaccum.devices.simulated.explain.breakdown import Ledger, break_down, holdings_at, moments
-from autoaccum.devices.simulated.tracing.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.trace_cache import CHECKPOINT, ChangeFailed, Offer, Tracer, Traces
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes

@@ -16,7 +16,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.tracing.patches import replaced
+from autoaccum.devices.simulated.patches import replaced
 
 _aten: Any = torch.ops.aten
 

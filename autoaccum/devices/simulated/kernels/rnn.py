@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.tracing.patches import replaced
-from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit
+from autoaccum.devices.simulated.patches import replaced
+from autoaccum.devices.simulated.unsupported import SimulationLimit
 
 MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 """As cuDNN numbers them (`cudnnRNNMode_t`)."""

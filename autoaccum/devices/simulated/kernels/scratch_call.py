@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autoaccum.devices.simulated.scratch.layers import index_threshold
 from autoaccum.devices.simulated.scratch.reductions import reduction_layout, reduction_numbers
-from autoaccum.devices.simulated.tracing.trace import GivenBack, Returned, Scratch, Step
+from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch, Step
 
 Handler = Callable[["Call"], Sequence[Step]]
 Signature = Mapping[str, tuple[int, Any]]

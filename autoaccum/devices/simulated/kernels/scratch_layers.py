@@ -20,8 +20,8 @@ from autoaccum.devices.simulated.kernels.scratch_call import (
     layout_copies,
     reductions,
 )
-from autoaccum.devices.simulated.tracing.patches import is_strictly_deterministic
-from autoaccum.devices.simulated.tracing.trace import GivenBack, Returned, Scratch, Step
+from autoaccum.devices.simulated.patches import is_strictly_deterministic
+from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch, Step
 
 _cudnn: Any = torch.backends.cudnn
 _GATES = (1, 1, 4, 3)

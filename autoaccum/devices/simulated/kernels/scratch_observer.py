@@ -28,7 +28,7 @@ from autoaccum.devices.simulated.scratch.estimates import (
     keeps_workspace,
     shares_workspace,
 )
-from autoaccum.devices.simulated.tracing.trace import Returned, Scratch, Step
+from autoaccum.devices.simulated.trace import Returned, Scratch, Step
 
 _PRODUCTS = "mm addmm bmm addmm_ baddbmm_ baddbmm addbmm _addmm_activation addmv mv dot vdot _scaled_mm"
 _WITH_BIAS = ("addmm", "_addmm_activation")

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.tracing.trace import Scratch
-from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit
+from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.unsupported import SimulationLimit
 
 _PARTS = "_autoaccum_parts"
 _LEAF = "AccumulateGrad"

@@ -11,7 +11,7 @@ from typing import Any
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.scratch import attention, estimates, layers, reductions
 from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, Rule
-from autoaccum.devices.simulated.tracing.trace import Scratch
+from autoaccum.devices.simulated.trace import Scratch
 
 __all__ = ["RULES", "Estimate", "Rule", "estimate"]
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.tracing.patches import replaced
+from autoaccum.devices.simulated.patches import replaced
 
 Policy = Literal["lower", "fp32", "set_dtype", "append_dtype", "promote", "banned"]
 

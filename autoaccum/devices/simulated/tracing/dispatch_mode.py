@@ -14,6 +14,7 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
 from autoaccum.devices.simulated.kernels.sparse import MAKES_SPARSE, has_parts, run_sparse
+from autoaccum.devices.simulated.patches import Numbering, torch_release
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.tracing.known_values import (
     compute,
@@ -24,9 +25,9 @@ from autoaccum.devices.simulated.tracing.known_values import (
     values_of,
 )
 from autoaccum.devices.simulated.tracing.operator_cache import Repetitions
-from autoaccum.devices.simulated.tracing.patches import Numbering, torch_release
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit, UnknownValue, answer_scalar
+from autoaccum.devices.simulated.tracing.unknown_values import answer_scalar
+from autoaccum.devices.simulated.unsupported import SimulationLimit, UnknownValue
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 DEVICE_QUERY = torch.ops.prim.device.default

@@ -16,9 +16,9 @@ from uuid import NAMESPACE_URL, uuid5
 import torch
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.tracing.patches import cudnn_version, replaced
+from autoaccum.devices.simulated.patches import cudnn_version, replaced
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit
+from autoaccum.devices.simulated.unsupported import SimulationLimit
 
 DEVICE = torch.device("cuda", 0)
 ONE_CARD = "put everything on cuda:0, or plan on the machine that has the cards (--device cuda)"

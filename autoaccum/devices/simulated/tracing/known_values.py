@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from autoaccum.devices.simulated.unsupported import NotBuiltError
+
 _MOST_ELEMENTS = 1 << 22
 """Of a known tensor: a batch of tokens or of label maps has fewer, pictures and scores of n x n soon have more."""
 _MARK = "_autoaccum_known"
@@ -99,10 +101,6 @@ def keep_values(tensor: FakeTensor, values: Tensor) -> None:
     if not _too_large(tensor):
         with _disable_current_modes(), torch.no_grad():
             setattr(tensor.untyped_storage(), _MARK, _Kept(_filled(tensor, values)))
-
-
-class NotBuiltError(Exception):
-    """A value was asked for that follows from a tensor which was left without values to save memory."""
 
 
 def mark_unbuilt(tensor: FakeTensor) -> None:

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
+from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
 from autoaccum.devices.trial_run import TrialRun
 
 _NODE_OF_LEAF = "AccumulateGrad"

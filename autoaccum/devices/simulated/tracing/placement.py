@@ -19,11 +19,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE, check_index
 from autoaccum.devices.simulated.tracing.known_values import mark_unbuilt
-from autoaccum.devices.simulated.tracing.patches import replaced
-from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit
+from autoaccum.devices.simulated.unsupported import SimulationLimit
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.pytree import tensors
 from autoaccum.workload.spec import Workload

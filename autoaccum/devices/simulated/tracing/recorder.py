@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.simulated.tracing.trace import GivenBack, Returned, Scratch, Step, Trace
-from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit
+from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch, Step, Trace
+from autoaccum.devices.simulated.unsupported import SimulationLimit
 
 Witness = Callable[[Phase, bool, torch.dtype | None], None]
 """Is told the phase in which a block comes to be, whether it is memory beside tensors (of a kernel or library), and of

@@ -21,19 +21,19 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.kernels import attention, layers, rnn, sparse
+from autoaccum.devices.simulated.patches import hash_by_number, replaced, torch_release
 from autoaccum.devices.simulated.tracing import autocast
 from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, CardMode, device_seen_by_cpp
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE, check_index, impersonate
-from autoaccum.devices.simulated.tracing.patches import hash_by_number, replaced, torch_release
 from autoaccum.devices.simulated.tracing.placement import convert_module, read_checkpoints
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.unknown_values import (
-    SimulationLimit,
     asked_by_torch,
     known_array,
     known_list,
     unknown_value,
 )
+from autoaccum.devices.simulated.unsupported import SimulationLimit
 
 OWN_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
 """Operators with a kernel of CUDA's and a composite one for the rest (native_functions.yaml): a build that has not the

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.child.worker import Worker
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.tracing.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import Family, NotAffineError, grow_squarely, make_family
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from autoaccum.devices.simulated.tracing.trace import Scratch, Trace
+from autoaccum.devices.simulated.trace import Scratch, Trace
 from autoaccum.errors import AutoaccumError
 
 

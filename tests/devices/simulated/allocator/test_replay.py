@@ -12,7 +12,7 @@ from reference_allocator import NoRoom, Reference
 from autoaccum.devices.simulated.allocator.replay import Replays, find_heirs, least_capacity, replay, reserved_over
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.tracing.trace import Scratch, Trace
+from autoaccum.devices.simulated.trace import Scratch, Trace
 from autoaccum.units import MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

@@ -27,7 +27,7 @@ from autoaccum.devices.simulated.explain.breakdown import (
     moments,
     purposes,
 )
-from autoaccum.devices.simulated.tracing.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
+from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
 from autoaccum.units import MIB
 
 Phases = list[tuple[int, Phase]]

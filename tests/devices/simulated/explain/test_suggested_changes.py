@@ -15,7 +15,7 @@ from autoaccum.devices.simulated.allocator.replay import Replays
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.suggested_changes import offer_changes
-from autoaccum.devices.simulated.tracing.trace import Trace
+from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailed, Tracer
 from autoaccum.workload.spec import Workload
 

@@ -25,7 +25,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.cards import Card, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.devices.simulated.tracing.trace import Trace
+from autoaccum.devices.simulated.trace import Trace
 from autoaccum.planning.search import search
 from autoaccum.units import parse_size
 

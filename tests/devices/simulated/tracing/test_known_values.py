@@ -16,7 +16,7 @@ from torch.distributions import Distribution
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.simulated.tracing.unknown_values import UnknownValue
+from autoaccum.devices.simulated.unsupported import UnknownValue
 
 IDS = torch.tensor([[5, 3, 0, 2], [1, 0, 0, 7], [4, 4, 4, 4]])
 

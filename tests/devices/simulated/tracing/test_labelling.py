@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from planted_net import DEPTH, NET, PARAMETERS, WEIGHT, WIDTH
 
-from autoaccum.devices.simulated.tracing.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
 
 HEAD = """
 class Doubled(torch.autograd.Function):

@@ -14,11 +14,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.patches import replaced
 from autoaccum.devices.simulated.simulated_child import collecting_by_hand
 from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
-from autoaccum.devices.simulated.tracing.patches import replaced
 from autoaccum.devices.simulated.tracing.simulation import OWN_KERNELS, simulate
-from autoaccum.devices.simulated.tracing.unknown_values import SimulationLimit, UnknownValue
+from autoaccum.devices.simulated.unsupported import SimulationLimit, UnknownValue
 from autoaccum.errors import UsageError
 
 
