@@ -54,9 +54,9 @@ def print_error(console: Console, error: AutoaccumError) -> None:
     shown = getattr(error, "user_traceback", None)
     if shown:
         console.print(Text(str(shown).rstrip()), soft_wrap=True)
-    print_line(console, "error", str(error), "bold red")
+    print_labelled(console, "error", str(error), "bold red")
 
 
-def print_line(console: Console, label: str, text: str, style: str) -> None:
+def print_labelled(console: Console, label: str, text: str, style: str) -> None:
     """Print `label: text`, never wrapped, so that it can be searched for."""
     console.print(Text.assemble((f"{label}:", style), f" {text}"), soft_wrap=True)
