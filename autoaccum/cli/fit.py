@@ -14,7 +14,7 @@ import click
 from autoaccum.cli.flags import count, natural, options, positive
 from autoaccum.cli.outputs import running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError
-from autoaccum.reporting.tables import near_path
+from autoaccum.reporting.console import near_path
 from autoaccum.training.fit_events import CheckpointWritten, Started, Updated
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from autoaccum.cli.flags import count, options, seconds
 from autoaccum.errors import AutoaccumError, UsageError
 
 if TYPE_CHECKING:
+    from autoaccum.guarding.guard_result import Report
     from autoaccum.guarding.project import Project
-    from autoaccum.guarding.report import Report
 
 _FORMS = ("text", "json", "markdown", "github")
 
@@ -82,9 +82,9 @@ def command(
     """
     from autoaccum.files import write_text
     from autoaccum.guarding.cases import make_case
+    from autoaccum.guarding.guard_result import parse_tolerance
     from autoaccum.guarding.guard_run import guard
     from autoaccum.guarding.project import find_project
-    from autoaccum.guarding.report import parse_tolerance
 
     form = form or ("github" if _on_github() else "text")
     with _annotating(form):
@@ -130,7 +130,7 @@ def _check_output(output: str, project: Project, *, force: bool) -> None:
 def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.guard_github import harmless
-    from autoaccum.reporting.guard_text import GuardProgress
+    from autoaccum.reporting.guard_report import GuardProgress
 
     stderr = make_console(stderr=True)
     read_by_github = form == "github" or _on_github()
@@ -142,9 +142,9 @@ def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
 
 
 def _show(report: Report, form: str, project: Project) -> None:
-    from autoaccum.reporting.console import make_console, print_line
+    from autoaccum.reporting.console import make_console, print_labelled
     from autoaccum.reporting.guard_github import annotation_lines, harmless, write_summary
-    from autoaccum.reporting.guard_text import print_report, report_text
+    from autoaccum.reporting.guard_report import print_report, report_text
 
     if form == "text":
         print_report(make_console(), report)
@@ -155,13 +155,13 @@ def _show(report: Report, form: str, project: Project) -> None:
         for line in annotation_lines(report, project.folder, os.environ):
             click.echo(line)
         if unwritten := write_summary(report, os.environ):
-            print_line(make_console(stderr=True), "warning", unwritten, "yellow")
+            print_labelled(make_console(stderr=True), "warning", unwritten, "yellow")
 
 
 def _written(report: Report, form: str) -> str:
     """The report as the text of a file."""
     from autoaccum.reporting.guard_github import report_markdown
-    from autoaccum.reporting.guard_text import report_text
+    from autoaccum.reporting.guard_report import report_text
 
     if form == "json":
         return report.to_json()

@@ -77,9 +77,8 @@ def command(
     """
     from autoaccum.accumulation.validation import check_launch
     from autoaccum.planning.planner import plan
-    from autoaccum.reporting.console import make_console, print_line
-    from autoaccum.reporting.plan_report import print_plan
-    from autoaccum.reporting.progress import PlanProgress
+    from autoaccum.reporting.console import make_console, print_labelled
+    from autoaccum.reporting.plan_report import PlanProgress, print_plan
 
     check_launch()
     outputs = Outputs(output, emit, plot, force=force)
@@ -108,7 +107,7 @@ def command(
         raise
     if as_json:
         for warning in found.warnings:
-            print_line(stderr, "warning", warning, "yellow")
+            print_labelled(stderr, "warning", warning, "yellow")
         click.echo(found.to_json(), nl=False)
         return
     if not quiet:

@@ -12,8 +12,8 @@ from typing import Final, cast
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.guarding.growth_by_module import LASTING, Difference, Share, is_rest, push_down
+from autoaccum.guarding.guard_result import Growth, Measurement
 from autoaccum.guarding.lock import fold, group_of
-from autoaccum.guarding.report import Growth, Measurement
 
 _SHORT: Final = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 _KERNELS: Final = {

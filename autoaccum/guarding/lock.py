@@ -16,7 +16,7 @@ from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.errors import LockFileError
 from autoaccum.files import write_text
 from autoaccum.guarding.cases import Case, case_name, make_case
-from autoaccum.guarding.report import Measurement
+from autoaccum.guarding.guard_result import Measurement
 from autoaccum.serialization import freeze, to_plain
 from autoaccum.units import precise_bytes
 from autoaccum.workload.module_names import compact_names, expand_name, numberless

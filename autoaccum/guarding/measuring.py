@@ -16,7 +16,7 @@ from autoaccum.devices.child.checkout import Checkout
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding.cases import Case
-from autoaccum.guarding.report import Measurement
+from autoaccum.guarding.guard_result import Measurement
 from autoaccum.planning.plan_events import Event, Inspected
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
 from autoaccum.planning.plan_request import Request

@@ -14,7 +14,7 @@ from typing import Any
 
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, guard_command, make_case
-from autoaccum.guarding.report import Tolerance, parse_tolerance
+from autoaccum.guarding.guard_result import Tolerance, parse_tolerance
 from autoaccum.workload.module_names import split_reference
 
 if sys.version_info >= (3, 11):

@@ -11,8 +11,8 @@ from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMEN
 from autoaccum.errors import NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.growth import growths
+from autoaccum.guarding.guard_result import Growth, Judgement, Measurement, Outcome, Tolerance
 from autoaccum.guarding.measuring import what_is_missing
-from autoaccum.guarding.report import Growth, Judgement, Measurement, Outcome, Tolerance
 from autoaccum.units import percent, precise_bytes, signed_bytes
 
 _ROUNDING = 1e-9

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.explanation import Change, Explanation, ModuleShare
-from autoaccum.reporting.tables import make_table, one_line, print_table
+from autoaccum.reporting.console import make_table, one_line, print_table
 from autoaccum.units import format_bytes, percent, signed_bytes
 
 _NONE = "-"

@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autoaccum.reporting.console import PlainConsole
-from autoaccum.reporting.progress import PlanProgress, Progress
-from autoaccum.reporting.tables import near_path, one_line, path_value, print_rows
+from autoaccum.reporting.console import PlainConsole, near_path, one_line, path_value, print_rows
+from autoaccum.reporting.plan_report import PlanProgress
+from autoaccum.reporting.progress import Progress
 from autoaccum.training import fit_events
 from autoaccum.training.fit_events import FitResult, Updated
 from autoaccum.units import format_bytes

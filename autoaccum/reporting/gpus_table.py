@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoaccum.devices.simulated.cards import Card, context_bytes
-from autoaccum.reporting.tables import make_table, print_table, print_wrapped
+from autoaccum.reporting.console import make_table, print_table, print_wrapped
 from autoaccum.units import GIB
 
 _LEGEND = (

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.report import Judgement, Report
-from autoaccum.reporting.guard_text import (
+from autoaccum.guarding.guard_result import Judgement, Report
+from autoaccum.reporting.console import one_line
+from autoaccum.reporting.guard_report import (
     NONE,
     OUTCOMES,
     compared,
@@ -24,7 +25,6 @@ from autoaccum.reporting.guard_text import (
     outcome_counts,
     remarks,
 )
-from autoaccum.reporting.tables import one_line
 from autoaccum.workload.module_names import split_reference
 
 _SPECIAL = re.compile(r"[&<\\`*_\[\]|~$]")

@@ -5,14 +5,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from autoaccum.accumulation.schedule import format_parts
+from autoaccum.accumulation.schedule import Schedule, format_parts
+from autoaccum.devices.base import Trial
+from autoaccum.planning import plan_events
 from autoaccum.planning.plan import Plan
+from autoaccum.reporting.console import PlainConsole, path_value, print_remarks, print_rows
 from autoaccum.reporting.explain_report import print_explanation
-from autoaccum.reporting.tables import path_value, print_remarks, print_rows
+from autoaccum.reporting.progress import Progress
 from autoaccum.units import MIB, format_bytes
 
 _MANY_PARTS = 60
@@ -186,3 +190,100 @@ def _peak(plan: Plan) -> str:
         return f"{format_bytes(least)} of {limit} at least, {peak} with room to spare{label}"
     asked = "" if least is None or label else f", least budget {format_bytes(least)}"
     return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB{asked}"
+
+
+_STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}
+_NO_FIT = "no fit"
+_COLUMNS = "{size:>11}  {outcome:<7}  {peak:>9}  {seconds:>8}"
+
+
+class PlanProgress(Progress):
+    """Draws a planner's events: one line per trial, and a live one for the trial that runs."""
+
+    _schedule: Schedule | None = None
+    _seeks_least = _predicted = False
+
+    def __init__(self, console: PlainConsole, **options: Any) -> None:
+        super().__init__(console, **options)
+        self._tried: set[tuple[int, ...]] = set()
+
+    def tell(self, event: plan_events.Event) -> None:
+        """Draw one event."""
+        if isinstance(event, plan_events.Loading):
+            self.show(f"loading {event.reference} ...")
+        elif isinstance(event, plan_events.Inspected):
+            self.stop()
+            self._predicted = event.predicted
+            self.say(_headline(event))
+            self.say(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
+        elif isinstance(event, plan_events.Tracing):
+            self.show("tracing small sizes ...")
+        elif isinstance(event, plan_events.ExplanationStarted):
+            self.show("finding out where the memory goes ...")
+        elif isinstance(event, plan_events.Explained):
+            self.stop()
+        elif isinstance(event, plan_events.Scheduled):
+            self._schedule = event.schedule
+        elif isinstance(event, plan_events.TrialStarted):
+            self._begin(event)
+        elif isinstance(event, plan_events.TrialFinished):
+            self._end(event)
+
+    def _begin(self, event: plan_events.TrialStarted) -> None:
+        if event.confirming and self._schedule is not None:
+            how = "by a trace of its own" if self._predicted else "from a clean state"
+            self.say(f"confirming {format_parts(self._schedule.micro_batches)} {how}", "dim")
+        if event.limit_bytes is not None and not self._seeks_least:
+            self._seeks_least = True
+            self.say("the least budget at which that still runs", "dim")
+        within = "" if event.limit_bytes is None else f" within {format_bytes(event.limit_bytes)}"
+        doing = "predicting" if self._predicted else f"trial {event.number}:"
+        self.show(f"{doing} micro-batch {_sizes(event.parts, event.confirming)}{within} ...")
+
+    def _end(self, event: plan_events.TrialFinished) -> None:
+        self.stop()
+        line = trial_line(event.trial, confirming=event.confirming, predicted=self._predicted)
+        if not event.confirming and event.trial.limit_bytes is None:
+            if event.trial.fresh and event.trial.parts in self._tried:
+                line.append("  once more, in a fresh process", "dim")
+            self._tried.add(event.trial.parts)
+        self.say(line)
+
+
+def trial_line(trial: Trial, *, confirming: bool = False, predicted: bool = False) -> Text:
+    """One trial on one line: size, outcome, peak, seconds, and what went wrong.
+
+    A predicted one has a peak even where it does not fit: what it would take.
+
+    >>> trial_line(Trial(parts=(8, 8), outcome="oom", phase="backward", seconds=1.25)).plain
+    '          8  oom              -     1.2 s  in backward'
+    """
+    peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
+    shown = peak is not None and (trial.ran or predicted)
+    outcome = _NO_FIT if predicted and trial.outcome == "oom" else trial.outcome
+    line = _COLUMNS.format(
+        size=_sizes(trial.parts, confirming) if trial.limit_bytes is None else format_bytes(trial.limit_bytes),
+        outcome=outcome,
+        peak=format_bytes(peak or 0) if shown else "-",
+        seconds=f"{trial.seconds:.1f} s",
+    )
+    text = Text(line)
+    text.highlight_words([f" {outcome} "], _STYLES[trial.outcome])
+    if trial.timed_out:
+        return text.append("  took too long", "dim")
+    return text.append(f"  in {trial.phase}", "dim") if trial.phase and not trial.ran else text
+
+
+def _headline(event: plan_events.Inspected) -> Text:
+    seen = event.inspection
+    where = "predicted for" if event.predicted else "on"
+    return Text.assemble(
+        (seen.name, "bold"),
+        f": {seen.model}, {seen.parameters:,} parameters, {seen.precision}, {seen.optimizer}; "
+        f"{where} {event.device} with {format_bytes(event.limit_bytes)}, sizes up to {event.cap}",
+    )
+
+
+def _sizes(parts: tuple[int, ...], confirming: bool) -> str:
+    sizes = tuple(dict.fromkeys(parts)) if confirming else parts[:1]
+    return " + ".join(map(str, sizes))

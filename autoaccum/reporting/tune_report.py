@@ -16,10 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.reporting.console import PlainConsole
+from autoaccum.reporting.console import PlainConsole, make_table, near_path, one_line, path_value, print_rows
 from autoaccum.reporting.fit_report import format_seconds
-from autoaccum.reporting.progress import PlanProgress
-from autoaccum.reporting.tables import make_table, near_path, one_line, path_value, print_rows
+from autoaccum.reporting.plan_report import PlanProgress
 from autoaccum.serialization import to_plain
 from autoaccum.tuning.tuning_result import (
     Noted,

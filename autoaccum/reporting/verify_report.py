@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
+from autoaccum.reporting.console import make_table, one_line, print_line, print_remarks, print_rows, print_table
 from autoaccum.reporting.progress import Progress
-from autoaccum.reporting.tables import make_table, one_line, print_line, print_remarks, print_rows, print_table
 from autoaccum.verification.verification_result import (
     Begun,
     Cause,

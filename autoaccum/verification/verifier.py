@@ -17,8 +17,8 @@ from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Options
-from autoaccum.verification.cause_experiment import KEPT_STATE, has_kept_state
-from autoaccum.verification.diagnosis import find_causes
+from autoaccum.verification.causes.cause_experiment import KEPT_STATE, has_kept_state
+from autoaccum.verification.causes.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import Runs
 from autoaccum.verification.update_comparison import (

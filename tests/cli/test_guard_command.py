@@ -18,10 +18,10 @@ from autoaccum.cli import main, root
 from autoaccum.errors import MissingLockError
 from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case, make_case
+from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Report, Tolerance
 from autoaccum.guarding.project import Project
-from autoaccum.guarding.report import CaseFinished, CaseStarted, Report, Tolerance
 from autoaccum.reporting.guard_github import report_markdown
-from autoaccum.reporting.guard_text import report_text
+from autoaccum.reporting.guard_report import report_text
 
 
 class Guard:

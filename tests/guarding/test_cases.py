@@ -10,8 +10,8 @@ from small_locks import a_case
 
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.cases import Case, case_name, check_case, guard_command, make_case
+from autoaccum.guarding.guard_result import Tolerance, parse_tolerance
 from autoaccum.guarding.project import Project, find_project, select_cases
-from autoaccum.guarding.report import Tolerance, parse_tolerance
 from autoaccum.units import GIB, MIB
 
 WHOLE = make_case(

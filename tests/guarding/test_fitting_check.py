@@ -15,9 +15,9 @@ from autoaccum.devices.explanation import Holding
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError
 from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case
-from autoaccum.guarding.guard_run import check_fits
+from autoaccum.guarding.fit_check import check_fits
+from autoaccum.guarding.guard_result import Measurement
 from autoaccum.guarding.lock import write_lock
-from autoaccum.guarding.report import Measurement
 from autoaccum.units import GIB
 
 MORE = Holding(category="activations", module="blocks.0.extra", kind="Linear", dtype="float32", bytes=GIB)

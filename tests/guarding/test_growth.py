@@ -14,8 +14,8 @@ from small_locks import whole_measurement
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.guarding.growth import growths
+from autoaccum.guarding.guard_result import Growth, Measurement
 from autoaccum.guarding.lock import fold
-from autoaccum.guarding.report import Growth, Measurement
 from autoaccum.units import MIB
 
 

@@ -30,10 +30,7 @@ from autoaccum.errors import (
 )
 from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case, make_case
-from autoaccum.guarding.guard_run import guard
-from autoaccum.guarding.lock import read_lock, write_lock
-from autoaccum.guarding.project import Project
-from autoaccum.guarding.report import (
+from autoaccum.guarding.guard_result import (
     CaseFinished,
     CaseStarted,
     CheckedOut,
@@ -42,6 +39,9 @@ from autoaccum.guarding.report import (
     Measurement,
     Report,
 )
+from autoaccum.guarding.guard_run import guard
+from autoaccum.guarding.lock import read_lock, write_lock
+from autoaccum.guarding.project import Project
 from autoaccum.units import GIB
 
 TRAIN, OTHER = a_case(), a_case("other.py")

@@ -17,8 +17,8 @@ from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding import measuring
 from autoaccum.guarding.cases import make_case
+from autoaccum.guarding.guard_result import Measurement
 from autoaccum.guarding.measuring import Task, measure, measure_simulated, request_of
-from autoaccum.guarding.report import Measurement
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_request import Request
 from autoaccum.planning.plan_setup import Subject

@@ -17,9 +17,9 @@ from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.guarding.cases import Case, make_case
+from autoaccum.guarding.guard_result import Growth, Judgement, Measurement, Tolerance
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import Task, measure_simulated, request_of
-from autoaccum.guarding.report import Growth, Judgement, Measurement, Tolerance
 from autoaccum.guarding.verdict import compare
 from autoaccum.planning.plan_setup import Subject
 

@@ -15,8 +15,8 @@ from autoaccum.devices.child.checkout import Checkout
 from autoaccum.errors import WorkloadError
 from autoaccum.guarding import measuring
 from autoaccum.guarding.cases import make_case
+from autoaccum.guarding.guard_result import Measurement
 from autoaccum.guarding.measuring import Task, measure, measure_by_runs
-from autoaccum.guarding.report import Measurement
 from autoaccum.planning.plan_request import Request
 from autoaccum.planning.plan_setup import Subject
 from autoaccum.units import MIB

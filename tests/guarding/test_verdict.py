@@ -10,7 +10,7 @@ import pytest
 from guard_reports import CASE
 
 from autoaccum.devices.explanation import Holding
-from autoaccum.guarding.report import Judgement, Measurement, Tolerance
+from autoaccum.guarding.guard_result import Judgement, Measurement, Tolerance
 from autoaccum.guarding.verdict import compare
 from autoaccum.units import GIB, MIB
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from autoaccum.guarding.report import Judgement
+from autoaccum.guarding.guard_result import Judgement
 from autoaccum.reporting.guard_github import (
     annotation_lines,
     code,
@@ -23,7 +23,7 @@ from autoaccum.reporting.guard_github import (
     report_markdown,
     write_summary,
 )
-from autoaccum.reporting.guard_text import report_text
+from autoaccum.reporting.guard_report import report_text
 
 
 def undone(text: str, *escapes: str) -> str:

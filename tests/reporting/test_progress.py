@@ -16,7 +16,7 @@ from autoaccum.planning.plan_events import (
     TrialStarted,
 )
 from autoaccum.reporting.console import make_console
-from autoaccum.reporting.progress import PlanProgress
+from autoaccum.reporting.plan_report import PlanProgress
 from autoaccum.units import GIB, MIB
 
 INSPECTION = Inspection(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autoaccum.guarding.cases import make_case
-from autoaccum.guarding.report import Growth, Judgement, Measurement, Report, Tolerance
+from autoaccum.guarding.guard_result import Growth, Judgement, Measurement, Report, Tolerance
 from autoaccum.units import GIB, MIB
 
 CASE = make_case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16")

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.guarding.cases import Case, make_case
+from autoaccum.guarding.guard_result import Measurement
 from autoaccum.guarding.lock import fold
-from autoaccum.guarding.report import Measurement
 from autoaccum.units import GIB, MIB
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)

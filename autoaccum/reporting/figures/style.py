@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from autoaccum.devices.explanation import Category
 from autoaccum.errors import UsageError
-from autoaccum.reporting.tables import one_line
+from autoaccum.reporting.console import one_line
 
 FONTS: Final = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")
 """The first comes with matplotlib; a viewer of an SVG without it has one that is hardly wider."""

@@ -9,21 +9,14 @@ from typing import Literal, NamedTuple
 
 from autoaccum.accumulation.coupling import ITSELF, Coupling, listed
 from autoaccum.accumulation.first_step_checks import balancing_factors
-from autoaccum.verification.cause_experiment import (
-    Inquiry,
-    coupling_causes,
-    explain_whole,
-    find_restlessness,
-    look_for_coupling,
-    make_cause,
-    state_cause,
-)
-from autoaccum.verification.loop_causes import explain_loop
+from autoaccum.verification.causes.cause_experiment import Experiment, find_restlessness, look_for_coupling
+from autoaccum.verification.causes.coupling_causes import coupling_causes, explain_whole, make_cause, state_cause
+from autoaccum.verification.causes.loop_causes import explain_loop
+from autoaccum.verification.causes.weighting_causes import explain_mixed_terms, explain_parts
 from autoaccum.verification.paired_runs import Runs
 from autoaccum.verification.update_comparison import Tolerances
 from autoaccum.verification.update_run import UNCHANGED, Change
 from autoaccum.verification.verification_result import Cause, Comparison
-from autoaccum.verification.weighting_causes import explain_mixed_terms, explain_parts
 
 _FIRST = "try a smaller model, or one term of the loss at a time, until both are the same"
 _COARSE = 1e-2
@@ -69,44 +62,48 @@ def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> t
     """
     if comparison.equal:
         return ()
-    inquiry = Inquiry(runs, comparison, tolerances)
-    restless = find_restlessness(inquiry)
+    experiment = Experiment(runs, comparison, tolerances)
+    restless = find_restlessness(experiment)
     if restless is not None:
         return (restless,)
-    if set(inquiry.differences(UNCHANGED) or ()) <= {"update"}:
-        return (_unknown(inquiry, "only the update differs, of equal gradients", Coupling()),)
-    suspects = _find_suspects(inquiry)
-    found = _find_least(inquiry, suspects)
+    if set(experiment.differences(UNCHANGED) or ()) <= {"update"}:
+        return (_unknown(experiment, "only the update differs, of equal gradients", Coupling()),)
+    suspects = _find_suspects(experiment)
+    found = _find_least(experiment, suspects)
     if found is not None:
-        return _causes(inquiry, found)
-    coupling = look_for_coupling(inquiry)
-    others = tuple(name for name in coupling.modules if name != ITSELF and name not in inquiry.batchnorms)
-    found = _find_least(inquiry, suspects, _Suspect("coupled model", others)) if others else None
+        return _causes(experiment, found)
+    coupling = look_for_coupling(experiment)
+    others = tuple(name for name in coupling.modules if name != ITSELF and name not in experiment.batchnorms)
+    found = _find_least(experiment, suspects, _Suspect("coupled model", others)) if others else None
     if found is not None:
-        return _causes(inquiry, found)
-    if coupling.loss and (mixed := _mixed_terms(inquiry)) is not None:
-        known = coupling_causes(inquiry, replace(coupling, loss=False))
-        return (*known, mixed, *_state_seen(inquiry))  # Two divisors in one loss only look like samples that are mixed.
-    seen = (*coupling_causes(inquiry, coupling), *_state_seen(inquiry))
-    if inquiry.moved_parameters or any(cause.kind in ("coupled loss", "coupled model") for cause in seen):
+        return _causes(experiment, found)
+    if coupling.loss and (mixed := _mixed_terms(experiment)) is not None:
+        known = coupling_causes(experiment, replace(coupling, loss=False))
+        return (
+            *known,
+            mixed,
+            *_state_seen(experiment),
+        )  # Two divisors in one loss only look like samples that are mixed.
+    seen = (*coupling_causes(experiment, coupling), *_state_seen(experiment))
+    if experiment.moved_parameters or any(cause.kind in ("coupled loss", "coupled model") for cause in seen):
         return seen
-    return (*seen, _remaining(inquiry, coupling))
+    return (*seen, _remaining(experiment, coupling))
 
 
-def _find_suspects(inquiry: Inquiry) -> list[_Suspect]:
+def _find_suspects(experiment: Experiment) -> list[_Suspect]:
     """What there is to put out of the way, the likeliest first."""
-    runs = inquiry.runs
+    runs = experiment.runs
     found = [
-        _Suspect("batchnorm", inquiry.batchnorms),
-        _Suspect("balancing loss", balancing_factors(inquiry.model)),
-        _Suspect("state", inquiry.state),
-        _Suspect("hook", inquiry.hooked),
+        _Suspect("batchnorm", experiment.batchnorms),
+        _Suspect("balancing loss", balancing_factors(experiment.model)),
+        _Suspect("state", experiment.state),
+        _Suspect("hook", experiment.hooked),
         _Suspect("randomness", runs.draw_sites if runs.mismatch is None else ()),
     ]
     return [one for one in found if one.where]
 
 
-def _find_least(inquiry: Inquiry, suspects: Sequence[_Suspect], always: _Suspect | None = None) -> _Found | None:
+def _find_least(experiment: Experiment, suspects: Sequence[_Suspect], always: _Suspect | None = None) -> _Found | None:
     """The smallest set without which both updates are equal, or arithmetic explains why not; None where there is none.
 
     `always` is in all sets. Smaller ones are tried first, so that each member is needed. Of one size, explanations come
@@ -118,14 +115,14 @@ def _find_least(inquiry: Inquiry, suspects: Sequence[_Suspect], always: _Suspect
     sets = [[_joint((*subset, *extra)) for subset in combinations(suspects, n)] for n in sizes]
     for smaller, larger in zip([[], *sets], [*sets, []], strict=True):
         for chosen, change in larger:
-            if not change.calm and inquiry.is_equal(change):
+            if not change.calm and experiment.is_equal(change):
                 return _Found(chosen)
         for chosen, change in smaller:
-            explained = _explain(inquiry, change) if inquiry.pair(change) is not None else None
+            explained = _explain(experiment, change) if experiment.pair(change) is not None else None
             if explained is not None:
                 return _Found(chosen, explained)
         for chosen, change in larger:
-            if change.calm and inquiry.is_equal(change):
+            if change.calm and experiment.is_equal(change):
                 return _Found(chosen)
     return None
 
@@ -138,59 +135,59 @@ def _joint(chosen: tuple[_Suspect, ...], but: _Suspect | None = None) -> tuple[t
     return chosen, change
 
 
-def _explain(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
-    if inquiry.rounding > _COARSE:
+def _explain(experiment: Experiment, change: Change) -> tuple[Cause, ...] | None:
+    if experiment.rounding > _COARSE:
         return None
-    return explain_loop(inquiry, change) if inquiry.method == "accumulate" else explain_parts(inquiry, change)
+    return explain_loop(experiment, change) if experiment.method == "accumulate" else explain_parts(experiment, change)
 
 
-def _causes(inquiry: Inquiry, found: _Found) -> tuple[Cause, ...]:
-    blamed = [one for one in found.suspects if one.kind != "randomness" or inquiry.runs.draws_mix is not False]
-    return (*(_cause(inquiry, one, found) for one in blamed), *found.explained)
+def _causes(experiment: Experiment, found: _Found) -> tuple[Cause, ...]:
+    blamed = [one for one in found.suspects if one.kind != "randomness" or experiment.runs.draws_mix is not False]
+    return (*(_cause(experiment, one, found) for one in blamed), *found.explained)
 
 
-def _cause(inquiry: Inquiry, one: _Suspect, found: _Found) -> Cause:
+def _cause(experiment: Experiment, one: _Suspect, found: _Found) -> Cause:
     proved = all(cause.proved for cause in found.explained)
     if one.kind == "state":
-        return replace(state_cause(inquiry, one.where, _joint(found.suspects, but=one)[1]), proved=proved)
+        return replace(state_cause(experiment, one.where, _joint(found.suspects, but=one)[1]), proved=proved)
     alone = one.kind == "batchnorm" and len(found.suspects) == 1 and not found.explained
-    if alone and set(inquiry.differences(UNCHANGED) or ()) == {"buffers"}:
+    if alone and set(experiment.differences(UNCHANGED) or ()) == {"buffers"}:
         return make_cause("statistics", one.where, proved=True)
     return make_cause("module" if one.kind == "coupled model" else one.kind, one.where, proved=proved)
 
 
-def _state_seen(inquiry: Inquiry) -> tuple[Cause, ...]:
+def _state_seen(experiment: Experiment) -> tuple[Cause, ...]:
     """State that changes the accumulated update, where something else does so too, and is not known."""
-    if inquiry.moved_parameters:
-        cause = state_cause(inquiry, inquiry.moved_parameters, UNCHANGED)
+    if experiment.moved_parameters:
+        cause = state_cause(experiment, experiment.moved_parameters, UNCHANGED)
         return (replace(cause, change="move them once per update, outside of forward"),)
-    kept, fresh = inquiry.pair(UNCHANGED), inquiry.pair(Change(fresh_state=True))
-    if not inquiry.state or kept is None or fresh is None or inquiry.are_equal(kept[1], fresh[1]):
+    kept, fresh = experiment.pair(UNCHANGED), experiment.pair(Change(fresh_state=True))
+    if not experiment.state or kept is None or fresh is None or experiment.are_equal(kept[1], fresh[1]):
         return ()
-    return (state_cause(inquiry, inquiry.state, UNCHANGED),)
+    return (state_cause(experiment, experiment.state, UNCHANGED),)
 
 
-def _remaining(inquiry: Inquiry, coupling: Coupling) -> Cause:
+def _remaining(experiment: Experiment, coupling: Coupling) -> Cause:
     """What remains where all that couples samples is known: terms that one weight cannot serve, or what is unknown."""
-    known = None if coupling.loss else _mixed_terms(inquiry)
-    if known is None and not coupling.modules and inquiry.rounding <= _COARSE:
-        known = explain_whole(inquiry, replace(_at_rest(inquiry), calm=bool(inquiry.runs.draw_sites)))
-    return known or _unknown(inquiry, "nothing that was put out of the way makes both the same", coupling)
+    known = None if coupling.loss else _mixed_terms(experiment)
+    if known is None and not coupling.modules and experiment.rounding <= _COARSE:
+        known = explain_whole(experiment, replace(_at_rest(experiment), calm=bool(experiment.runs.draw_sites)))
+    return known or _unknown(experiment, "nothing that was put out of the way makes both the same", coupling)
 
 
-def _mixed_terms(inquiry: Inquiry) -> Cause | None:
-    return explain_mixed_terms(inquiry, _at_rest(inquiry)) if inquiry.method == "accumulator" else None
+def _mixed_terms(experiment: Experiment) -> Cause | None:
+    return explain_mixed_terms(experiment, _at_rest(experiment)) if experiment.method == "accumulator" else None
 
 
-def _at_rest(inquiry: Inquiry) -> Change:
-    return Change(rest=frozenset(inquiry.batchnorms), fresh_state=bool(inquiry.state))
+def _at_rest(experiment: Experiment) -> Change:
+    return Change(rest=frozenset(experiment.batchnorms), fresh_state=bool(experiment.state))
 
 
-def _unknown(inquiry: Inquiry, why: str, coupling: Coupling) -> Cause:
+def _unknown(experiment: Experiment, why: str, coupling: Coupling) -> Cause:
     """What is honest where no experiment has told the cause."""
-    differing = inquiry.differences(UNCHANGED) or {}
+    differing = experiment.differences(UNCHANGED) or {}
     where = tuple(dict.fromkeys(one.where for one in differing.values() if one.where))
-    tried = listed([*(one.kind for one in _find_suspects(inquiry)), "weights"])
+    tried = listed([*(one.kind for one in _find_suspects(experiment)), "weights"])
     return Cause(
         kind="unknown",
         found=f"{why}; tried: {tried}{f' ({coupling.reason})' if coupling.reason else ''}",

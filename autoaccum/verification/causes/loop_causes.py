@@ -12,8 +12,8 @@ import torch
 
 from autoaccum.accumulation.coupling import listed
 from autoaccum.errors import AutoaccumError
-from autoaccum.verification.cause_experiment import Inquiry
-from autoaccum.verification.loss_factors import (
+from autoaccum.verification.causes.cause_experiment import Experiment
+from autoaccum.verification.causes.loss_factors import (
     SUM,
     Decomposition,
     find_factors,
@@ -52,16 +52,16 @@ _LEAST_SHARE = 1e3
 """How much smaller than the gradient such a term may be: its rounding is that of the gradient."""
 
 
-def explain_loop(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
+def explain_loop(experiment: Experiment, change: Change) -> tuple[Cause, ...] | None:
     """What the loop does to its parts under `change`; None where not even the Accumulator gives the full gradient."""
-    runs = inquiry.runs
+    runs = experiment.runs
     try:
-        parts = Decomposition(runs, change, inquiry.rounding)
+        parts = Decomposition(runs, change, experiment.rounding)
         shares, counted = _find_shares(parts) or ((), "")
-        cut = _read(inquiry, parts, shares) if shares else None
+        cut = _read(experiment, parts, shares) if shares else None
         if cut is None:
-            return _made_otherwise(inquiry, parts, change)
-        other = _read_otherwise(inquiry, change)
+            return _made_otherwise(experiment, parts, change)
+        other = _read_otherwise(experiment, change)
         norm, scale = _round_norm(runs.own(change)), find_scale(cut, other)
     except AutoaccumError:
         return None
@@ -81,7 +81,7 @@ def explain_loop(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
         return None
     fault = "scaled" if fault == "mean of means" and counted == SUM else fault
     found = _FOUND[fault].format(counts=counts, parts=cut.parts)
-    kind: CauseKind = "last window" if fault == "constant" and inquiry.window == "last" else "accumulate"
+    kind: CauseKind = "last window" if fault == "constant" and experiment.window == "last" else "accumulate"
     return _told(found, _CHANGES.get(fault) or _right_line(runs, counted), kind=kind, proved=True)
 
 
@@ -91,17 +91,17 @@ def _told(
     return (Cause(kind=kind, found=found, change=change, where=where, proved=proved),)
 
 
-def _made_otherwise(inquiry: Inquiry, parts: Decomposition, change: Change) -> tuple[Cause, ...] | None:
+def _made_otherwise(experiment: Experiment, parts: Decomposition, change: Change) -> tuple[Cause, ...] | None:
     """Why the loop's gradient is made of something else, where the Accumulator's is the full batch's."""
     accumulated = flatten(parts.runs.accumulated(change).gradients, parts.whole.parameters)
-    if find_residual(parts.gradient, [accumulated], (1.0,)) > inquiry.rounding:
+    if find_residual(parts.gradient, [accumulated], (1.0,)) > experiment.rounding:
         return None
     unreached = _unreached(parts.whole, parts.runs.own(change))
     if unreached:
         found = f"the loop's gradient does not reach {listed(unreached)}, the full batch's does"
         whole = "backpropagate the whole of loss(model, part): no .detach(), .item() or no_grad() on its terms"
         return _told(found, whole, kind="detached", where=unreached)
-    if _counts_with_parts(inquiry, parts, change):
+    if _counts_with_parts(experiment, parts, change):
         return _told(
             "the loop's gradient is the full batch's, and once more for each part but the first a term that is the"
             " same for any batch, as a regulariser is",
@@ -116,7 +116,7 @@ def _made_otherwise(inquiry: Inquiry, parts: Decomposition, change: Change) -> t
             "for each term of each part: term * weight(part)[name] / total[name], where total is that of all parts of"
             " the window; then backward() of their sum",
         )
-    gradients = (inquiry.differences(change) or {}).get("gradients")
+    gradients = (experiment.differences(change) or {}).get("gradients")
     return _told(
         "the loop's gradient is made of something else than the gradients of loss(model, part)",
         "compute the loss of a part in the loop as loss(model, part) does",
@@ -132,40 +132,40 @@ def _unreached(full: Outcome, own: Outcome) -> tuple[str, ...]:
     return () if len(found) == len(full.gradients) else found
 
 
-def _counts_with_parts(inquiry: Inquiry, parts: Decomposition, change: Change) -> bool:
+def _counts_with_parts(experiment: Experiment, parts: Decomposition, change: Change) -> bool:
     """Whether its gradient is the full batch's and, for each part but one, once more what is the same for any."""
-    other = _cut_otherwise(inquiry)
+    other = _cut_otherwise(experiment)
     if other is None or min(len(parts.runs.sizes), len(other.sizes)) < 2:
         return False
     once, again = (
         (flatten(runs.own(change).gradients, parts.whole.parameters) - parts.gradient) / (len(runs.sizes) - 1)
         for runs in (parts.runs, other)
     )
-    return find_residual(once, [again], (1.0,)) <= inquiry.rounding * _LEAST_SHARE
+    return find_residual(once, [again], (1.0,)) <= experiment.rounding * _LEAST_SHARE
 
 
-def _cut_otherwise(inquiry: Inquiry) -> Runs | None:
+def _cut_otherwise(experiment: Experiment) -> Runs | None:
     """The same batch in another number of parts."""
-    return next((one for one in inquiry.cuts if len(one.sizes) != len(inquiry.runs.sizes)), None)
+    return next((one for one in experiment.cuts if len(one.sizes) != len(experiment.runs.sizes)), None)
 
 
-def _read(inquiry: Inquiry, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:
+def _read(experiment: Experiment, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:
     """What each part counts for, beside what it should; None where the gradient is made of something else."""
     own = flatten(parts.runs.own(parts.change).gradients, parts.whole.parameters)
     found = find_factors(own, parts.gradients)
-    if found is None or found.residual > inquiry.rounding:
+    if found is None or found.residual > experiment.rounding:
         return None
-    return Cut(tuple(0.0 if abs(one) < inquiry.rounding else one for one in found.values), shares)
+    return Cut(tuple(0.0 if abs(one) < experiment.rounding else one for one in found.values), shares)
 
 
-def _read_otherwise(inquiry: Inquiry, change: Change) -> Cut | None:
+def _read_otherwise(experiment: Experiment, change: Change) -> Cut | None:
     """The same of another number of parts."""
-    runs = _cut_otherwise(inquiry)
+    runs = _cut_otherwise(experiment)
     if runs is None:
         return None
-    parts = Decomposition(runs, change, inquiry.rounding)
+    parts = Decomposition(runs, change, experiment.rounding)
     right = _find_shares(parts)
-    return None if right is None else _read(inquiry, parts, right[0])
+    return None if right is None else _read(experiment, parts, right[0])
 
 
 def _round_norm(own: Outcome) -> float | None:

@@ -11,25 +11,22 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
-from autoaccum.accumulation.coupling import ITSELF, Coupling, listed, modules
+from autoaccum.accumulation.coupling import ITSELF, Coupling, modules
 from autoaccum.accumulation.coupling_probe import find_coupling
 from autoaccum.accumulation.reachable_objects import tensor_hooks
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
-from autoaccum.verification.fixture import BESIDE
-from autoaccum.verification.loss_factors import LARGER, Decomposition, find_factors
 from autoaccum.verification.paired_runs import Runs
 from autoaccum.verification.update_comparison import Tolerances, compare
 from autoaccum.verification.update_run import UNCHANGED, Change, Outcome, Run
-from autoaccum.verification.verification_result import Cause, CauseKind, Comparison, Difference, Quantity
+from autoaccum.verification.verification_result import Cause, Comparison, Difference, Quantity
 from autoaccum.workload import pytree
-from autoaccum.workload.pytree import OwnBatch
 
 _SLACK = 16.0
 """Of rounding in one comparison, that of a combination of several runs."""
 
 
-class Inquiry:
+class Experiment:
     """Asks the runs of a comparison that came out unequal, by the tolerances it was judged by.
 
     Attributes:
@@ -146,10 +143,10 @@ _WAY_OUT = (
 )
 
 
-def find_restlessness(inquiry: Inquiry) -> Cause | None:
+def find_restlessness(experiment: Experiment) -> Cause | None:
     """The cause where the full batch's update differs from itself; None where it is the same twice."""
-    runs = inquiry.runs
-    if inquiry.are_equal(runs.full(), runs.full_again()):
+    runs = experiment.runs
+    if experiment.are_equal(runs.full(), runs.full_again()):
         return None
     names = (
         name
@@ -191,80 +188,12 @@ KEPT_STATE = (
 """The way out where `has_kept_state`."""
 
 
-def look_for_coupling(inquiry: Inquiry) -> Coupling:
+def look_for_coupling(experiment: Experiment) -> Coupling:
     """Find the modules that give a sample another output beside other samples, and whether the loss mixes samples."""
-    runs = inquiry.runs
+    runs = experiment.runs
     with runs.fixture.running():
         copied = runs.fixture.fresh()
-        return find_coupling(copied.model, copied.objective, runs.batch, inquiry.cuts[-1].sizes, runs.fixture.beside)
-
-
-def coupling_causes(inquiry: Inquiry, coupling: Coupling) -> tuple[Cause, ...]:
-    """What was seen to couple samples, where putting it out of the way was not enough."""
-    found: dict[str, list[str]] = {text: [] for text in ("batchnorm", "beside", "pairs", "module")}
-    for name in coupling.modules:
-        is_beside, is_pair = name.startswith(BESIDE), name in coupling.pairs
-        text = "beside" if is_beside else "pairs" if is_pair else "module"
-        found["batchnorm" if name in inquiry.batchnorms else text].append(name)
-    causes = [make_cause(text, tuple(names)) for text, names in found.items() if names]
-    return (*causes, _loss_cause(inquiry)) if coupling.loss else tuple(causes)
-
-
-_TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
-    "statistics": (
-        "batchnorm",
-        "each part updates the running statistics of {modules} by itself; gradients are the same",
-        'batchnorm="running", which updates them as the full batch would',
-    ),
-    "batchnorm": (
-        "batchnorm",
-        "BatchNorm normalises by the micro-batch, not by the whole batch, in {modules}",
-        'batchnorm="frozen" (normalises by running statistics, as with eval() on these modules), or GroupNorm or'
-        ' InstanceNorm (without running statistics) instead; batchnorm="running" mends running statistics only',
-    ),
-    "module": (
-        "coupled model",
-        "a sample's output depends on the others of its micro-batch in {modules}",
-        "let it look at one sample at a time, as LayerNorm and GroupNorm do, call eval() on it where it heeds that, or"
-        f" leave it out; {LARGER}",
-    ),
-    "beside": (
-        "coupled model",
-        "a sample's output depends on the others of its micro-batch in {modules}, which the loss calls and the model"
-        " does not hold",
-        f"call eval() on it once it is made, under which BatchNorm looks at one sample at a time; {LARGER}",
-    ),
-    "pairs": (
-        "coupled model",
-        "a matrix of all pairs of samples, as for in-batch negatives, is computed in {modules}: the samples of a"
-        " micro-batch know nothing of the others",
-        f"no weight mends that: {LARGER}",
-    ),
-    "balancing loss": (
-        "coupled loss",
-        "the auxiliary loss that balances experts (of output_router_logits) is computed from all tokens of a"
-        " micro-batch at once",
-        "leave it out with output_router_logits=False, or let it balance each micro-batch for itself, as most training"
-        f" does; {LARGER}",
-    ),
-    "randomness": (
-        "randomness",
-        "what is drawn is not of one sample each, in {names}: it mixes samples, as an order does",
-        "draw for each sample by itself, or mix samples where the batch is made, before it is cut",
-    ),
-    "hook": (
-        "hook",
-        "hooks on the gradient of {names} see that of each micro-batch, not that of the update",
-        "change gradients once per update, after the last micro-batch and before optimizer.step()",
-    ),
-}
-
-
-def make_cause(text: str, names: tuple[str, ...], *, proved: bool = False) -> Cause:
-    """The cause that these modules, parameters or lines make, by a name of `_TEXTS`."""
-    kind, found, change = _TEXTS[text]
-    said = found.format(modules=modules(names), names=listed(names))
-    return Cause(kind=kind, found=said, change=change, where=names, proved=proved)
+        return find_coupling(copied.model, copied.objective, runs.batch, experiment.cuts[-1].sizes, runs.fixture.beside)
 
 
 def has_kept_state(runs: Runs) -> bool:
@@ -277,63 +206,3 @@ def has_kept_state(runs: Runs) -> bool:
     except AutoaccumError:
         return False
     return True
-
-
-def state_cause(inquiry: Inquiry, names: tuple[str, ...], without: Change) -> Cause:
-    """State that is kept between calls: attributes and buffers that a run changes.
-
-    `without` is what else was put out of the way, but not this.
-    """
-    differing = set(inquiry.differences(without) or ())
-    if differing == {"buffers"}:
-        found = (
-            f"every call changes {listed(names)}, {len(inquiry.runs.sizes)} times in an update, as it counts or"
-            " averages over micro-batches; losses and gradients are the same"
-        )
-        change = (
-            "change it once per update, in the training loop and not in forward; where a value by micro-batches will"
-            " do, leave it as it is"
-        )
-        return Cause(kind="state", found=found, change=change, where=names)
-    if "gradients" in differing and "loss" not in differing and inquiry.method == "accumulator":
-        found = (
-            f"{listed(names)} is kept from the first part without its graph: losses agree, and later parts have no"
-            " gradient through it"
-        )
-        change = "compute it in every call while training, or keep it only under eval()"
-        return Cause(kind="detached", found=found, change=change, where=names)
-    found = f"state is kept between calls: each part begins with what the one before has left in {listed(names)}"
-    change = "reset it before each part, pass it in with the batch, or leave it alone while training"
-    return Cause(kind="state", found=found, change=change, where=names)
-
-
-def explain_whole(inquiry: Inquiry, change: Change) -> Cause | None:
-    """The cause where no weights at all make the full batch's gradient of its parts'; None where that cannot be told.
-
-    So it is with a mixup in the loss, which mixes samples before the model sees them.
-    `change` puts BatchNorm, state and random draws out of the way.
-    """
-    try:
-        cuts = [Decomposition(cut, change, inquiry.rounding) for cut in inquiry.cuts]
-    except AutoaccumError:
-        return None
-    found = [find_factors(cut.gradient, cut.gradients) for cut in cuts]
-    is_whole = any(one is not None and one.residual > inquiry.rounding for one in found)
-    if not is_whole or len(cuts[0].whole.terms) > 1:  # Each term may have weights of its own.
-        return None
-    return _loss_cause(inquiry)
-
-
-def _loss_cause(inquiry: Inquiry) -> Cause:
-    """A loss, or what it does with the batch before the model, that mixes samples."""
-    found = (
-        "the loss compares or averages over samples (in-batch negatives, a statistic of the batch, outputs of shape"
-        " (n, 1) beside targets of shape (n,)): those of a part know nothing of the others"
-    )
-    first = "see first that split(batch, sizes) returns each sample once, in order; if it does, "
-    change = (
-        f"{first if isinstance(inquiry.runs.batch, OwnBatch) else ''}give what is compared the same shape; otherwise"
-        " no weight mends that: a statistic of targets is to be taken where the batch is made, before it is cut,"
-        f" and given along with each sample; of outputs, {LARGER}"
-    )
-    return Cause(kind="coupled loss", found=found, change=change, where=("the loss",))

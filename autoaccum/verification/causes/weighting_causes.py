@@ -12,8 +12,8 @@ from torch import Tensor
 
 from autoaccum.accumulation.coupling import listed
 from autoaccum.errors import AutoaccumError, WorkloadError
-from autoaccum.verification.cause_experiment import Inquiry
-from autoaccum.verification.loss_factors import (
+from autoaccum.verification.causes.cause_experiment import Experiment
+from autoaccum.verification.causes.loss_factors import (
     SUM,
     Decomposition,
     Weighting,
@@ -63,25 +63,25 @@ _WAY_OUT = (
 )
 
 
-def explain_parts(inquiry: Inquiry, change: Change) -> tuple[Cause, ...] | None:
+def explain_parts(experiment: Experiment, change: Change) -> tuple[Cause, ...] | None:
     """Why the parts do not add up to the full batch under `change`, where that is arithmetic; None where it is not."""
     try:
-        cuts = [Decomposition(runs, change, inquiry.rounding) for runs in inquiry.cuts]
-        weighed = _explain_weights(inquiry, change, cuts)
+        cuts = [Decomposition(runs, change, experiment.rounding) for runs in experiment.cuts]
+        weighed = _explain_weights(experiment, change, cuts)
         if weighed and weighed[0].proved:
             return weighed
-        return _explain_regulariser(inquiry, change, cuts) or weighed or _explain_factors(inquiry, change, cuts)
+        return _explain_regulariser(experiment, change, cuts) or weighed or _explain_factors(experiment, change, cuts)
     except AutoaccumError:
         return None
 
 
-def _explain_weights(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
-    found = find_weighting(inquiry.runs, cuts)
+def _explain_weights(experiment: Experiment, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
+    found = find_weighting(experiment.runs, cuts)
     if found is None or not found.wrong:
         return None
     applied = found.applied(change)
-    proved = applied is not None and inquiry.is_equal(applied)
-    return (_weight_cause(inquiry.runs.objective, found, proved=proved),) if proved or applied is None else None
+    proved = applied is not None and experiment.is_equal(applied)
+    return (_weight_cause(experiment.runs.objective, found, proved=proved),) if proved or applied is None else None
 
 
 def _weight_cause(objective: Objective, found: Weighting, *, proved: bool) -> Cause:
@@ -98,11 +98,13 @@ def _weight_cause(objective: Objective, found: Weighting, *, proved: bool) -> Ca
     )
 
 
-def _explain_regulariser(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
+def _explain_regulariser(
+    experiment: Experiment, change: Change, cuts: Sequence[Decomposition]
+) -> tuple[Cause, ...] | None:
     """A term that every part has whole: each part more adds it once more."""
     if len(cuts) < 2:
         return None
-    two, rounding = cuts[0], inquiry.rounding
+    two, rounding = cuts[0], experiment.rounding
     once, twice = (torch.stack(cut.gradients).sum(0) - cut.gradient for cut in cuts)
     constant, doubled = (sum(part.loss for part in cut.parts) - cut.whole.loss for cut in cuts)
     allowed = rounding * max(float(two.gradient.abs().max()), 1e-300)
@@ -112,7 +114,7 @@ def _explain_regulariser(inquiry: Inquiry, change: Change, cuts: Sequence[Decomp
         return None
     if find_residual(two.gradient, [once], (1.0,)) <= _ALL:
         return None
-    pair, parts = inquiry.pair(replace(change, summed=True, weights=None)), len(inquiry.runs.sizes)
+    pair, parts = experiment.pair(replace(change, summed=True, weights=None)), len(experiment.runs.sizes)
     if pair is None:
         return None
     full, accumulated = (flatten(outcome.gradients, pair[0].parameters) for outcome in pair)
@@ -123,7 +125,7 @@ def _explain_regulariser(inquiry: Inquiry, change: Change, cuts: Sequence[Decomp
     counts = f"is the same for any batch, and of a sum it counts once for each of the {parts} parts"
     found = f"{called} ({constant:.6g}) {counts}"
     cause = Cause(kind="regulariser", found=found, change=_WAY_OUT, where=tuple(names), proved=True)
-    objective = inquiry.runs.objective
+    objective = experiment.runs.objective
     if objective.reduction == "sum":
         return (cause,)
     terms = list(two.whole.terms)
@@ -136,31 +138,31 @@ def _is_constant(name: str, term: float, cuts: Sequence[Decomposition], rounding
     return all(abs(loss - term) <= rounding * max(abs(term), 1e-300) for loss in losses)
 
 
-def _explain_factors(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
+def _explain_factors(experiment: Experiment, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
     """Why the parts (`cuts` in two and in three) give the full batch by factors that no usual counting gives.
 
     None where that is not so, something else is wrong beside, or the gradient is right and only the loss differs.
     """
     if any(cut.factors is None for cut in cuts) or len(cuts[0].whole.terms) > 1:
         return None
-    own = Decomposition(inquiry.runs, change, inquiry.rounding)
+    own = Decomposition(experiment.runs, change, experiment.rounding)
     shares = own_shares(own.runs, list(own.whole.terms))
     accumulated = flatten(own.runs.accumulated(change).gradients, own.whole.parameters)
     if own.factors is None or shares is None or own.gives_gradient(shares):
         return None
-    if find_residual(accumulated, own.gradients, shares) > inquiry.rounding:
+    if find_residual(accumulated, own.gradients, shares) > experiment.rounding:
         return None
     right = own.factors.values
     is_mean = min(right) > _NOTHING and math.isclose(sum(right), 1.0, rel_tol=_CLOSE)
-    if is_mean and inquiry.is_equal(replace(change, weights=right)):
-        if _is_drawn(inquiry, change, cuts):
-            return (_share_cause(inquiry.runs, right, inquiry.runs.draw_sites),)
-        if _adds_up(inquiry, change, cuts):
-            return (_share_cause(inquiry.runs, right),)
+    if is_mean and experiment.is_equal(replace(change, weights=right)):
+        if _is_drawn(experiment, change, cuts):
+            return (_share_cause(experiment.runs, right, experiment.runs.draw_sites),)
+        if _adds_up(experiment, change, cuts):
+            return (_share_cause(experiment.runs, right),)
     return (_FUNCTION,)
 
 
-def _adds_up(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> bool:
+def _adds_up(experiment: Experiment, change: Change, cuts: Sequence[Decomposition]) -> bool:
     """Whether a union of two parts counts for what both count for, as it is with counts and not with other functions.
 
     Of two samples there is no such union, and nothing speaks against a count.
@@ -168,20 +170,20 @@ def _adds_up(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) ->
     if len(cuts) < 2 or cuts[1].factors is None:
         return True
     (one, other, third), sizes = cuts[1].factors.values, cuts[1].runs.sizes
-    union = inquiry.runs.with_sizes((sizes[0] + sizes[1], sizes[2]))
-    return _has_factors(Decomposition(union, change, inquiry.rounding), (one + other, third))
+    union = experiment.runs.with_sizes((sizes[0] + sizes[1], sizes[2]))
+    return _has_factors(Decomposition(union, change, experiment.rounding), (one + other, third))
 
 
-def _is_drawn(inquiry: Inquiry, change: Change, cuts: Sequence[Decomposition]) -> bool:
+def _is_drawn(experiment: Experiment, change: Change, cuts: Sequence[Decomposition]) -> bool:
     """Whether shares change with the draws: in the batch turned round, parts have those of one another."""
     last = cuts[-1]
-    if change.calm or not inquiry.runs.draw_sites or last.factors is None:
+    if change.calm or not experiment.runs.draw_sites or last.factors is None:
         return False
     try:
-        turned = Runs(inquiry.runs.fixture, join_batches(last.runs.parts[::-1]), last.runs.sizes[::-1])
+        turned = Runs(experiment.runs.fixture, join_batches(last.runs.parts[::-1]), last.runs.sizes[::-1])
     except WorkloadError:
         return False
-    return not _has_factors(Decomposition(turned, change, inquiry.rounding), last.factors.values[::-1])
+    return not _has_factors(Decomposition(turned, change, experiment.rounding), last.factors.values[::-1])
 
 
 def _has_factors(cut: Decomposition, expected: Sequence[float]) -> bool:
@@ -205,26 +207,26 @@ def _share_cause(runs: Runs, right: Sequence[float], drawn: tuple[str, ...] = ()
     return Cause(kind="weight", found=found, change=change, where=drawn, proved=True)
 
 
-def explain_mixed_terms(inquiry: Inquiry, change: Change) -> Cause | None:
+def explain_mixed_terms(experiment: Experiment, change: Change) -> Cause | None:
     """The cause where two counts explain every union of three parts; None where no two do.
 
     The gradient of a union S is a(S) / n(S) + b(S) / m(S), with a and b sums over its parts and n and m the counts:
     seven gradients of six unknown ones, so that two counts which do not divide the terms are told by what is left.
     """
-    if len(inquiry.cuts) < 2:
+    if len(experiment.cuts) < 2:
         return None
-    fixture, parts = inquiry.runs.fixture, inquiry.cuts[1].parts
+    fixture, parts = experiment.runs.fixture, experiment.cuts[1].parts
     try:
         unions = [join_batches([parts[index] for index in union]) for union in _UNIONS]
         full = [Runs(fixture, one, (batch_size(one),)).full(replace(change, calm=True)) for one in unions]
     except AutoaccumError:
         return None
     gradients = torch.stack([flatten(one.gradients, one.parameters) for one in full])
-    candidates = _candidates(inquiry.runs.batch, unions)
-    if any(_leaves_nothing(gradients, one, one, inquiry.rounding) for one in candidates):
+    candidates = _candidates(experiment.runs.batch, unions)
+    if any(_leaves_nothing(gradients, one, one, experiment.rounding) for one in candidates):
         return None  # One count is enough for these parts, and what is wrong does not show in them.
     for one, other in combinations(candidates, 2):
-        if _leaves_nothing(gradients, one, other, inquiry.rounding):
+        if _leaves_nothing(gradients, one, other, experiment.rounding):
             return _mixed_cause(one.code, other.code)
     return None
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.report import (
+from autoaccum.guarding.guard_result import (
     CaseFinished,
     CaseStarted,
     CheckedOut,
@@ -23,9 +23,8 @@ from autoaccum.guarding.report import (
     Outcome,
     Report,
 )
-from autoaccum.reporting.console import PlainConsole, make_console
+from autoaccum.reporting.console import PlainConsole, make_console, one_line, row_lines
 from autoaccum.reporting.progress import Progress
-from autoaccum.reporting.tables import one_line, row_lines
 from autoaccum.units import percent, precise_bytes, signed_bytes
 
 NONE = "-"

@@ -8,10 +8,10 @@ import io
 import pytest
 from guard_reports import ALL, BEFORE, CASE, LOCKED, NOW, REGRESSED, UNCHANGED, UNMEASURED, report
 
-from autoaccum.guarding.report import CaseFinished, CaseStarted, CheckedOut, Judgement
+from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, CheckedOut, Judgement
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.guard_github import harmless, report_markdown
-from autoaccum.reporting.guard_text import GuardProgress, finished_line, print_report, report_text
+from autoaccum.reporting.guard_report import GuardProgress, finished_line, print_report, report_text
 
 
 def lines_of(judgement: Judgement) -> list[str]:

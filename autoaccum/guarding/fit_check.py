@@ -1,0 +1,138 @@
+"""Whether one case fits, as a test asks: the message that says why it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from autoaccum.accumulation.schedule import format_parts
+from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.explanation import Holding
+from autoaccum.errors import (
+    AutoaccumError,
+    DoesNotFitError,
+    UsageError,
+)
+from autoaccum.guarding.cases import CASE_FIELDS, Case, check_case, make_case
+from autoaccum.guarding.guard_result import (
+    Measurement,
+    Tolerance,
+)
+from autoaccum.guarding.lock import read_lock
+from autoaccum.guarding.measuring import measure, request_of
+from autoaccum.guarding.project import Project, find_project
+from autoaccum.guarding.verdict import compare
+from autoaccum.units import format_bytes
+from autoaccum.workload.module_names import numberless
+
+_MOST_MODULES = 5
+
+
+def check_fits(workload: str, folder: Path, /, **asked: Any) -> str:
+    """Measure what is asked for, and say why it does not fit.
+
+    Args:
+        workload: A file, absolute, with `:name` where it has one; or a module.
+        folder: Where the project is looked for, upwards.
+        asked: Fields of `Case` and of its options.
+
+    Returns:
+        Lines that say what is needed, the bound, where the memory goes, and what grew since the lock; empty where it
+        fits.
+
+    Raises:
+        UsageError, WorkloadError, NotMeasuredError: It cannot be measured.
+        DoesNotFitError: It does not even fit the machine that would measure it.
+    """
+    unknown = sorted(asked.keys() - {*CASE_FIELDS[1:]})
+    if unknown:
+        takes = ", ".join("limit" if name == "memory" else name for name in CASE_FIELDS[1:])
+        raise UsageError(f"there is no argument {unknown[0]!r}", hint=f"take {takes}")
+    project = find_project(folder)
+    try:
+        reference = project.reference(workload, project.folder)
+    except UsageError:  # A file outside of the project goes by its whole path.
+        reference = workload
+    case = check_case(make_case(workload=reference, **asked))
+    request, here = request_of(case), Checkout(project.folder)
+    schedule = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
+    try:
+        measured = measure(case, here, micro_batches=schedule)
+    except DoesNotFitError as error:
+        try:  # The smallest micro-batches, of which not even one fits, show where the memory goes.
+            measured = measure(case, here, micro_batches=request.schedule(1).micro_batches)
+        except AutoaccumError:
+            raise error from None
+    if measured.fits:
+        return ""
+    return "\n".join([_shortage(case, measured), *_where_it_goes(measured), *_since_the_lock(case, project, measured)])
+
+
+def _shortage(case: Case, measured: Measurement) -> str:
+    """What is needed, and the bound."""
+    needed = f"more than {format_bytes(measured.peak_bytes)}"
+    if measured.least_bytes is not None:
+        roomy = f"{format_bytes(measured.peak_bytes)} where nothing limits it"
+        needed = f"at least {format_bytes(measured.least_bytes)} ({roomy})"
+    bound = (
+        f"the limit is {case.options.memory}"
+        if case.options.memory
+        else f"{format_bytes(measured.limit_bytes)} are there"
+    )
+    fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"
+    parts = format_parts(measured.micro_batches)
+    return (
+        f"{case.workload} on {case.place} does not fit: micro-batch {measured.micro_batch} "
+        f"({parts}, {measured.precision}) needs {needed}; {bound}, {fitting}"
+    )
+
+
+def _where_it_goes(measured: Measurement) -> Iterator[str]:
+    """The categories and the modules that hold most at the peak; nothing where that was not told apart."""
+    if not measured.categories:
+        return
+    of = f" of {measured.module}" if measured.module else ""
+    yield f"where the memory goes, in {measured.phase} at {measured.op}{of}:"
+    ordered = sorted(measured.categories.items(), key=lambda item: -item[1])
+    yield from (f"  {format_bytes(held):>9}  {category.replace('_', ' ')}" for category, held in ordered)
+    yield "the modules that hold most:"
+    most = _modules(measured.holdings).most_common(_MOST_MODULES)
+    yield from (f"  {format_bytes(held):>9}  {what}" for what, held in most)
+
+
+def _modules(holdings: Iterable[Holding]) -> Counter[str]:
+    """What modules hold, by what and which; those that differ in numbers only are one."""
+    held = Counter[str]()
+    for holding in holdings:
+        if holding.module or holding.kind:
+            named = numberless(holding.module)
+            # A star alone would tell nothing: the layers of a Sequential have their numbers for names.
+            of = (holding.module if named == "*" else named) or f"the {holding.kind} itself"
+            held[f"{holding.category.replace('_', ' ')} of {of}"] += holding.bytes
+    return held
+
+
+def _since_the_lock(case: Case, project: Project, measured: Measurement) -> Iterator[str]:
+    """What grew since the same code was locked for that card, at the size that is nearest; nothing where none was."""
+    try:
+        entries = read_lock(project.lock, project.anew)
+        alike = [other for other in entries if _without_size(other) == _without_size(case)]
+        if not alike:
+            return
+        nearest = min(alike, key=lambda other: abs(entries[other].micro_batch - measured.micro_batch))
+        before = entries[nearest]
+        now = measure(nearest, Checkout(project.folder), micro_batches=before.micro_batches)
+        told = compare(nearest, before, now, project.tolerance or Tolerance())
+    except AutoaccumError as error:
+        yield f"what grew since {project.lock.name} is not known: {error.message}"
+        return
+    reason = next(iter(told.reasons), "nothing grew")
+    yield f"since {project.lock.name}: {told.explanation or reason}"
+
+
+def _without_size(case: Case) -> Case:
+    options = dataclasses.replace(case.options, memory=None, reserve=None, world_size=1, equal=False)
+    return Case(workload=case.workload, options=options)

@@ -1,0 +1,1 @@
+"""Why an accumulated update differs: the search for causes, and one module for each family of them."""
