@@ -142,7 +142,7 @@ def _check_smoothing(options: Mapping[str, Any], name: str) -> None:
     weights = options.get("weight")
     if not options.get("label_smoothing") or not isinstance(weights, Tensor) or options.get("reduction") == "sum":
         return
-    if bool((weights.detach().cpu() == 0).any()):
+    if bool((weights.cpu() == 0).any()):
         raise WorkloadError(
             f"{name} smooths labels, and a class has weight 0: a part with no other target would be left out",
             hint="give ignore_index for that class instead, or a small weight such as 1e-6",
