@@ -19,13 +19,13 @@ from autoaccum.accumulation.rng_state import own_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
-from autoaccum.training.data.source import is_map_style
-from autoaccum.training.data.workers import Reader
+from autoaccum.training.data_source import is_map_style
+from autoaccum.training.data_workers import Reader
 from autoaccum.training.fit_events import Evaluated, EvaluationFailed
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.position import Progress
 from autoaccum.training.seeds import seed_generators
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.training_setup import Trainee
+from autoaccum.training.training_state import Progress
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.objective import Objective, match_weights
 from autoaccum.workload.pytree import check_function, held_batch, kind

@@ -14,19 +14,19 @@ from autoaccum.accumulation.reachable_objects import find_held, find_reachable
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.accumulation.transaction import TorchState
 from autoaccum.errors import AutoaccumError
-from autoaccum.training.checkpoints import Keeper, RunFolder
-from autoaccum.training.data.source import Source
-from autoaccum.training.data.windows import Window
+from autoaccum.training.checkpoints import Keeper
+from autoaccum.training.data_source import Source
+from autoaccum.training.data_windows import Window
 from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
 from autoaccum.training.fit_events import EpochEnded, Noted, Teller, Updated
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.position import Goal, Progress
 from autoaccum.training.resume import Choice
+from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.seeds import mix
 from autoaccum.training.stepper import Stepper
 from autoaccum.training.stop_signals import Stopping
-from autoaccum.training.trainee import Subject, Trainee
-from autoaccum.training.training_state import capture_settings, capture_training, restore_training
+from autoaccum.training.training_setup import Subject, Trainee
+from autoaccum.training.training_state import Goal, Progress, capture_settings, capture_training, restore_training
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.experiments import is_large
 

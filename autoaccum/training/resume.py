@@ -21,11 +21,11 @@ from autoaccum.accumulation.plan_check import check_plan, differences, planned_f
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.plan import Plan
-from autoaccum.training.checkpoints import RunFolder
-from autoaccum.training.data.source import Source
+from autoaccum.training.data_source import Source
 from autoaccum.training.fit_events import Noted, Planning
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.trainee import Subject, Trainee
+from autoaccum.training.run_folder import RunFolder
+from autoaccum.training.training_setup import Subject, Trainee
 from autoaccum.units import format_bytes
 
 _ROUNDING = 1e-6

@@ -15,9 +15,9 @@ from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
 from autoaccum.training.fit_events import CeilingRaised, OutOfMemoryRetry, Skipped
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.position import Progress
 from autoaccum.training.resume import Choice
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.training_setup import Trainee
+from autoaccum.training.training_state import Progress
 from autoaccum.workload.batches import batch_size
 
 _MEASURE_ONLY = float("inf")

@@ -14,12 +14,10 @@ from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.accumulation.rng_state import RandomState, seeded_devices
 from autoaccum.accumulation.validation import check_launch
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
-from autoaccum.training.checkpoints import RunFolder
-from autoaccum.training.data.source import open_source
-from autoaccum.training.data.windows import DataSettings
+from autoaccum.training.data_source import open_source
+from autoaccum.training.data_windows import DataSettings
 from autoaccum.training.fit_events import FitResult, Noted, Started, Teller
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.logs import Logs
 from autoaccum.training.loop import Loop
 from autoaccum.training.resume import (
     check_choice,
@@ -31,9 +29,10 @@ from autoaccum.training.resume import (
     find_saved,
     tell_of_changes,
 )
+from autoaccum.training.run_folder import Logs, RunFolder
 from autoaccum.training.seeds import mix, seed_generators
 from autoaccum.training.stop_signals import StopAsked, Stopping
-from autoaccum.training.trainee import Subject
+from autoaccum.training.training_setup import Subject
 from autoaccum.training.training_state import restore_randomness
 
 

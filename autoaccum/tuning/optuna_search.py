@@ -12,8 +12,8 @@ from autoaccum.errors import WorkloadError
 from autoaccum.tuning.ranking import rank
 from autoaccum.tuning.study import MICRO, RATE, TARGET, Study, reaching, row_of
 from autoaccum.tuning.trial_processes import Processes
+from autoaccum.tuning.tune_request import Budget
 from autoaccum.tuning.tuning_result import (
-    Budget,
     Listener,
     Noted,
     Outcome,

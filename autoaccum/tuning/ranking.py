@@ -8,7 +8,8 @@ from statistics import fmean, stdev, variance
 
 from autoaccum.accumulation.coupling import modules
 from autoaccum.planning.plan import Plan
-from autoaccum.tuning.tuning_result import Facts, RateSpan, Row, Setting, Standing
+from autoaccum.tuning.tune_request import RateSpan
+from autoaccum.tuning.tuning_result import Facts, Row, Setting, Standing
 
 _ENDED_BADLY = ("diverged", "out_of_memory", "failed")
 _NOISE_DEVIATIONS = 2.0

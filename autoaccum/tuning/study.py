@@ -21,8 +21,8 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from autoaccum.errors import PlanFileError, StudyError, UsageError, first_line
 from autoaccum.planning.plan import Plan
 from autoaccum.serialization import RecordError, read_record, to_plain
-from autoaccum.tuning.tune_request import TuneRequest
-from autoaccum.tuning.tuning_result import MILESTONES, Budget, Ending, Facts, RateSpan, Row, Setting, State, Throughput
+from autoaccum.tuning.tune_request import Budget, RateSpan, TuneRequest
+from autoaccum.tuning.tuning_result import MILESTONES, Ending, Facts, Row, Setting, State, Throughput
 
 RATE, TARGET, MICRO = "learning_rate", "target_batch", "micro_batch"
 _DATABASES, _JOURNALS = (".db", ".sqlite", ".sqlite3"), (".journal", ".log")

@@ -14,8 +14,8 @@ from autoaccum.devices.child.replies import Failure, failure_error
 from autoaccum.devices.child.worker import death_error
 from autoaccum.errors import WorkloadError
 from autoaccum.planning.device_choice import check_device
-from autoaccum.tuning.tune_request import TuneRequest
-from autoaccum.tuning.tuning_result import Budget, Ending, Facts, Outcome, Setting
+from autoaccum.tuning.tune_request import Budget, TuneRequest
+from autoaccum.tuning.tuning_result import Ending, Facts, Outcome, Setting
 
 _LEAVE_SECONDS = 5.0
 """A child that is done may leave by itself, so that what the workload registered at exit runs."""

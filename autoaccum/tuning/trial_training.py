@@ -21,12 +21,13 @@ from autoaccum.devices.trial_run import make_accumulator, place_model, seed_ever
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import LOOKED_AT
-from autoaccum.training.data.source import is_map_style
+from autoaccum.training.data_source import is_map_style
 from autoaccum.training.fit_events import Evaluated, EvaluationFailed, OutOfMemoryRetry, Started, Updated
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.trainee import find_device
 from autoaccum.training.trainer import train
-from autoaccum.tuning.tuning_result import MILESTONES, Budget, Ending, Facts, Outcome, Setting
+from autoaccum.training.training_setup import find_device
+from autoaccum.tuning.tune_request import Budget
+from autoaccum.tuning.tuning_result import MILESTONES, Ending, Facts, Outcome, Setting
 from autoaccum.workload.optimizers import own_rate, rate_is_followed
 from autoaccum.workload.pytree import type_name
 from autoaccum.workload.samples import adapt

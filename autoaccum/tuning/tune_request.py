@@ -7,17 +7,50 @@ import operator
 import os
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from itertools import count, takewhile
+from typing import Any, Literal
 
 from autoaccum.checks import check_word, read_count, read_seconds
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
-from autoaccum.tuning.tuning_result import BatchSpan, Budget, RateSpan
 
 SAMPLERS, PRUNERS = ("tpe", "random"), ("halving", "none")
 _LEAST = {"trials": 1, "confirm": 0, "seed": 0, "heartbeat": 1}
 _RATES = "give two numbers above 0, the smaller first: 1e-4..1e-1"
 _BATCHES = "give a whole number of at least 1, or a range with the smaller first: 64..1024"
+
+
+@dataclass(frozen=True)
+class RateSpan:
+    """Learning rates, both ends included."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class BatchSpan:
+    """Effective batches in samples, both ends included; equal ends where only one is asked for.
+
+    >>> BatchSpan(64, 1024).sizes, BatchSpan(48, 100).sizes, BatchSpan(7, 7).sizes
+    ((64, 128, 256, 512, 1024), (48, 96, 100), (7,))
+    """
+
+    low: int
+    high: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Return those that are searched: doublings of the smallest, and the largest."""
+        return (*takewhile(lambda size: size < self.high, (self.low << times for times in count())), self.high)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long every trial trains: samples, or seconds of training without evaluations."""
+
+    amount: float
+    unit: Literal["samples", "seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)

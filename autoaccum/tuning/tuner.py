@@ -15,13 +15,11 @@ from autoaccum.planning.planner import plan as make_plan
 from autoaccum.tuning.ranking import find_caution, find_coupling, find_noise, own_standing, rank
 from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
 from autoaccum.tuning.trial_processes import Processes
-from autoaccum.tuning.tune_request import TuneRequest
+from autoaccum.tuning.tune_request import Budget, RateSpan, TuneRequest
 from autoaccum.tuning.tuning_result import (
-    Budget,
     Facts,
     Listener,
     Noted,
-    RateSpan,
     SearchBegan,
     Setting,
     Space,

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.child.connection import ParentConnection, failure_reply, use_import_paths
 from autoaccum.options import Options
-from autoaccum.tuning.tuning_result import Budget, Setting
+from autoaccum.tuning.tune_request import Budget
+from autoaccum.tuning.tuning_result import Setting
 
 if TYPE_CHECKING:
     from autoaccum.tuning.trial_training import UpdateTimer

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import count, takewhile
 from typing import Any, Literal
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.planning.plan import Plan
+from autoaccum.tuning.tune_request import BatchSpan, Budget, RateSpan
 
 MILESTONES = (25, 50)
 """Percent of the budget at which a trial's loss is reported before its end."""
@@ -35,39 +35,6 @@ class Setting:
         (86, 85, 85)
         """
         return make_schedule(self.target_batch, self.micro_batch, multiple_of=multiple_of).micro_batches
-
-
-@dataclass(frozen=True)
-class RateSpan:
-    """Learning rates, both ends included."""
-
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class BatchSpan:
-    """Effective batches in samples, both ends included; equal ends where only one is asked for.
-
-    >>> BatchSpan(64, 1024).sizes, BatchSpan(48, 100).sizes, BatchSpan(7, 7).sizes
-    ((64, 128, 256, 512, 1024), (48, 96, 100), (7,))
-    """
-
-    low: int
-    high: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Return those that are searched: doublings of the smallest, and the largest."""
-        return (*takewhile(lambda size: size < self.high, (self.low << times for times in count())), self.high)
-
-
-@dataclass(frozen=True)
-class Budget:
-    """How long every trial trains: samples, or seconds of training without evaluations."""
-
-    amount: float
-    unit: Literal["samples", "seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)

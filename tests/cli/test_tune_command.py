@@ -21,8 +21,8 @@ import autoaccum
 from autoaccum.cli import main
 from autoaccum.errors import DoesNotFitError, UsageError
 from autoaccum.tuning import tuner as studies
-from autoaccum.tuning.tune_request import TuneRequest
-from autoaccum.tuning.tuning_result import BatchSpan, RateSpan, Tuning
+from autoaccum.tuning.tune_request import BatchSpan, RateSpan, TuneRequest
+from autoaccum.tuning.tuning_result import Tuning
 
 ROOT = Path(__file__).parents[2]
 MODEL = """

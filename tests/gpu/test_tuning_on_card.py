@@ -22,8 +22,8 @@ from autoaccum.training.trainer import train
 from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
 from autoaccum.tuning.trial_processes import Processes
 from autoaccum.tuning.trial_training import train_setting
-from autoaccum.tuning.tune_request import TuneRequest
-from autoaccum.tuning.tuning_result import BatchSpan, Budget, Outcome, Setting, Throughput
+from autoaccum.tuning.tune_request import BatchSpan, Budget, TuneRequest
+from autoaccum.tuning.tuning_result import Outcome, Setting, Throughput
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.optimizers import own_rate, set_rate
 from autoaccum.workload.spec import Workload

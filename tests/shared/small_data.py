@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from autoaccum.training.data.source import Source, open_source
-from autoaccum.training.data.windows import DataSettings, Window
+from autoaccum.training.data_source import Source, open_source
+from autoaccum.training.data_windows import DataSettings, Window
 
 
 def drawn_row(index: int) -> Tensor:

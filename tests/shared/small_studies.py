@@ -20,20 +20,8 @@ from autoaccum.tuning.optuna_search import Search
 from autoaccum.tuning.ranking import find_noise, own_standing, rank
 from autoaccum.tuning.study import Study, make_terms, open_storage, read_address
 from autoaccum.tuning.trial_training import train_setting
-from autoaccum.tuning.tune_request import TuneRequest
-from autoaccum.tuning.tuning_result import (
-    BatchSpan,
-    Budget,
-    Facts,
-    Outcome,
-    RateSpan,
-    Row,
-    Setting,
-    Space,
-    Speed,
-    Throughput,
-    Tuning,
-)
+from autoaccum.tuning.tune_request import BatchSpan, Budget, RateSpan, TuneRequest
+from autoaccum.tuning.tuning_result import Facts, Outcome, Row, Setting, Space, Speed, Throughput, Tuning
 
 SAMPLES, FEATURES, OWN_RATE = 80, 3, 0.05
 FACTS = Facts(

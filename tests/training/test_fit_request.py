@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.trainee import Subject
+from autoaccum.training.training_setup import Subject
 from autoaccum.workload.spec import Workload
 
 DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autoaccum.training.fit_events import Evaluated, Updated
-from autoaccum.training.logs import Logs
+from autoaccum.training.run_folder import Logs
 
 
 def updated(update: int, **figures: Any) -> Updated:

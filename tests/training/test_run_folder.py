@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from autoaccum.errors import UsageError
-from autoaccum.training.checkpoints import NotPortableError, RunFolder
+from autoaccum.training.checkpoints import NotPortableError
+from autoaccum.training.run_folder import RunFolder
 
 HOLD = """
 import os, sys
-from autoaccum.training.checkpoints import RunFolder
+from autoaccum.training.run_folder import RunFolder
 with RunFolder(sys.argv[1]):
     worker = os.fork()
     if worker == 0:

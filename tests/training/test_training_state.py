@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedules
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import portable
-from autoaccum.training.trainee import Trainee
+from autoaccum.training.training_setup import Trainee
 from autoaccum.training.training_state import capture_settings, capture_training, restore_training
 from autoaccum.workload.objective import resolve_objective
 

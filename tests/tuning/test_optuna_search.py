@@ -17,7 +17,8 @@ from autoaccum import Workload
 from autoaccum.errors import StudyError, UsageError, WorkloadError
 from autoaccum.tuning.ranking import rank
 from autoaccum.tuning.study import open_storage, read_address
-from autoaccum.tuning.tuning_result import BatchSpan, Budget, RateSpan, Reported, Setting, TrialEnded
+from autoaccum.tuning.tune_request import BatchSpan, Budget, RateSpan
+from autoaccum.tuning.tuning_result import Reported, Setting, TrialEnded
 
 
 @pytest.fixture(params=["tune.db", "tune.journal"])

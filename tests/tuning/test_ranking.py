@@ -10,7 +10,8 @@ from small_studies import FACTS
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.tuning.ranking import find_caution, find_coupling, find_noise, own_standing, rank
-from autoaccum.tuning.tuning_result import RateSpan, Row, Setting, State
+from autoaccum.tuning.tune_request import RateSpan
+from autoaccum.tuning.tuning_result import Row, Setting, State
 
 
 def row(number: int, rate: float, loss: float | None, state: State = "complete", **more: Any) -> Row:

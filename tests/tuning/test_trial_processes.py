@@ -10,7 +10,8 @@ from small_studies import request_of
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.tuning.throughput import measure_throughput
 from autoaccum.tuning.trial_processes import Processes
-from autoaccum.tuning.tuning_result import Budget, Outcome, Setting
+from autoaccum.tuning.tune_request import Budget
+from autoaccum.tuning.tuning_result import Outcome, Setting
 
 WORKLOAD = """
 import os, signal, time

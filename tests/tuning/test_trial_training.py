@@ -17,7 +17,8 @@ from torch.utils.data import IterableDataset
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
 from autoaccum.tuning.trial_training import UpdateTimer, find_facts, split_data, train_setting
-from autoaccum.tuning.tuning_result import Budget, Outcome, Setting
+from autoaccum.tuning.tune_request import Budget
+from autoaccum.tuning.tuning_result import Outcome, Setting
 
 
 class Streamed(IterableDataset[Any]):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Sampler
 
 import autoaccum
 from autoaccum.accumulation.rng_state import RandomState
-from autoaccum.training.data.source import Source
+from autoaccum.training.data_source import Source
 from autoaccum.training.stop_signals import StopAsked, Stopping
 
 PACKAGE = str(Path(autoaccum.__file__).parent)

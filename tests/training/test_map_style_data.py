@@ -33,7 +33,7 @@ from torch.utils.data import (
 )
 
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.training.data.source import Source
+from autoaccum.training.data_source import Source
 
 COUNT = 37
 

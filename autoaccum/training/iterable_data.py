@@ -14,8 +14,8 @@ from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan_request import LOOKED_AT
 from autoaccum.training.checkpoints import NotPortableError, portable
-from autoaccum.training.data.windows import DataSettings, Window, WindowSource, begin_epoch, tell_epoch
-from autoaccum.training.data.workers import END, Reader
+from autoaccum.training.data_windows import DataSettings, Window, WindowSource, begin_epoch, tell_epoch
+from autoaccum.training.data_workers import END, Reader
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, counted, split_batch

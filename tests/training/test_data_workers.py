@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autoaccum.errors import DataWorkerError, UsageError
-from autoaccum.training.data.source import Source
-from autoaccum.training.data.workers import WorkerStart
+from autoaccum.training.data_source import Source
+from autoaccum.training.data_workers import WorkerStart
 
 COUNT = 37
 

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.training.data.map_style import MapStyleSource
-from autoaccum.training.data.streams import BatchesSource, SamplesSource
-from autoaccum.training.data.windows import DataSettings
+from autoaccum.training.data_windows import DataSettings
+from autoaccum.training.iterable_data import BatchesSource, SamplesSource
+from autoaccum.training.map_style_data import MapStyleSource
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, counted, is_samples
 

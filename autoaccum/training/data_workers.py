@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, get_worker_info
 
 from autoaccum.errors import DataWorkerError, first_line
-from autoaccum.training.data.windows import DataSettings
+from autoaccum.training.data_windows import DataSettings
 from autoaccum.workload import pytree
 
 END: Final = object()

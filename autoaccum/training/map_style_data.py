@@ -16,8 +16,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from autoaccum.accumulation.rng_state import GENERATORS
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.planning.plan_request import LOOKED_AT
-from autoaccum.training.data.windows import DataSettings, Window, WindowSource, begin_epoch, tell_epoch
-from autoaccum.training.data.workers import END, Reader, handed_over, worker_options
+from autoaccum.training.data_windows import DataSettings, Window, WindowSource, begin_epoch, tell_epoch
+from autoaccum.training.data_workers import END, Reader, handed_over, worker_options
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
 from autoaccum.workload.experiments import own_randomness
 from autoaccum.workload.pytree import kind

@@ -1,1 +1,0 @@
-"""Data of any kind as windows of one update each."""
