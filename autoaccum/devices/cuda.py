@@ -75,11 +75,11 @@ class CudaDevice(ChildDevice):
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
         """
-        from autoaccum.devices.simulated.explain.account import explain_at_hand
+        from autoaccum.devices.simulated.explain.account import explain_installed_card
 
         limit_bytes = self.limit_bytes
         assert self._report is not None
-        return explain_at_hand(
+        return explain_installed_card(
             self._report,
             self._make_tracer,
             self._settings.share,
@@ -92,11 +92,11 @@ class CudaDevice(ChildDevice):
 
     def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
         """What peaks to expect, from a simulation of this card in a process beside; what it prints is not shown."""
-        from autoaccum.devices.simulated.explain.account import foresee_peaks
+        from autoaccum.devices.simulated.explain.account import forecast_peaks
 
         self._use_worker()
         assert self._report is not None
-        return foresee_peaks(self._report.memory, self._make_tracer, self._settings.share, limit_seconds)
+        return forecast_peaks(self._report.memory, self._make_tracer, self._settings.share, limit_seconds)
 
     def _make_tracer(self, card: Card) -> Tracer:
         from autoaccum.devices.simulated.tracing.trace_cache import Tracer

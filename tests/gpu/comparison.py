@@ -10,7 +10,7 @@ from typing import Any
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.allocator.replay import Replays
+from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.trace import Trace
@@ -45,14 +45,14 @@ def trace_case(case: Case, card: Card) -> Trace:
 def predict(trace: Trace, card: Card) -> dict[str, Any]:
     """What is predicted of a trace."""
     began = time.perf_counter()
-    replays = Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
-    trial, demand = replays.trial(trace, card.total_bytes), replays.weigh(trace)
+    replayer = Replayer(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
+    trial, sized = replayer.trial(trace, card.total_bytes), replayer.with_sizes(trace)
     return {
         "peak_allocated_bytes": trial.peak_allocated_bytes,
         "peak_reserved_bytes": trial.peak_reserved_bytes,
-        "least_bytes": replays.least_bytes(trace, card.total_bytes) if trial.ran else None,
-        "band_bytes": demand.band_bytes,
-        "guessed": list(demand.guessed),
+        "least_bytes": replayer.least_bytes(trace, card.total_bytes) if trial.ran else None,
+        "band_bytes": sized.band_bytes,
+        "guessed": list(sized.guessed),
         "events": len(trace.events),
         "seconds": time.perf_counter() - began,
     }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoaccum.devices.simulated.allocator.blocks import Block
-from autoaccum.devices.simulated.allocator.caching_allocator import Allocator, CapacityExceeded
+from autoaccum.devices.simulated.allocator.caching_allocator import CachingAllocator, CudaOutOfMemory
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 
 _TAKEN, _GIVEN = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
@@ -163,7 +163,7 @@ def compare_history(record: Mapping[str, Any], settings: AllocatorSettings) -> d
     }
 
 
-class _Watched(Allocator):
+class _Watched(CachingAllocator):
     """Notes what it asks of CUDA; its segments lie where `addresses` says."""
 
     def __init__(self, settings: AllocatorSettings, addresses: Iterator[int] | None) -> None:
@@ -203,7 +203,7 @@ def _ask(allocator: _Watched, request: Request, blocks: dict[int, Block]) -> Blo
     else:
         try:
             block = allocator.malloc(request.size)
-        except CapacityExceeded:
+        except CudaOutOfMemory:
             return None
         blocks[request.address] = block
         return block

@@ -22,7 +22,7 @@ import torch
 from autoaccum.accumulation.recovery import is_context_dead, release_memory
 from autoaccum.devices.card_meter import read_card
 from autoaccum.devices.nvml import read_all_cards
-from autoaccum.devices.simulated.cards import Card, card_at_hand, find_card
+from autoaccum.devices.simulated.cards import Card, find_card, installed_card
 from tests.gpu.rows import Bench, Job, Row
 from tests.gpu.summary import summarise
 from tests.gpu.table import SECTIONS, Table, read_table
@@ -111,7 +111,7 @@ def _choose_card(place: torch.device | None, gpu: str | None) -> Card:
     if place is None or place.type == "cpu":
         return find_card(gpu or _STAND_IN)
     try:
-        return card_at_hand(read_card(place.index))
+        return installed_card(read_card(place.index))
     except (RuntimeError, AssertionError) as error:  # A build without CUDA asserts that it has it.
         raise SystemExit(f"{place}: {error}: predict with --gpu NAME, try it out with --device cpu") from None
 

@@ -19,7 +19,7 @@ from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.scratch import estimate
-from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.trace import Workspace
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate
@@ -67,7 +67,7 @@ def simulate_operation(operation: Operation, card: Card, recorder: Recorder) -> 
     return Simulated(operation.title, tuple(sizes[first:]), peak_bytes(events, [size.bytes for size in sizes]))
 
 
-def _weigh(size: int | Scratch, card: Card) -> Expected:
+def _weigh(size: int | Workspace, card: Card) -> Expected:
     if isinstance(size, int):
         return Expected(TENSOR, (), size)
     found = estimate(size, card, torch_release())

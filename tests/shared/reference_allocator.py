@@ -39,11 +39,11 @@ class Segment:
         self.cells = joined
 
 
-class NoRoom(Exception):
+class ReferenceOutOfMemory(Exception):
     pass
 
 
-class Reference:
+class ReferenceAllocator:
     def __init__(self, capacity: int | None, settings: AllocatorSettings) -> None:
         self.settings, self.capacity = settings, capacity
         self.segments: list[Segment] = []
@@ -73,7 +73,7 @@ class Reference:
         small = size <= MIB
         place = self.best(small, size) or self.ask(small, size)
         if place is None:
-            raise NoRoom
+            raise ReferenceOutOfMemory
         segment, cell = place
         rest = cell.size - size
         splits = rest >= 512 if small or self.settings.expandable_segments else rest > MIB and not self.oversize(size)

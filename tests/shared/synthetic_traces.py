@@ -12,10 +12,10 @@ from autoaccum.devices.simulated.trace import (
     LabelledTrace,
     ModuleName,
     Origin,
-    Scratch,
     Trace,
+    Workspace,
 )
-from autoaccum.devices.simulated.tracing.trace_cache import Offer, Tracer
+from autoaccum.devices.simulated.tracing.trace_cache import SuggestedChange, Tracer
 from autoaccum.units import MIB
 
 Sizes = Callable[[int], int]
@@ -46,10 +46,10 @@ class _Writer:
 
     def __init__(self) -> None:
         self.events: list[int] = []
-        self.sizes: list[int | Scratch] = []
+        self.sizes: list[int | Workspace] = []
         self.phases: list[tuple[int, Phase]] = []
 
-    def take(self, size: int | Scratch) -> int:
+    def take(self, size: int | Workspace) -> int:
         self.events.append(len(self.sizes))
         self.sizes.append(size)
         return self.events[-1]
@@ -62,7 +62,7 @@ class _Writer:
 
 
 def make_trace(
-    parts: tuple[int, ...], activations: Sizes, *, layer_bytes: int = 25 * MIB, scratch: Scratch | None = None
+    parts: tuple[int, ...], activations: Sizes, *, layer_bytes: int = 25 * MIB, workspace: Workspace | None = None
 ) -> Trace:
     """An update by `parts[:1]`, then one by all: weights, gradients and two states of `LAYERS` layers each."""
     writer = _Writer()
@@ -76,8 +76,8 @@ def make_trace(
             writer.enter("forward")
             held = [writer.take(activations(size)) for _ in range(LAYERS)]
             writer.enter("backward")
-            if scratch is not None:
-                writer.give(writer.take(scratch))
+            if workspace is not None:
+                writer.give(writer.take(workspace))
             for block in reversed(held):
                 passed = writer.take(activations(size))
                 if len(gradients) < LAYERS:
@@ -112,7 +112,7 @@ def label(trace: Trace) -> LabelledTrace:
         phase = phases.get(index, phase)
         if event >= 0:
             module = 1 + count[phase] % LAYERS
-            workspace = isinstance(trace.sizes[event], Scratch)
+            workspace = isinstance(trace.sizes[event], Workspace)
             origins.append(Origin(f"aten.{phase}", module, "workspace" if workspace else "plain"))
             if phase in _CLAIMS and trace.sizes[event] == trace.sizes[0]:
                 claims[event] = Claim(_CLAIMS[phase], module)
@@ -128,7 +128,7 @@ class SyntheticTracer(Tracer):
         activations: Bytes of a layer's activations, by size.
         change: What is different in the traces of some parts: an error to raise, or other activations.
         inspection: What it tells of the workload.
-        scratch: What a kernel takes in backward.
+        workspace: What a kernel takes in backward.
         offers: Changes by name: activations, or an error to raise.
     """
 
@@ -138,12 +138,12 @@ class SyntheticTracer(Tracer):
         *,
         change: Callable[[tuple[int, ...]], Exception | Sizes | None] = lambda parts: None,
         inspection: Inspection = INSPECTION,
-        scratch: Scratch | None = None,
+        workspace: Workspace | None = None,
         offers: Mapping[str, Exception | Sizes] | None = None,
     ) -> None:
         self.offers = offers or {}
         self._activations, self._change = activations or linear(), change
-        self._inspection, self._scratch = inspection, scratch
+        self._inspection, self._workspace = inspection, workspace
         self.asked: list[tuple[int, ...]] = []
         self.limits: list[float | None] = []
         self.closed = 0
@@ -157,20 +157,20 @@ class SyntheticTracer(Tracer):
         changed = self._change(parts)
         if isinstance(changed, Exception):
             raise changed
-        return make_trace(parts, changed or self._activations, scratch=self._scratch)
+        return make_trace(parts, changed or self._activations, workspace=self._workspace)
 
     def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
         return label(self.trace(parts, limit_seconds=limit_seconds))
 
-    def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
-        return tuple(Offer(name, f"take {name}") for name in self.offers)
+    def changes(self, *, limit_seconds: float | None = None) -> tuple[SuggestedChange, ...]:
+        return tuple(SuggestedChange(name, f"take {name}") for name in self.offers)
 
     def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
         self.limits.append(limit_seconds)
         found = self.offers[change]
         if isinstance(found, Exception):
             raise found
-        return make_trace(parts, found, scratch=self._scratch)
+        return make_trace(parts, found, workspace=self._workspace)
 
     def close(self) -> None:
         self.closed += 1

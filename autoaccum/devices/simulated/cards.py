@@ -115,7 +115,7 @@ def cards_like(text: str) -> tuple[Card, ...]:
     )
 
 
-def card_at_hand(memory: CardMemory) -> Card:
+def installed_card(memory: CardMemory) -> Card:
     """The card of this machine, to be simulated."""
     return Card(
         name=memory.name,

@@ -28,7 +28,7 @@ from autoaccum.devices.inspection import (
     with_multiple,
 )
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.explain.suggested_changes import offer_changes, with_change
+from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE
@@ -202,7 +202,7 @@ class SimulatedChild:
             assert self._card is not None
             model = place_model(workload.build_model(), DEVICE)
             optimizer = workload.build_optimizer(model)
-            return {"changes": [vars(offer) for offer in offer_changes(workload, model, optimizer, self._card)]}
+            return {"changes": [vars(offer) for offer in suggest_changes(workload, model, optimizer, self._card)]}
 
         return self._run(run, "looking for what could be changed")
 
@@ -210,7 +210,7 @@ class SimulatedChild:
         parts, change = tuple(request["parts"]), request["change"]
 
         def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
-            return {"trace": vars(trace_trial(with_change(workload, change), parts, mode)[0])}
+            return {"trace": vars(trace_trial(apply_change(workload, change), parts, mode)[0])}
 
         assert self._mode is not None
         gc.collect()

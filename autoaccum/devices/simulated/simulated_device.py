@@ -14,10 +14,10 @@ from autoaccum.accumulation.coupling import COMPARED
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.budget import CARD_HEADROOM, Supply, choose_budget
 from autoaccum.devices.explanation import Account, Foresight, Prediction
-from autoaccum.devices.simulated.allocator.replay import Demand, Replays
+from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, Outside, all_cards, context_bytes
-from autoaccum.devices.simulated.explain.account import Accountant, Clock
+from autoaccum.devices.simulated.explain.account import Deadline, Explainer
 from autoaccum.devices.simulated.tracing.trace_cache import Tracer, Traces
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MIB, MemorySize, format_bytes
@@ -39,12 +39,12 @@ class Band:
     """
 
     outside: Outside
-    demand: Demand
+    sized: SizedTrace
 
     @property
     def bytes(self) -> int:
         """In all, either way."""
-        return self.outside.band_bytes + self.demand.band_bytes
+        return self.outside.band_bytes + self.sized.band_bytes
 
     def note(self) -> str:
         """That nothing ran, and how far off it may be, as a sentence for the plan."""
@@ -56,9 +56,9 @@ class Band:
     def made_of(self) -> str:
         """Return what the band covers and what it does not, as a sentence for the plan."""
         parts = [f"the CUDA context ({format_bytes(self.outside.bytes)} assumed)"]
-        if self.demand.band_bytes:
-            rules = ", ".join(rule.replace("_", " ") for rule in self.demand.guessed) or "libraries"
-            parts.append(f"workspaces that nobody measured ({rules}: {format_bytes(self.demand.band_bytes)})")
+        if self.sized.band_bytes:
+            rules = ", ".join(rule.replace("_", " ") for rule in self.sized.guessed) or "libraries"
+            parts.append(f"workspaces that nobody measured ({rules}: {format_bytes(self.sized.band_bytes)})")
         return (
             f"the band of {format_bytes(self.bytes)} is for {' and '.join(parts)}, not for other programs on the card"
             " or batches larger than batch(size)"
@@ -116,7 +116,7 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
         self._supply = card_supply(card, self._outside, self._settings.allowed_bytes)
         self._limit_bytes = choose_budget(self._supply, memory, reserve, headroom=CARD_HEADROOM)
         self._traces = Traces(make_tracer, share)
-        self._replays = Replays(card, self._settings, torch_version)
+        self._replayer = Replayer(card, self._settings, torch_version)
 
     @property
     def name(self) -> str:
@@ -169,7 +169,7 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
             seconds = time.monotonic() - began
             return dataclasses.replace(_failed(error, parts, seconds, limit_seconds), limit_bytes=limit_bytes)
         held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
-        trial = self._replays.update(traces, held_to_bytes)
+        trial = self._replayer.update(traces, held_to_bytes)
         made = any(self._traces.has_made(trace) for trace in traces)
         return dataclasses.replace(
             trial, parts=parts, limit_bytes=limit_bytes, fresh=made, seconds=time.monotonic() - began
@@ -183,8 +183,10 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return what is predicted of `parts`, of which a fresh trial is known, whether they fit or not."""
         traces = self._traces.of_schedule(parts, fresh=True)
-        least_bytes = max(self._replays.least_bytes(trace, self.limit_bytes) for trace in traces)
-        band = max((Band(self._outside, self._replays.weigh(trace)) for trace in traces), key=lambda band: band.bytes)
+        least_bytes = max(self._replayer.least_bytes(trace, self.limit_bytes) for trace in traces)
+        band = max(
+            (Band(self._outside, self._replayer.with_sizes(trace)) for trace in traces), key=lambda band: band.bytes
+        )
         assumed = () if self._card.measured else (f"what is known of {self._card.title}: {self._card.source}",)
         cautions = [COMPARED] if self._traces.are_square and len(parts) > 1 else []
         if caution := band.warning(self.limit_bytes, least_bytes):
@@ -197,11 +199,11 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
         )
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **asked: bool) -> Account:
-        """Account for `parts`, of which a fresh trial is known; `asked` as `Accountant.account` takes."""
-        clock = Clock(limit_seconds)
-        made = self._traces.of_schedule(parts, True, clock.left_seconds)
-        accountant = Accountant(self.name, self._outside.bytes, self.limit_bytes, self._traces, self._replays)
-        return accountant.account(made, clock, **asked)
+        """Account for `parts`, of which a fresh trial is known; `asked` as `Explainer.account` takes."""
+        deadline = Deadline(limit_seconds)
+        made = self._traces.of_schedule(parts, True, deadline.left_seconds)
+        explainer = Explainer(self.name, self._outside.bytes, self.limit_bytes, self._traces, self._replayer)
+        return explainer.account(made, deadline, **asked)
 
     def close(self) -> None:
         """End the tracer's process. Idempotent."""
@@ -217,7 +219,7 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
             trace = self._traces.follow(size)
         except (WorkloadError, NotMeasuredError):
             return None  # The trial of that size tells why.
-        return None if trace is None else self._replays.peak_bytes(trace)
+        return None if trace is None else self._replayer.peak_bytes(trace)
 
 
 def _changes(settings: AllocatorSettings) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from autoaccum.devices.explanation import Category
 from autoaccum.serialization import read_record
 
 
-class Scratch(NamedTuple):
+class Workspace(NamedTuple):
     """Memory a kernel takes beside its tensors: the rule that tells how much, and the numbers it follows from.
 
     Attributes:
@@ -39,7 +39,7 @@ class Trace:
 
     parts: tuple[int, ...]
     events: tuple[int, ...]
-    sizes: tuple[int | Scratch, ...]
+    sizes: tuple[int | Workspace, ...]
     phases: tuple[tuple[int, Phase], ...]
     last_update: int
 
@@ -50,20 +50,20 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Returned:
+class OutputAllocated:
     """Here it makes what it returns at `index`; of an operator that says so nowhere, all comes first."""
 
     index: int = 0
 
 
 @dataclass(frozen=True)
-class GivenBack:
+class Freed:
     """Here it gives back as many of the blocks that it took last."""
 
     count: int = 1
 
 
-Step = Scratch | Returned | GivenBack
+MemoryStep = Workspace | OutputAllocated | Freed
 
 
 Role = Literal["plain", "recomputed", "summed", "workspace"]

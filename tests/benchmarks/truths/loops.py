@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from truths.scores import Predicted
 
-from autoaccum.devices.simulated.allocator.replay import Replays
+from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, Outside, context_bytes
 from autoaccum.devices.simulated.patches import torch_release
@@ -78,15 +78,15 @@ def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> 
     """
     trace = trace_loop(loop, card, batch)
     settings = read_settings(os.environ).for_card(card.total_bytes)
-    replays = Replays(card, settings, torch_release())
+    replayer = Replayer(card, settings, torch_release())
     outside = _eager_context(card) if eager else context_bytes(card)
     capacity_bytes = card.total_bytes - outside.bytes
     return Predicted(
         batch=batch,
-        outcome=replays.trial(trace, capacity_bytes).outcome,
+        outcome=replayer.trial(trace, capacity_bytes).outcome,
         capacity_bytes=capacity_bytes,
-        shown_bytes=replays.held_bytes(trace, capacity_bytes),
-        least_bytes=replays.least_bytes(trace, replays.peak_bytes(trace)),
+        shown_bytes=replayer.held_bytes(trace, capacity_bytes),
+        least_bytes=replayer.least_bytes(trace, replayer.peak_bytes(trace)),
         start_bytes=outside.start_bytes,
         modules_bytes=outside.modules_bytes,
     )

@@ -14,10 +14,10 @@ import pytest
 
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Explanation
-from autoaccum.devices.simulated.allocator.replay import Replays
+from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.explain.breakdown import Ledger, break_down
+from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
@@ -78,25 +78,25 @@ class Explained:
     """A labelled trace on a simulated RTX 3090, and all that is made of it."""
 
     labelled: LabelledTrace
-    ledger: Ledger
+    breakdown: MemoryBreakdown
     explanation: Explanation
-    replays: Replays
+    replayer: Replayer
 
     def before(self, phase: str) -> dict[str, int]:
         """What is held, by category, when `phase` begins for the last time."""
         at = [index for index, name in self.labelled.trace.phases if name == phase][-1] - 1
-        return {category: held[at] for category, held in self.ledger.totals.items()}
+        return {category: held[at] for category, held in self.breakdown.totals.items()}
 
     def path(self, module: int) -> str:
         return self.labelled.modules[module].path
 
 
 def make_explained(labelled: LabelledTrace) -> Explained:
-    replays = Replays(find_card("rtx3090"), AllocatorSettings(), read_torch_release())
-    ledger = Ledger(labelled, replays.weigh(labelled.trace))
-    peak_bytes = replays.peak_bytes(labelled.trace)
-    explanation = break_down(ledger, card="rtx3090 (simulated)", peak_bytes=peak_bytes, context_bytes=0)
-    return Explained(labelled, ledger, explanation, replays)
+    replayer = Replayer(find_card("rtx3090"), AllocatorSettings(), read_torch_release())
+    breakdown = MemoryBreakdown(labelled, replayer.with_sizes(labelled.trace))
+    peak_bytes = replayer.peak_bytes(labelled.trace)
+    explanation = explain_peak(breakdown, card="rtx3090 (simulated)", peak_bytes=peak_bytes, context_bytes=0)
+    return Explained(labelled, breakdown, explanation, replayer)
 
 
 @pytest.fixture

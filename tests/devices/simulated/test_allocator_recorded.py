@@ -13,7 +13,7 @@ import pytest
 from allocator_requests import CAPACITIES, CASES, make_requests
 
 from autoaccum.devices.simulated.allocator.blocks import Block
-from autoaccum.devices.simulated.allocator.caching_allocator import Allocator, CapacityExceeded
+from autoaccum.devices.simulated.allocator.caching_allocator import CachingAllocator, CudaOutOfMemory
 from autoaccum.devices.simulated.allocator.settings import read_settings
 
 # Per capacity: allocated, reserved, their peaks, retries and failures at the end; and a digest of them after each.
@@ -68,7 +68,7 @@ RECORDED = {
 def test_does_what_torch_does(text: str, index: int) -> None:
     capacity, total = CAPACITIES[index]
     settings = read_settings({"PYTORCH_CUDA_ALLOC_CONF": text}).for_card(total)
-    made, live, failed, digest = Allocator(capacity, settings), dict[int, Block](), 0, hashlib.sha256()
+    made, live, failed, digest = CachingAllocator(capacity, settings), dict[int, Block](), 0, hashlib.sha256()
     told: tuple[int, ...] = ()
     for block, size in make_requests(10 * CASES[text] + index):
         if size is None:
@@ -76,7 +76,7 @@ def test_does_what_torch_does(text: str, index: int) -> None:
                 made.free(live.pop(block))
         else:
             failed += 1
-            with suppress(CapacityExceeded):
+            with suppress(CudaOutOfMemory):
                 live[block] = made.malloc(size)
                 failed -= 1
         peaks = made.peak_allocated_bytes, made.peak_reserved_bytes

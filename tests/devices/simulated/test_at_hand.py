@@ -12,8 +12,8 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import Account, Explaining
-from autoaccum.devices.simulated.cards import card_at_hand, context_bytes
-from autoaccum.devices.simulated.explain.account import explain_at_hand, foresee_peaks
+from autoaccum.devices.simulated.cards import context_bytes, installed_card
+from autoaccum.devices.simulated.explain.account import explain_installed_card, forecast_peaks
 from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
@@ -31,7 +31,7 @@ REPORT = CardReport(memory=CARD, context_bytes=333 * MIB)
 
 
 def account(tracer: SyntheticTracer, report: CardReport = REPORT, *, limit_seconds: float | None = None) -> Account:
-    return explain_at_hand(
+    return explain_installed_card(
         report,
         lambda card: tracer,
         64,
@@ -56,7 +56,7 @@ def test_what_is_told_of_the_card_at_hand_is_called_simulated() -> None:
 
 def test_a_context_that_nobody_measured_is_estimated() -> None:
     found = account(SyntheticTracer(), replace(REPORT, context_bytes=None))
-    assert found.explanation.context_bytes == context_bytes(card_at_hand(CARD)).bytes
+    assert found.explanation.context_bytes == context_bytes(installed_card(CARD)).bytes
 
 
 def test_a_card_that_cannot_be_simulated_is_an_error_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_a_card_explains_by_a_process_beside(write_workload: Callable[[str], str
 
 def test_peaks_of_any_size_from_three_traces() -> None:
     tracer = SyntheticTracer()
-    foresight = foresee_peaks(CARD, lambda card: tracer, 256)
+    foresight = forecast_peaks(CARD, lambda card: tracer, 256)
     assert foresight.peak_bytes is not None
     assert foresight.notes == ()
     assert (len(tracer.asked), tracer.closed) == (3, 1)
@@ -148,7 +148,7 @@ def test_peaks_of_any_size_from_three_traces() -> None:
     ],
 )
 def test_what_cannot_be_simulated_is_said_and_no_more(tracer: SyntheticTracer, why: str) -> None:
-    foresight = foresee_peaks(CARD, lambda card: tracer, 256)
+    foresight = forecast_peaks(CARD, lambda card: tracer, 256)
     assert foresight.peak_bytes is None
     assert tracer.closed
     (note,) = foresight.notes
@@ -159,12 +159,12 @@ def test_what_cannot_be_simulated_is_said_and_no_more(tracer: SyntheticTracer, w
 @pytest.mark.parametrize(("limit", "most"), [(None, 60), (10.0, 10), (500.0, 60)])
 def test_the_traces_have_a_limit_on_time(limit: float | None, most: int) -> None:
     tracer = SyntheticTracer()
-    foresee_peaks(CARD, lambda card: tracer, 256, limit)
+    forecast_peaks(CARD, lambda card: tracer, 256, limit)
     assert all(seconds is not None and most - 1 < seconds <= most for seconds in tracer.limits)
 
 
 def test_an_allocator_that_is_not_simulated_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     tracer = SyntheticTracer()
-    assert foresee_peaks(CARD, lambda card: tracer, 256).peak_bytes is None
+    assert forecast_peaks(CARD, lambda card: tracer, 256).peak_bytes is None
     assert not tracer.asked

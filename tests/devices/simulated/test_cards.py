@@ -18,10 +18,10 @@ from autoaccum.devices.simulated.cards import (
     REPORTED,
     Card,
     all_cards,
-    card_at_hand,
     cards_like,
     context_bytes,
     find_card,
+    installed_card,
 )
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB
@@ -195,7 +195,7 @@ def test_the_card_at_hand() -> None:
         capability=(9, 9),
         multiprocessors=7,
     )
-    card = card_at_hand(memory)
+    card = installed_card(memory)
     assert (card.title, card.total_bytes, card.capability, card.multiprocessors) == ("NVIDIA X1", 9 * GIB, (9, 9), 7)
     assert (card.measured, card.source) == (True, "cuda:1 itself")
     assert find_card("t4").title == "Tesla T4"

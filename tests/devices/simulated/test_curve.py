@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_traces import linear, make_trace
 
-from autoaccum.devices.simulated.allocator.replay import Replays
+from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.account import curve_points
-from autoaccum.devices.simulated.trace import Scratch, Trace
+from autoaccum.devices.simulated.trace import Trace, Workspace
 from autoaccum.devices.simulated.tracing.trace_scaling import NotAffineError, grow_squarely, make_family
 from autoaccum.units import GIB, MIB
 
-Size = Callable[[int], int | Scratch]
+Size = Callable[[int], int | Workspace]
 
 
 def trace(size: int, *blocks: Size, parts: int = 2, events: tuple[int, ...] | None = None) -> Trace:
@@ -41,8 +41,8 @@ def row(size: int) -> int:
     return 100 + 64 * size
 
 
-def scores(size: int) -> Scratch:
-    return Scratch("scores", (7, size * 12, 3 * size - 1))
+def scores(size: int) -> Workspace:
+    return Workspace("scores", (7, size * 12, 3 * size - 1))
 
 
 @given(st.integers(2, 10**6), st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 10**9)), max_size=5))
@@ -65,9 +65,9 @@ def test_a_whole_step_follows(size: int) -> None:
         ((weight, lambda n: 16 * n * n), "block 1 takes 64, 256, 1024 at 2, 4, 8 samples"),
         ((lambda n: -(-n // 3) * 512,), "block 0 takes 512, 1024, 1536 at 2, 4, 8 samples"),
         ((lambda n: 3 * n // 2,), "block 0 takes 3, 6, 12 at 2, 4, 8 samples"),
-        ((lambda n: Scratch("rows", (5, n * n)),), "block 0 takes 4, 16, 64 at 2, 4, 8 samples"),
-        ((lambda n: Scratch("one" if n < 8 else "other", (n,)),), "block 0 is of another kind at 2 and 8 samples"),
-        ((lambda n: n if n < 8 else Scratch("one", (n,)),), "block 0 is of another kind at 2 and 8 samples"),
+        ((lambda n: Workspace("rows", (5, n * n)),), "block 0 takes 4, 16, 64 at 2, 4, 8 samples"),
+        ((lambda n: Workspace("one" if n < 8 else "other", (n,)),), "block 0 is of another kind at 2 and 8 samples"),
+        ((lambda n: n if n < 8 else Workspace("one", (n,)),), "block 0 is of another kind at 2 and 8 samples"),
     ],
 )
 def test_sizes_that_do_not_follow_are_named(blocks: tuple[Size, ...], message: str) -> None:
@@ -76,7 +76,7 @@ def test_sizes_that_do_not_follow_are_named(blocks: tuple[Size, ...], message: s
 
 
 def test_a_table_of_samples_by_samples_is_told_from_other_sizes() -> None:
-    others = weight, row, lambda n: -(-n // 3) * 512, lambda n: n * n + n, lambda n: Scratch("rows", (n * n,))
+    others = weight, row, lambda n: -(-n // 3) * 512, lambda n: n * n + n, lambda n: Workspace("rows", (n * n,))
     assert not grow_squarely([trace(size, *others) for size in (2, 5, 3)])
     assert grow_squarely([trace(size, *others, lambda n: 2 * n * n) for size in (2, 5, 3)])
     assert not grow_squarely([trace(size, lambda n: n * n) for size in (2, 4)])
@@ -107,8 +107,8 @@ def test_a_family_needs_two_sizes_of_equal_parts() -> None:
         make_family([trace(2, weight), dataclasses.replace(trace(3, weight), parts=(3, 2))])
 
 
-def replays() -> Replays:
-    return Replays(find_card("rtx3090"), AllocatorSettings(), (2, 13))
+def replayer() -> Replayer:
+    return Replayer(find_card("rtx3090"), AllocatorSettings(), (2, 13))
 
 
 def follow(size: int) -> Trace | None:
@@ -116,7 +116,7 @@ def follow(size: int) -> Trace | None:
 
 
 def test_every_point_is_a_replay() -> None:
-    known = replays()
+    known = replayer()
     points = curve_points(follow, known, size=20, most=256, limit_bytes=2 * GIB)
     assert [point.size for point in points][:1] == [2]
     assert 20 in [point.size for point in points]
@@ -129,7 +129,7 @@ def test_every_point_is_a_replay() -> None:
 
 
 def test_goes_on_to_where_the_budget_is_crossed() -> None:
-    points = curve_points(follow, replays(), size=20, most=256, limit_bytes=2 * GIB)
+    points = curve_points(follow, replayer(), size=20, most=256, limit_bytes=2 * GIB)
     assert points[-2].peak_bytes < 1.2 * 2 * GIB
     assert 2 * GIB < points[-1].peak_bytes < 1.3 * 2 * GIB
 
@@ -137,7 +137,7 @@ def test_goes_on_to_where_the_budget_is_crossed() -> None:
 def test_memory_that_hardly_grows_is_not_followed_for_ever() -> None:
     flat = curve_points(
         lambda size: make_trace((size, size), lambda n: 90 * MIB + n),
-        replays(),
+        replayer(),
         size=8,
         most=10**6,
         limit_bytes=80 * GIB,
@@ -151,5 +151,5 @@ def test_long_traces_have_no_least_budgets() -> None:
 
     events = len(long(2).events)
     assert events < 10_000
-    points = curve_points(long, replays(), size=8, most=16, limit_bytes=GIB, events_for_least=12 * events - 1)
+    points = curve_points(long, replayer(), size=8, most=16, limit_bytes=GIB, events_for_least=12 * events - 1)
     assert {point.least_bytes for point in points} == {None}

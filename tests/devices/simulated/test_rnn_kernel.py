@@ -10,11 +10,11 @@ from made_up_card import make_card, on_card, sizes_of
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from autoaccum.devices.simulated.allocator.replay import Replays, replay
+from autoaccum.devices.simulated.allocator.replay import Replayer, replay
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.kernels import rnn
 from autoaccum.devices.simulated.kernels.rnn import MODES, Form
-from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.trace import Workspace
 
 CARD = make_card()
 BATCH, STEPS, INPUTS, UNITS = 8, 10, 48, 64
@@ -49,20 +49,20 @@ def test_band_of_the_reserve_lives_as_long() -> None:
         recorder.begin(lambda: "forward")
         out = network(x)[0]
         reserve = 5 * ROWS * UNITS * 4
-        band = recorder.sizes.index(Scratch("recurrent_reserve", (reserve, 25)))
+        band = recorder.sizes.index(Workspace("recurrent_reserve", (reserve, 25)))
         tensor = recorder.sizes.index(reserve)
         assert ~band not in recorder.events
         torch.autograd.backward(out.sum())
         assert abs(recorder.events.index(~band) - recorder.events.index(~tensor)) == 1
         trace = recorder.trace([BATCH])
-        demand = Replays(CARD, AllocatorSettings(), (2, 13)).weigh(trace)
-        assert demand.band_bytes >= reserve // 4
-        assert "recurrent_reserve" in demand.guessed
-        assert demand.sizes[band] == 0
-        replay(trace.events, demand.sizes)
+        sized = Replayer(CARD, AllocatorSettings(), (2, 13)).with_sizes(trace)
+        assert sized.band_bytes >= reserve // 4
+        assert "recurrent_reserve" in sized.guessed
+        assert sized.sizes[band] == 0
+        replay(trace.events, sized.sizes)
         network.eval()
         network(x)
-        assert sum(isinstance(size, Scratch) and size.rule == "recurrent_reserve" for size in recorder.sizes) == 1
+        assert sum(isinstance(size, Workspace) and size.rule == "recurrent_reserve" for size in recorder.sizes) == 1
 
 
 def test_lstm_keeps_a_reserve_and_gives_gradients_in_one_buffer() -> None:

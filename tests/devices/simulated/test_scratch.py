@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.scratch.estimates import (
     shares_workspace,
 )
 from autoaccum.devices.simulated.scratch.reductions import Layout, reduction_layout, reduction_numbers
-from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.trace import Workspace
 
 MIB = 2**20
 NEWEST = (2, 15)
@@ -33,7 +33,7 @@ CARDS = (H100, A100, B200, RTX_3090, RTX_4090, T4, V100)
 
 
 def bytes_of(rule: str, *numbers: int, on: Card = H100, version: tuple[int, int] = NEWEST) -> int:
-    return estimate(Scratch(rule, numbers), on, version).bytes
+    return estimate(Workspace(rule, numbers), on, version).bytes
 
 
 def column_sums(rows: int, columns: int, on: Card = H100, element: int = 4, rule: str = "reduction") -> int:
@@ -167,8 +167,8 @@ def test_convolution_copies_half_precision_into_the_layout_that_tensor_cores_wan
     assert bytes_of("convolution", 1000, 500, 2, 0, 1, 0) == 1500
     assert bytes_of("convolution", 1000, 500, 2, 1, 1, 0) == 0
     assert bytes_of("convolution", 1000, 500, 4, 0, 1, 0) == 0
-    usual = estimate(Scratch("convolution", (1000, 500, 2, 0, 1, 0)), H100, NEWEST)
-    tried = estimate(Scratch("convolution", (1000, 500, 2, 0, 1, 1)), H100, NEWEST)
+    usual = estimate(Workspace("convolution", (1000, 500, 2, 0, 1, 0)), H100, NEWEST)
+    tried = estimate(Workspace("convolution", (1000, 500, 2, 0, 1, 1)), H100, NEWEST)
     assert tried.band_bytes == 4 * usual.band_bytes
     assert not usual.measured
     assert usual.optional
@@ -204,7 +204,7 @@ def test_embedding_gradient_is_sorted_above_3072_tokens() -> None:
 )
 def test_sorted_pairs_are_copied_once(pairs: int, pair: int, measured: int) -> None:
     """Beside what PyTorch's own code asked for, under a runtime that knows no card."""
-    answer = estimate(Scratch("sorted_pairs", (pairs, pair, 0)), H100, NEWEST)
+    answer = estimate(Workspace("sorted_pairs", (pairs, pair, 0)), H100, NEWEST)
     assert abs(answer.bytes - measured) <= answer.band_bytes < answer.bytes // 5
     assert bytes_of("sorted_pairs", 1000, pair, 0) == bytes_of("sorted_pairs", 5000, pair, 6000) == 0
 
@@ -238,7 +238,7 @@ def test_no_rule_is_negative(rule: str, data: st.DataObject, on: Card, version: 
     numbers = data.draw(st.tuples(*[st.integers(1, 300)] * _COUNTS[rule]))
     if rule.startswith("reduction"):
         numbers = (4, 4, 4, 1, *numbers[4:])
-    answer = estimate(Scratch(rule, numbers), on, version)
+    answer = estimate(Workspace(rule, numbers), on, version)
     assert answer.bytes >= 0
     assert answer.band_bytes >= 0
     assert answer.measured or answer.band_bytes > 0 or answer.bytes == 0

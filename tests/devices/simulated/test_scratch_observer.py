@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
+from autoaccum.devices.simulated.kernels.scratch_observer import OperatorMemory, WorkspaceObserver
 from autoaccum.devices.simulated.scratch import RULES, estimate
-from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch
+from autoaccum.devices.simulated.trace import Freed, OutputAllocated, Workspace
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate
 
@@ -29,9 +29,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, version: tuple[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.observer = ScratchObserver(H100, version)
-        self.transient: list[Scratch] = []
-        self.resident: dict[Scratch, None] = {}
+        self.observer = WorkspaceObserver(H100, version)
+        self.transient: list[Workspace] = []
+        self.resident: dict[Workspace, None] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -40,12 +40,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         in_backward = torch._C._current_autograd_node() is not None
         seen = self.observer.see(func, args, kwargs, out, in_backward=in_backward)
-        self.transient.extend(step for step in seen.transient if isinstance(step, Scratch))
+        self.transient.extend(step for step in seen.transient if isinstance(step, Workspace))
         self.resident.update(dict.fromkeys(seen.resident))
         return out
 
     def of(self, rule: str) -> list[tuple[int, ...]]:
-        return [scratch.numbers for scratch in self.transient if scratch.rule == rule]
+        return [workspace.numbers for workspace in self.transient if workspace.rule == rule]
 
 
 @contextmanager
@@ -54,8 +54,8 @@ def watched(version: tuple[int, int] = (2, 13)) -> Iterator[_Watch]:
         yield watch
 
 
-def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> Seen:
-    return ScratchObserver(H100, (2, 13)).see(func, args, kwargs, out, in_backward=False)
+def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> OperatorMemory:
+    return WorkspaceObserver(H100, (2, 13)).see(func, args, kwargs, out, in_backward=False)
 
 
 def card_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -106,15 +106,15 @@ def test_flash_attention() -> None:
         dropped = see(_aten._scaled_dot_product_flash_attention.default, query, key, key, 0.1)
         args = (query, query, key, key, rows_first)
         backward = see(_aten._scaled_dot_product_flash_attention_backward.default, *args, out=(query, key, key))
-    assert list(forward.transient) == [Scratch(f"flash_split{what}", (2, 8, 100, 50, 64)) for what in ("_sums", "s")]
+    assert list(forward.transient) == [Workspace(f"flash_split{what}", (2, 8, 100, 50, 64)) for what in ("_sums", "s")]
     assert list(dropped.transient) == []
     assert list(backward.transient) == [
-        Scratch("layout_copy", (2 * 8 * 100 * 64 * 2,)),
-        *map(Returned, range(3)),
-        Scratch("flash_row_sums", (2, 8, 100)),
-        Scratch("flash_gradient", (2, 8, 100, 64, 0)),
-        Scratch("flash_grouped", (2, 8, 50, 64, 2)),
-        Scratch("flash_grouped", (2, 8, 50, 64, 2)),
+        Workspace("layout_copy", (2 * 8 * 100 * 64 * 2,)),
+        *map(OutputAllocated, range(3)),
+        Workspace("flash_row_sums", (2, 8, 100)),
+        Workspace("flash_gradient", (2, 8, 100, 64, 0)),
+        Workspace("flash_grouped", (2, 8, 50, 64, 2)),
+        Workspace("flash_grouped", (2, 8, 50, 64, 2)),
     ]
 
 
@@ -132,18 +132,18 @@ def test_efficient_and_cudnn_attention() -> None:
             *(query, query, key, key, None, query, query, query, query, 0.0),
         )
         cudnn = see(_aten._scaled_dot_product_cudnn_attention_backward.default, query, query, key, key)
-    assert list(forward.transient) == [Scratch("efficient_output", (2, 8, 100, 64, 4))]
+    assert list(forward.transient) == [Workspace("efficient_output", (2, 8, 100, 64, 4))]
     numbers = (2, 8, 100, 50, 64, 64, 4, 1, 0)
     assert list(backward.transient) == [
-        Scratch("efficient_row_sums", (2, 8, 100)),
-        *[Scratch("efficient_cast", numbers)] * 2,
-        Scratch("efficient_product", numbers),
-        Scratch("efficient_product_sums", numbers),
-        GivenBack(4),
-        Scratch("efficient_gradient", numbers),
+        Workspace("efficient_row_sums", (2, 8, 100)),
+        *[Workspace("efficient_cast", numbers)] * 2,
+        Workspace("efficient_product", numbers),
+        Workspace("efficient_product_sums", numbers),
+        Freed(4),
+        Workspace("efficient_gradient", numbers),
     ]
-    assert list(crooked.transient)[0] == Scratch("layout_copy", (4 * 2 * 8 * 100 * 64,))
-    assert list(cudnn.transient) == [Scratch("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
+    assert list(crooked.transient)[0] == Workspace("layout_copy", (4 * 2 * 8 * 100 * 64,))
+    assert list(cudnn.transient) == [Workspace("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
 
 
 @pytest.mark.parametrize(("warn_only", "expected"), [(True, 0), (False, 1)])
@@ -158,14 +158,14 @@ def test_attention_is_deterministic_when_it_must_be(warn_only: bool, expected: i
             )
         finally:
             torch.use_deterministic_algorithms(False)
-    assert Scratch("flash_gradient", (2, 8, 100, 64, expected)) in flash.transient
-    assert Scratch("efficient_gradient", (2, 8, 100, 100, 64, 64, 2, 0, expected)) in efficient.transient
+    assert Workspace("flash_gradient", (2, 8, 100, 64, expected)) in flash.transient
+    assert Workspace("efficient_gradient", (2, 8, 100, 100, 64, 64, 2, 0, expected)) in efficient.transient
 
 
 def asked(recorder: Recorder) -> list[int]:
     """What was asked for, in bytes, in order."""
     return [
-        estimate(size, H100, (2, 13)).bytes if isinstance(size, Scratch) else size
+        estimate(size, H100, (2, 13)).bytes if isinstance(size, Workspace) else size
         for size in (recorder.sizes[event] for event in recorder.events if event >= 0)
     ]
 
@@ -178,7 +178,7 @@ def test_inputs_are_laid_out_before_outputs_are_made() -> None:
         kept = layer(values)
         copy, out, mean, deviation, gone = recorder.events[start:]
     assert [recorder.sizes[block] for block in (out, mean, deviation)] == [4 * 1024 * 768, 4096, 4096]
-    assert recorder.sizes[copy] == Scratch("layout_copy", (4 * 1024 * 768,))
+    assert recorder.sizes[copy] == Workspace("layout_copy", (4 * 1024 * 768,))
     assert gone == ~copy
     del kept
 
@@ -188,16 +188,16 @@ def test_group_norm_of_images_channels_last_copies_nothing_from_2_15() -> None:
         weight, moments = card_tensor(64, dtype=torch.bfloat16), card_tensor(32, 8, dtype=torch.bfloat16)
         values = card_tensor(32, 64, 56, 56, dtype=torch.bfloat16)
         images, shape = values.contiguous(memory_format=torch.channels_last), (32, 64, 56 * 56, 8)
-        observer = ScratchObserver(H100, (2, 15))
+        observer = WorkspaceObserver(H100, (2, 15))
         args = (images, weight, weight, *shape, 1e-5)
         forward = observer.see(_aten.native_group_norm.default, args, {}, images, in_backward=False)
         back, rest = _aten.native_group_norm_backward.default, (moments, moments, weight, *shape, [True, True, True])
         backward = observer.see(back, (images, images, *rest), {}, images, in_backward=True)
         mixed = observer.see(back, (values, images, *rest), {}, images, in_backward=True)
-    groups, channels = [Scratch("group_norm", (32 * count, 4)) for count in (8, 64)]
+    groups, channels = [Workspace("group_norm", (32 * count, 4)) for count in (8, 64)]
     assert list(forward.transient) == [groups, groups, channels, channels]
     assert list(backward.transient) == [channels, channels, groups, groups]
-    assert mixed.transient[0] == Scratch("layout_copy", (2 * 32 * 64 * 56 * 56,))
+    assert mixed.transient[0] == Workspace("layout_copy", (2 * 32 * 64 * 56 * 56,))
 
 
 def test_squared_error_keeps_the_memory_of_all_errors() -> None:
@@ -210,7 +210,7 @@ def test_squared_error_keeps_the_memory_of_all_errors() -> None:
         sizes = [recorder.sizes[block] for block in sorted(kept)]
         del loss
         assert {~block for block in kept} <= set(recorder.events)
-    assert sizes == [4, Scratch("loss_elements", (4 * 1024 * 768,))]
+    assert sizes == [4, Workspace("loss_elements", (4 * 1024 * 768,))]
 
 
 @pytest.mark.parametrize("model", [convolutional, language])
@@ -222,8 +222,8 @@ def test_numbers_are_affine_in_the_batch(model: Callable[[int], Tensor]) -> None
         traces.append(watch.transient)
     assert {len(trace) for trace in traces} == {len(traces[0])}
     for same in zip(*traces, strict=True):
-        assert len({scratch.rule for scratch in same}) == 1
-        for values in zip(*(scratch.numbers for scratch in same), strict=True):
+        assert len({workspace.rule for workspace in same}) == 1
+        for values in zip(*(workspace.numbers for workspace in same), strict=True):
             first, second = (later - earlier for earlier, later in pairwise(values))
             assert first == second
         assert same[0].rule in RULES

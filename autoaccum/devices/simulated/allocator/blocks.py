@@ -24,7 +24,7 @@ class Block:
     __slots__ = ("address", "allocated", "before", "behind", "mapped", "pool", "segment_bytes", "size")
 
     def __init__(
-        self, pool: Pool, address: int, size: int, *, mapped: bool = True, segment_bytes: int | None = None
+        self, pool: BlockPool, address: int, size: int, *, mapped: bool = True, segment_bytes: int | None = None
     ) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.allocated, self.mapped, self.segment_bytes = False, mapped, segment_bytes
@@ -65,7 +65,7 @@ class Block:
                 other.behind.before = self
 
 
-class Pool:
+class BlockPool:
     """The free blocks of one pool by size and address, and addresses without memory by address."""
 
     def __init__(self, *, small: bool) -> None:
@@ -117,7 +117,7 @@ Take = Callable[[int], bool]
 """Asks for bytes of the card, and tells whether there were so many."""
 
 
-class Handles:
+class ExpandableSegments:
     """Memory of a pool in handles of one size, mapped to addresses that were set aside.
 
     A rule's source is the function of a like name in `c10/cuda/CUDACachingAllocator.cpp`. A segment sets aside
@@ -126,7 +126,7 @@ class Handles:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: BlockPool,
         *,
         handle_bytes: int,
         address_bytes: int,

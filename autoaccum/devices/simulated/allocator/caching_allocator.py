@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from autoaccum.devices.simulated.allocator.blocks import Block, Handles, Pool
+from autoaccum.devices.simulated.allocator.blocks import Block, BlockPool, ExpandableSegments
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.errors import DoesNotFitError
 from autoaccum.units import MIB, format_bytes
@@ -25,7 +25,7 @@ _NO_LIMIT: Final = 1 << 60
 _ADDRESSES_WITHOUT_CARD: Final = 1 << 45
 
 
-class CapacityExceeded(DoesNotFitError):
+class CudaOutOfMemory(DoesNotFitError):
     """Not even giving back all that is cached made room for what was asked for."""
 
     def __init__(self, asked_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
@@ -37,7 +37,7 @@ class CapacityExceeded(DoesNotFitError):
         self.asked_bytes, self.reserved_bytes = asked_bytes, reserved_bytes
 
 
-class Allocator:
+class CachingAllocator:
     """Gives out blocks of segments, and keeps what is freed for the next who asks.
 
     Of the card there are `capacity` bytes for segments; None: any number.
@@ -48,7 +48,7 @@ class Allocator:
         retries: PyTorch's `num_alloc_retries`: how often all that was cached was given back, and CUDA asked again.
         releases: How often something that was cached was given back before CUDA was asked, for that or another reason.
         segments: How often CUDA was asked with success (`num_device_alloc`).
-        denied_bytes: The least capacity at which something would have been granted that was not; None when the
+        least_refused_bytes: The least capacity at which something would have been granted that was not; None when the
             capacity denied nothing. At any from `peak_reserved_bytes` to below that, all would have gone the same way.
     """
 
@@ -58,13 +58,13 @@ class Allocator:
         self._capacity = _NO_LIMIT if capacity is None else capacity
         self._allowed = _NO_LIMIT if settings.allowed_bytes is None else settings.allowed_bytes
         self._max_split = _NO_LIMIT if settings.max_split_bytes is None else settings.max_split_bytes
-        self._small, self._large = Pool(small=True), Pool(small=False)
+        self._small, self._large = BlockPool(small=True), BlockPool(small=False)
         self._handles = {pool: self._handles_of(pool) for pool in (self._small, self._large)}
         self._next_address = self._given_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.retries = self.releases = self.segments = 0
-        self.denied_bytes: int | None = None
+        self.least_refused_bytes: int | None = None
 
     def malloc(self, size: int) -> Block:
         """A block of at least `size` bytes (`malloc`)."""
@@ -76,7 +76,7 @@ class Allocator:
         else:
             block = self._ask(pool, size)
             if block is None:
-                raise CapacityExceeded(asked, self.reserved_bytes, min(self._capacity, self._allowed))
+                raise CudaOutOfMemory(asked, self.reserved_bytes, min(self._capacity, self._allowed))
         rest = block.size - size
         if rest >= _LEAST_BYTES and (
             pool.small or self._expandable or (rest > SMALL_BYTES and size < self._max_split)
@@ -102,7 +102,7 @@ class Allocator:
             step = (1 << size.bit_length() - 1) // divisions
         return -(-size // step) * step
 
-    def _find(self, pool: Pool, size: int) -> Block | None:
+    def _find(self, pool: BlockPool, size: int) -> Block | None:
         """`get_free_block`: the best fit, unless it is too large to be split and too large for what is asked."""
         block = self._handles[pool].best(size) if self._expandable else pool.best(size)
         if block is None or block.size < self._max_split:
@@ -111,7 +111,7 @@ class Allocator:
             return None
         return block
 
-    def _ask(self, pool: Pool, size: int) -> Block | None:
+    def _ask(self, pool: BlockPool, size: int) -> Block | None:
         """The second half of `malloc`: CUDA, then giving back as little as will do, then giving back everything."""
         given_bytes = self._given_bytes
         block = self._grow(pool, size)
@@ -124,7 +124,7 @@ class Allocator:
         self.releases += self._given_bytes > given_bytes
         return block
 
-    def _grow(self, pool: Pool, size: int) -> Block | None:
+    def _grow(self, pool: BlockPool, size: int) -> Block | None:
         """`alloc_block`: a segment from CUDA."""
         segment_bytes = self._segment_bytes(size)
         if self.reserved_bytes + segment_bytes > self._allowed:
@@ -141,7 +141,7 @@ class Allocator:
             return LARGE_SEGMENT_BYTES
         return -(-size // LARGE_GRAIN_BYTES) * LARGE_GRAIN_BYTES
 
-    def _release_enough(self, pool: Pool, size: int) -> bool:
+    def _release_enough(self, pool: BlockPool, size: int) -> bool:
         """`release_available_cached_blocks`: too large to be split, they would lie about; the largest first."""
         if self._expandable or self._settings.max_split_bytes is None:
             return False
@@ -174,7 +174,9 @@ class Allocator:
     def _take(self, size: int) -> bool:
         wanted = self.reserved_bytes + size
         if wanted > self._capacity:
-            self.denied_bytes = wanted if self.denied_bytes is None else min(self.denied_bytes, wanted)
+            self.least_refused_bytes = (
+                wanted if self.least_refused_bytes is None else min(self.least_refused_bytes, wanted)
+            )
             return False
         self.segments += 1
         self.reserved_bytes = wanted
@@ -189,9 +191,9 @@ class Allocator:
         address, self._next_address = self._next_address, self._next_address + size
         return address
 
-    def _handles_of(self, pool: Pool) -> Handles:
+    def _handles_of(self, pool: BlockPool) -> ExpandableSegments:
         total_bytes = self._settings.total_bytes
-        return Handles(
+        return ExpandableSegments(
             pool,
             handle_bytes=SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES,
             # As many addresses as the card has, and an eighth more, so that some may stay without memory.

@@ -14,20 +14,20 @@ from autoaccum.devices.simulated.allocator.blocks import Block
 from autoaccum.devices.simulated.allocator.caching_allocator import (
     LARGE_GRAIN_BYTES,
     SMALL_BYTES,
-    Allocator,
-    CapacityExceeded,
+    CachingAllocator,
+    CudaOutOfMemory,
 )
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.scratch import Estimate, estimate
-from autoaccum.devices.simulated.trace import Scratch, Trace
+from autoaccum.devices.simulated.trace import Trace, Workspace
 from autoaccum.units import format_bytes
 
 _NOTHING: Mapping[int, Hashable] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replay:
+class ReplayResult:
     """The outcome of a replay.
 
     Attributes:
@@ -35,8 +35,8 @@ class Replay:
             the replay ended, so that training is slow for good. PyTorch counts only some of these among its retries.
         failed_at: The index of the event that found no memory; one of a repeated update counts on. None: all did.
         asked_bytes: What that event asked for; 0 when none failed.
-        like_from_bytes: The same comes of any capacity from here
-        like_below_bytes: to below here (None: of any above): it grants what was granted, and refuses what was refused.
+        valid_from_bytes: The same comes of any capacity from here
+        valid_below_bytes: to below here (None: of any above): it grants what was granted, and refuses what was refused.
     """
 
     peak_allocated_bytes: int
@@ -45,8 +45,8 @@ class Replay:
     repeat_retries: int = 0
     failed_at: int | None = None
     asked_bytes: int = 0
-    like_from_bytes: int
-    like_below_bytes: int | None = None
+    valid_from_bytes: int
+    valid_below_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -63,7 +63,7 @@ def replay(
     repeat_from: int | None = None,
     repeats: int = 1,
     optional: Mapping[int, Hashable] = _NOTHING,
-) -> Replay:
+) -> ReplayResult:
     """Replay a trace.
 
     Args:
@@ -71,7 +71,8 @@ def replay(
         sizes: Of each block, in bytes; those of 0 are never allocated, as PyTorch does.
         capacity: Bytes of the card there are for segments; None: any number.
         settings: Of the allocator.
-        repeat_from: Where the last update begins. It is replayed again if it leaves what it found (`find_heirs`).
+        repeat_from: The event at which the last update begins. That update is repeated if it leaves as much as it
+            found (`match_replacements`).
         repeats: How often, at most; two in a row that give nothing back end it.
         optional: Blocks that are done without where there is no memory for them, and what each is for: once one was
             refused, none is asked for again that is for the same.
@@ -79,18 +80,18 @@ def replay(
     Raises:
         ValueError: The settings allow a share of the card, and do not say of how much.
     """
-    allocator = Allocator(capacity, settings)
+    allocator = CachingAllocator(capacity, settings)
     last = len(events) if repeat_from is None else repeat_from
-    heirs = find_heirs(events, sizes, last)
-    again = repeats if heirs is not None and events[last:] else 0
-    replayer = Replayer(allocator, sizes, optional)
+    replacements = match_replacements(events, sizes, last)
+    again = repeats if replacements is not None and events[last:] else 0
+    replayer = EventReplayer(allocator, sizes, optional)
     number = released = quiet = 0
     failed: tuple[int, int] | None = None
     for index in range(2 + again):
         update = events[last:] if index else events[:last]
         before, earlier = allocator.releases, released
-        if index > 1 and heirs:
-            replayer.hand_over(heirs)
+        if index > 1 and replacements:
+            replayer.hand_over(replacements)
         failed = replayer.run(update)
         if failed is not None:
             failed = failed[0] + number, failed[1]
@@ -102,22 +103,24 @@ def replay(
             break
     is_slow = repeat_from is not None and quiet < max(1, min(again, 2))
     failed_at, asked_bytes = (None, 0) if failed is None else failed
-    return Replay(
+    return ReplayResult(
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         retries=allocator.retries,
         repeat_retries=max(released, earlier) if is_slow else 0,
         failed_at=failed_at,
         asked_bytes=asked_bytes,
-        like_from_bytes=allocator.peak_reserved_bytes,
-        like_below_bytes=allocator.denied_bytes,
+        valid_from_bytes=allocator.peak_reserved_bytes,
+        valid_below_bytes=allocator.least_refused_bytes,
     )
 
 
-class Replayer:
+class EventReplayer:
     """Replays stretches of events, one after the other; arguments as `replay` takes them."""
 
-    def __init__(self, allocator: Allocator, sizes: Sequence[int], optional: Mapping[int, Hashable] = _NOTHING) -> None:
+    def __init__(
+        self, allocator: CachingAllocator, sizes: Sequence[int], optional: Mapping[int, Hashable] = _NOTHING
+    ) -> None:
         self._allocator, self._sizes, self._optional = allocator, sizes, optional
         self._blocks: dict[int, Block] = {}
         self._without: set[int] = set()
@@ -137,27 +140,31 @@ class Replayer:
                     elif sizes[event] and event not in without:
                         blocks[event] = malloc(sizes[event])
                 return None
-            except CapacityExceeded as error:
+            except CudaOutOfMemory as error:
                 if event not in self._optional:
                     return list(events).index(event), error.asked_bytes  # A block is allocated once.
                 purpose = self._optional[event]
                 without.update(block for block, known in self._optional.items() if known == purpose)
 
-    def hand_over(self, heirs: Mapping[int, int]) -> None:
+    def hand_over(self, replacements: Mapping[int, int]) -> None:
         """Have the blocks that were left stand for those that were found: the same events are replayed again."""
-        left = {found: self._blocks.pop(heir) for found, heir in heirs.items() if heir in self._blocks}
+        left = {
+            found: self._blocks.pop(replacement)
+            for found, replacement in replacements.items()
+            if replacement in self._blocks
+        }
         self._blocks.update(left)
 
 
-def find_heirs(events: Sequence[int], sizes: Sequence[int], start: int) -> dict[int, int] | None:
+def match_replacements(events: Sequence[int], sizes: Sequence[int], start: int) -> dict[int, int] | None:
     """Of each block that is there at `start` and freed later, one as large that is allocated later and stays.
 
     Outputs that a loop keeps until the next ones are there are such. None where some block has none: what comes
     after leaves something else than it found.
 
-    >>> find_heirs((0, 1, ~1, 2, ~2), (8, 8, 8), 3), find_heirs((0, 1, ~1, 2), (8, 8, 8), 3)
+    >>> match_replacements((0, 1, ~1, 2, ~2), (8, 8, 8), 3), match_replacements((0, 1, ~1, 2), (8, 8, 8), 3)
     ({}, None)
-    >>> find_heirs((0, 1, ~0, 2, ~2), (8, 8, 8), 1), find_heirs((0, 1, ~0), (8, 9), 1)
+    >>> match_replacements((0, 1, ~0, 2, ~2), (8, 8, 8), 1), match_replacements((0, 1, ~0), (8, 9), 1)
     ({0: 1}, None)
     """
     alive: dict[int, None] = {}
@@ -194,20 +201,20 @@ def least_capacity(
     Arguments are as `replay` takes them; `most` is a capacity at which it goes through.
     """
 
-    def at(capacity: int | None) -> Replay:
+    def at(capacity: int | None) -> ReplayResult:
         return replay(events, sizes, capacity=capacity, settings=settings, repeat_from=repeat_from, optional=optional)
 
     found = at(most)
     if not found.fits:
         raise ValueError("the trace does not go through: the settings allow too little of the card, or `most` is less")
-    enough, fails = found.like_from_bytes, _floor_bytes(events, sizes, optional) - 1
+    enough, fails = found.valid_from_bytes, _floor_bytes(events, sizes, optional) - 1
     while enough - fails > 1:
         tried = at((enough + fails) // 2)
         if tried.fits:
-            enough = tried.like_from_bytes
+            enough = tried.valid_from_bytes
         else:
-            assert tried.like_below_bytes is not None
-            fails = tried.like_below_bytes - 1
+            assert tried.valid_below_bytes is not None
+            fails = tried.valid_below_bytes - 1
     return enough
 
 
@@ -223,12 +230,12 @@ def _floor_bytes(events: Sequence[int], sizes: Sequence[int], optional: Containe
     return most * LARGE_GRAIN_BYTES
 
 
-def reserved_over(
+def reserved_over_time(
     events: Sequence[int], sizes: Sequence[int], settings: AllocatorSettings | None = None, repeat_from: int = 0
 ) -> list[int]:
     """The bytes held after each event where nothing limits them, as `replay` has it."""
-    allocator = Allocator(None, settings)
-    replayer = Replayer(allocator, sizes)
+    allocator = CachingAllocator(None, settings)
+    replayer = EventReplayer(allocator, sizes)
 
     def run(stretch: Sequence[int]) -> list[int]:
         held = []
@@ -238,15 +245,15 @@ def reserved_over(
         return held
 
     held = run(events)
-    heirs = find_heirs(events, sizes, repeat_from)
-    if heirs is not None:
-        replayer.hand_over(heirs)
+    replacements = match_replacements(events, sizes, repeat_from)
+    if replacements is not None:
+        replayer.hand_over(replacements)
         held[repeat_from:] = run(events[repeat_from:])
     return held
 
 
 @dataclass(frozen=True)
-class Demand:
+class SizedTrace:
     """A trace whose blocks all have a size.
 
     Attributes:
@@ -259,7 +266,7 @@ class Demand:
     sizes: tuple[int, ...]
     band_bytes: int
     guessed: tuple[str, ...]
-    optional: Mapping[int, Scratch] = field(default_factory=dict)
+    optional: Mapping[int, Workspace] = field(default_factory=dict)
 
     def phase_at(self, event: int) -> Phase:
         """Return where the step is at an event; of an update that is repeated, where it was the first time."""
@@ -284,16 +291,16 @@ _SETTLED_BY = 8
 """After so many updates an allocator has found its way, or never does: few of those looked at took longer."""
 
 
-class Replays:
+class Replayer:
     """Replays traces on one card under one torch."""
 
     def __init__(self, card: Card, settings: AllocatorSettings, torch_version: tuple[int, int]) -> None:
         self._card, self._torch_version = card, torch_version
         self._settings = settings
-        self._estimates: dict[Scratch, Estimate] = {}
-        self._known: dict[Trace, tuple[Demand, Replay]] = {}
+        self._estimates: dict[Workspace, Estimate] = {}
+        self._known: dict[Trace, tuple[SizedTrace, ReplayResult]] = {}
 
-    def weigh(self, trace: Trace) -> Demand:
+    def with_sizes(self, trace: Trace) -> SizedTrace:
         """Return what `trace` asks for, block by block."""
         return self._uncapped(trace)[0]
 
@@ -303,10 +310,10 @@ class Replays:
 
     def least_bytes(self, trace: Trace, limit_bytes: int) -> int:
         """The smallest capacity at which `trace` goes through: within a limit, or where it takes more, beyond."""
-        demand = self.weigh(trace)
+        sized = self.with_sizes(trace)
         most = limit_bytes if self.trial(trace, limit_bytes).ran else self.peak_bytes(trace)
         return least_capacity(
-            trace.events, demand.sizes, self._settings, trace.last_update, most=most, optional=demand.optional
+            trace.events, sized.sizes, self._settings, trace.last_update, most=most, optional=sized.optional
         )
 
     def held_bytes(self, trace: Trace, limit_bytes: int) -> int:
@@ -315,19 +322,19 @@ class Replays:
 
     def reserved_bytes(self, trace: Trace) -> list[int]:
         """Return what the allocator holds after each event without a limit, of the last update when it is repeated."""
-        return reserved_over(trace.events, self.weigh(trace).sizes, self._settings, trace.last_update)
+        return reserved_over_time(trace.events, self.with_sizes(trace).sizes, self._settings, trace.last_update)
 
-    def expanding(self) -> Replays | None:
+    def expanding(self) -> Replayer | None:
         """The same under an allocator whose segments grow; None where they do."""
         if self._settings.expandable_segments:
             return None
         settings = dataclasses.replace(self._settings, expandable_segments=True)
-        return Replays(self._card, settings, self._torch_version)
+        return Replayer(self._card, settings, self._torch_version)
 
     def trial(self, trace: Trace, limit_bytes: int) -> Trial:
         """The trial of `trace` within a limit; its peaks are those without one."""
-        demand, roomy = self._uncapped(trace)
-        held = self._within(limit_bytes, demand, roomy)
+        sized, roomy = self._uncapped(trace)
+        held = self._within(limit_bytes, sized, roomy)
         about: dict[str, Any] = {
             "parts": trace.parts,
             "peak_allocated_bytes": roomy.peak_allocated_bytes,
@@ -335,7 +342,7 @@ class Replays:
             "allocator_retries": held.retries,
         }
         if held.failed_at is not None:
-            phase = demand.phase_at(held.failed_at)
+            phase = sized.phase_at(held.failed_at)
             message = (
                 f"micro-batch {max(trace.parts)} does not fit: {phase} asks for {format_bytes(held.asked_bytes)} more; "
                 f"where nothing limits it, it takes {format_bytes(roomy.peak_reserved_bytes)}"
@@ -354,18 +361,18 @@ class Replays:
             peak_reserved_bytes=max(trial.peak_reserved_bytes or 0 for trial in trials),
         )
 
-    def _uncapped(self, trace: Trace) -> tuple[Demand, Replay]:
-        """The demand of `trace`, and its replay where nothing limits it; asked for more than once."""
+    def _uncapped(self, trace: Trace) -> tuple[SizedTrace, ReplayResult]:
+        """The sized trace of `trace`, and its replay where nothing limits it; asked for more than once."""
         if trace not in self._known:
-            demand = self._weigh(trace)
-            self._known[trace] = demand, self._replay(demand, None)
+            sized = self._weigh(trace)
+            self._known[trace] = sized, self._replay(sized, None)
         return self._known[trace]
 
-    def _weigh(self, trace: Trace) -> Demand:
+    def _weigh(self, trace: Trace) -> SizedTrace:
         sizes: list[int] = []
         bands: dict[int, int] = {}
         guessed: dict[str, None] = {}
-        optional: dict[int, Scratch] = {}
+        optional: dict[int, Workspace] = {}
         for block, size in enumerate(trace.sizes):
             if isinstance(size, int):
                 sizes.append(size)
@@ -378,19 +385,19 @@ class Replays:
                 optional[block] = size
             if found.band_bytes and not found.measured:
                 guessed[size.rule] = None
-        return Demand(trace, tuple(sizes), _most_at_once(trace.events, bands), tuple(guessed), optional)
+        return SizedTrace(trace, tuple(sizes), _most_at_once(trace.events, bands), tuple(guessed), optional)
 
-    def _within(self, limit_bytes: int, demand: Demand, roomy: Replay) -> Replay:
-        return roomy if roomy.like_from_bytes <= limit_bytes else self._replay(demand, limit_bytes)
+    def _within(self, limit_bytes: int, sized: SizedTrace, roomy: ReplayResult) -> ReplayResult:
+        return roomy if roomy.valid_from_bytes <= limit_bytes else self._replay(sized, limit_bytes)
 
-    def _replay(self, demand: Demand, capacity: int | None) -> Replay:
+    def _replay(self, sized: SizedTrace, capacity: int | None) -> ReplayResult:
         """Return what nothing limits is settled by the third update; what has to give back is asked for longer."""
         return replay(
-            demand.trace.events,
-            demand.sizes,
+            sized.trace.events,
+            sized.sizes,
             capacity=capacity,
             settings=self._settings,
-            repeat_from=demand.trace.last_update,
+            repeat_from=sized.trace.last_update,
             repeats=1 if capacity is None else _SETTLED_BY,
-            optional=demand.optional,
+            optional=sized.optional,
         )

@@ -15,12 +15,12 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Account, Change, CurvePoint, Foresight, Timeline
-from autoaccum.devices.simulated.allocator.replay import Demand, Replays
+from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import read_settings
-from autoaccum.devices.simulated.cards import Card, card_at_hand, context_bytes
-from autoaccum.devices.simulated.explain.breakdown import Ledger, break_down, holdings_at, moments
+from autoaccum.devices.simulated.cards import Card, context_bytes, installed_card
+from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at, moments
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracing.trace_cache import CHECKPOINT, ChangeFailed, Offer, Tracer, Traces
+from autoaccum.devices.simulated.tracing.trace_cache import CHECKPOINT, ChangeFailed, SuggestedChange, Tracer, Traces
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes
 
@@ -29,32 +29,34 @@ _ALIKE = 0.001
 """Of the peak: how much less a category may take in the last update, and that shows the peak all the same."""
 
 
-def draw_timeline(ledger: Ledger, reserved_bytes: Sequence[int], points: int = _TIMELINE_POINTS) -> Timeline:
+def make_timeline(
+    breakdown: MemoryBreakdown, reserved_bytes: Sequence[int], points: int = _TIMELINE_POINTS
+) -> Timeline:
     """The last update in at most `points` stretches of as many events, each at its highest.
 
     Where the peak lies before it (the first update, an evaluation) and has no like in it, all that was traced.
     """
-    trace, held = ledger.labelled.trace, ledger.held_bytes
-    peak_at = _like_peak(ledger)
+    trace, held = breakdown.labelled.trace, breakdown.held_bytes
+    peak_at = _like_peak(breakdown)
     start = trace.last_update if peak_at >= trace.last_update else 0
     length = -(-(len(held) - start) // points)
     stretches = [range(first, min(first + length, len(held))) for first in range(start, len(held), length)]
     chosen = [max(reversed(stretch), key=held.__getitem__) for stretch in stretches]
     return Timeline(
-        categories={category: tuple(total[at] for at in chosen) for category, total in ledger.totals.items()},
+        categories={category: tuple(total[at] for at in chosen) for category, total in breakdown.totals.items()},
         reserved_bytes=tuple(reserved_bytes[at] for at in chosen),
         phases=_phases(trace.phases, start, length),
         peak_at=(peak_at - start) // length,
     )
 
 
-def _like_peak(ledger: Ledger) -> int:
+def _like_peak(breakdown: MemoryBreakdown) -> int:
     """The highest moment of the last update where it is as good as the peak in every category; else the peak."""
-    held, last, peak_at = ledger.held_bytes, ledger.labelled.trace.last_update, ledger.peak_at
+    held, last, peak_at = breakdown.held_bytes, breakdown.labelled.trace.last_update, breakdown.peak_at
     if peak_at >= last:
         return peak_at
     later = max(reversed(range(last, len(held))), key=held.__getitem__)
-    differ = max(abs(total[later] - total[peak_at]) for total in ledger.totals.values())
+    differ = max(abs(total[later] - total[peak_at]) for total in breakdown.totals.values())
     return later if max(differ, held[peak_at] - held[later]) <= _ALIKE * held[peak_at] else peak_at
 
 
@@ -79,7 +81,7 @@ _BEYOND = 1.2
 
 def curve_points(
     follow: Callable[[int], Trace | None],
-    replays: Replays,
+    replayer: Replayer,
     *,
     size: int,
     most: int,
@@ -94,7 +96,7 @@ def curve_points(
     low, high = follow(2), follow(max(size, 3))
     if low is None or high is None:
         return ()
-    low_bytes, high_bytes = replays.peak_bytes(low), replays.peak_bytes(high)
+    low_bytes, high_bytes = replayer.peak_bytes(low), replayer.peak_bytes(high)
     # The line through both peaks leaves the picture there; far off where it is flat.
     slope = max((high_bytes - low_bytes) / (max(size, 3) - 2), high_bytes / (4 * max(size, 3)))
     last = min(most, max(size, 3) + max(1, int((_BEYOND * limit_bytes - high_bytes) / slope)))
@@ -104,8 +106,8 @@ def curve_points(
         trace = follow(at)
         if trace is None:
             return ()
-        peak_bytes = replays.peak_bytes(trace)
-        found.append(CurvePoint(at, peak_bytes, replays.least_bytes(trace, peak_bytes) if cheap else None))
+        peak_bytes = replayer.peak_bytes(trace)
+        found.append(CurvePoint(at, peak_bytes, replayer.least_bytes(trace, peak_bytes) if cheap else None))
     return tuple(found)
 
 
@@ -123,13 +125,13 @@ def _sizes(size: int, last: int) -> list[int]:
     return sorted(even | ({size} if size >= 2 else set()))
 
 
-_EXPANDING = Offer(
+_EXPANDING = SuggestedChange(
     "expandable_segments",
     "segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)",
 )
 
 
-class Clock:
+class Deadline:
     """The rest of a limit on time; without a limit it is endless."""
 
     def __init__(self, limit_seconds: float | None) -> None:
@@ -147,17 +149,23 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Accountant:
+class Explainer:
     """Accounts for schedules of one workload on one simulated card, which `card` names as `Explanation.card` does."""
 
     card: str
     context_bytes: int
     limit_bytes: int
     traces: Traces
-    replays: Replays
+    replayer: Replayer
 
     def account(
-        self, made: Sequence[Trace], clock: Clock, *, changes: bool = True, curve: bool = False, detail: bool = False
+        self,
+        made: Sequence[Trace],
+        deadline: Deadline,
+        *,
+        changes: bool = True,
+        curve: bool = False,
+        detail: bool = False,
     ) -> Account:
         """Account for the one of `made`, the traces a schedule rests on, whose peak is the highest.
 
@@ -169,33 +177,33 @@ class Accountant:
             WorkloadError, UsageError, NotMeasuredError: They cannot be traced again; or, for the detail, took other
                 memory then.
         """
-        trace = max(made, key=self.replays.peak_bytes)
-        labelled = self._labelled(trace, clock)
+        trace = max(made, key=self.replayer.peak_bytes)
+        labelled = self._labelled(trace, deadline)
         if detail:
-            labelled = self._settled(trace, labelled, clock)
-        ledger = Ledger(labelled, self.replays.weigh(labelled.trace))
-        explanation = break_down(
-            ledger,
+            labelled = self._settled(trace, labelled, deadline)
+        breakdown = MemoryBreakdown(labelled, self.replayer.with_sizes(labelled.trace))
+        explanation = explain_peak(
+            breakdown,
             card=self.card,
-            peak_bytes=self.replays.peak_bytes(labelled.trace),
+            peak_bytes=self.replayer.peak_bytes(labelled.trace),
             context_bytes=self.context_bytes,
-            growth=None if detail else self._growth(trace, clock),
+            growth=None if detail else self._growth(trace, deadline),
         )
-        timeline = draw_timeline(ledger, self.replays.reserved_bytes(labelled.trace))
-        found, notes = self._all_changes(trace, labelled, clock) if changes else ((), ())
+        timeline = make_timeline(breakdown, self.replayer.reserved_bytes(labelled.trace))
+        found, notes = self._all_changes(trace, labelled, deadline) if changes else ((), ())
         return Account(
             explanation=dataclasses.replace(explanation, changes=found),
             timeline=timeline,
-            curve=self._curve(max(trace.parts), clock) if curve else (),
+            curve=self._curve(max(trace.parts), deadline) if curve else (),
             notes=notes,
-            holdings=holdings_at(ledger, ledger.peak_at) if detail else (),
-            moments=moments(ledger) if detail else (),
+            holdings=holdings_at(breakdown, breakdown.peak_at) if detail else (),
+            moments=moments(breakdown) if detail else (),
         )
 
-    def _labelled(self, trace: Trace, clock: Clock) -> LabelledTrace:
-        return self.traces.ask(lambda tracer: tracer.labelled(trace.parts, limit_seconds=clock.left_seconds))
+    def _labelled(self, trace: Trace, deadline: Deadline) -> LabelledTrace:
+        return self.traces.ask(lambda tracer: tracer.labelled(trace.parts, limit_seconds=deadline.left_seconds))
 
-    def _settled(self, trace: Trace, labelled: LabelledTrace, clock: Clock) -> LabelledTrace:
+    def _settled(self, trace: Trace, labelled: LabelledTrace, deadline: Deadline) -> LabelledTrace:
         """The trace that others of the same parts are like; the first may be another, by what it keeps for later.
 
         Raises:
@@ -203,9 +211,9 @@ class Accountant:
         """
         if labelled.trace == trace:
             return labelled
-        again = self._labelled(trace, clock)
+        again = self._labelled(trace, deadline)
         if again.trace != labelled.trace:
-            once, twice = (format_bytes(self.replays.peak_bytes(each.trace)) for each in (labelled, again))
+            once, twice = (format_bytes(self.replayer.peak_bytes(each.trace)) for each in (labelled, again))
             took = "the same memory in other pieces" if once == twice else f"other memory ({once}, then {twice})"
             raise NotMeasuredError(
                 f"the same micro-batches, traced twice, took {took}",
@@ -214,31 +222,33 @@ class Accountant:
         self.traces.keep(again.trace)
         return again
 
-    def _curve(self, size: int, clock: Clock) -> tuple[CurvePoint, ...]:
+    def _curve(self, size: int, deadline: Deadline) -> tuple[CurvePoint, ...]:
         most, limit_bytes = max(self.traces.share, size), self.limit_bytes
         with suppress(AutoaccumError):
-            follow = partial(self._follow, clock=clock)
-            return curve_points(follow, self.replays, size=size, most=most, limit_bytes=limit_bytes)
+            follow = partial(self._follow, deadline=deadline)
+            return curve_points(follow, self.replayer, size=size, most=most, limit_bytes=limit_bytes)
         return ()
 
-    def _follow(self, size: int, *, clock: Clock) -> Trace | None:
+    def _follow(self, size: int, *, deadline: Deadline) -> Trace | None:
         """The trace of a size that follows from small ones, if there is time to trace those."""
-        return None if clock.is_over else self.traces.follow(size, clock.left_seconds)
+        return None if deadline.is_over else self.traces.follow(size, deadline.left_seconds)
 
-    def _growth(self, trace: Trace, clock: Clock) -> tuple[Demand, Demand] | None:
+    def _growth(self, trace: Trace, deadline: Deadline) -> tuple[SizedTrace, SizedTrace] | None:
         """Return what the events of `trace` ask for at two sizes."""
         size = max(trace.parts)
         pair: tuple[Trace | None, Trace | None] = None, None
         with suppress(AutoaccumError):
             if len(trace.parts) > 1:
-                pair = self._follow(size, clock=clock), self._follow(2 * size, clock=clock)
-            elif size > max(2, self.traces.step) and not clock.is_over:  # Other events, since nothing accumulates.
-                pair = self.traces.make((size - self.traces.step,), clock.left_seconds), trace
+                pair = self._follow(size, deadline=deadline), self._follow(2 * size, deadline=deadline)
+            elif size > max(2, self.traces.step) and not deadline.is_over:  # Other events, since nothing accumulates.
+                pair = self.traces.make((size - self.traces.step,), deadline.left_seconds), trace
         one, other = pair
-        return None if one is None or other is None else (self.replays.weigh(one), self.replays.weigh(other))
+        return (
+            None if one is None or other is None else (self.replayer.with_sizes(one), self.replayer.with_sizes(other))
+        )
 
     def _all_changes(
-        self, trace: Trace, labelled: LabelledTrace, clock: Clock
+        self, trace: Trace, labelled: LabelledTrace, deadline: Deadline
     ) -> tuple[tuple[Change, ...], tuple[str, ...]]:
         """Return what each change gives, the most saving first; and a sentence where not all could be asked."""
         if labelled.trace != trace:  # What differs by itself would be told as what a change does.
@@ -247,39 +257,39 @@ class Accountant:
             )
         found: list[Change] = []
         said: tuple[str, ...] = ()
-        if expanding := self.replays.expanding():
+        if expanding := self.replayer.expanding():
             found.append(self._compare(_EXPANDING, trace, trace, expanding))
         try:
-            offers = self.traces.ask(lambda tracer: tracer.changes(limit_seconds=clock.left_seconds))
+            offers = self.traces.ask(lambda tracer: tracer.changes(limit_seconds=deadline.left_seconds))
         except AutoaccumError as error:
             offers, said = (), (f"what else would change the peak is not known ({first_line(error)})",)
         recomputes = any(origin.role == "recomputed" for origin in labelled.origins)
         for offer in offers:
             if offer.name == CHECKPOINT and recomputes:
                 continue  # It is so already.
-            if clock.is_over:
+            if deadline.is_over:
                 said = (f"the limit on time ended the changes before {offer.name}",)
                 break
-            found.append(self._change(offer, trace, clock))
+            found.append(self._change(offer, trace, deadline))
         return tuple(sorted(found, key=_saving)), said
 
-    def _change(self, offer: Offer, trace: Trace, clock: Clock) -> Change:
+    def _change(self, offer: SuggestedChange, trace: Trace, deadline: Deadline) -> Change:
         try:
             changed = self.traces.ask(
-                lambda tracer: tracer.changed(trace.parts, offer.name, limit_seconds=clock.left_seconds)
+                lambda tracer: tracer.changed(trace.parts, offer.name, limit_seconds=deadline.left_seconds)
             )
         except (ChangeFailed, AutoaccumError) as error:
             return Change(name=offer.name, what=offer.what, message=first_line(error))
-        return self._compare(offer, trace, changed, self.replays)
+        return self._compare(offer, trace, changed, self.replayer)
 
-    def _compare(self, offer: Offer, trace: Trace, changed: Trace, replays: Replays) -> Change:
-        peak_bytes = replays.peak_bytes(changed)
+    def _compare(self, offer: SuggestedChange, trace: Trace, changed: Trace, replayer: Replayer) -> Change:
+        peak_bytes = replayer.peak_bytes(changed)
         return Change(
             name=offer.name,
             what=offer.what,
             peak_bytes=peak_bytes,
-            saved_bytes=self.replays.peak_bytes(trace) - peak_bytes,
-            least_bytes=replays.least_bytes(changed, self.limit_bytes),
+            saved_bytes=self.replayer.peak_bytes(trace) - peak_bytes,
+            least_bytes=replayer.least_bytes(changed, self.limit_bytes),
         )
 
 
@@ -294,17 +304,17 @@ _MOST_SECONDS = 60.0
 _PROBE = 2
 
 
-def foresee_peaks(
+def forecast_peaks(
     memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int, limit_seconds: float | None = None
 ) -> Foresight:
     """Return what peaks to expect on the card at hand; none where it cannot be simulated, whatever the reason.
 
     The traces are made now, so that no other process is left while trials run.
     """
-    card = card_at_hand(memory)
+    card = installed_card(memory)
     traces = Traces(lambda: make_tracer(card), share)
     try:
-        replays = _replays_at_hand(card)
+        replayer = _replays_at_hand(card)
         follows = traces.follow(_PROBE, min(_MOST_SECONDS, limit_seconds or _MOST_SECONDS))
     except AutoaccumError as error:
         return _none(error.message)
@@ -315,12 +325,12 @@ def foresee_peaks(
 
     def peak_bytes(size: int) -> int | None:
         trace = traces.follow(size)
-        return None if trace is None else replays.peak_bytes(trace)
+        return None if trace is None else replayer.peak_bytes(trace)
 
     return Foresight(peak_bytes=peak_bytes)
 
 
-def explain_at_hand(
+def explain_installed_card(
     report: CardReport,
     make_tracer: Callable[[Card], Tracer],
     share: int,
@@ -331,18 +341,18 @@ def explain_at_hand(
     **asked: bool,
 ) -> Account:
     """Account for the memory of `parts`, which ran on the card at hand, by simulating it: it is predicted."""
-    card, clock = card_at_hand(report.memory), Clock(limit_seconds)
+    card, deadline = installed_card(report.memory), Deadline(limit_seconds)
     outside = context_bytes(card).bytes if report.context_bytes is None else report.context_bytes
     traces = Traces(lambda: make_tracer(card), share)
     try:
-        accountant = Accountant(f"{card.name} (simulated)", outside, limit_bytes, traces, _replays_at_hand(card))
-        return accountant.account(traces.of_schedule(parts, True, clock.left_seconds), clock, **asked)
+        explainer = Explainer(f"{card.name} (simulated)", outside, limit_bytes, traces, _replays_at_hand(card))
+        return explainer.account(traces.of_schedule(parts, True, deadline.left_seconds), deadline, **asked)
     finally:
         traces.close()
 
 
-def _replays_at_hand(card: Card) -> Replays:
-    return Replays(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
+def _replays_at_hand(card: Card) -> Replayer:
+    return Replayer(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
 
 
 def _none(why: str) -> Foresight:

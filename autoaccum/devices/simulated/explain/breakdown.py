@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, get_args
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Explanation, Holding, ModuleShare, Moment
-from autoaccum.devices.simulated.allocator.replay import Demand
+from autoaccum.devices.simulated.allocator.replay import SizedTrace
 from autoaccum.devices.simulated.trace import LabelledTrace, Role, Trace
 from autoaccum.workload.module_names import numberless, tell_apart
 
@@ -23,7 +23,7 @@ _AGAIN: tuple[Role, ...] = ("recomputed", "workspace")
 
 
 @dataclass(frozen=True)
-class Purpose:
+class BlockUse:
     """The purpose of a block between two events; `module` is an index in `LabelledTrace.modules`."""
 
     category: Category
@@ -40,7 +40,7 @@ class MicroBatch(NamedTuple):
     end: int
 
 
-def purposes(labelled: LabelledTrace) -> list[Purpose]:
+def classify_blocks(labelled: LabelledTrace) -> list[BlockUse]:
     """By block: who claims it, or else what it did.
 
     An activation is what outlives the forward it was made in, be it that of a micro-batch or one within backward. What
@@ -57,7 +57,7 @@ def purposes(labelled: LabelledTrace) -> list[Purpose]:
     for block, (born, died) in enumerate(lives):
         origin, claim = labelled.origins[block], labelled.claims.get(block)
         if claim is not None:
-            found.append(Purpose(claim.category, claim.module, born, died))
+            found.append(BlockUse(claim.category, claim.module, born, died))
             continue
         index = bisect_right(starts, born) - 1
         batch = batches[index] if index >= 0 and born < batches[index].end else None
@@ -73,7 +73,7 @@ def purposes(labelled: LabelledTrace) -> list[Purpose]:
             category = "gradients"
         elif died > (batch.backward if born < batch.backward else again[block]):
             category = "activations"
-        found.append(Purpose(category, module, born, died))
+        found.append(BlockUse(category, module, born, died))
     return found
 
 
@@ -122,19 +122,19 @@ def _ends_of_recomputation(labelled: LabelledTrace, born: Sequence[int]) -> list
     return ends
 
 
-class Ledger:
+class MemoryBreakdown:
     """Adds up the blocks of a trace that are alive."""
 
-    def __init__(self, labelled: LabelledTrace, demand: Demand) -> None:
-        self.labelled, self.demand = labelled, demand
-        self.purposes: Sequence[Purpose] = purposes(labelled)
+    def __init__(self, labelled: LabelledTrace, sized: SizedTrace) -> None:
+        self.labelled, self.sized = labelled, sized
+        self.uses: Sequence[BlockUse] = classify_blocks(labelled)
 
     @cached_property
     def totals(self) -> Mapping[Category, Sequence[int]]:
         """By category, in order, the bytes that are held after each event; `unused` is no block's."""
         steps = {category: [0] * (len(self.labelled.trace.events) + 1) for category in CATEGORIES}
         del steps["unused"]
-        for purpose, size in zip(self.purposes, self.demand.sizes, strict=True):
+        for purpose, size in zip(self.uses, self.sized.sizes, strict=True):
             own = steps[purpose.category]
             own[purpose.born] += size
             own[purpose.died] -= size
@@ -148,7 +148,7 @@ class Ledger:
     @cached_property
     def highest(self) -> Mapping[Phase, int]:
         """By phase, in order, the index of the event that asks for memory when most is held in it: the last such."""
-        trace, held, sizes = self.labelled.trace, self.held_bytes, self.demand.sizes
+        trace, held, sizes = self.labelled.trace, self.held_bytes, self.sized.sizes
         ends = [*(index for index, _ in trace.phases[1:]), len(trace.events)]
         found: dict[Phase, int] = {}
         for (start, phase), end in zip(trace.phases, ends, strict=True):
@@ -167,33 +167,33 @@ class Ledger:
     def alive(self, event: int) -> list[tuple[int, Category]]:
         """The blocks that are there after an event, and what they are for."""
         return [
-            (block, purpose.category)
-            for block, purpose in enumerate(self.purposes)
-            if purpose.born <= event < purpose.died
+            (block, purpose.category) for block, purpose in enumerate(self.uses) if purpose.born <= event < purpose.died
         ]
 
 
 _MOST = 10
 
 
-def module_shares(ledger: Ledger, event: int, growth: tuple[Demand, Demand] | None = None) -> list[ModuleShare]:
+def module_shares(
+    breakdown: MemoryBreakdown, event: int, growth: tuple[SizedTrace, SizedTrace] | None = None
+) -> list[ModuleShare]:
     """Return what each module holds after an event, in the model's order; like ones are one record.
 
     Averages are no module's: they count among what belongs to none, so that the shares add up to all that is held.
     """
-    slopes = None if growth is None else _slopes(ledger, growth)
+    slopes = None if growth is None else _slopes(breakdown, growth)
     categories: dict[int, dict[Category, int]] = {}
     per_sample: dict[int, float] = {}
-    for block, category in ledger.alive(event):
-        module = ledger.purposes[block].module
+    for block, category in breakdown.alive(event):
+        module = breakdown.uses[block].module
         held = categories.setdefault(module, {})
-        held[category] = held.get(category, 0) + ledger.demand.sizes[block]
+        held[category] = held.get(category, 0) + breakdown.sized.sizes[block]
         if slopes is not None:
             per_sample[module] = per_sample.get(module, 0.0) + slopes[block]
     return _joined(
         ModuleShare(
-            name=ledger.labelled.modules[module].path,
-            kind=ledger.labelled.modules[module].kind,
+            name=breakdown.labelled.modules[module].path,
+            kind=breakdown.labelled.modules[module].kind,
             count=1,
             bytes=sum(held.values()),
             categories={category: held[category] for category in CATEGORIES if held.get(category)},
@@ -209,11 +209,11 @@ def largest(shares: Iterable[ModuleShare], most: int = _MOST) -> tuple[ModuleSha
     return tuple(sorted(shares, key=lambda share: -share.bytes)[:most])
 
 
-def _slopes(ledger: Ledger, growth: tuple[Demand, Demand]) -> Sequence[float] | None:
-    """By block, the bytes that a sample more takes; None where the demands are not of the ledger's events."""
+def _slopes(breakdown: MemoryBreakdown, growth: tuple[SizedTrace, SizedTrace]) -> Sequence[float] | None:
+    """By block, the bytes that a sample more takes; None where the demands are not of the breakdown's events."""
     one, other = growth
     samples = other.trace.parts[0] - one.trace.parts[0]
-    if samples == 0 or not all(demand.trace.events == ledger.labelled.trace.events for demand in growth):
+    if samples == 0 or not all(sized.trace.events == breakdown.labelled.trace.events for sized in growth):
         return None
     return [(most - least) / samples for least, most in zip(one.sizes, other.sizes, strict=True)]
 
@@ -248,17 +248,17 @@ _APART: Final = ("_attention", "aten._softmax", "aten._safe_softmax")
 """What of an operator's name tells how attention is computed, whatever else the module makes."""
 
 
-def holdings_at(ledger: Ledger, event: int) -> tuple[Holding, ...]:
+def holdings_at(breakdown: MemoryBreakdown, event: int) -> tuple[Holding, ...]:
     """Return what is held after an event, in the order of the model; what belongs to no module is first.
 
     Of operators that made as much of one holding it names the first. What tells how attention is computed is apart.
     """
-    labelled, sizes = ledger.labelled, ledger.demand.sizes
+    labelled, sizes = breakdown.labelled, breakdown.sized.sizes
     made: dict[tuple[int, int, str, str], Counter[str]] = {}
-    for block, category in ledger.alive(event):
+    for block, category in breakdown.alive(event):
         origin = labelled.origins[block]
         apart = origin.op if any(part in origin.op for part in _APART) else ""
-        key = ledger.purposes[block].module, CATEGORIES.index(category), origin.dtype, apart
+        key = breakdown.uses[block].module, CATEGORIES.index(category), origin.dtype, apart
         made.setdefault(key, Counter())[origin.op] += sizes[block]
     return tuple(
         Holding(
@@ -274,40 +274,45 @@ def holdings_at(ledger: Ledger, event: int) -> tuple[Holding, ...]:
     )
 
 
-def moments(ledger: Ledger) -> tuple[Moment, ...]:
+def moments(breakdown: MemoryBreakdown) -> tuple[Moment, ...]:
     """When most is held in each phase of all that is traced, in the order of `Phase`; of equal moments the last."""
     found = []
-    for phase, at in ledger.highest.items():
-        totals = {category: held[at] for category, held in ledger.totals.items()}
+    for phase, at in breakdown.highest.items():
+        totals = {category: held[at] for category, held in breakdown.totals.items()}
         if any(totals.values()):
             found.append(
                 Moment(
                     phase=phase,
-                    held_bytes=ledger.held_bytes[at],
+                    held_bytes=breakdown.held_bytes[at],
                     categories={category: held for category, held in totals.items() if held},
-                    holdings=holdings_at(ledger, at),
+                    holdings=holdings_at(breakdown, at),
                 )
             )
     return tuple(found)
 
 
-def break_down(
-    ledger: Ledger, *, card: str, peak_bytes: int, context_bytes: int, growth: tuple[Demand, Demand] | None = None
+def explain_peak(
+    breakdown: MemoryBreakdown,
+    *,
+    card: str,
+    peak_bytes: int,
+    context_bytes: int,
+    growth: tuple[SizedTrace, SizedTrace] | None = None,
 ) -> Explanation:
     """Tell what is held at the moment when most is: all of an explanation but the changes."""
-    at, trace = ledger.peak_at, ledger.labelled.trace
-    categories: dict[Category, int] = {category: held[at] for category, held in ledger.totals.items()}
+    at, trace = breakdown.peak_at, breakdown.labelled.trace
+    categories: dict[Category, int] = {category: held[at] for category, held in breakdown.totals.items()}
     categories["unused"] = peak_bytes - sum(categories.values())
-    origin = ledger.labelled.origins[trace.events[at]]
-    shares = module_shares(ledger, at, growth)
+    origin = breakdown.labelled.origins[trace.events[at]]
+    shares = module_shares(breakdown, at, growth)
     return Explanation(
         card=card,
         parts=trace.parts,
         peak_bytes=peak_bytes,
         categories=categories,
         context_bytes=context_bytes,
-        phase=ledger.demand.phase_at(at),
+        phase=breakdown.sized.phase_at(at),
         op=origin.op,
-        module=ledger.labelled.modules[origin.module].path,
+        module=breakdown.labelled.modules[origin.module].path,
         modules=largest(shares),
     )

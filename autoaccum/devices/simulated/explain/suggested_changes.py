@@ -21,7 +21,7 @@ from autoaccum.accumulation.recompute import (
     updated_twice,
 )
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.tracing.trace_cache import CHECKPOINT, Offer
+from autoaccum.devices.simulated.tracing.trace_cache import CHECKPOINT, SuggestedChange
 from autoaccum.errors import UsageError
 from autoaccum.workload.optimizers import call_factory
 from autoaccum.workload.pytree import type_name
@@ -32,7 +32,7 @@ _SINGLE, _FUSED, _PLAIN = "foreach=False", "fused=True", "SGD"
 _Change = Callable[[Workload], Workload]
 
 
-def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, card: Card) -> list[Offer]:
+def suggest_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, card: Card) -> list[SuggestedChange]:
     """The changes that make a difference, each by its own."""
     return [
         *_precisions(workload, model, card),
@@ -41,28 +41,30 @@ def offer_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, ca
     ]
 
 
-def with_change(workload: Workload, change: str) -> Workload:
+def apply_change(workload: Workload, change: str) -> Workload:
     """Make one change, by the name of its offer."""
     if change not in _CHANGES:
         raise UsageError(f"no change is named {change!r}", hint=f"take one of {', '.join(_CHANGES)}")
     return _CHANGES[change](workload)
 
 
-def _precisions(workload: Workload, model: nn.Module, card: Card) -> Iterator[Offer]:
+def _precisions(workload: Workload, model: nn.Module, card: Card) -> Iterator[SuggestedChange]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if all(parameter.dtype in _HALF for parameter in trained):
         return
     half = "bf16" if card.capability >= (8, 0) else "fp16"
     if workload.precision == "fp32" or (workload.precision, half) == ("fp16", "bf16"):
-        yield Offer(half, f"forward and backward in {half} by autocast (--precision {half})")
+        yield SuggestedChange(half, f"forward and backward in {half} by autocast (--precision {half})")
 
 
-def _checkpoints(workload: Workload, model: nn.Module) -> Iterator[Offer]:
+def _checkpoints(workload: Workload, model: nn.Module) -> Iterator[SuggestedChange]:
     names = _trained_blocks(model)
     if names:
         norms = updated_twice(model, names) if workload.batchnorm == "micro" else []
         twice = f"; their BatchNorms {list_modules(norms)} then update running statistics twice" if norms else ""
-        yield Offer(CHECKPOINT, f"run the {describe_blocks(names)} again in backward (torch.utils.checkpoint){twice}")
+        yield SuggestedChange(
+            CHECKPOINT, f"run the {describe_blocks(names)} again in backward (torch.utils.checkpoint){twice}"
+        )
 
 
 def _trained_blocks(model: nn.Module) -> list[str]:
@@ -74,17 +76,17 @@ def _trained_blocks(model: nn.Module) -> list[str]:
     return [name for name in find_blocks(model) if is_trained(name)]
 
 
-def _optimizers(optimizer: Optimizer) -> Iterator[Offer]:
+def _optimizers(optimizer: Optimizer) -> Iterator[SuggestedChange]:
     kind, name = type(optimizer), type_name(optimizer)
     if kind.__module__.startswith("torch.optim."):
         # Both leave the temporaries of lists away: one of them is asked for, as each takes a rehearsal.
         if _takes_lists(optimizer):
-            yield Offer(_SINGLE, f"{name}(..., foreach=False), which updates one parameter after the other")
+            yield SuggestedChange(_SINGLE, f"{name}(..., foreach=False), which updates one parameter after the other")
         elif "fused" in inspect.signature(kind).parameters and not _any(optimizer, "fused"):
-            yield Offer(_FUSED, f"{name}(..., fused=True), which updates in one kernel")
+            yield SuggestedChange(_FUSED, f"{name}(..., fused=True), which updates in one kernel")
     if kind is not torch.optim.SGD or _any(optimizer, "momentum"):
         own = "SGD with it" if kind is torch.optim.SGD else name
-        yield Offer(_PLAIN, f"SGD without momentum in place of {own} (--optimizer SGD)")
+        yield SuggestedChange(_PLAIN, f"SGD without momentum in place of {own} (--optimizer SGD)")
 
 
 def _takes_lists(optimizer: Optimizer) -> bool:

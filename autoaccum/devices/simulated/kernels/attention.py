@@ -42,7 +42,7 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class AttentionCall:
     """A call of `scaled_dot_product_attention` on a card, under a torch such as (2, 15) with a cuDNN such as 92600."""
 
     query: Tensor
@@ -112,7 +112,7 @@ class Question:
         return dense and (self.mask is None or self.mask.stride(-1) == 1)
 
 
-def _can_flash(asked: Question) -> bool:
+def _can_flash(asked: AttentionCall) -> bool:
     query, key, value = asked.sizes
     (major, minor), queries, keys = asked.card.capability, asked.shapes[0][-2], asked.shapes[1][-2]
     # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`
@@ -132,7 +132,7 @@ def _can_flash(asked: Question) -> bool:
     )
 
 
-def _can_efficient(asked: Question) -> bool:
+def _can_efficient(asked: AttentionCall) -> bool:
     query, key, value = asked.sizes
     capability, multiple = asked.card.capability, _alignment(asked.query.dtype, asked.card.capability)
     offsets = [tensor.storage_offset() % multiple for tensor in asked.inputs]
@@ -159,7 +159,7 @@ def _alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
     return max(alignment, 8 if half else 4) if tensor_cores else alignment
 
 
-def _can_cudnn(asked: Question) -> bool:
+def _can_cudnn(asked: AttentionCall) -> bool:
     version = asked.cudnn_version
     # Sixteenths only after 2.11 (`check_cudnn_dropout`, pytorch/pytorch#174245); none with cuDNN 9.11 to 9.13.
     exact = asked.torch_version < (2, 12) or (asked.dropout * 16).is_integer()
@@ -176,7 +176,7 @@ def _can_cudnn(asked: Question) -> bool:
     )
 
 
-def _cudnn_takes_mask(asked: Question) -> bool:
+def _cudnn_takes_mask(asked: AttentionCall) -> bool:
     """`check_attn_mask_shape`."""
     if asked.mask is None:
         return True
@@ -186,7 +186,7 @@ def _cudnn_takes_mask(asked: Question) -> bool:
     return not asked.mask.requires_grad and len(shape) in (2, 4) and broadcasts
 
 
-def _cudnn_takes_shapes(asked: Question) -> bool:
+def _cudnn_takes_shapes(asked: AttentionCall) -> bool:
     """`check_cudnn_tensor_shapes`, and from 2.15 on `check_cudnn_d256_bprop_head_dim`."""
     (query, _, value), (major, minor), version = asked.sizes, asked.card.capability, asked.cudnn_version
     newer, hopper = asked.torch_version >= (2, 15), (major, minor) == (9, 0)
@@ -205,7 +205,7 @@ def _cudnn_takes_shapes(asked: Question) -> bool:
     return not (big and asked.trains) or max(query, value) <= 128 or special or query == value == 256
 
 
-_CAN: Mapping[Kernel, Callable[[Question], bool]] = {
+_CAN: Mapping[Kernel, Callable[[AttentionCall], bool]] = {
     "flash": _can_flash,
     "efficient": _can_efficient,
     "cudnn": _can_cudnn,
@@ -214,7 +214,7 @@ _CAN: Mapping[Kernel, Callable[[Question], bool]] = {
 
 
 def choose_attention(
-    asked: Question, enabled: Sequence[Kernel] = _KERNELS, order: Sequence[Kernel] = _ORDER
+    asked: AttentionCall, enabled: Sequence[Kernel] = _KERNELS, order: Sequence[Kernel] = _ORDER
 ) -> Kernel | None:
     """The kernel that CUDA would run (`select_sdp_backend`); None when none that is enabled can.
 
@@ -252,7 +252,7 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`scaled_dot_product_attention` in `aten/src/ATen/native/transformers/attention.cpp`."""
-    asked = Question(
+    asked = AttentionCall(
         query=query,
         key=key,
         value=value,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from autoaccum.devices.simulated.scratch.layers import index_threshold
 from autoaccum.devices.simulated.scratch.reductions import reduction_layout, reduction_numbers
-from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch, Step
+from autoaccum.devices.simulated.trace import Freed, MemoryStep, OutputAllocated, Workspace
 
-Handler = Callable[["Call"], Sequence[Step]]
+Handler = Callable[["Call"], Sequence[MemoryStep]]
 Signature = Mapping[str, tuple[int, Any]]
 
 
@@ -43,12 +43,12 @@ class Call:
         return tensor
 
 
-def after(copies: Sequence[Scratch], call: Call) -> list[Step]:
+def after(copies: Sequence[Workspace], call: Call) -> list[MemoryStep]:
     """Copies, then what the operator returns: its inputs are laid out first."""
     if not copies:
         return []
     count = len(call.out) if isinstance(call.out, list | tuple) else 1
-    return [*copies, *map(Returned, range(count))]
+    return [*copies, *map(OutputAllocated, range(count))]
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -58,10 +58,10 @@ def bytes_of(tensor: Tensor) -> int:
 
 def layout_copies(
     *tensors: Tensor | None, memory_format: torch.memory_format = torch.contiguous_format
-) -> list[Scratch]:
+) -> list[Workspace]:
     """A copy for each tensor that is not laid out as the kernel wants it."""
     return [
-        Scratch("layout_copy", (bytes_of(tensor),))
+        Workspace("layout_copy", (bytes_of(tensor),))
         for tensor in tensors
         if isinstance(tensor, Tensor) and not tensor.is_contiguous(memory_format=memory_format)
     ]
@@ -74,7 +74,7 @@ def accumulator_bytes(dtype: torch.dtype) -> int:
 
 def reductions(
     tensor: Tensor, dims: Sequence[int], *, accumulator: int, element_bytes: int | None = None, unroll: int = 4
-) -> list[Scratch]:
+) -> list[Workspace]:
     """Return what a reduction of `tensor` over `dims` (all when there are none) takes."""
     count = tensor.dim()
     reduced = {dim % count for dim in dims} if dims and count else set(range(count))
@@ -84,79 +84,79 @@ def reductions(
         element_bytes=element_bytes or tensor.dtype.itemsize,
         unroll=unroll,
     )
-    return [Scratch("reduction", numbers), Scratch("reduction_flags", numbers)]
+    return [Workspace("reduction", numbers), Workspace("reduction_flags", numbers)]
 
 
 _HALF = (torch.float16, torch.bfloat16)
 _FAST_NORMS = (1, 2, float("inf"))
 
 
-def _total(call: Call) -> list[Scratch]:
+def _total(call: Call) -> list[Workspace]:
     """Sums, means, products and norms: integers are cast first, half precision is summed in fp32 as it is."""
     tensor, out = call.first, call.out
     cast = tensor.dtype != out.dtype and not (tensor.dtype in _HALF and out.dtype == torch.float32)
     element = out.dtype.itemsize if cast else tensor.dtype.itemsize
-    copies = [Scratch("cast_copy", (tensor.numel() * element,))] if cast else []
+    copies = [Workspace("cast_copy", (tensor.numel() * element,))] if cast else []
     return copies + reductions(tensor, _dims(call), accumulator=accumulator_bytes(out.dtype), element_bytes=element)
 
 
-def _moments(call: Call) -> list[Scratch]:
+def _moments(call: Call) -> list[Workspace]:
     """Mean, squares and two counts at once (ATen/native/SharedReduceOps.h, WelfordData), two values unrolled."""
     accumulator = 16 if accumulator_bytes(call.first.dtype) == 4 else 32
     return reductions(call.first, _dims(call), accumulator=accumulator, unroll=2)
 
 
-def _extreme(call: Call) -> list[Scratch]:
+def _extreme(call: Call) -> list[Workspace]:
     if "other" in call.signature:
         return []
     indexed = isinstance(call.out, tuple) or call.out.dtype == torch.int64 != call.first.dtype
     return reductions(call.first, _dims(call), accumulator=16 if indexed else accumulator_bytes(call.first.dtype))
 
 
-def _logsumexp(call: Call) -> list[Scratch]:
+def _logsumexp(call: Call) -> list[Workspace]:
     tensor = call.first
-    difference = Scratch("difference", (bytes_of(tensor),))
+    difference = Workspace("difference", (bytes_of(tensor),))
     return [difference, *reductions(tensor, _dims(call), accumulator=accumulator_bytes(tensor.dtype))]
 
 
-def _loss(call: Call) -> list[Scratch]:
+def _loss(call: Call) -> list[Workspace]:
     if call["reduction"] == 0:
         return []
     tensor = call.first
-    losses = Scratch("loss_elements", (bytes_of(tensor),))
+    losses = Workspace("loss_elements", (bytes_of(tensor),))
     return [losses, *reductions(tensor, (), accumulator=accumulator_bytes(tensor.dtype))]
 
 
-def _whole_losses(call: Call) -> list[tuple[int, Scratch]]:
+def _whole_losses(call: Call) -> list[tuple[int, Workspace]]:
     """The loss keeps the memory of as many as there are elements: it is made so large, and then resized.
 
     ATen/native/BinaryOps.cpp, TORCH_META_FUNC of `mse_loss` and `smooth_l1_loss`.
     """
-    return [(0, Scratch("loss_elements", (bytes_of(call.first),)))] if call["reduction"] else []
+    return [(0, Workspace("loss_elements", (bytes_of(call.first),)))] if call["reduction"] else []
 
 
-def _loss_with_logits(call: Call) -> list[Scratch]:
+def _loss_with_logits(call: Call) -> list[Workspace]:
     """The logarithm of the sigmoid lives beside the losses."""
-    return [Scratch("loss_elements", (bytes_of(call.first),)), *_loss(call)]
+    return [Workspace("loss_elements", (bytes_of(call.first),)), *_loss(call)]
 
 
-def _softmax(call: Call) -> list[Scratch]:
+def _softmax(call: Call) -> list[Workspace]:
     return layout_copies(call["self"], call["grad_output"], call["output"])
 
 
-def _softmax_gradient(call: Call) -> list[Scratch]:
+def _softmax_gradient(call: Call) -> list[Workspace]:
     """The output times its gradient, laid out as the kernel wants it."""
     grad, output = call["grad_output"], call["output"]
-    product = Scratch("softmax_product", (output.numel() * max(grad.dtype.itemsize, output.dtype.itemsize),))
+    product = Workspace("softmax_product", (output.numel() * max(grad.dtype.itemsize, output.dtype.itemsize),))
     return [product, *layout_copies(grad), *layout_copies(output)]
 
 
-def _foreach_norm(call: Call) -> list[Scratch]:
+def _foreach_norm(call: Call) -> list[Workspace]:
     tensors: Sequence[Tensor] = call["self"]
     if not tensors or call["ord"] not in _FAST_NORMS or len({tensor.dtype for tensor in tensors}) > 1:
         return []
     largest = max(tensor.numel() for tensor in tensors)
-    return [Scratch("foreach_norm", (len(tensors), largest, accumulator_bytes(tensors[0].dtype)))]
+    return [Workspace("foreach_norm", (len(tensors), largest, accumulator_bytes(tensors[0].dtype)))]
 
 
 def _dims(call: Call) -> Sequence[int]:
@@ -177,7 +177,7 @@ REDUCTION_HANDLERS: Mapping[str, Handler] = MappingProxyType(
         "_foreach_norm": _foreach_norm,
     }
 )
-KEPT_LOSSES: Mapping[str, Callable[[Call], list[tuple[int, Scratch]]]] = MappingProxyType(
+KEPT_LOSSES: Mapping[str, Callable[[Call], list[tuple[int, Workspace]]]] = MappingProxyType(
     dict.fromkeys(("mse_loss", "smooth_l1_loss"), _whole_losses)
 )
 
@@ -187,30 +187,30 @@ _SMALL_SORT = 4096
 """So long a row is sorted by one block of threads (ATen/native/cuda/Sort.cu)."""
 
 
-def _embedding_gradient(call: Call) -> list[Step]:
+def _embedding_gradient(call: Call) -> list[MemoryStep]:
     grad, indices = call["grad_output"], call["indices"]
     least = 1 if call["scale_grad_by_freq"] else index_threshold(bag=False)
     return layout_copies(grad, indices) + _embedding(grad, indices, call["num_weights"], least)
 
 
-def _embedding_bag_gradient(call: Call) -> list[Step]:
+def _embedding_bag_gradient(call: Call) -> list[MemoryStep]:
     if call["mode"] == _BAG_OF_MAXIMA:
         return []
     return _embedding(call["grad"], call["indices"], call["num_weights"], index_threshold(bag=True))
 
 
-def _embedding(grad: Tensor, indices: Tensor, rows: int, least: int) -> list[Step]:
+def _embedding(grad: Tensor, indices: Tensor, rows: int, least: int) -> list[MemoryStep]:
     """Indices are sorted, the gradient is made, then each run of equal ones is summed up in parts."""
     count, each = indices.numel(), indices.dtype.itemsize
-    sums = Scratch("embedding_sums", (count, rows, grad.shape[-1], accumulator_bytes(grad.dtype), least))
+    sums = Workspace("embedding_sums", (count, rows, grad.shape[-1], accumulator_bytes(grad.dtype), least))
     names = ("indices", "segments", "partials")
-    one, segment, partials = (Scratch(f"embedding_{name}", (count, rows, each, least)) for name in names)
-    temporary = Scratch("sorted_pairs", (count, 2 * each, least))
-    in_order: list[Step] = [one, one, one, temporary, GivenBack(2), Returned()]
+    one, segment, partials = (Workspace(f"embedding_{name}", (count, rows, each, least)) for name in names)
+    temporary = Workspace("sorted_pairs", (count, 2 * each, least))
+    in_order: list[MemoryStep] = [one, one, one, temporary, Freed(2), OutputAllocated()]
     return [*in_order, one, segment, segment, partials, sums]
 
 
-def _index_put(call: Call) -> list[Step]:
+def _index_put(call: Call) -> list[MemoryStep]:
     """Only sums need their indices sorted; a mask's count of indices is not known."""
     indices = [index for index in call["indices"] if index is not None]
     accumulate = call["accumulate"] or torch.are_deterministic_algorithms_enabled()
@@ -218,30 +218,30 @@ def _index_put(call: Call) -> list[Step]:
         return []
     shapes = (reversed(index.shape) for index in indices)
     count = prod(map(max, zip_longest(*shapes, fillvalue=1)))
-    one = Scratch("index_put", (count,))
+    one = Workspace("index_put", (count,))
     copies = layout_copies(call["self"])
-    return [*copies, one, one, GivenBack(), one, one, one, Scratch("sorted_pairs", (count, 16, 0))]
+    return [*copies, one, one, Freed(), one, one, one, Workspace("sorted_pairs", (count, 16, 0))]
 
 
-def _sort(call: Call) -> list[Scratch]:
+def _sort(call: Call) -> list[Workspace]:
     tensor = call.first
     columns = tensor.shape[call["dim"]] if tensor.dim() else 0
     if not columns:
         return []
     count, each = tensor.numel(), tensor.dtype.itemsize
-    pairs = Scratch("sorted_pairs", (count, each + 8, 0))
-    copies = Scratch("sort", (count // columns, columns, each))
+    pairs = Workspace("sorted_pairs", (count, each + 8, 0))
+    copies = Workspace("sort", (count // columns, columns, each))
     return [copies, pairs] if columns > _SMALL_SORT else [copies]
 
 
-def _scan(call: Call) -> list[Scratch]:
+def _scan(call: Call) -> list[Workspace]:
     tensor = call.first
     single = tensor.dim() and tensor.shape[call["dim"]] == tensor.numel()
-    return [Scratch("scan", (tensor.numel(),))] if single else []
+    return [Workspace("scan", (tensor.numel(),))] if single else []
 
 
-def _ctc_gradient(call: Call) -> list[Scratch]:
-    return [Scratch("ctc_gradient", (bytes_of(call["log_alpha"]),))]
+def _ctc_gradient(call: Call) -> list[Workspace]:
+    return [Workspace("ctc_gradient", (bytes_of(call["log_alpha"]),))]
 
 
 INDEXING_HANDLERS: Mapping[str, Handler] = MappingProxyType(

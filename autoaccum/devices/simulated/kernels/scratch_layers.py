@@ -21,7 +21,7 @@ from autoaccum.devices.simulated.kernels.scratch_call import (
     reductions,
 )
 from autoaccum.devices.simulated.patches import is_strictly_deterministic
-from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch, Step
+from autoaccum.devices.simulated.trace import Freed, MemoryStep, OutputAllocated, Workspace
 
 _cudnn: Any = torch.backends.cudnn
 _GATES = (1, 1, 4, 3)
@@ -31,35 +31,35 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
 
 
-def _convolution(call: Call) -> list[Scratch]:
+def _convolution(call: Call) -> list[Workspace]:
     tensor, weight = call["input"], call["weight"]
     layout = convolution_format(tensor, weight)
     copies = layout_copies(tensor, weight, memory_format=layout)
     return copies + _workspace(call, bytes_of(tensor) + bytes_of(weight), bytes_of(call.out), layout)
 
 
-def _convolution_gradient(call: Call) -> list[Scratch]:
+def _convolution_gradient(call: Call) -> list[Workspace]:
     """Gradients of input and weight take one workspace after the other, of about the same size; the bias is a sum."""
     grad, tensor, weight, mask = call["grad_output"], call["input"], call["weight"], call["output_mask"]
     layout = convolution_format(tensor, weight)
-    scratches: list[Scratch] = []
+    workspaces: list[Workspace] = []
     if mask[0] or mask[1]:
-        scratches += layout_copies(grad, tensor, weight, memory_format=layout)
-        scratches += _workspace(call, bytes_of(grad) + bytes_of(weight), bytes_of(tensor), layout)
+        workspaces += layout_copies(grad, tensor, weight, memory_format=layout)
+        workspaces += _workspace(call, bytes_of(grad) + bytes_of(weight), bytes_of(tensor), layout)
     if mask[2]:
         dims = (0, *range(2, grad.dim()))
-        scratches += reductions(grad, dims, accumulator=accumulator_bytes(grad.dtype))
-    return scratches
+        workspaces += reductions(grad, dims, accumulator=accumulator_bytes(grad.dtype))
+    return workspaces
 
 
-def _workspace(call: Call, read: int, written: int, layout: torch.memory_format) -> list[Scratch]:
+def _workspace(call: Call, read: int, written: int, layout: torch.memory_format) -> list[Workspace]:
     tensor, weight = call["input"], call["weight"]
     channels_last = layout != torch.contiguous_format
     if _depthwise(call) and not channels_last and tensor.dtype != torch.float16:
         return []
     tf32 = _cudnn.conv.fp32_precision != "ieee"
     flags = (int(channels_last), int(tf32), int(torch.backends.cudnn.benchmark))
-    return [Scratch("convolution", (read, written, weight.dtype.itemsize, *flags))]
+    return [Workspace("convolution", (read, written, weight.dtype.itemsize, *flags))]
 
 
 def _depthwise(call: Call) -> bool:
@@ -68,16 +68,16 @@ def _depthwise(call: Call) -> bool:
     return bool(groups > 1 and tensor.shape[1] == groups and not call["transposed"])
 
 
-def _dropout(call: Call) -> list[Step]:
+def _dropout(call: Call) -> list[MemoryStep]:
     """The mask before the output (ATen/native/cuda/Dropout.cu, dropout_cuda)."""
-    return [Returned(1), Returned(0)] if call["train"] is not False else []
+    return [OutputAllocated(1), OutputAllocated(0)] if call["train"] is not False else []
 
 
-def _layer_norm(call: Call) -> list[Step]:
+def _layer_norm(call: Call) -> list[MemoryStep]:
     return after(layout_copies(call["input"]), call)
 
 
-def _layer_norm_gradient(call: Call) -> list[Step]:
+def _layer_norm_gradient(call: Call) -> list[MemoryStep]:
     """Partial sums for weight and bias, which are then added up one after the other."""
     tensor, shape, mask = call["input"], call["normalized_shape"], call["output_mask"]
     columns = 1
@@ -86,14 +86,14 @@ def _layer_norm_gradient(call: Call) -> list[Step]:
     if not columns:
         return []
     numbers = (tensor.numel() // columns, columns, tensor.dtype.itemsize)
-    partial, *summed = (Scratch(f"layer_norm_{name}", numbers) for name in ("gradient", "staging", "flags"))
+    partial, *summed = (Workspace(f"layer_norm_{name}", numbers) for name in ("gradient", "staging", "flags"))
     copies = layout_copies(call["grad_out"], call["grad_output"], tensor)
     count = sum(map(bool, mask[1:]))
-    each: list[Step] = [*summed, GivenBack(2)]
+    each: list[MemoryStep] = [*summed, Freed(2)]
     return [*after(copies, call), *[partial] * count, *each * count]
 
 
-def _group_norm(call: Call) -> list[Step]:
+def _group_norm(call: Call) -> list[MemoryStep]:
     """Two factors for each channel, and for halves from 2.15 on the moments of each group in fp32.
 
     An input that lies channels last comes here as it is from 2.15 on (before that, `group_norm` copies it), and has
@@ -103,17 +103,17 @@ def _group_norm(call: Call) -> list[Step]:
     layout, each = _group_norm_layout(call), accumulator_bytes(tensor.dtype)
     steps = after(layout_copies(tensor, memory_format=layout), call)
     if tensor.dtype.itemsize < each and call.torch_version >= (2, 15):
-        steps += [Scratch("group_norm", (call["N"] * call["group"], each))] * 2
+        steps += [Workspace("group_norm", (call["N"] * call["group"], each))] * 2
     if layout != torch.contiguous_format or (call["HxW"] > 1 and (call["weight"], call["bias"]) != (None, None)):
-        steps += [Scratch("group_norm", (call["N"] * call["C"], each))] * 2
+        steps += [Workspace("group_norm", (call["N"] * call["C"], each))] * 2
     return steps
 
 
-def _group_norm_gradient(call: Call) -> list[Step]:
+def _group_norm_gradient(call: Call) -> list[MemoryStep]:
     """Two sums for each channel; for the input's gradient two factors for each group, and one for each channel."""
     layout, each = _group_norm_layout(call), accumulator_bytes(call["input"].dtype)
     steps = after(layout_copies(call["grad_out"], call["input"], memory_format=layout), call)
-    channels, groups = (Scratch("group_norm", (call["N"] * call[name], each)) for name in ("C", "group"))
+    channels, groups = (Workspace("group_norm", (call["N"] * call[name], each)) for name in ("C", "group"))
     plain = layout == torch.contiguous_format
     if call["HxW"] > 1 or not plain:
         steps += [channels] * 2
@@ -131,15 +131,15 @@ def _group_norm_layout(call: Call) -> torch.memory_format:
     return layout
 
 
-def _batch_norm(call: Call) -> list[Scratch]:
+def _batch_norm(call: Call) -> list[Workspace]:
     return _batch_sums(call["input"], _FORWARD_SUMS_BYTES) if call["training"] else []
 
 
-def _batch_norm_gradient(call: Call) -> list[Scratch]:
+def _batch_norm_gradient(call: Call) -> list[Workspace]:
     return _batch_sums(call["input"], _BACKWARD_SUMS_BYTES) if call["train"] else []
 
 
-def _batch_norm_by_backend(call: Call) -> list[Scratch]:
+def _batch_norm_by_backend(call: Call) -> list[Workspace]:
     """Kernels of cuDNN take none worth naming; PyTorch's own kernels are chosen for bf16 and for two dimensions."""
     tensor: Tensor = call["input"]
     if tensor.dtype != torch.bfloat16 and tensor.dim() != 2:
@@ -147,38 +147,40 @@ def _batch_norm_by_backend(call: Call) -> list[Scratch]:
     return _batch_sums(tensor, _BACKWARD_SUMS_BYTES if call["grad_out"] is not None else _FORWARD_SUMS_BYTES)
 
 
-def _cudnn_batch_norm(call: Call) -> list[Scratch]:
+def _cudnn_batch_norm(call: Call) -> list[Workspace]:
     """Its gradient exists for training alone, and autograd lays that of the output out before."""
     tensor: Tensor = call["input"]
     if "training" in call.signature and not call["training"]:
         return []
     channels_last = torch._prims_common.suggest_memory_format(tensor) != torch.contiguous_format
-    return [Scratch("cudnn_batch_norm", (tensor.shape[1], int(channels_last)))]
+    return [Workspace("cudnn_batch_norm", (tensor.shape[1], int(channels_last)))]
 
 
-def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Scratch]:
+def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Workspace]:
     """For channels-last data only (Normalization.cu, batch_norm_use_channels_last_kernels)."""
     layout = _CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format)
     channels = tensor.shape[1]
     if not channels or not tensor.is_contiguous(memory_format=layout) or tensor.stride(1) != 1:
         return []
-    return [Scratch("batch_norm", (tensor.numel() // channels, channels, sums_bytes))]
+    return [Workspace("batch_norm", (tensor.numel() // channels, channels, sums_bytes))]
 
 
-def _recurrent(call: Call) -> list[Scratch]:
+def _recurrent(call: Call) -> list[Workspace]:
     tensor, directions = call["input"], 2 if call["bidirectional"] else 1
     rows = tensor.numel() // max(1, tensor.shape[-1])
     numbers = rows, call["hidden_size"], _GATES[call["mode"]], directions, tensor.dtype.itemsize
-    return [Scratch("recurrent", numbers)]
+    return [Workspace("recurrent", numbers)]
 
 
-def _reserve(call: Call) -> list[tuple[int, Scratch]]:
+def _reserve(call: Call) -> list[tuple[int, Workspace]]:
     """Return how far off the reserve may be, as long as it lives."""
     share = Form(*(call[name] for name in Form._fields)).band_percent()
-    return [(_RESERVE, Scratch("recurrent_reserve", (bytes_of(call.out[_RESERVE]), share)))] if call["train"] else []
+    return [(_RESERVE, Workspace("recurrent_reserve", (bytes_of(call.out[_RESERVE]), share)))] if call["train"] else []
 
 
-BESIDE_HANDLERS: Mapping[str, Callable[[Call], list[tuple[int, Scratch]]]] = MappingProxyType({"_cudnn_rnn": _reserve})
+BESIDE_HANDLERS: Mapping[str, Callable[[Call], list[tuple[int, Workspace]]]] = MappingProxyType(
+    {"_cudnn_rnn": _reserve}
+)
 LAYER_HANDLERS: Mapping[str, Handler] = MappingProxyType(
     {
         "convolution": _convolution,
@@ -199,55 +201,55 @@ LAYER_HANDLERS: Mapping[str, Handler] = MappingProxyType(
 )
 
 
-def _flash(call: Call) -> list[Scratch]:
+def _flash(call: Call) -> list[Workspace]:
     query, key = call["query"], call["key"]
     if query.dim() != 4 or call["dropout_p"]:
         return []
     batch, heads, queries, size = query.shape
     numbers = (batch, heads, queries, key.shape[2], size)
-    return [Scratch("flash_split_sums", numbers), Scratch("flash_splits", numbers)]
+    return [Workspace("flash_split_sums", numbers), Workspace("flash_splits", numbers)]
 
 
-def _flash_gradient(call: Call) -> list[Step]:
+def _flash_gradient(call: Call) -> list[MemoryStep]:
     query, key = call["query"], call["key"]
     batch, heads, queries, size = query.shape
-    scratches = after(_copies_of_rows(call["grad_out"], call["out"]), call)
-    scratches.append(Scratch("flash_row_sums", (batch, heads, queries)))
-    scratches.append(Scratch("flash_gradient", (batch, heads, queries, size, int(is_strictly_deterministic()))))
+    workspaces = after(_copies_of_rows(call["grad_out"], call["out"]), call)
+    workspaces.append(Workspace("flash_row_sums", (batch, heads, queries)))
+    workspaces.append(Workspace("flash_gradient", (batch, heads, queries, size, int(is_strictly_deterministic()))))
     if key.shape[1] != heads:
-        scratches += [Scratch("flash_grouped", (batch, heads, key.shape[2], size, query.dtype.itemsize))] * 2
-    return scratches
+        workspaces += [Workspace("flash_grouped", (batch, heads, key.shape[2], size, query.dtype.itemsize))] * 2
+    return workspaces
 
 
-def _efficient(call: Call) -> list[Scratch]:
+def _efficient(call: Call) -> list[Workspace]:
     query, value = call["query"], call["value"]
     batch, heads, queries, _ = query.shape
-    return [Scratch("efficient_output", (batch, heads, queries, value.shape[3], query.dtype.itemsize))]
+    return [Workspace("efficient_output", (batch, heads, queries, value.shape[3], query.dtype.itemsize))]
 
 
-def _efficient_gradient(call: Call) -> list[Step]:
+def _efficient_gradient(call: Call) -> list[MemoryStep]:
     """Sum the rows of output times gradient first where no kernel does it, and give all back but the sums."""
     query, key, value = call["query"], call["key"], call["value"]
     batch, heads, queries, size = query.shape
     flags = (query.dtype.itemsize, int(bool(call["dropout_p"])), int(is_strictly_deterministic()))
     numbers = (batch, heads, queries, key.shape[2], size, value.shape[3], *flags)
     names = ("cast", "cast", "product", "product_sums")
-    products = [Scratch(f"efficient_{name}", numbers) for name in names]
-    sums = Scratch("efficient_row_sums", (batch, heads, queries))
+    products = [Workspace(f"efficient_{name}", numbers) for name in names]
+    sums = Workspace("efficient_row_sums", (batch, heads, queries))
     copies = after(_copies_of_rows(call["grad_out_"]), call)
-    return [*copies, sums, *products, GivenBack(len(products)), Scratch("efficient_gradient", numbers)]
+    return [*copies, sums, *products, Freed(len(products)), Workspace("efficient_gradient", numbers)]
 
 
-def _cudnn_gradient(call: Call) -> list[Scratch]:
+def _cudnn_gradient(call: Call) -> list[Workspace]:
     query, key = call["query"], call["key"]
     batch, heads, queries, size = query.shape
     numbers = (batch, heads, key.shape[1], queries, key.shape[2], size, query.dtype.itemsize)
-    return [Scratch("cudnn_gradient", numbers)]
+    return [Workspace("cudnn_gradient", numbers)]
 
 
-def _copies_of_rows(*tensors: Tensor) -> list[Scratch]:
+def _copies_of_rows(*tensors: Tensor) -> list[Workspace]:
     """A copy for each tensor (samples, heads, rows, size) that is not contiguous with rows before heads."""
-    return [Scratch("layout_copy", (bytes_of(tensor),)) for tensor in tensors if not _rows_come_first(tensor)]
+    return [Workspace("layout_copy", (bytes_of(tensor),)) for tensor in tensors if not _rows_come_first(tensor)]
 
 
 def _rows_come_first(tensor: Tensor) -> bool:

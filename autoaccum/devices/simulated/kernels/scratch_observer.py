@@ -28,14 +28,14 @@ from autoaccum.devices.simulated.scratch.estimates import (
     keeps_workspace,
     shares_workspace,
 )
-from autoaccum.devices.simulated.trace import Returned, Scratch, Step
+from autoaccum.devices.simulated.trace import MemoryStep, OutputAllocated, Workspace
 
 _PRODUCTS = "mm addmm bmm addmm_ baddbmm_ baddbmm addbmm _addmm_activation addmv mv dot vdot _scaled_mm"
 _WITH_BIAS = ("addmm", "_addmm_activation")
 
 
 @dataclass(frozen=True)
-class Seen:
+class OperatorMemory:
     """Memory that one operator takes.
 
     Attributes:
@@ -44,20 +44,20 @@ class Seen:
         beside: Memory as long as one of the tensors lives that it returned: which one, and what.
     """
 
-    transient: Sequence[Step] = ()
-    resident: Sequence[Scratch] = ()
-    beside: Sequence[tuple[int, Scratch]] = ()
+    transient: Sequence[MemoryStep] = ()
+    resident: Sequence[Workspace] = ()
+    beside: Sequence[tuple[int, Workspace]] = ()
 
     @cached_property
     def in_order(self) -> bool:
         """Return whether the steps tell when it makes what it returns; else it does so first."""
-        return any(isinstance(step, Returned) for step in self.transient)
+        return any(isinstance(step, OutputAllocated) for step in self.transient)
 
 
-_NOTHING = Seen()
+_NOTHING = OperatorMemory()
 
 
-class ScratchObserver:
+class WorkspaceObserver:
     """Looks at top-level operators on fake CUDA tensors."""
 
     def __init__(self, card: Card, torch_version: tuple[int, int]) -> None:
@@ -73,7 +73,9 @@ class ScratchObserver:
         self._products = frozenset(_by_operator(dict.fromkeys(_PRODUCTS.split())))
         self._with_bias = frozenset(_by_operator(dict.fromkeys(_WITH_BIAS)))
 
-    def see(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, in_backward: bool) -> Seen:
+    def see(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, in_backward: bool
+    ) -> OperatorMemory:
         """Tell what `func` takes beside its tensors."""
         operator = func.overloadpacket
         handler = self._handlers.get(operator)
@@ -85,19 +87,19 @@ class ScratchObserver:
             return self._product(operator, args, int(in_backward))
         call = Call(self._signature(func), args, kwargs, out, self.torch_version)
         beside = self._beside.get(operator)
-        return Seen(handler(call), beside=[] if beside is None else beside(call))
+        return OperatorMemory(handler(call), beside=[] if beside is None else beside(call))
 
-    def _product(self, operator: Any, args: Sequence[Any], thread: int) -> Seen:
-        copies = [Scratch("layout_copy", (bytes_of(arg),)) for arg in args if _needs_copy(arg)]
+    def _product(self, operator: Any, args: Sequence[Any], thread: int) -> OperatorMemory:
+        copies = [Workspace("layout_copy", (bytes_of(arg),)) for arg in args if _needs_copy(arg)]
         configured, configured_lt = self._configured
         light = operator in self._with_bias and _light(args)
         if self._keeps_workspace:
             own = light and not self._shares_workspace
-            with_bias = [Scratch("product_with_bias", (thread, configured_lt))] if own else []
-            return Seen(copies, (Scratch("product", (thread, configured)), *with_bias))
+            with_bias = [Workspace("product_with_bias", (thread, configured_lt))] if own else []
+            return OperatorMemory(copies, (Workspace("product", (thread, configured)), *with_bias))
         if light:
-            return Seen([*copies, Scratch("product_with_bias", (0, configured_lt))])
-        return Seen([*copies, Scratch("product", (0, configured))])
+            return OperatorMemory([*copies, Workspace("product_with_bias", (0, configured_lt))])
+        return OperatorMemory([*copies, Workspace("product", (0, configured))])
 
     def _signature(self, func: Any) -> Signature:
         signature = self._signatures.get(func)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.trace import Workspace
 from autoaccum.devices.simulated.unsupported import SimulationLimit
 
 _PARTS = "_autoaccum_parts"
@@ -28,7 +28,7 @@ _WAY_OUT = "take SparseAdam, or SGD or Adagrad without momentum and decay; or sp
 _aten = torch.ops.aten
 MAKES_SPARSE = _aten._sparse_coo_tensor_with_dims_and_tensors.default
 Make = Callable[[Sequence[int], Tensor, Tensor], Tensor]
-Take = Callable[[Scratch], None]
+Take = Callable[[Workspace], None]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _coalesced(parts: _Parts, rows: int, take: Take) -> _Parts:
     values = _aten.contiguous(parts.values)
     indices = _aten.clone(parts.indices)
     places = [_aten.empty_like(parts.indices) for _ in range(2)]
-    take(Scratch("sorted_pairs", (count, 16, 0)))
+    take(Workspace("sorted_pairs", (count, 16, 0)))
     least = min(count, rows)
     summed = _aten.new_empty(values, (least, *values.shape[1:]))
     del places

@@ -11,7 +11,7 @@ from typing import Any
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.scratch import attention, estimates, layers, reductions
 from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, Rule
-from autoaccum.devices.simulated.trace import Scratch
+from autoaccum.devices.simulated.trace import Workspace
 
 __all__ = ["RULES", "Estimate", "Rule", "estimate"]
 
@@ -51,6 +51,6 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 )
 
 
-def estimate(scratch: Scratch, card: Card, torch_version: tuple[int, int]) -> Estimate:
+def estimate(workspace: Workspace, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The bytes that a kernel takes on `card`, under a torch such as (2, 15)."""
-    return RULES[scratch.rule](scratch.numbers, card, torch_version)
+    return RULES[workspace.rule](workspace.numbers, card, torch_version)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.kernels.scratch_observer import ScratchObserver, Seen
+from autoaccum.devices.simulated.kernels.scratch_observer import OperatorMemory, WorkspaceObserver
 from autoaccum.devices.simulated.kernels.sparse import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.devices.simulated.patches import Numbering, torch_release
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE, ONE_CARD
@@ -102,8 +102,8 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._depth = 0
         self._sparse = False
         self._repetitions = Repetitions(self._make)
-        self._observer = ScratchObserver(card, torch_release())
-        self._seen: dict[Any, Seen] = {}
+        self._observer = WorkspaceObserver(card, torch_release())
+        self._seen: dict[Any, OperatorMemory] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -130,7 +130,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                     return known
         if func is MAKES_SPARSE or (self._sparse and has_parts(args)):
             self._sparse = True
-            return run_sparse(func, args, kwargs, self._make_sparse, lambda scratch: self.recorder.take([scratch]))
+            return run_sparse(func, args, kwargs, self._make_sparse, lambda workspace: self.recorder.take([workspace]))
         if self._depth > 0:
             return self.dispatch(func, types, args, kwargs)
         if func is _COPIES and (held := recall_host(args[0], kwargs)) is not None:
@@ -212,10 +212,10 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 self._seen[key, in_backward] = seen
         if not seen.in_order:
             self.recorder.see(out)
-        for scratch in seen.resident:
-            self.recorder.keep(scratch)
-        for index, scratch in seen.beside:
-            self.recorder.accompany(out[index] if isinstance(out, list | tuple) else out, scratch)
+        for workspace in seen.resident:
+            self.recorder.keep(workspace)
+        for index, workspace in seen.beside:
+            self.recorder.accompany(out[index] if isinstance(out, list | tuple) else out, workspace)
         if seen.transient:
             self.recorder.take(seen.transient, out)
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.simulated.trace import GivenBack, Returned, Scratch, Step, Trace
+from autoaccum.devices.simulated.trace import Freed, MemoryStep, OutputAllocated, Trace, Workspace
 from autoaccum.devices.simulated.unsupported import SimulationLimit
 
 Witness = Callable[[Phase, bool, torch.dtype | None], None]
 """Is told the phase in which a block comes to be, whether it is memory beside tensors (of a kernel or library), and of
 a tensor's storage the dtype of the first tensor it was seen with."""
 
-_Known = tuple[weakref.ref[Any], int, int | Scratch, torch.dtype | None]
+_Known = tuple[weakref.ref[Any], int, int | Workspace, torch.dtype | None]
 """Of what is alive: its storage, the number and size of its block, and its dtype."""
 
 
@@ -35,12 +35,12 @@ class Recorder:
     def __init__(self, device_type: str = "cuda") -> None:
         self._device_type = device_type
         self._alive: dict[int, _Known] = {}
-        self._resident: dict[Scratch, int] = {}
+        self._resident: dict[Workspace, int] = {}
         self._phase: Callable[[], Phase] = _no_phase
         self._witness: Witness | None = None
         self.op: Any = None
         self.events: list[int] = []
-        self.sizes: list[int | Scratch] = []
+        self.sizes: list[int | Workspace] = []
         self.phases: list[tuple[int, Phase]] = []
         self.last_update = 0
 
@@ -58,29 +58,29 @@ class Recorder:
                     raise SimulationLimit(f"a tensor of layout {layout} is made, and only dense ones are followed")
                 self._see_storage(tensor)
 
-    def take(self, steps: Iterable[Step], out: Any = None) -> None:
+    def take(self, steps: Iterable[MemoryStep], out: Any = None) -> None:
         """Note memory that a kernel takes, in order, between what it returns; at its end it gives back the rest."""
         blocks: list[int] = []
         for step in steps:
-            if isinstance(step, Scratch):
+            if isinstance(step, Workspace):
                 blocks.append(self._allocate(step, beside_tensors=True))
-            elif isinstance(step, Returned):
+            elif isinstance(step, OutputAllocated):
                 self.see(out[step.index] if isinstance(out, list | tuple) else out)
             else:
                 self._give_back(blocks, step)
         self.see(out)
-        self._give_back(blocks, GivenBack(len(blocks)))
+        self._give_back(blocks, Freed(len(blocks)))
 
-    def keep(self, scratch: Scratch) -> None:
+    def keep(self, workspace: Workspace) -> None:
         """Note memory that a library takes once and keeps, such as a workspace."""
-        if scratch not in self._resident:
-            self._resident[scratch] = self._allocate(scratch, beside_tensors=True)
+        if workspace not in self._resident:
+            self._resident[workspace] = self._allocate(workspace, beside_tensors=True)
 
-    def accompany(self, tensor: Tensor, scratch: Scratch) -> None:
+    def accompany(self, tensor: Tensor, workspace: Workspace) -> None:
         """Note memory that lives as long as the storage of `tensor`."""
         storage = tensor.untyped_storage()
         key = ~id(storage)
-        self._alive[key] = (weakref.ref(storage, partial(self._free, key)), self._allocate(scratch), scratch, None)
+        self._alive[key] = (weakref.ref(storage, partial(self._free, key)), self._allocate(workspace), workspace, None)
 
     def block_of(self, tensor: Tensor) -> int | None:
         """The number of the block that holds `tensor`; None where none was noted."""
@@ -120,7 +120,7 @@ class Recorder:
             last_update=self.last_update,
         )
 
-    def _give_back(self, blocks: list[int], step: GivenBack) -> None:
+    def _give_back(self, blocks: list[int], step: Freed) -> None:
         self.events.extend(~blocks.pop() for _ in range(step.count))
 
     def _see_storage(self, tensor: Tensor) -> None:
@@ -138,7 +138,9 @@ class Recorder:
         if known is not None:  # It was resized: the old memory goes once the new one is there.
             self.events.append(~known[1])
 
-    def _allocate(self, size: int | Scratch, dtype: torch.dtype | None = None, *, beside_tensors: bool = False) -> int:
+    def _allocate(
+        self, size: int | Workspace, dtype: torch.dtype | None = None, *, beside_tensors: bool = False
+    ) -> int:
         phase = self._phase()
         if self._witness is not None:
             self._witness(phase, beside_tensors, dtype)

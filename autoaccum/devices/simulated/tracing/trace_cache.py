@@ -25,7 +25,7 @@ class ChangeFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Offer:
+class SuggestedChange:
     """A change that can be simulated (see `devices.explanation.Change`)."""
 
     name: str
@@ -59,9 +59,9 @@ class Tracer:
         """The trace of `parts`, with what its blocks are for."""
         return LabelledTrace.from_record(self.ask("labelled", limit_seconds=limit_seconds, parts=parts)["labelled"])
 
-    def changes(self, *, limit_seconds: float | None = None) -> tuple[Offer, ...]:
+    def changes(self, *, limit_seconds: float | None = None) -> tuple[SuggestedChange, ...]:
         """Return what could be changed."""
-        return tuple(Offer(**offer) for offer in self.ask("changes", limit_seconds=limit_seconds)["changes"])
+        return tuple(SuggestedChange(**offer) for offer in self.ask("changes", limit_seconds=limit_seconds)["changes"])
 
     def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
         """The trace of `parts` with one thing changed, by the name of an offer."""

@@ -1,6 +1,6 @@
 """A trace for any micro-batch from the traces of a few: every size is a whole multiple of the batch, and a rest.
 
-That is checked, in whole numbers, at every size that was traced. What rounds (a kernel's scratch) is a `Scratch`, whose
+That is checked, in whole numbers, at every size that was traced. What rounds is a kernel's `Workspace`, whose
 numbers grow so and whose rule rounds; any other size that does not grow so, such as the B x B scores of a contrastive
 loss or a row padded to a multiple of 8 samples, makes no family. Padding that the traced sizes are all multiples of
 cannot be seen: let them have no common factor.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from autoaccum.devices.simulated.trace import Scratch, Trace
+from autoaccum.devices.simulated.trace import Trace, Workspace
 from autoaccum.errors import AutoaccumError
 
 
@@ -58,7 +58,7 @@ class Family:
             numbers = tuple(line.at(size) for line in lines)
             if any(number < 0 and line.slope for line, number in zip(lines, numbers, strict=True)):
                 raise NotAffineError(f"block {block} would take {min(numbers)} at {size} samples", hint=_HINT)
-            grown.append(Scratch(known.rule, numbers) if isinstance(known, Scratch) else numbers[0])
+            grown.append(Workspace(known.rule, numbers) if isinstance(known, Workspace) else numbers[0])
         return replace(self.model, parts=(size,) * len(self.model.parts), sizes=tuple(grown))
 
 
@@ -107,12 +107,12 @@ def _check_alike(one: Trace, other: Trace) -> None:
             raise NotAffineError(f"block {block} is of another kind {sizes}")
 
 
-def _rule(size: int | Scratch) -> tuple[str, int]:
-    return (size.rule, len(size.numbers)) if isinstance(size, Scratch) else ("", 1)
+def _rule(size: int | Workspace) -> tuple[str, int]:
+    return (size.rule, len(size.numbers)) if isinstance(size, Workspace) else ("", 1)
 
 
 def _lines_of(block: int, traces: Sequence[Trace]) -> tuple[_Line, ...]:
-    rows = [size.numbers if isinstance(size, Scratch) else (size,) for size in (one.sizes[block] for one in traces)]
+    rows = [size.numbers if isinstance(size, Workspace) else (size,) for size in (one.sizes[block] for one in traces)]
     sizes = [trace.parts[0] for trace in traces]
     lines = []
     for column in zip(*rows, strict=True):

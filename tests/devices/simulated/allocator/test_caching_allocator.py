@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_allocator import NoRoom, Reference
+from reference_allocator import ReferenceAllocator, ReferenceOutOfMemory
 
 from autoaccum.devices.simulated.allocator.blocks import Block
-from autoaccum.devices.simulated.allocator.caching_allocator import Allocator, CapacityExceeded
+from autoaccum.devices.simulated.allocator.caching_allocator import CachingAllocator, CudaOutOfMemory
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.units import KIB, MIB
 
@@ -28,7 +28,7 @@ ALL_SETTINGS: list[dict[str, Any]] = [
 
 def test_what_is_cached_is_given_back_only_when_there_is_no_room() -> None:
     """`malloc`, `release_cached_blocks`: all that is wholly free, of both pools; then once more."""
-    made = Allocator(100 * MIB)
+    made = CachingAllocator(100 * MIB)
     small, held = made.malloc(100), made.malloc(20 * MIB)
     for size in (30, 40):
         made.free(made.malloc(size * MIB))
@@ -37,7 +37,7 @@ def test_what_is_cached_is_given_back_only_when_there_is_no_room() -> None:
     made.malloc(50 * MIB)
     assert (made.reserved_bytes, made.retries, made.releases) == (70 * MIB, 1, 1)
     assert made.allocated_bytes == 50 * MIB + held.size
-    assert made.denied_bytes == 142 * MIB
+    assert made.least_refused_bytes == 142 * MIB
 
 
 # --- invariants -----------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ capacities = st.one_of(st.none(), st.integers(1, 100).map(lambda count: count * 
 kinds = st.sampled_from(ALL_SETTINGS).map(lambda kind: AllocatorSettings(**kind))
 
 
-def check(made: Allocator, live: list[Block], capacity: int | None) -> None:
+def check(made: CachingAllocator, live: list[Block], capacity: int | None) -> None:
     free = [block for pool in (made._small, made._large) for block in (*pool.free(), *pool.unmapped())]
     blocks = sorted([*live, *free], key=lambda block: block.address)
     for one, other in zip(blocks, blocks[1:], strict=False):
@@ -69,12 +69,12 @@ def check(made: Allocator, live: list[Block], capacity: int | None) -> None:
 def test_nothing_overlaps_and_nothing_is_lost(
     steps: list[tuple[bool, int, int]], capacity: int | None, kind: AllocatorSettings
 ) -> None:
-    made, live = Allocator(capacity, kind), list[Block]()
+    made, live = CachingAllocator(capacity, kind), list[Block]()
     for takes, size, index in steps:
         if not takes and live:
             made.free(live.pop(index % len(live)))
         else:
-            with suppress(CapacityExceeded):
+            with suppress(CudaOutOfMemory):
                 live.append(made.malloc(size))
                 assert live[-1].size >= size
         check(made, live, capacity)
@@ -88,7 +88,7 @@ def test_nothing_overlaps_and_nothing_is_lost(
 @settings(max_examples=100, deadline=None)
 @given(steps=steps)
 def test_the_best_fit_is_the_best(steps: list[tuple[bool, int, int]]) -> None:
-    made, live = Allocator(), list[Block]()
+    made, live = CachingAllocator(), list[Block]()
     for takes, size, index in steps:
         if not takes and live:
             made.free(live.pop(index % len(live)))
@@ -108,7 +108,7 @@ def test_the_best_fit_is_the_best(steps: list[tuple[bool, int, int]]) -> None:
 
 
 def compare(steps: list[tuple[bool, int, int]], capacity: int | None, kind: AllocatorSettings) -> None:
-    fast, slow = Allocator(capacity, kind), Reference(capacity, kind)
+    fast, slow = CachingAllocator(capacity, kind), ReferenceAllocator(capacity, kind)
     live: dict[int, Block] = {}
     for number, (takes, size, index) in enumerate(steps):
         if not takes and live:
@@ -118,8 +118,8 @@ def compare(steps: list[tuple[bool, int, int]], capacity: int | None, kind: Allo
         else:
             try:
                 live[number] = fast.malloc(size)
-            except CapacityExceeded:
-                with pytest.raises(NoRoom):
+            except CudaOutOfMemory:
+                with pytest.raises(ReferenceOutOfMemory):
                     slow.malloc(number, size)
             else:
                 slow.malloc(number, size)

@@ -7,12 +7,18 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_allocator import NoRoom, Reference
+from reference_allocator import ReferenceAllocator, ReferenceOutOfMemory
 
-from autoaccum.devices.simulated.allocator.replay import Replays, find_heirs, least_capacity, replay, reserved_over
+from autoaccum.devices.simulated.allocator.replay import (
+    Replayer,
+    least_capacity,
+    match_replacements,
+    replay,
+    reserved_over_time,
+)
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.trace import Scratch, Trace
+from autoaccum.devices.simulated.trace import Trace, Workspace
 from autoaccum.units import MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)
@@ -31,14 +37,14 @@ def random_trace(dice: random.Random, blocks: int) -> tuple[list[int], list[int]
 
 def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSettings) -> bool:
     """By the slow model."""
-    slow = Reference(capacity, kind)
+    slow = ReferenceAllocator(capacity, kind)
     try:
         for event in events:
             if event >= 0:
                 slow.malloc(event, sizes[event])
             else:
                 slow.free(~event)
-    except NoRoom:
+    except ReferenceOutOfMemory:
         return False
     return True
 
@@ -65,7 +71,7 @@ def test_tells_peaks_of_a_roomy_card() -> None:
 def test_an_update_leaves_what_it_found_when_each_block_has_an_heir_as_large(
     events: tuple[int, ...], start: int, expected: dict[int, int] | None
 ) -> None:
-    assert find_heirs(events, (8, 9, 8, 8, 9), start) == expected
+    assert match_replacements(events, (8, 9, 8, 8, 9), start) == expected
 
 
 def turns(small: int) -> tuple[list[int], list[int]]:
@@ -117,7 +123,7 @@ def test_a_repeated_update_is_as_if_its_events_went_on(kept: list[int]) -> None:
         return events, kept * updates
 
     events, sizes = events_of(2)
-    assert find_heirs(events, sizes, len(kept)) is not None
+    assert match_replacements(events, sizes, len(kept)) is not None
     longer, more = events_of(3)
     done, truth = replay(events, sizes, repeat_from=len(kept)), replay(longer, more)
     assert done.peak_reserved_bytes == truth.peak_reserved_bytes
@@ -171,18 +177,18 @@ def test_what_comes_of_one_capacity_comes_of_all_like_it(seed: int, kind: Alloca
     capacity = int(share * replay(events, sizes, settings=kind).peak_reserved_bytes)
     done = replay(events, sizes, capacity=capacity, settings=kind)
     assert done == replay(events, sizes, capacity=capacity, settings=kind), "a replay is deterministic"
-    assert done.like_from_bytes <= capacity
-    assert done == replay(events, sizes, capacity=done.like_from_bytes, settings=kind)
-    if done.like_below_bytes is not None:
-        assert done.like_below_bytes > capacity
-        assert done == replay(events, sizes, capacity=done.like_below_bytes - 1, settings=kind)
+    assert done.valid_from_bytes <= capacity
+    assert done == replay(events, sizes, capacity=done.valid_from_bytes, settings=kind)
+    if done.valid_below_bytes is not None:
+        assert done.valid_below_bytes > capacity
+        assert done == replay(events, sizes, capacity=done.valid_below_bytes - 1, settings=kind)
 
 
 def test_an_optional_block_that_is_refused_is_done_without() -> None:
     events, sizes = (0, 1, ~1, 2, ~2, ~0), (30 * MIB, 40 * MIB, 20 * MIB)
     assert replay(events, sizes, capacity=50 * MIB).failed_at == 1
     done = replay(events, sizes, capacity=50 * MIB, optional={1: "workspace"})
-    assert (done.fits, done.peak_reserved_bytes, done.like_below_bytes) == (True, 50 * MIB, 70 * MIB)
+    assert (done.fits, done.peak_reserved_bytes, done.valid_below_bytes) == (True, 50 * MIB, 70 * MIB)
     assert replay(events, sizes, capacity=70 * MIB, optional={1: "workspace"}).peak_reserved_bytes == 70 * MIB
     assert replay(events, sizes, capacity=40 * MIB, optional={1: "workspace"}).failed_at == 3
 
@@ -202,15 +208,15 @@ def test_the_least_capacity_needs_no_optional_block(seed: int, kind: AllocatorSe
 
 
 @pytest.fixture
-def replays() -> Replays:
-    return Replays(find_card("rtx3090"), AllocatorSettings(), (2, 13))
+def replayer() -> Replayer:
+    return Replayer(find_card("rtx3090"), AllocatorSettings(), (2, 13))
 
 
-def trace(*sizes: int | Scratch, events: tuple[int, ...]) -> Trace:
+def trace(*sizes: int | Workspace, events: tuple[int, ...]) -> Trace:
     return Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=len(events))
 
 
-def test_a_trial_is_of_updates_that_have_settled(replays: Replays) -> None:
+def test_a_trial_is_of_updates_that_have_settled(replayer: Replayer) -> None:
     def update(*sizes: int, events: tuple[int, ...]) -> Trace:
         return Trace(
             parts=(1,),
@@ -221,24 +227,24 @@ def test_a_trial_is_of_updates_that_have_settled(replays: Replays) -> None:
         )
 
     once = update(21 * MIB, 21 * MIB, 30 * MIB, events=(0, 1, ~0, 2, ~2))
-    assert (replays.trial(once, 60 * MIB).outcome, replays.trial(once, 60 * MIB).allocator_retries) == ("ok", 2)
+    assert (replayer.trial(once, 60 * MIB).outcome, replayer.trial(once, 60 * MIB).allocator_retries) == ("ok", 2)
     always = update(2 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, ~1, 2, ~2))
-    assert replays.trial(always, 65 * MIB).outcome == "ok", "40 MiB serve both once they are there"
+    assert replayer.trial(always, 65 * MIB).outcome == "ok", "40 MiB serve both once they are there"
     later = update(30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, 2, ~0, ~1, 3, ~3))
-    failed = replays.trial(later, 100 * MIB)
+    failed = replayer.trial(later, 100 * MIB)
     assert (failed.outcome, failed.phase) == ("oom", "backward")
 
 
-def test_a_size_that_needs_the_cache_flushed_in_every_update_is_tight(replays: Replays) -> None:
+def test_a_size_that_needs_the_cache_flushed_in_every_update_is_tight(replayer: Replayer) -> None:
     small = range(1, 31)
     events = (0, *small, *(~block for block in small), 31, ~31)
     known = Trace(
         parts=(1,), events=events, sizes=(MIB, *[MIB] * 30, 30 * MIB), phases=((0, "forward"),), last_update=1
     )
-    assert replays.peak_bytes(known) > 40 * MIB
-    trial = replays.trial(known, 40 * MIB)
+    assert replayer.peak_bytes(known) > 40 * MIB
+    trial = replayer.trial(known, 40 * MIB)
     assert (trial.outcome, trial.message) == ("tight", "every update would release the cache and ask again")
-    assert replays.trial(known, replays.peak_bytes(known)).outcome == "ok"
+    assert replayer.trial(known, replayer.peak_bytes(known)).outcome == "ok"
 
 
 @given(st.lists(st.integers(0, 1 << 25), min_size=1, max_size=20), st.data())
@@ -249,6 +255,6 @@ def test_the_most_is_the_peak_of_a_replay(sizes: list[int], data: st.DataObject)
         alive = sorted(set(events) - {~event for event in events if event < 0} - {e for e in events if e < 0})
         events.extend(~block for block in data.draw(st.lists(st.sampled_from(alive), unique=True, max_size=2)))
     start = data.draw(st.integers(0, len(events)))
-    held = reserved_over(events, sizes, repeat_from=start)
+    held = reserved_over_time(events, sizes, repeat_from=start)
     assert len(held) == len(events)
     assert max(held) == replay(events, sizes, repeat_from=start).peak_reserved_bytes

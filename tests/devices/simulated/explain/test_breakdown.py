@@ -1,4 +1,4 @@
-"""Where the peak of a trace goes: purposes of blocks, categories, modules, and all that is held."""
+"""Where the peak of a trace goes: uses of blocks, categories, modules, and all that is held."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from planted_net import DEPTH, NET, WEIGHT, WIDTH
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding
-from autoaccum.devices.simulated.allocator.replay import Demand
-from autoaccum.devices.simulated.explain.account import draw_timeline
+from autoaccum.devices.simulated.allocator.replay import SizedTrace
+from autoaccum.devices.simulated.explain.account import make_timeline
 from autoaccum.devices.simulated.explain.breakdown import (
-    Ledger,
-    break_down,
+    MemoryBreakdown,
+    classify_blocks,
+    explain_peak,
     holdings_at,
     largest,
     module_shares,
     moments,
-    purposes,
 )
 from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
 from autoaccum.units import MIB
@@ -55,13 +55,13 @@ def labelled(
     )
 
 
-def ledger_of(found: LabelledTrace) -> Ledger:
+def breakdown_of(found: LabelledTrace) -> MemoryBreakdown:
     sizes = tuple(size for size in found.trace.sizes if isinstance(size, int))
-    return Ledger(found, Demand(found.trace, sizes, 0, ()))
+    return MemoryBreakdown(found, SizedTrace(found.trace, sizes, 0, ()))
 
 
 def categories(found: LabelledTrace) -> list[str]:
-    return [purpose.category for purpose in purposes(found)]
+    return [purpose.category for purpose in classify_blocks(found)]
 
 
 def test_what_outlives_its_forward_is_an_activation() -> None:
@@ -93,7 +93,7 @@ def test_sums_of_gradients_outlive_their_micro_batch() -> None:
 def test_who_claims_a_block_has_it() -> None:
     claims = {0: Claim("optimizer_state", 1), 1: Claim("gradients", 0)}
     found = labelled([0, 1], [(0, "forward"), (1, "backward")], claims=claims)
-    assert [(purpose.category, purpose.module) for purpose in purposes(found)] == [
+    assert [(purpose.category, purpose.module) for purpose in classify_blocks(found)] == [
         ("optimizer_state", 1),
         ("gradients", 0),
     ]
@@ -107,9 +107,9 @@ def test_who_claims_a_block_has_it() -> None:
 def test_a_last_update_that_is_like_the_peak_is_shown_alone(sizes: tuple[int, ...], shown: int) -> None:
     claims = {block: Claim("outputs" if block == 1 else "averages", 0) for block in range(3)}
     found = labelled([0, 1, ~0, ~1, 2, ~2], [(0, "forward")], claims=claims, last_update=4)
-    ledger = ledger_of(replace(found, trace=replace(found.trace, sizes=sizes)))
-    timeline = draw_timeline(ledger, list(range(6)))
-    assert ledger.peak_at == 1
+    breakdown = breakdown_of(replace(found, trace=replace(found.trace, sizes=sizes)))
+    timeline = make_timeline(breakdown, list(range(6)))
+    assert breakdown.peak_at == 1
     assert len(timeline.reserved_bytes) == shown
     assert timeline.peak_at == (0 if shown == 2 else 1)
 
@@ -150,17 +150,17 @@ def labelled_traces(draw: st.DrawFn) -> LabelledTrace:
 def test_nothing_is_lost_or_told_twice(found: LabelledTrace, points: int) -> None:
     sizes = [size for size in found.trace.sizes if isinstance(size, int)]
     held = list(accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in found.trace.events))
-    ledger = ledger_of(found)
-    assert list(ledger.held_bytes) == held
-    assert all(min(total) >= 0 for total in ledger.totals.values())
-    assert held[ledger.peak_at] == max(held)
-    for event in (ledger.peak_at, len(held) - 1):
+    breakdown = breakdown_of(found)
+    assert list(breakdown.held_bytes) == held
+    assert all(min(total) >= 0 for total in breakdown.totals.values())
+    assert held[breakdown.peak_at] == max(held)
+    for event in (breakdown.peak_at, len(held) - 1):
         of_blocks = dict.fromkeys(CATEGORIES[:-1], 0)
-        for block, category in ledger.alive(event):
+        for block, category in breakdown.alive(event):
             of_blocks[category] += sizes[block]
-        assert of_blocks == {category: total[event] for category, total in ledger.totals.items()}
-        assert sum(share.bytes for share in module_shares(ledger, event)) == held[event]
-    timeline = draw_timeline(ledger, list(range(len(held))), points)
+        assert of_blocks == {category: total[event] for category, total in breakdown.totals.items()}
+        assert sum(share.bytes for share in module_shares(breakdown, event)) == held[event]
+    timeline = make_timeline(breakdown, list(range(len(held))), points)
     drawn = [sum(column) for column in zip(*timeline.categories.values(), strict=True)]
     assert len(drawn) == len(timeline.reserved_bytes) <= points
     assert drawn[timeline.peak_at] == max(drawn)
@@ -175,22 +175,22 @@ def test_a_record_tells_all(found: LabelledTrace) -> None:
     assert LabelledTrace.from_record(json.loads(json.dumps(found.to_record()))) == found
 
 
-def ledger(events: tuple[int, ...], sizes: tuple[int, ...]) -> Ledger:
+def breakdown(events: tuple[int, ...], sizes: tuple[int, ...]) -> MemoryBreakdown:
     trace = Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=0)
     origins = tuple(Origin(op=f"aten.op{block}", module=0) for block in range(len(sizes)))
-    return Ledger(
-        LabelledTrace(trace=trace, modules=(NO_MODULE,), origins=origins, claims={}), Demand(trace, sizes, 0, ())
+    return MemoryBreakdown(
+        LabelledTrace(trace=trace, modules=(NO_MODULE,), origins=origins, claims={}), SizedTrace(trace, sizes, 0, ())
     )
 
 
 def test_the_peak_stands_where_memory_is_asked_for() -> None:
     """A block of no bytes that is freed right after leaves as much held, and asks for nothing."""
-    known = ledger((0, 1, 2, ~2, ~1, ~0), (MIB, MIB, 0))
+    known = breakdown((0, 1, 2, ~2, ~1, ~0), (MIB, MIB, 0))
     assert known.peak_at == 1
-    assert break_down(known, card="any", peak_bytes=2 * MIB, context_bytes=0).op == "aten.op1"
+    assert explain_peak(known, card="any", peak_bytes=2 * MIB, context_bytes=0).op == "aten.op1"
 
 
-def ledger_module(holds: dict[str, tuple[str, int]]) -> Ledger:
+def breakdown_of_modules(holds: dict[str, tuple[str, int]]) -> MemoryBreakdown:
     """Of modules whose parameters take so many bytes, by their names and kinds."""
     sizes = tuple(size for _, size in holds.values())
     blocks = range(len(sizes))
@@ -201,11 +201,11 @@ def ledger_module(holds: dict[str, tuple[str, int]]) -> Ledger:
         origins=tuple(Origin("aten.empty", 0) for _ in blocks),
         claims={block: Claim("parameters", block + 1) for block in blocks},
     )
-    return Ledger(labelled, Demand(trace, sizes, 0, ()))
+    return MemoryBreakdown(labelled, SizedTrace(trace, sizes, 0, ()))
 
 
 def names(holds: dict[str, tuple[str, int]]) -> dict[str, tuple[int, int]]:
-    shares = module_shares(ledger_module(holds), len(holds) - 1)
+    shares = module_shares(breakdown_of_modules(holds), len(holds) - 1)
     return {share.name: (share.count, share.bytes) for share in shares}
 
 
@@ -229,7 +229,7 @@ HOLDS = st.dictionaries(
 
 @given(HOLDS)
 def test_names_are_unique_and_nothing_is_lost(holds: dict[str, tuple[str, int]]) -> None:
-    shares = module_shares(ledger_module(holds), len(holds) - 1)
+    shares = module_shares(breakdown_of_modules(holds), len(holds) - 1)
     assert len({share.name for share in shares}) == len(shares)
     assert sum(share.count for share in shares) == len(holds)
     assert sum(share.bytes for share in shares) == sum(size for _, size in holds.values())
@@ -271,13 +271,13 @@ def test_categories_and_modules_add_up_to_the_peak(explained: Callable[..., Any]
     explanation, trace = found.explanation, found.labelled.trace
     assert tuple(explanation.categories) == CATEGORIES
     assert all(held >= 0 for held in explanation.categories.values())
-    assert sum(explanation.categories.values()) == explanation.peak_bytes == found.replays.peak_bytes(trace)
-    shares = module_shares(found.ledger, found.ledger.peak_at)
+    assert sum(explanation.categories.values()) == explanation.peak_bytes == found.replayer.peak_bytes(trace)
+    shares = module_shares(found.breakdown, found.breakdown.peak_at)
     held = sum(share.bytes for share in shares)
     assert (
         held
         == explanation.peak_bytes - explanation.categories["unused"]
-        == most_held(found.labelled.trace.events, found.ledger.demand.sizes)
+        == most_held(found.labelled.trace.events, found.breakdown.sized.sizes)
     )
     for category in CATEGORIES[:-1]:
         assert sum(share.categories.get(category, 0) for share in shares) == explanation.categories[category]
@@ -288,7 +288,7 @@ def test_categories_and_modules_add_up_to_the_peak(explained: Callable[..., Any]
 @pytest.mark.parametrize("name", ["transformer-fp16", "transformer-bf16"])
 def test_the_timeline_shows_the_peak_that_is_explained(explained: Callable[..., Any], name: str) -> None:
     found = explained(*WORKLOADS[name], size=8)
-    timeline = draw_timeline(found.ledger, found.replays.reserved_bytes(found.labelled.trace), points=50)
+    timeline = make_timeline(found.breakdown, found.replayer.reserved_bytes(found.labelled.trace), points=50)
     categories = {category: held[timeline.peak_at] for category, held in timeline.categories.items()}
     assert {**categories, "unused": found.explanation.categories["unused"]} == found.explanation.categories
     assert max(timeline.reserved_bytes) == found.explanation.peak_bytes
@@ -302,9 +302,9 @@ Held = dict[tuple[str, str], int]
 def by_module(found: Any) -> Held:
     """What each module holds at the peak by category, not joined."""
     held: Held = {}
-    for block, category in found.ledger.alive(found.ledger.peak_at):
-        key = found.path(found.ledger.purposes[block].module), category
-        held[key] = held.get(key, 0) + found.ledger.demand.sizes[block]
+    for block, category in found.breakdown.alive(found.breakdown.peak_at):
+        key = found.path(found.breakdown.uses[block].module), category
+        held[key] = held.get(key, 0) + found.breakdown.sized.sizes[block]
     return held
 
 
@@ -343,8 +343,8 @@ def test_a_wider_layer_is_found_in_its_weights_and_what_it_gives(explained: Call
 
 def test_shares_grow_as_blocks_do(explained: Callable[..., Any]) -> None:
     small, large, asked = (explained(NET, size=size) for size in (512, 768, 1024))
-    growth = (small.ledger.demand, large.ledger.demand)
-    explanation = break_down(asked.ledger, card="any", peak_bytes=1 << 30, context_bytes=0, growth=growth)
+    growth = (small.breakdown.sized, large.breakdown.sized)
+    explanation = explain_peak(asked.breakdown, card="any", peak_bytes=1 << 30, context_bytes=0, growth=growth)
     by_name = {share.name: share for share in explanation.modules}
     tanh, linear = by_name["deep.*.1"], by_name["deep.*.0"]
     assert (tanh.count, tanh.bytes_per_sample) == (5, 5 * 4 * WIDTH)
@@ -352,9 +352,9 @@ def test_shares_grow_as_blocks_do(explained: Callable[..., Any]) -> None:
     assert linear.count >= DEPTH - 1  # One may hold the workspace of its product.
     assert linear.categories == dict.fromkeys(("parameters", "gradients"), linear.count * WEIGHT)
     # Of other events, and of a single size, nothing is known.
-    other = explained(NET + changing("net.deep[3].append(nn.Tanh())"), size=512).ledger.demand
-    for unusable in ((small.ledger.demand, other), (small.ledger.demand, small.ledger.demand)):
-        found = break_down(asked.ledger, card="any", peak_bytes=1 << 30, context_bytes=0, growth=unusable)
+    other = explained(NET + changing("net.deep[3].append(nn.Tanh())"), size=512).breakdown.sized
+    for unusable in ((small.breakdown.sized, other), (small.breakdown.sized, small.breakdown.sized)):
+        found = explain_peak(asked.breakdown, card="any", peak_bytes=1 << 30, context_bytes=0, growth=unusable)
         assert {share.bytes_per_sample for share in found.modules} == {None}
 
 
@@ -371,7 +371,7 @@ def test_any_schedule_can_be_broken_down(explained: Callable[..., Any], parts: l
 @pytest.mark.parametrize("name", ["transformer-bf16", "transformer-kept"])
 def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any], name: str) -> None:
     found = explained(*WORKLOADS[name], size=4)
-    held = holdings_at(found.ledger, found.ledger.peak_at)
+    held = holdings_at(found.breakdown, found.breakdown.peak_at)
     assert by_category(held) == {
         category: count for category, count in found.explanation.categories.items() if count and category != "unused"
     }
@@ -379,7 +379,7 @@ def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any
     assert len(set(keys)) == len(keys)
     order = {(name.path, name.kind): index for index, name in enumerate(found.labelled.modules)}
     assert [order[row.module, row.kind] for row in held] == sorted(order[row.module, row.kind] for row in held)
-    told = moments(found.ledger)
+    told = moments(found.breakdown)
     phases = [moment.phase for moment in told]
     assert phases == [phase for phase in get_args(Phase) if phase in phases]
     assert {"forward", "backward", "update"} <= set(phases)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.simulated.allocator.replay import Replays
+from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.explain.suggested_changes import offer_changes
+from autoaccum.devices.simulated.explain.suggested_changes import suggest_changes
 from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailed, Tracer
 from autoaccum.workload.spec import Workload
@@ -66,7 +66,7 @@ def read(reply: Any) -> Trace:
 
 
 def peak_bytes(trace: Trace) -> int:
-    return Replays(CARD, AllocatorSettings().for_card(CARD.total_bytes), (2, 13)).peak_bytes(trace)
+    return Replayer(CARD, AllocatorSettings().for_card(CARD.total_bytes), (2, 13)).peak_bytes(trace)
 
 
 @pytest.mark.parametrize("change", BY_HAND)
@@ -170,7 +170,7 @@ def offers(
 ) -> dict[str, str]:
     workload = Workload(model=model, batch=lambda size: None, criterion=nn.MSELoss(), **fields)
     made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    return {offer.name: offer.what for offer in offer_changes(workload, model, made, find_card(card))}
+    return {offer.name: offer.what for offer in suggest_changes(workload, model, made, find_card(card))}
 
 
 class Wide(nn.Module):

@@ -171,13 +171,13 @@ def test_what_the_loop_keeps_is_told_apart(explained: Callable[..., Any]) -> Non
     assert plain["averages"] == 0
     # When the second forward begins, what the first gave is still named: its logits and its loss.
     at = [index for index, phase in kept.labelled.trace.phases if phase == "forward"][-1]
-    assert kept.ledger.totals["outputs"][at] == LOGITS + SCALAR
+    assert kept.breakdown.totals["outputs"][at] == LOGITS + SCALAR
     # When it is done, its own have taken their names; backward needs neither the logits nor the loss.
     assert held["outputs"] == LOGITS + SCALAR
     assert held["activations"] == plain["activations"] - SCALAR
-    assert max(explained(NET).ledger.totals["outputs"]) == 0
+    assert max(explained(NET).breakdown.totals["outputs"]) == 0
     owners = {
-        (found := kept.ledger.purposes[block]).category: kept.path(found.module)
+        (found := kept.breakdown.uses[block]).category: kept.path(found.module)
         for block, origin in enumerate(kept.labelled.origins)
         if origin.op == "aten.addmm" and kept.path(origin.module) == "last"
     }
