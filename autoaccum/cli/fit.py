@@ -14,7 +14,7 @@ import click
 from autoaccum.cli.flags import count, natural, options, positive
 from autoaccum.cli.outputs import running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError
-from autoaccum.reporting.console import near_path
+from autoaccum.reporting.console import relative_path
 from autoaccum.training.fit_events import CheckpointWritten, Started, Updated
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) ->
 
         def listen(event: Any) -> None:
             seen.hear(event)
-            progress.tell(event)
+            progress.notify(event)
 
         try:
             return train(request, on_event=listen)
@@ -199,12 +199,15 @@ class _Seen:
             return
         kept, path = self._kept
         since = "" if kept >= self._update else f", the newest checkpoint is from update {kept}"
-        _say(f"{how} after update {max(kept, self._update)}{since}: {near_path(path)}; {self._same} goes on from there")
+        _say(
+            f"{how} after update {max(kept, self._update)}{since}: {relative_path(path)};"
+            f" {self._same} goes on from there"
+        )
 
     def tell_kept(self) -> None:
         """One line on stderr above an error: what is not lost."""
         if self._kept is not None:
-            _say(f"note: the state after update {self._kept[0]} is kept: {near_path(self._kept[1])}")
+            _say(f"note: the state after update {self._kept[0]} is kept: {relative_path(self._kept[1])}")
 
 
 def _say(text: str) -> None:

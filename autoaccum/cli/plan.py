@@ -87,10 +87,10 @@ def command(
     with PlanProgress(stderr, quiet=quiet) as progress:
 
         def listen(event: Event) -> None:
-            progress.tell(event)
+            progress.notify(event)
             outputs.listen(event)
 
-        on_output = progress.pass_on if stderr.can_redraw else None
+        on_output = progress.print_output if stderr.can_redraw else None
         began = time.monotonic()
         found = plan(workload, picture=plot is not None, on_event=listen, on_output=on_output, **request)
     offer: dict[str, Any] = {

@@ -58,7 +58,7 @@ def command(
         check_apart("-o", output, workload)
     stderr = make_console(stderr=True)
     with stdout_kept(), VerificationProgress(stderr, quiet=quiet) as progress:
-        found = verify(workload, on_event=progress.tell, **asked)
+        found = verify(workload, on_event=progress.notify, **asked)
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:

@@ -66,7 +66,7 @@ class Case:
         }
         return {name: value for name, value in said.items() if value} | options
 
-    def is_part_of(self, other: Case) -> bool:
+    def matches(self, other: Case) -> bool:
         """Whether all that it says is said by `other`, too."""
         others = other.asked()
         return all(others.get(name) == value for name, value in self.asked().items())

@@ -11,7 +11,7 @@ from typing import Final, cast
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
-from autoaccum.guarding.growth_by_module import LASTING, Difference, Share, is_rest, push_down
+from autoaccum.guarding.growth_by_module import LASTING, Difference, Share, attribute_to_modules, is_rest
 from autoaccum.guarding.guard_result import Growth, Measurement
 from autoaccum.guarding.lock import fold, group_of
 
@@ -31,7 +31,7 @@ _COPIES = {"", "aten._to_copy"}
 _LITTLE, _MOST, _PART = 0.1, 0.5, 8
 
 
-def growths(before: Measurement, now: Measurement, *, more: bool | None = None) -> tuple[Growth, ...]:
+def find_growths(before: Measurement, now: Measurement, *, more: bool | None = None) -> tuple[Growth, ...]:
     """What grew and shrank; all of it adds up to the growth of the peak.
 
     Where the peak has moved to another phase, it is compared with what that phase held before: what grew there is why
@@ -52,7 +52,7 @@ def growths(before: Measurement, now: Measurement, *, more: bool | None = None) 
     modules = {holding.module for holding in (*was, *complete) if holding.module}
     found: list[Growth] = []
     for category in CATEGORIES[:-1]:
-        shares = push_down([row for row in rows if row.category == category], modules)
+        shares = attribute_to_modules([row for row in rows if row.category == category], modules)
         grown = now.categories.get(category, 0) - moment.categories.get(category, 0)
         hidden = partial(_hidden_bytes, category=category, before=was, now=now.holdings)
         found += _cut(_joined(category, shares, hidden), category, grown)

@@ -86,7 +86,7 @@ class _Group(NamedTuple):
     is_rest: bool = False
 
 
-def push_down(differences: Sequence[Difference], modules: Iterable[str]) -> list[Share]:
+def attribute_to_modules(differences: Sequence[Difference], modules: Iterable[str]) -> list[Share]:
     """Split what grew for one purpose among the deepest modules that explain it.
 
     Modules that differ in numbers only are pushed into as one, unless one of them has nearly all. Where all in a module

@@ -164,7 +164,7 @@ class Growth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judgement:
+class Verdict:
     """One case, compared.
 
     Attributes:
@@ -207,13 +207,13 @@ class Report:
     """All cases of one call.
 
     Attributes:
-        judgements: In the order of the lock.
+        verdicts: In the order of the lock.
         against: What they were compared with: the lock's path, or a revision.
         tolerance: By how much the peak may grow.
         updated: The lock that was written; None: none was.
     """
 
-    judgements: tuple[Judgement, ...]
+    verdicts: tuple[Verdict, ...]
     against: str
     tolerance: Tolerance
     updated: str | None = None
@@ -221,24 +221,24 @@ class Report:
     @property
     def exit_code(self) -> int:
         """1 where anything has regressed, else 3 or 2 where anything could not be measured, else 0."""
-        codes = {judgement.exit_code for judgement in self.judgements}
+        codes = {verdict.exit_code for verdict in self.verdicts}
         return next((code for code in (1, 3, 2) if code in codes), 0 if codes else 3)
 
     def to_json(self) -> str:
         """The record as indented JSON: `schema`, `exit_code`, the fields of this record and of those in it.
 
-        Each judgement also has `name` and `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later
+        Each verdict also has `name` and `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later
         versions of this schema may add fields, and change none.
         """
-        record = {"schema": 1, "exit_code": self.exit_code, **to_plain(self)}
-        record["judgements"] = [_judgement_record(judgement) for judgement in self.judgements]
+        record = {"schema": 2, "exit_code": self.exit_code, **to_plain(self)}
+        record["verdicts"] = [_verdict_record(verdict) for verdict in self.verdicts]
         return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
 
-def _judgement_record(judgement: Judgement) -> dict[str, Any]:
-    record = {"name": case_name(judgement.case), **to_plain(judgement), "growth_bytes": judgement.growth_bytes}
-    record["case"] = {**dict.fromkeys(CASE_FIELDS), "world_size": 1, "equal": False, **judgement.case.asked()}
-    for name, measurement in (("before", judgement.before), ("now", judgement.now)):
+def _verdict_record(verdict: Verdict) -> dict[str, Any]:
+    record = {"name": case_name(verdict.case), **to_plain(verdict), "growth_bytes": verdict.growth_bytes}
+    record["case"] = {**dict.fromkeys(CASE_FIELDS), "world_size": 1, "equal": False, **verdict.case.asked()}
+    for name, measurement in (("before", verdict.before), ("now", verdict.now)):
         if measurement is not None:
             record[name] |= {"micro_batch": measurement.micro_batch, "spread_bytes": measurement.spread_bytes}
     return record
@@ -264,7 +264,7 @@ class CaseFinished:
 
     number: int
     count: int
-    judgement: Judgement
+    verdict: Verdict
 
 
 Event = CheckedOut | CaseStarted | CaseFinished

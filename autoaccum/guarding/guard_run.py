@@ -28,11 +28,11 @@ from autoaccum.guarding.guard_result import (
     CaseFinished,
     CaseStarted,
     CheckedOut,
-    Judgement,
     Listener,
     Measurement,
     Report,
     Tolerance,
+    Verdict,
 )
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import measure
@@ -54,7 +54,7 @@ def guard(
 ) -> Report:
     """Measure what is guarded, and compare it with the lock, or with another revision.
 
-    What cannot be measured or compared is a judgement of its own, `unmeasured`, and ends none of the others. Ctrl-C
+    What cannot be measured or compared is a verdict of its own, `unmeasured`, and ends none of the others. Ctrl-C
     ends everything, and no lock is written.
 
     Args:
@@ -99,15 +99,15 @@ def guard(
     if baseline is not None:
         with checked_out(project.folder, baseline) as there:
             round_.tell(CheckedOut(baseline))
-            judgements = round_.judge_all(cases, partial(round_.compare_revisions, there, baseline))
-        return Report(judgements=judgements, against=baseline, tolerance=allowed)
-    judgements = round_.judge_all(cases, round_.relock if update else round_.compare_with_lock)
-    found = {one.case: one.now for one in judgements if one.outcome == "locked" and one.now is not None}
+            verdicts = round_.run_all(cases, partial(round_.compare_revisions, there, baseline))
+        return Report(verdicts=verdicts, against=baseline, tolerance=allowed)
+    verdicts = round_.run_all(cases, round_.relock if update else round_.compare_with_lock)
+    found = {one.case: one.now for one in verdicts if one.outcome == "locked" and one.now is not None}
     if found:
         before = _entries(project, fresh=force)  # Another guard may have written it meanwhile.
         write_lock(project.lock, {**before, **found})
     lock = _from_here(project.lock)
-    return Report(judgements=judgements, against=lock, tolerance=allowed, updated=lock if found else None)
+    return Report(verdicts=verdicts, against=lock, tolerance=allowed, updated=lock if found else None)
 
 
 def _entries(project: Project, *, fresh: bool) -> dict[Case, Measurement]:
@@ -144,26 +144,26 @@ class _Round:
     deadline: float | None
     """By `time.monotonic`."""
 
-    def judge_all(self, cases: Sequence[Case], judge: Callable[[Case], Judgement]) -> tuple[Judgement, ...]:
-        """The judgements of all cases, in their order."""
+    def run_all(self, cases: Sequence[Case], judge: Callable[[Case], Verdict]) -> tuple[Verdict, ...]:
+        """The verdicts of all cases, in their order."""
         found = []
         for number, case in enumerate(cases, 1):
             self.tell(CaseStarted(case))
             try:
-                judgement = judge(case)
+                verdict = judge(case)
             except AutoaccumError as error:
-                judgement = self._unmeasured(case, error)
-            self.tell(CaseFinished(number, len(cases), judgement))
-            found.append(judgement)
+                verdict = self._unmeasured(case, error)
+            self.tell(CaseFinished(number, len(cases), verdict))
+            found.append(verdict)
         return tuple(found)
 
-    def compare_with_lock(self, case: Case) -> Judgement:
+    def compare_with_lock(self, case: Case) -> Verdict:
         """Measure the locked schedule again, as it stands, and compare."""
         lock, command = self.project.lock, self.project.command(case, "--update")
         if case in self.locked:
             now = self._measure(case, micro_batches=self.locked[case].micro_batches)
             return compare(case, self.locked[case], now, self.tolerance, command=command)
-        return Judgement(
+        return Verdict(
             case=case,
             outcome="unmeasured",
             exit_code=NotMeasuredError.exit_code,
@@ -172,16 +172,16 @@ class _Round:
             command=command,
         )
 
-    def relock(self, case: Case) -> Judgement:
+    def relock(self, case: Case) -> Verdict:
         """Plan and measure anew, for an entry; what grew since the old one is told, and is no fault."""
         now, before = self._measure(case), self.locked.get(case)
-        judgement = Judgement(case=case, outcome="locked", before=before, now=now, warnings=now.warnings)
+        verdict = Verdict(case=case, outcome="locked", before=before, now=now, warnings=now.warnings)
         if before is None:
-            return judgement
+            return verdict
         seen = compare(case, before, now, self.tolerance)
-        return dataclasses.replace(judgement, explanation=seen.explanation, growths=seen.growths)
+        return dataclasses.replace(verdict, explanation=seen.explanation, growths=seen.growths)
 
-    def compare_revisions(self, there: Checkout, revision: str, case: Case) -> Judgement:
+    def compare_revisions(self, there: Checkout, revision: str, case: Case) -> Verdict:
         """Measure in both, and compare as with a lock."""
         try:
             before = self._measure(case, there)
@@ -198,7 +198,7 @@ class _Round:
         there = checkout or Checkout(self.project.folder)
         return measure(case, there, micro_batches=micro_batches, time_limit=left, on_output=self.on_output)
 
-    def _unmeasured(self, case: Case, error: AutoaccumError) -> Judgement:
+    def _unmeasured(self, case: Case, error: AutoaccumError) -> Verdict:
         """The error that came in place of figures, and what to do about an entry that was left behind.
 
         What is wrong with a workload that a lock or `pyproject.toml` names is no fault of the call: it could not be
@@ -207,7 +207,7 @@ class _Round:
         is_usage, hint = error.exit_code == UsageError.exit_code, error.hint or ""
         if case in self.locked and case not in self.project.cases:
             hint = f"{hint or 'mend it'}, or delete its entry from {self.project.lock.name} if it is guarded no more"
-        return Judgement(
+        return Verdict(
             case=case,
             outcome="too_large" if isinstance(error, DoesNotFitError) else "unmeasured",
             exit_code=NotMeasuredError.exit_code if is_usage and not self.is_named else error.exit_code,

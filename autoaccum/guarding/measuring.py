@@ -284,14 +284,14 @@ def _too_large(measurement: Measurement) -> DoesNotFitError:
     """The error for a size that was asked for."""
     largest = measurement.largest
     return DoesNotFitError(
-        f"micro-batch {measurement.micro_batch} does not fit: {what_is_missing(measurement)}",
+        f"micro-batch {measurement.micro_batch} does not fit: {describe_shortfall(measurement)}",
         hint=f"take {largest}, the largest that fits, or have it planned by naming none"
         if largest
         else "not even a micro-batch of 1 fits: take another card, or a smaller model",
     )
 
 
-def what_is_missing(measurement: Measurement) -> str:
+def describe_shortfall(measurement: Measurement) -> str:
     """What a schedule that does not fit needs, and what is there."""
     there = precise_bytes(measurement.limit_bytes)
     if measurement.kind == "measured":

@@ -113,7 +113,7 @@ def select_cases(wanted: Sequence[Case], project: Project, known: Iterable[Case]
             raise UsageError("a batch is given without a workload", hint="name it: autoaccum guard model.py ...")
         if written.workload:
             written = dataclasses.replace(written, workload=project.reference(written.workload, Path.cwd()))
-        alike = [written] if written.is_whole else [case for case in known if written.is_part_of(case)]
+        alike = [written] if written.is_whole else [case for case in known if written.matches(case)]
         if not alike and written.has_size and not written.is_whole:
             raise UsageError(
                 f"{written.workload} is to be guarded, and no card is named",

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMENT_BYTES
 from autoaccum.errors import NotMeasuredError
 from autoaccum.guarding.cases import Case
-from autoaccum.guarding.growth import growths
-from autoaccum.guarding.guard_result import Growth, Judgement, Measurement, Outcome, Tolerance
-from autoaccum.guarding.measuring import what_is_missing
+from autoaccum.guarding.growth import find_growths
+from autoaccum.guarding.guard_result import Growth, Measurement, Outcome, Tolerance, Verdict
+from autoaccum.guarding.measuring import describe_shortfall
 from autoaccum.units import percent, precise_bytes, signed_bytes
 
 _ROUNDING = 1e-9
@@ -112,13 +112,13 @@ class _Figures:
         return _Figure(name, was, is_now, self.tolerance)
 
 
-def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolerance, *, command: str = "") -> Judgement:
+def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolerance, *, command: str = "") -> Verdict:
     """Judge what a case takes now by what it took: as a lock has it, or another revision.
 
     Of runs on a real device, how far apart they are comes on top of the tolerance. `command` locks in what was
     measured; empty where there is no lock.
     """
-    judged = Judgement(case=case, outcome="unmeasured", before=before, now=now, warnings=now.warnings)
+    judged = Verdict(case=case, outcome="unmeasured", before=before, now=now, warnings=now.warnings)
     unlike = tuple(_unlike(before, now))
     if unlike:
         torch = before.versions.get("torch")
@@ -130,7 +130,7 @@ def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolera
     outcome: Outcome = "regressed" if reasons else _harmless(figures)
     budgets = [precise_bytes(each.limit_bytes) for each in (before, now)]
     more = {"regressed": True, "improved": False}.get(outcome)
-    found = growths(before, now, more=more)
+    found = find_growths(before, now, more=more)
     return dataclasses.replace(
         judged,
         outcome=outcome,
@@ -164,7 +164,7 @@ def _faults(figures: _Figures) -> Iterator[str]:
     """What is worse than it may be, the heaviest first."""
     before, now, worse = figures.before, figures.now, figures.worse
     if before.fits and not now.fits:
-        yield f"micro-batch {now.micro_batch} does not fit any more: {what_is_missing(now)}"
+        yield f"micro-batch {now.micro_batch} does not fit any more: {describe_shortfall(now)}"
     if figures.fell:
         yield f"the largest micro-batch that fits fell from {before.largest} to {now.largest}"
     if worse is not None:

@@ -117,7 +117,7 @@ def print_rows(console: Console, rows: Iterable[tuple[str, Text]]) -> None:
             console.print(line, soft_wrap=True)
 
 
-def print_remarks(console: Console, remarks: Sequence[tuple[str, str]], *, verbose: bool) -> None:
+def print_messages(console: Console, remarks: Sequence[tuple[str, str]], *, verbose: bool) -> None:
     """Print the first of `remarks`, which are kinds and sentences in the order of what matters, or all of them."""
     shown = remarks if verbose else remarks[:_MOST_REMARKS]
     print_rows(console, ((kind, Text(text, "yellow" if kind == "warning" else "")) for kind, text in shown))
@@ -139,7 +139,7 @@ def one_line(text: str) -> str:
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def near_path(path: Path) -> str:
+def relative_path(path: Path) -> str:
     """A path as it is told from here: from the current folder on, where it lies in that."""
     try:
         return str(path.relative_to(Path.cwd()))

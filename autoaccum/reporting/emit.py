@@ -14,7 +14,7 @@ import jinja2
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan import Plan
-from autoaccum.reporting.plan_report import describe_companions
+from autoaccum.reporting.plan_report import describe_extra_memory
 from autoaccum.units import format_bytes
 
 Form: TypeAlias = "str | Mapping[str, Any]"
@@ -146,7 +146,7 @@ def _facts(plan: Plan, recipe: Mapping[str, Any]) -> dict[str, Any]:
         "moved_code": moved,
         "names_moved": names_moved,
         "origin": _wrapped(_origin(plan)),
-        "room": _wrapped("; ".join(describe_companions(plan)), _ROOM) if describe_companions(plan) else "",
+        "room": _wrapped("; ".join(describe_extra_memory(plan)), _ROOM) if describe_extra_memory(plan) else "",
         "warnings": [_wrapped(warning, "- ", "  ") for warning in plan.warnings],
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autoaccum.reporting.console import PlainConsole, near_path, one_line, path_value, print_rows
+from autoaccum.reporting.console import PlainConsole, one_line, path_value, print_rows, relative_path
 from autoaccum.reporting.plan_report import PlanProgress
 from autoaccum.reporting.progress import Progress
 from autoaccum.training import fit_events
@@ -61,7 +61,7 @@ def fit_rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, 
     }
     for name, path in paths.items():
         if path is not None:
-            yield name, path_value(near_path(path))
+            yield name, path_value(relative_path(path))
     if result.stopped is not None:
         yield "ended by", Text(f"a {result.stopped}")
 
@@ -72,7 +72,9 @@ def next_lines(result: FitResult, *, command: Sequence[str]) -> Iterator[Text]:
     yield Text(f"  {shlex.join(command)}", "cyan")
     if result.model_path is not None:
         yield Text("use the weights:")
-        yield Text(f"  model.load_state_dict(torch.load({near_path(result.model_path)!r}, weights_only=True))", "cyan")
+        yield Text(
+            f"  model.load_state_dict(torch.load({relative_path(result.model_path)!r}, weights_only=True))", "cyan"
+        )
 
 
 def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) -> dict[str, Any]:
@@ -149,7 +151,7 @@ class TrainingProgress(Progress):
         self._line = UpdateLine()
         self._shown: fit_events.Updated | None = None
 
-    def tell(self, event: Any) -> None:
+    def notify(self, event: Any) -> None:
         """Draw one event, of training or of the planner."""
         if isinstance(event, fit_events.Updated):
             now = self._clock()
@@ -163,7 +165,7 @@ class TrainingProgress(Progress):
             self._next_drawn = self._clock() + self._seconds_between
             self.show(self._line.text())
         elif isinstance(event, fit_events.Printed):
-            self._planning.pass_on(event.line)
+            self._planning.print_output(event.line)
         elif isinstance(event, fit_events.EvaluationFailed | fit_events.CheckpointFailed):
             self.warn(sentence(event))
         elif isinstance(
@@ -176,7 +178,7 @@ class TrainingProgress(Progress):
             else:
                 self.say(f"note: {event.text}")
         elif not isinstance(event, fit_events.Planning | fit_events.EpochEnded | fit_events.CheckpointWritten):
-            self._planning.tell(event)
+            self._planning.notify(event)
 
     def stop(self) -> None:
         """Take the live line away, and leave the last update's."""
@@ -203,7 +205,7 @@ def headline(event: fit_events.Started) -> str:
     parts = f"in micro-batches of up to {event.micro_batch}" if event.micro_batch < event.target_batch else "whole"
     text = f"training {type(event.model).__name__} on {event.device}: {event.target_batch} samples per update, {parts}"
     if event.resumed_from is not None:
-        text += f"; going on after update {event.update}, from {near_path(event.resumed_from)}"
+        text += f"; going on after update {event.update}, from {relative_path(event.resumed_from)}"
     return one_line(text)
 
 

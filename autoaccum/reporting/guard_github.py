@@ -15,13 +15,13 @@ from rich.text import Text
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.guard_result import Judgement, Report
+from autoaccum.guarding.guard_result import Report, Verdict
 from autoaccum.reporting.console import one_line
 from autoaccum.reporting.guard_report import (
     NONE,
     OUTCOMES,
     compared,
-    measured_words,
+    describe_measurement,
     outcome_counts,
     remarks,
 )
@@ -43,8 +43,8 @@ def report_markdown(report: Report) -> str:
     against = compared(report)
     blocks = [f"### {_TITLE}: {', '.join(counts)}", escape(against[:1].upper() + against[1:])]
     head = ["| case | outcome | what it takes |", "| --- | --- | --- |"]
-    blocks.append("\n".join([*head, *map(_row, report.judgements)]))
-    blocks += [block for judgement in report.judgements for block in _details(judgement)]
+    blocks.append("\n".join([*head, *map(_row, report.verdicts)]))
+    blocks += [block for verdict in report.verdicts for block in _details(verdict)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -79,11 +79,11 @@ def harmless(text: str) -> str:
 
 def annotation_lines(report: Report, folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
     """A command for each case that a person should look at, the worst first: GitHub shows ten of a kind."""
-    told = [one for one in report.judgements if one.exit_code or one.outcome == "improved"]
-    for judgement in sorted(told, key=lambda one: list(OUTCOMES).index(one.outcome)):
-        where = _find_place(judgement.case.workload, folder, environment)
-        title = f"{_TITLE}: {OUTCOMES[judgement.outcome][0]}, {case_name(judgement.case)}"
-        yield command("error" if judgement.exit_code else "notice", _message(judgement), **where, title=title)
+    told = [one for one in report.verdicts if one.exit_code or one.outcome == "improved"]
+    for verdict in sorted(told, key=lambda one: list(OUTCOMES).index(one.outcome)):
+        where = _find_place(verdict.case.workload, folder, environment)
+        title = f"{_TITLE}: {OUTCOMES[verdict.outcome][0]}, {case_name(verdict.case)}"
+        yield command("error" if verdict.exit_code else "notice", _message(verdict), **where, title=title)
 
 
 def error_annotation(error: AutoaccumError) -> str:
@@ -136,33 +136,33 @@ def _find_place(workload: str, folder: Path, environment: Mapping[str, str]) -> 
     return {"file": path.resolve().relative_to(root).as_posix(), "line": str(line)}
 
 
-def _row(judgement: Judgement) -> str:
-    outcome = OUTCOMES[judgement.outcome][0]
-    figures = "" if judgement.now is None else measured_words(judgement.now)
-    told = escape(one_line("; ".join(filter(None, (figures, judgement.explanation))))) or NONE
-    cells = [code(case_name(judgement.case)), f"**{outcome}**" if judgement.exit_code else outcome, told]
+def _row(verdict: Verdict) -> str:
+    outcome = OUTCOMES[verdict.outcome][0]
+    figures = "" if verdict.now is None else describe_measurement(verdict.now)
+    told = escape(one_line("; ".join(filter(None, (figures, verdict.explanation))))) or NONE
+    cells = [code(case_name(verdict.case)), f"**{outcome}**" if verdict.exit_code else outcome, told]
     return f"| {' | '.join(cells)} |"
 
 
-def _details(judgement: Judgement) -> Iterator[str]:
+def _details(verdict: Verdict) -> Iterator[str]:
     """What lies behind one row, folded away where all is well."""
-    body = [block for block in _body(judgement) if block]
+    body = [block for block in _body(verdict) if block]
     if not body:
         return
-    title = f"{OUTCOMES[judgement.outcome][0]}: {code(case_name(judgement.case))}"
-    opened = "<details open>" if judgement.exit_code else "<details>"
+    title = f"{OUTCOMES[verdict.outcome][0]}: {code(case_name(verdict.case))}"
+    opened = "<details open>" if verdict.exit_code else "<details>"
     yield f"{opened}<summary>{title}</summary>"
     yield from body
     yield "</details>"
 
 
-def _body(judgement: Judgement) -> Iterator[str]:
-    if judgement.traceback:
+def _body(verdict: Verdict) -> Iterator[str]:
+    if verdict.traceback:
         # Indented code would end at the first line that is not; a fence, at one in the text.
-        yield f"<pre>{_referred(judgement.traceback.rstrip(), keep=chr(10)).replace(chr(10), '<br>')}</pre>"
-    points = [text if kind == "why" else f"{kind}: {text}" for kind, text in remarks(judgement)]
+        yield f"<pre>{_referred(verdict.traceback.rstrip(), keep=chr(10)).replace(chr(10), '<br>')}</pre>"
+    points = [text if kind == "why" else f"{kind}: {text}" for kind, text in remarks(verdict)]
     lines = [f"- {escape(one_line(point))}" for point in points]
-    yield "\n".join(lines) + (f" {code(judgement.command)}" if judgement.command else "")
+    yield "\n".join(lines) + (f" {code(verdict.command)}" if verdict.command else "")
 
 
 def _referred(text: str, keep: str = "") -> str:
@@ -170,10 +170,10 @@ def _referred(text: str, keep: str = "") -> str:
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", shown)
 
 
-def _message(judgement: Judgement) -> str:
-    way_out = ": ".join(filter(None, (judgement.hint, judgement.command)))
-    lines = [judgement.explanation, *judgement.reasons, way_out]
-    return "\n".join(one_line(line) for line in lines if line) or OUTCOMES[judgement.outcome][0]
+def _message(verdict: Verdict) -> str:
+    way_out = ": ".join(filter(None, (verdict.hint, verdict.command)))
+    lines = [verdict.explanation, *verdict.reasons, way_out]
+    return "\n".join(one_line(line) for line in lines if line) or OUTCOMES[verdict.outcome][0]
 
 
 def _harmless_line(line: str) -> str:

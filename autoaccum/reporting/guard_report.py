@@ -18,10 +18,10 @@ from autoaccum.guarding.guard_result import (
     CaseStarted,
     CheckedOut,
     Event,
-    Judgement,
     Measurement,
     Outcome,
     Report,
+    Verdict,
 )
 from autoaccum.reporting.console import PlainConsole, make_console, one_line, row_lines
 from autoaccum.reporting.progress import Progress
@@ -56,7 +56,7 @@ class GuardProgress(Progress):
         self._harmless = harmless
         self._began = 0.0
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Draw one event."""
         if isinstance(event, CheckedOut):
             self.show(f"measuring revision {event.revision} beside it ...")
@@ -65,36 +65,36 @@ class GuardProgress(Progress):
             self.show(f"measuring {case_name(event.case)} ...")
         elif isinstance(event, CaseFinished):
             self.stop()
-            line = finished_line(event.judgement, event.number, event.count, time.monotonic() - self._began)
+            line = finished_line(event.verdict, event.number, event.count, time.monotonic() - self._began)
             line.plain = line.plain if self._harmless is None else self._harmless(line.plain)
             self.say(line)
 
-    def pass_on(self, line: str) -> None:
+    def print_output(self, line: str) -> None:
         """Print what a workload printed, also where it is quiet."""
-        super().pass_on(line if self._harmless is None else self._harmless(line))
+        super().print_output(line if self._harmless is None else self._harmless(line))
 
 
-def finished_line(judgement: Judgement, number: int, count: int, seconds: float) -> Text:
+def finished_line(verdict: Verdict, number: int, count: int, seconds: float) -> Text:
     """One case on one line: which of how many, its time, what it came to, its name, and how its peak changed."""
-    label, style = OUTCOMES[judgement.outcome]
+    label, style = OUTCOMES[verdict.outcome]
     line = Text(f"{number:>{len(str(count))}}/{count} {seconds:>6.1f} s  ", "dim")
     whole = Text.assemble(line, (f"{label:<{_LABEL_WIDTH}}", style))
-    whole.append(f"  {one_line(case_name(judgement.case))}")
-    grown = judgement.growth_bytes
-    if grown and judgement.before is not None and judgement.outcome != "unmeasured":
-        whole.append(f"  {signed_bytes(grown)} ({percent(grown, judgement.before.peak_bytes, sign=True)})", "dim")
+    whole.append(f"  {one_line(case_name(verdict.case))}")
+    grown = verdict.growth_bytes
+    if grown and verdict.before is not None and verdict.outcome != "unmeasured":
+        whole.append(f"  {signed_bytes(grown)} ({percent(grown, verdict.before.peak_bytes, sign=True)})", "dim")
     return whole
 
 
 def print_report(console: Console, report: Report) -> None:
     """Draw a report: what is well in two lines, what is not with all that is known."""
-    for judgement in report.judgements:
-        for line in _judgement_lines(console, judgement):
+    for verdict in report.verdicts:
+        for line in _verdict_lines(console, verdict):
             line.plain = one_line(line.plain)
             line.rstrip()
             console.print(line, soft_wrap=True)
         console.print()
-    number = len(report.judgements)
+    number = len(report.verdicts)
     line = Text(f"{number} {'case' if number == 1 else 'cases'}: ")
     for place, (outcome, count) in enumerate(outcome_counts(report).items()):
         label, style = OUTCOMES[outcome]
@@ -111,7 +111,7 @@ def report_text(report: Report) -> str:
 
 def outcome_counts(report: Report) -> dict[Outcome, int]:
     """How many cases came to what, the worst first."""
-    counts = Counter(judgement.outcome for judgement in report.judgements)
+    counts = Counter(verdict.outcome for verdict in report.verdicts)
     return {outcome: counts[outcome] for outcome in OUTCOMES if counts[outcome]}
 
 
@@ -122,48 +122,48 @@ def compared(report: Report) -> str:
     return f"against {report.against}, tolerance {report.tolerance}"
 
 
-def largest_words(measurement: Measurement) -> str:
+def describe_largest(measurement: Measurement) -> str:
     """The largest micro-batch that fits; `(all)` where an update has no more samples, and no larger one was sought."""
     if measurement.largest == 0:
         return "none"
     return f"{measurement.largest} (all)" if measurement.capped else str(measurement.largest)
 
 
-def remarks(judgement: Judgement) -> Iterator[tuple[str, str]]:
+def remarks(verdict: Verdict) -> Iterator[tuple[str, str]]:
     """What else is told of a case, each with its kind; the hint last, which may lead to the command."""
-    yield from (("why", reason) for reason in judgement.reasons)
-    yield from (("warning", warning) for warning in judgement.warnings)
-    yield from (("note", note) for note in judgement.notes)
-    if judgement.hint:
-        yield "way out" if judgement.exit_code else "next", judgement.hint + (":" if judgement.command else "")
+    yield from (("why", reason) for reason in verdict.reasons)
+    yield from (("warning", warning) for warning in verdict.warnings)
+    yield from (("note", note) for note in verdict.notes)
+    if verdict.hint:
+        yield "way out" if verdict.exit_code else "next", verdict.hint + (":" if verdict.command else "")
 
 
-def _judgement_lines(console: Console, judgement: Judgement) -> Iterator[Text]:
+def _verdict_lines(console: Console, verdict: Verdict) -> Iterator[Text]:
     """One case: its outcome, the figures, and where it is not well what grew, why, and the way out."""
-    yield Text.assemble(OUTCOMES[judgement.outcome], ": ", (case_name(judgement.case), "bold"))
-    yield from (Text(f"  {line}") for line in (judgement.traceback or "").rstrip().splitlines())
-    if judgement.explanation:
-        yield Text(f"  {judgement.explanation}")
-    if judgement.before is not None and judgement.now is not None and judgement.outcome in ("regressed", "improved"):
-        yield from _figure_lines(judgement.before, judgement.now)
-    elif judgement.now is not None:
-        yield Text(f"  {measured_words(judgement.now)}")
-    if judgement.outcome == "regressed":
-        yield from _growth_lines(judgement)
-    for kind, text in remarks(judgement):
+    yield Text.assemble(OUTCOMES[verdict.outcome], ": ", (case_name(verdict.case), "bold"))
+    yield from (Text(f"  {line}") for line in (verdict.traceback or "").rstrip().splitlines())
+    if verdict.explanation:
+        yield Text(f"  {verdict.explanation}")
+    if verdict.before is not None and verdict.now is not None and verdict.outcome in ("regressed", "improved"):
+        yield from _figure_lines(verdict.before, verdict.now)
+    elif verdict.now is not None:
+        yield Text(f"  {describe_measurement(verdict.now)}")
+    if verdict.outcome == "regressed":
+        yield from _growth_lines(verdict)
+    for kind, text in remarks(verdict):
         yield from row_lines(console, f"  {kind}", Text(text, "yellow" if kind == "warning" else ""))
-    if judgement.command:  # On a line of its own, which is never wrapped, so that it can be copied.
-        yield Text(f"    {judgement.command}", "cyan")
+    if verdict.command:  # On a line of its own, which is never wrapped, so that it can be copied.
+        yield Text(f"    {verdict.command}", "cyan")
 
 
-def measured_words(now: Measurement) -> str:
+def describe_measurement(now: Measurement) -> str:
     """What was measured, in one line."""
     words = [f"peak {precise_bytes(now.peak_bytes)}"]
     if now.runs:
         words[0] += f" (median of {len(now.runs)} runs, {precise_bytes(now.spread_bytes)} apart)"
     if now.least_bytes is not None:
         words.append(f"least budget {precise_bytes(now.least_bytes)}")
-    return ", ".join([*words, f"largest fit {largest_words(now)}", f"parts {format_parts(now.micro_batches)}"])
+    return ", ".join([*words, f"largest fit {describe_largest(now)}", f"parts {format_parts(now.micro_batches)}"])
 
 
 def _figure_lines(before: Measurement, now: Measurement) -> Iterator[Text]:
@@ -177,16 +177,16 @@ def _figure_lines(before: Measurement, now: Measurement) -> Iterator[Text]:
             cells = f"{precise_bytes(was):>{_COLUMN}}{precise_bytes(is_now):>{_COLUMN}}{change}"
             yield Text(f"  {name:<{_COLUMN}}{cells}", "red" if is_now > was else "")
     change = f"{now.largest - before.largest:+d}" if now.largest != before.largest else NONE
-    cells = f"{largest_words(before):>{_COLUMN}}{largest_words(now):>{_COLUMN}}{change:>{_COLUMN}}"
+    cells = f"{describe_largest(before):>{_COLUMN}}{describe_largest(now):>{_COLUMN}}{change:>{_COLUMN}}"
     yield Text(f"  {'largest fit':<{_COLUMN}}{cells}", "red" if now.largest < before.largest else "")
 
 
-def _growth_lines(judgement: Judgement) -> Iterator[Text]:
+def _growth_lines(verdict: Verdict) -> Iterator[Text]:
     """What grew and shrank, the most first."""
-    if judgement.growths:
+    if verdict.growths:
         yield Text(f"  {'change':>{_COLUMN}}  for what", "dim")
-    for growth in judgement.growths[:_MOST_GROWTHS]:
+    for growth in verdict.growths[:_MOST_GROWTHS]:
         change = f" ({growth.change})" if growth.change else ""
         yield Text(f"  {signed_bytes(growth.bytes):>{_COLUMN}}  {growth.what}{change}")
-    if rest := judgement.growths[_MOST_GROWTHS:]:
+    if rest := verdict.growths[_MOST_GROWTHS:]:
         yield Text(f"  {signed_bytes(sum(growth.bytes for growth in rest)):>{_COLUMN}}  {len(rest)} more", "dim")

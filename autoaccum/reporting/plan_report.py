@@ -14,7 +14,7 @@ from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Trial
 from autoaccum.planning import plan_events
 from autoaccum.planning.plan import Plan
-from autoaccum.reporting.console import PlainConsole, path_value, print_remarks, print_rows
+from autoaccum.reporting.console import PlainConsole, path_value, print_messages, print_rows
 from autoaccum.reporting.explain_report import print_explanation
 from autoaccum.reporting.progress import Progress
 from autoaccum.units import MIB, format_bytes
@@ -59,7 +59,7 @@ def print_plan(
     if verbose:
         print_rows(console, detail_rows(plan, seconds))
     remarks = [*(("warning", text) for text in plan.warnings), *(("note", text) for text in plan.notes)]
-    print_remarks(console, remarks, verbose=verbose)
+    print_messages(console, remarks, verbose=verbose)
     if kept is not None:
         console.print(f"kept in {kept}", soft_wrap=True)
     if emitted is not None:
@@ -97,7 +97,7 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
             "band",
             Text(f"{format_bytes(plan.band_bytes)} either way, of what is needed and of what the card has free"),
         )
-    if companions := describe_companions(plan):
+    if companions := describe_extra_memory(plan):
         yield "along with", Text("; ".join(companions))
     if plan.workload.get("worst_of") is not None:
         yield "batches", Text(f"of the longest of {plan.workload['worst_of']} samples of the dataset")
@@ -108,7 +108,7 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
     yield "trials", Text(_trials(plan, seconds))
 
 
-def describe_companions(plan: Plan) -> list[str]:
+def describe_extra_memory(plan: Plan) -> list[str]:
     """What was held in the plan's trials beside the step, as phrases."""
     kept = [_KEPT.get(keep, str(keep)) for keep in plan.workload.get("keeps") or ()]
     samples = plan.workload.get("evaluation_batch")
@@ -207,7 +207,7 @@ class PlanProgress(Progress):
         super().__init__(console, **options)
         self._tried: set[tuple[int, ...]] = set()
 
-    def tell(self, event: plan_events.Event) -> None:
+    def notify(self, event: plan_events.Event) -> None:
         """Draw one event."""
         if isinstance(event, plan_events.Loading):
             self.show(f"loading {event.reference} ...")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Progress:
     """A live line on a terminal, and lines above it; a context manager, so that the live line goes away in any case.
 
-    A subclass draws a command's events in `tell`, with `show`, `say` and `warn`.
+    A subclass draws a command's events in `notify`, with `show`, `say` and `warn`.
 
     Args:
         console: Where to, stderr as a rule.
@@ -72,7 +72,7 @@ class Progress:
             self._warned.add(text)
             self._guarded(print_labelled, self.console, "warning", one_line(text), "yellow")
 
-    def pass_on(self, line: str) -> None:
+    def print_output(self, line: str) -> None:
         """Print what a workload printed, also where it is quiet."""
         self._print(Text.from_ansi(line))
 

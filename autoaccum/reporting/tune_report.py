@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.reporting.console import PlainConsole, make_table, near_path, one_line, path_value, print_rows
+from autoaccum.reporting.console import PlainConsole, make_table, one_line, path_value, print_rows, relative_path
 from autoaccum.reporting.fit_report import format_seconds
 from autoaccum.reporting.plan_report import PlanProgress
 from autoaccum.serialization import to_plain
@@ -134,7 +134,7 @@ def print_tuning(
         console.print(table)
     console.print()
     for what, path in written.items():
-        console.print(f"{what} in {near_path(path)}", soft_wrap=True)
+        console.print(f"{what} in {relative_path(path)}", soft_wrap=True)
     for what, words in commands.items():
         console.print(f"{what}:\n  {shlex.join(words)}", soft_wrap=True)
 
@@ -258,7 +258,7 @@ class TuneProgress(PlanProgress):
     def __init__(self, console: PlainConsole, *, quiet: bool = False) -> None:
         super().__init__(console, quiet=quiet, outlives_console=True)
 
-    def tell(self, event: Any) -> None:
+    def notify(self, event: Any) -> None:
         """Draw one event."""
         match event:
             case StudyOpened():
@@ -280,7 +280,7 @@ class TuneProgress(PlanProgress):
             case Noted(text):
                 self.warn(text)
             case _:
-                super().tell(event)
+                super().notify(event)
 
     def _open(self, event: StudyOpened) -> None:
         facts, self._finished, self._trials = event.facts, event.finished, event.trials

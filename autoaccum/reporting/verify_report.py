@@ -12,16 +12,16 @@ from rich.console import Console
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.reporting.console import make_table, one_line, print_line, print_remarks, print_rows, print_table
+from autoaccum.reporting.console import make_table, one_line, print_line, print_messages, print_rows, print_table
 from autoaccum.reporting.progress import Progress
 from autoaccum.verification.verification_result import (
-    Begun,
     Cause,
     Compared,
     Comparison,
     Diagnosing,
     Difference,
     Verification,
+    VerificationStarted,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def print_verification(console: Console, found: Verification, *, again: Sequence
             print_rows(console, [("batchnorm", Text(found.batchnorm))])
         print_rows(console, [("tolerance", Text(found.rounding)), ("time", Text(f"{found.seconds:.1f} s"))])
     if verbose or not found.equivalent:
-        print_remarks(console, [("note", note) for note in found.notes], verbose=verbose)
+        print_messages(console, [("note", note) for note in found.notes], verbose=verbose)
     if not found.equivalent:
         console.print()
         _print_next(console, found, again)
@@ -177,9 +177,9 @@ class VerificationProgress(Progress):
         self.show("loading ...")
         return self
 
-    def tell(self, event: Any) -> None:
+    def notify(self, event: Any) -> None:
         """Draw one event."""
-        if isinstance(event, Begun):
+        if isinstance(event, VerificationStarted):
             self.say(
                 Text.assemble(
                     (event.name, "bold"),

@@ -31,7 +31,7 @@ from autoaccum.workload.pytree import copy_module, map_tensors, type_name
 from autoaccum.workload.spec import Workload
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
-BESIDE = "<"
+OUTSIDE = "<"
 """Begins the names of modules that the user's functions hold and the model does not."""
 
 _LOSS_SCALE = 256.0
@@ -43,7 +43,7 @@ _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingCopy:
     """One copy, to be run once: a model in training mode on its device, its loss, and its optimizer."""
 
     model: nn.Module
@@ -104,15 +104,15 @@ class Fixture:
         self._begun: ModuleState | None = None
         self.keeps_generators = bool(of_host(own_generators(self._model.modules())))
 
-    def fresh(self) -> Trained:
+    def fresh(self) -> TrainingCopy:
         """A copy as training begins with it; within `running`, modules beside it are as they were at its beginning."""
         if self._begun is not None:
             self._begun.restore()
         memo: dict[int, Any] = {}
         model, objective = _copied(self._model, memo), self._own_objective()
         if self._optimizer is not None:
-            return Trained(model, objective, _copied_optimizer(self._optimizer, memo))
-        return Trained(model, objective, self.workload.build_optimizer(model))
+            return TrainingCopy(model, objective, _copied_optimizer(self._optimizer, memo))
+        return TrainingCopy(model, objective, self.workload.build_optimizer(model))
 
     def prepare_batch(self, batch: Any) -> Any:
         """A batch as runs are given it: on the device, in float64 where that is the precision."""
@@ -130,8 +130,8 @@ class Fixture:
             if self.precision == "fp64":
                 for module in self.beside.values():
                     with suppress(Exception):  # A quantised teacher stays, and what it is given tells by itself.
-                        double_module(module)
-                stack.enter_context(in_double())
+                        to_float64(module)
+                stack.enter_context(in_float64())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._begun = ModuleState(inner for module in self.beside.values() for inner in module.modules())
             try:
@@ -141,7 +141,7 @@ class Fixture:
 
     def _placed(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device)
-        return double_module(model) if self.precision == "fp64" else model
+        return to_float64(model) if self.precision == "fp64" else model
 
     def _own_objective(self) -> Objective:
         """The objective with a copy of its criterion, placed as the model is."""
@@ -169,7 +169,7 @@ def _reached(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module]
     found, generators = find_reachable([*functions, *find_methods(modules)])
     known = {id(module) for module in found.values()}
     found |= {name: module for name, module in workload.modules.items() if id(module) not in known}
-    return {f"{BESIDE}{name}>": module for name, module in found.items()}, generators
+    return {f"{OUTSIDE}{name}>": module for name, module in found.items()}, generators
 
 
 def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -199,7 +199,7 @@ def _copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 
 
 @contextmanager
-def in_double() -> Iterator[None]:
+def in_float64() -> Iterator[None]:
     """Everything computed within is in float64, what the user's code converts to a narrower dtype by name included.
 
     Models raise their logits to float32 (`.float()`) or normalise in it whatever they are given: kept, that would be
@@ -214,7 +214,7 @@ def in_double() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def double_module(module: nn.Module) -> nn.Module:
+def to_float64(module: nn.Module) -> nn.Module:
     """`module` in float64 (complex128 of what is complex), and what it keeps beside its buffers: masks, tables."""
     module = module.double()
     for parameter in module.parameters():

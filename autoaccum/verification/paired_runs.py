@@ -101,9 +101,9 @@ class Runs:
         return () if pair.is_calm else pair.draws.sites
 
     @cached_property
-    def draws_mix(self) -> bool | None:
-        """Whether random draws mix samples, as far as that can be told; see `draws_mix`."""
-        return draws_mix(self.fixture, self.batch)
+    def rng_mixes_samples(self) -> bool | None:
+        """Whether random draws mix samples, as far as that can be told; see `rng_mixes_samples`."""
+        return rng_mixes_samples(self.fixture, self.batch)
 
     def full(self, change: Change = UNCHANGED) -> Outcome:
         """One update by the whole batch."""
@@ -234,7 +234,7 @@ class Runs:
             return other, None
         held = self._calm(change) if pair.draws.sites else pair
         is_told = math.isfinite(held.full.loss)  # Where draws that do nothing hide all words, a mean is over none.
-        mixes = pair.draws.are_by_sample if self.draws_mix is None else self.draws_mix
+        mixes = pair.draws.are_by_sample if self.rng_mixes_samples is None else self.rng_mixes_samples
         if not is_told or self._differ(held.full, held.accumulated) or mixes:
             return pair, None
         sites = ", ".join(pair.draws.sites)
@@ -286,7 +286,7 @@ def _not_matched(what: str, error: DrawMismatch) -> NotMeasuredError:
     return NotMeasuredError(f"{what} draws otherwise than when it was recorded ({error})")
 
 
-def draws_mix(fixture: Fixture, batch: Any) -> bool | None:
+def rng_mixes_samples(fixture: Fixture, batch: Any) -> bool | None:
     """Whether outputs of some samples change where others change places, under the very same draws.
 
     Draws that mix samples, as a shuffled partner does, are told so from those that lie in another order. Two forwards

@@ -274,7 +274,7 @@ def with_update(tolerances: Tolerances, runs: _Runs) -> Tolerances:
     return dataclasses.replace(tolerances, update=allowed)
 
 
-def allow_own(tolerances: Tolerances, runs: _Runs, other: Outcome) -> Tolerances:
+def allow_optimizer_spread(tolerances: Tolerances, runs: _Runs, other: Outcome) -> Tolerances:
     """`tolerances`, with how far the optimizer takes parameters apart that is given the other run's very gradients.
 
     To be asked where gradients are equal: an optimizer that orthogonalises them (Muon) makes much of what rounding has

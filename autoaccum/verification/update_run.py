@@ -28,7 +28,7 @@ from autoaccum.accumulation.state_hash import OwnAttributes
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.errors import AutoaccumError, WorkloadError
-from autoaccum.verification.fixture import Fixture, Trained
+from autoaccum.verification.fixture import Fixture, TrainingCopy
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.objective import Objective, match_weights
@@ -96,7 +96,7 @@ class Run:
     """
 
     def __init__(self, fixture: Fixture, change: Change = UNCHANGED) -> None:
-        self.trained: Trained = fixture.fresh()
+        self.trained: TrainingCopy = fixture.fresh()
         self._fixture, self._change, self._scale = fixture, change, fixture.loss_scale
         self._kept: tuple[ModuleState, OwnAttributes] | None = None
         model = self.trained.model

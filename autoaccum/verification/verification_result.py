@@ -148,7 +148,7 @@ class Verification:
 
 
 @dataclass(frozen=True)
-class Begun:
+class VerificationStarted:
     """The workload is known; windows are compared next."""
 
     name: str
@@ -173,4 +173,4 @@ class Diagnosing:
     comparison: Comparison
 
 
-Event = Begun | Compared | Diagnosing
+Event = VerificationStarted | Compared | Diagnosing

@@ -23,7 +23,7 @@ from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import Runs
 from autoaccum.verification.update_comparison import (
     Tolerances,
-    allow_own,
+    allow_optimizer_spread,
     compare,
     find_tolerances,
     is_finite,
@@ -32,13 +32,13 @@ from autoaccum.verification.update_comparison import (
 )
 from autoaccum.verification.update_run import Change
 from autoaccum.verification.verification_result import (
-    Begun,
     Cause,
     Compared,
     Comparison,
     Diagnosing,
     Method,
     Verification,
+    VerificationStarted,
     Window,
 )
 from autoaccum.workload.batches import split_batch
@@ -88,7 +88,9 @@ class Verifier:
         self._batch = self._take_batch(target)
         self._random = RandomState()
         runs = self._whole_runs(tuple(split_evenly(target, micro, each)))
-        self._tell(Begun(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device)))
+        self._tell(
+            VerificationStarted(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device))
+        )
         if self._subject.workload.accumulate_in == "parameters":
             unseen = ' (not in float64, which is verified: precision="fp32" keeps their dtypes)'
             rounded = 'accumulate_in is "parameters": gradients of half-precision parameters are rounded with each part'
@@ -182,7 +184,7 @@ class Verifier:
         """By the Accumulator, and by the workload's own loop where it has one."""
         self._compare(runs, "accumulator", window, tolerances)
         if self._subject.workload.accumulate is not None:
-            loaded = loaded_window(sum(runs.sizes), self._micro_batch)
+            loaded = dataloader_window(sum(runs.sizes), self._micro_batch)
             own = runs if loaded == runs.sizes else runs.with_sizes(loaded)
             self._compare(own.for_own(), "accumulate", window, tolerances)
 
@@ -292,7 +294,7 @@ def _compared(runs: Runs, method: Method, window: Window, tolerances: Tolerances
         tolerances = with_update(tolerances, runs)
         differences = compare(full, other, tolerances)
     if [one.quantity for one in differences if not one.equal] == ["update"]:
-        differences = compare(full, other, allow_own(tolerances, runs, other))
+        differences = compare(full, other, allow_optimizer_spread(tolerances, runs, other))
     found = Comparison(method=method, window=window, micro_batches=runs.sizes, differences=differences)
     return found, tolerances
 
@@ -333,10 +335,10 @@ def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...
     return next((parts for parts in cut if len(set(parts)) > 1), cut[0] if cut else None)
 
 
-def loaded_window(samples: int, micro: int) -> tuple[int, ...]:
+def dataloader_window(samples: int, micro: int) -> tuple[int, ...]:
     """The parts as a DataLoader of batches of `micro` gives them.
 
-    >>> loaded_window(16, 6)
+    >>> dataloader_window(16, 6)
     (6, 6, 4)
     """
     whole, left = divmod(samples, micro)

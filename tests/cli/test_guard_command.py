@@ -38,7 +38,7 @@ class Guard:
             options["on_output"]("::error::of the workload")
         if isinstance(self.answer, BaseException):
             raise self.answer
-        options["on_event"](CaseFinished(1, 1, self.answer.judgements[0]))
+        options["on_event"](CaseFinished(1, 1, self.answer.verdicts[0]))
         return self.answer
 
 

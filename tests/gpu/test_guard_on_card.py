@@ -33,7 +33,7 @@ def test_a_wider_layer_is_caught_on_the_card(write_workload: Callable[[str], str
     model = Path(write_workload(f"WIDTH = 4096\n{WORKLOAD}"))
     case = check_case(make_case(workload=model.name, device="cuda", target_batch=4096, micro_batch=2048, memory="2GiB"))
     project = Project(folder=model.parent, lock=model.parent / "autoaccum.lock", cases=(case,))
-    locked = guard([Case()], project, update=True).judgements[0]
+    locked = guard([Case()], project, update=True).verdicts[0]
     assert (locked.outcome, locked.exit_code) == ("locked", 0)
     assert locked.now is not None
     assert (locked.now.kind, locked.now.card) == ("measured", torch.cuda.get_device_name(0))
@@ -43,7 +43,7 @@ def test_a_wider_layer_is_caught_on_the_card(write_workload: Callable[[str], str
     again = guard([Case()], project)
     assert again.exit_code == 0
     model.write_text(f"WIDTH = 8192\n{WORKLOAD}")
-    grown = guard([Case()], project).judgements[0]
+    grown = guard([Case()], project).verdicts[0]
     assert (grown.outcome, grown.exit_code) == ("regressed", 1)
     assert grown.growth_bytes is not None
     assert grown.growth_bytes > 32 * MIB
@@ -57,6 +57,6 @@ def test_another_card_is_not_compared(write_workload: Callable[[str], str]) -> N
     guard([Case()], project, update=True)
     measured = read_lock(project.lock, "")[case]
     write_lock(project.lock, {case: dataclasses.replace(measured, card="NVIDIA Nothing")})
-    told = guard([Case()], project).judgements[0]
+    told = guard([Case()], project).verdicts[0]
     assert (told.outcome, told.exit_code) == ("unmeasured", 3)
     assert "was measured on NVIDIA Nothing, this is" in told.reasons[0]

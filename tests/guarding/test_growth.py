@@ -13,7 +13,7 @@ from small_locks import whole_measurement
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
-from autoaccum.guarding.growth import growths
+from autoaccum.guarding.growth import find_growths
 from autoaccum.guarding.guard_result import Growth, Measurement
 from autoaccum.guarding.lock import fold
 from autoaccum.units import MIB
@@ -35,7 +35,7 @@ def blocks(count: int, **mib: float) -> list[Holding]:
 
 
 def told(before: Measurement, now: Measurement) -> list[tuple[str, str, float, str]]:
-    found = growths(before, now)
+    found = find_growths(before, now)
     assert sum(growth.bytes for growth in found) == now.peak_bytes - before.peak_bytes
     assert all(growth.bytes for growth in found)
     return [(growth.category, growth.module, growth.bytes / MIB, growth.change) for growth in found]
@@ -184,7 +184,7 @@ class TestMoved:
     @pytest.mark.parametrize("complete", [True, False])
     def test_what_grew_in_the_phase_that_decides_now_is_told(self, complete: bool) -> None:
         now = measured(row("activations", "body", 64), row("temporaries", "head", 32), phase="forward")
-        found = growths(self.before(complete=complete), now)
+        found = find_growths(self.before(complete=complete), now)
         assert sum(growth.bytes for growth in found) == 16 * MIB
         assert (found[0].category, found[0].module, found[0].bytes) == ("temporaries", "head", 24 * MIB)
         assert found[-1] == Growth(category="unused", module="", bytes=-8 * MIB)
@@ -192,7 +192,7 @@ class TestMoved:
 
 def test_of_real_runs_nobody_knows() -> None:
     before = measured(*blocks(1, mlp=8))
-    assert growths(before, dataclasses.replace(before, kind="measured", held_bytes=None, peak_bytes=9)) == ()
+    assert find_growths(before, dataclasses.replace(before, kind="measured", held_bytes=None, peak_bytes=9)) == ()
 
 
 ROWS = st.lists(
@@ -217,5 +217,5 @@ def test_whatever_is_held_what_is_told_adds_up(
     before = measured(*was, moments=(Moment(phase="forward", held_bytes=3 * MIB, categories=held),))
     now = measured(*is_now, unused_mib=3, phase=phase)
     told(fold(before) if folded else before, now)
-    back = growths(now, before)
+    back = find_growths(now, before)
     assert sum(growth.bytes for growth in back) == before.peak_bytes - now.peak_bytes

@@ -35,9 +35,9 @@ from autoaccum.guarding.guard_result import (
     CaseStarted,
     CheckedOut,
     Event,
-    Judgement,
     Measurement,
     Report,
+    Verdict,
 )
 from autoaccum.guarding.guard_run import guard
 from autoaccum.guarding.lock import read_lock, write_lock
@@ -95,21 +95,21 @@ def locked(bench: Bench) -> Bench:
     return bench
 
 
-def by_workload(report: Report) -> dict[str, Judgement]:
-    return {judgement.case.workload: judgement for judgement in report.judgements}
+def by_workload(report: Report) -> dict[str, Verdict]:
+    return {verdict.case.workload: verdict for verdict in report.verdicts}
 
 
 def test_the_locked_schedule_is_measured_as_it_stands(locked: Bench) -> None:
     report = locked.guard({"other.py": LARGER})
-    assert [judgement.case for judgement in report.judgements] == [OTHER, TRAIN], "in the lock's order"
-    assert [judgement.outcome for judgement in report.judgements] == ["regressed", "unchanged"]
+    assert [verdict.case for verdict in report.verdicts] == [OTHER, TRAIN], "in the lock's order"
+    assert [verdict.outcome for verdict in report.verdicts] == ["regressed", "unchanged"]
     assert (report.exit_code, report.against, report.updated) == (1, "autoaccum.lock", None)
     assert sorted(locked.asked) == [("other.py", (32,) * 8), ("train.py", (32,) * 8)]
-    assert report.judgements[0].command == "autoaccum guard other.py --gpu rtx3090 --target-batch 256 --update"
-    assert report.judgements[1].warnings == ("mind the gap",)
+    assert report.verdicts[0].command == "autoaccum guard other.py --gpu rtx3090 --target-batch 256 --update"
+    assert report.verdicts[1].warnings == ("mind the gap",)
     assert {event.case for event in locked.told if isinstance(event, CaseStarted)} == {TRAIN, OTHER}
     finished = [event for event in locked.told if isinstance(event, CaseFinished)]
-    assert {(event.number, event.count, event.judgement.outcome) for event in finished} == {
+    assert {(event.number, event.count, event.verdict.outcome) for event in finished} == {
         (1, 2, "regressed"),
         (2, 2, "unchanged"),
     }
@@ -118,7 +118,7 @@ def test_the_locked_schedule_is_measured_as_it_stands(locked: Bench) -> None:
 def test_an_error_of_one_case_ends_none_of_the_others(locked: Bench) -> None:
     raised = WorkloadError("it raised", hint="mend it", user_traceback="line 1\nline 2")
     report = locked.guard({"other.py": raised})
-    other, train = report.judgements
+    other, train = report.verdicts
     assert (train.outcome, other.outcome, other.exit_code, report.exit_code) == ("unchanged", "unmeasured", 3, 3)
     assert (other.reasons, other.traceback) == (("it raised",), "line 1\nline 2")
     assert other.hint == "mend it, or delete its entry from autoaccum.lock if it is guarded no more"
@@ -135,7 +135,7 @@ def test_what_is_not_locked_is_never_a_pass(bench: Bench) -> None:
     assert none.value.exit_code == 3
     bench.name(TRAIN)
     missing = bench.guard()
-    assert missing.judgements[0].reasons == ("there is no autoaccum.lock",)
+    assert missing.verdicts[0].reasons == ("there is no autoaccum.lock",)
     write_lock(bench.project.lock, a_lock(OTHER))
     report = bench.guard()
     told = by_workload(report)
@@ -173,7 +173,7 @@ def test_an_update_plans_anew_and_writes_once(locked: Bench) -> None:
     report = locked.guard({"train.py": LARGER}, update=True)
     told = by_workload(report)
     assert (report.exit_code, report.updated) == (0, "autoaccum.lock")
-    assert {judgement.outcome for judgement in report.judgements} == {"locked"}
+    assert {verdict.outcome for verdict in report.verdicts} == {"locked"}
     assert told["train.py"].growth_bytes == GIB
     assert told["train.py"].explanation
     assert not told["other.py"].explanation
@@ -228,7 +228,7 @@ def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
     assert not bench.project.lock.exists()
     write_lock(bench.project.lock, a_lock(TRAIN))
     bench.name()
-    assert [each.case for each in bench.guard(baseline="HEAD").judgements] == [TRAIN], "a lock names cases, too"
+    assert [each.case for each in bench.guard(baseline="HEAD").verdicts] == [TRAIN], "a lock names cases, too"
     bench.project.lock.write_text("damaged")
     with pytest.raises(LockFileError):
         bench.guard(baseline="HEAD")
@@ -240,8 +240,8 @@ def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
 
 def test_a_limit_on_time_is_for_all_of_them(locked: Bench) -> None:
     report = locked.guard(time_limit=1e-9)
-    assert [judgement.exit_code for judgement in report.judgements] == [3, 3]
-    assert "the limit on time was over" in report.judgements[0].reasons[0]
+    assert [verdict.exit_code for verdict in report.verdicts] == [3, 3]
+    assert "the limit on time was over" in report.verdicts[0].reasons[0]
 
 
 def test_a_lock_that_could_not_be_written_is_told_before_anything_is_measured(bench: Bench) -> None:
@@ -254,17 +254,17 @@ def test_a_lock_that_could_not_be_written_is_told_before_anything_is_measured(be
 def test_json_has_every_field_of_every_record() -> None:
     record = json.loads(ALL.to_json())
     assert list(record)[:2] == ["schema", "exit_code"]
-    assert (record["schema"], record["exit_code"]) == (1, 1)
+    assert (record["schema"], record["exit_code"]) == (2, 1)
     assert {field.name for field in dataclasses.fields(Report)} <= record.keys()
-    regressed = record["judgements"][-1]
-    assert {field.name for field in dataclasses.fields(Judgement)} <= regressed.keys()
+    regressed = record["verdicts"][-1]
+    assert {field.name for field in dataclasses.fields(Verdict)} <= regressed.keys()
     assert (regressed["name"], regressed["growth_bytes"]) == ("train.py on rtx3090, target 256, bf16", 1280 * 2**20)
     assert set(regressed["growths"][0]) == {"category", "module", "bytes", "change"}
     assert regressed["before"]["micro_batches"] == [32] * 8
     assert (regressed["before"]["micro_batch"], regressed["now"]["spread_bytes"]) == (32, 0)
     assert record["tolerance"] == {"fraction": 0.01, "bytes": None}
-    (judgement,) = json.loads(report(UNMEASURED).to_json())["judgements"]
-    assert (judgement["before"], judgement["now"], judgement["growth_bytes"]) == (None, None, None)
+    (verdict,) = json.loads(report(UNMEASURED).to_json())["verdicts"]
+    assert (verdict["before"], verdict["now"], verdict["growth_bytes"]) == (None, None, None)
 
 
 INTERRUPTED = """

@@ -17,7 +17,7 @@ from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.guarding.cases import Case, make_case
-from autoaccum.guarding.guard_result import Growth, Judgement, Measurement, Tolerance
+from autoaccum.guarding.guard_result import Growth, Measurement, Tolerance, Verdict
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import Task, measure_simulated, request_of
 from autoaccum.guarding.verdict import compare
@@ -73,12 +73,12 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
 def test_what_takes_more_is_caught_and_told(regression: Regression, measure: Measure, tmp_path: Path) -> None:
     before, now = measure(regression.start), measure(regression.edits)
     for known in (before, as_locked(before, tmp_path)):
-        judgement = compare(CASE, known, now, Tolerance())
-        assert (judgement.outcome, judgement.exit_code) == ("regressed", 1)
-        assert judgement.reasons
-        assert any(is_of(regression, growth) for growth in largest(judgement, regression.place)), judgement.explanation
-        assert sentence(regression).search(judgement.explanation), judgement.explanation
-        assert sum(growth.bytes for growth in judgement.growths) == judgement.growth_bytes
+        verdict = compare(CASE, known, now, Tolerance())
+        assert (verdict.outcome, verdict.exit_code) == ("regressed", 1)
+        assert verdict.reasons
+        assert any(is_of(regression, growth) for growth in largest(verdict, regression.place)), verdict.explanation
+        assert sentence(regression).search(verdict.explanation), verdict.explanation
+        assert sum(growth.bytes for growth in verdict.growths) == verdict.growth_bytes
     back = compare(CASE, now, before, Tolerance())
     assert (back.outcome in ("improved", "within"), back.exit_code) == (True, 0)
     assert sum(growth.bytes for growth in back.growths) == back.growth_bytes
@@ -109,12 +109,12 @@ def test_modules_moved_to_another_file_pass(measure: Measure, tmp_path: Path) ->
 
 
 def check_same(now: Measurement, locked: Measurement, better: str = "within") -> None:
-    judgement = compare(CASE, locked, now, Tolerance())
-    assert judgement.outcome in ("unchanged", "within", better), judgement.explanation
-    assert judgement.exit_code == 0
+    verdict = compare(CASE, locked, now, Tolerance())
+    assert verdict.outcome in ("unchanged", "within", better), verdict.explanation
+    assert verdict.exit_code == 0
     assert now.held_bytes == locked.held_bytes
     assert all(
-        growth.category == "unused" for growth in judgement.growths if abs(growth.bytes) > locked.peak_bytes / 1000
+        growth.category == "unused" for growth in verdict.growths if abs(growth.bytes) > locked.peak_bytes / 1000
     )
 
 
@@ -129,16 +129,16 @@ def test_a_largest_size_that_fell_is_told_beside_what_grew(tmp_path: Path) -> No
     assert not locked.capped
     assert max(locked.micro_batches) <= locked.largest < 256
     assert 0 < largest < locked.largest
-    judgement = compare(PLANNED, locked, now, Tolerance())
-    assert judgement.exit_code == 1
-    assert f"the largest micro-batch that fits fell from {locked.largest} to {largest}" in judgement.reasons
-    assert "activations of blocks.*.mlp" in judgement.explanation
-    assert judgement.explanation.endswith(f"; rtx3090 now holds {largest} instead of {locked.largest}")
+    verdict = compare(PLANNED, locked, now, Tolerance())
+    assert verdict.exit_code == 1
+    assert f"the largest micro-batch that fits fell from {locked.largest} to {largest}" in verdict.reasons
+    assert "activations of blocks.*.mlp" in verdict.explanation
+    assert verdict.explanation.endswith(f"; rtx3090 now holds {largest} instead of {locked.largest}")
 
 
-def largest(judgement: Judgement, count: int) -> list[Growth]:
+def largest(verdict: Verdict, count: int) -> list[Growth]:
     """The growths that are told first."""
-    return [growth for growth in judgement.growths if growth.category != "unused"][:count]
+    return [growth for growth in verdict.growths if growth.category != "unused"][:count]
 
 
 def is_of(regression: Regression, growth: Growth) -> bool:

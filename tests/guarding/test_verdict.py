@@ -10,7 +10,7 @@ import pytest
 from guard_reports import CASE
 
 from autoaccum.devices.explanation import Holding
-from autoaccum.guarding.guard_result import Judgement, Measurement, Tolerance
+from autoaccum.guarding.guard_result import Measurement, Tolerance, Verdict
 from autoaccum.guarding.verdict import compare
 from autoaccum.units import GIB, MIB
 
@@ -53,42 +53,42 @@ def ran(*runs_mib: int, **other: Any) -> Measurement:
     return dataclasses.replace(BEFORE, **found)
 
 
-def judged(now: Measurement, before: Measurement = BEFORE, tolerance: Tolerance | None = None) -> Judgement:
+def judged(now: Measurement, before: Measurement = BEFORE, tolerance: Tolerance | None = None) -> Verdict:
     return compare(CASE, before, now, tolerance or Tolerance(), command=UPDATE)
 
 
 def test_the_same_to_the_byte_is_unchanged() -> None:
-    judgement = judged(BEFORE)
-    assert (judgement.outcome, judgement.exit_code, judgement.reasons) == ("unchanged", 0, ())
-    assert (judgement.explanation, judgement.hint, judgement.growths) == ("", "", ())
+    verdict = judged(BEFORE)
+    assert (verdict.outcome, verdict.exit_code, verdict.reasons) == ("unchanged", 0, ())
+    assert (verdict.explanation, verdict.hint, verdict.growths) == ("", "", ())
 
 
 def test_a_growth_is_told_with_what_fits_now() -> None:
     now = grown(1274 * MIB, unused=20 * MIB, dtype="float32", largest=24)
-    judgement = judged(now)
-    assert (judgement.outcome, judgement.exit_code) == ("regressed", 1)
-    assert judgement.explanation == (
+    verdict = judged(now)
+    assert (verdict.outcome, verdict.exit_code) == ("regressed", 1)
+    assert verdict.explanation == (
         "+1.26 GiB (+8.4 %): activations of blocks.0.mlp +1.24 GiB (bf16 -> fp32), optimizer unchanged; "
         "rtx3090 now holds 24 instead of 32"
     )
-    assert judgement.reasons == (
+    assert verdict.reasons == (
         "the largest micro-batch that fits fell from 32 to 24",
         "the peak grew by 1.26 GiB (8.4 %), 1 % is allowed",
     )
-    assert (judgement.hint, judgement.command) == ("if it is meant, lock it in", UPDATE)
+    assert (verdict.hint, verdict.command) == ("if it is meant, lock it in", UPDATE)
 
 
 def test_growth_within_the_tolerance_passes_and_is_told() -> None:
-    judgement = judged(grown(100 * MIB))
-    assert (judgement.outcome, judgement.exit_code, judgement.reasons) == ("within", 0, ())
-    assert judgement.explanation == "+100 MiB (+0.7 %): activations of blocks.0.mlp +100 MiB, optimizer unchanged"
+    verdict = judged(grown(100 * MIB))
+    assert (verdict.outcome, verdict.exit_code, verdict.reasons) == ("within", 0, ())
+    assert verdict.explanation == "+100 MiB (+0.7 %): activations of blocks.0.mlp +100 MiB, optimizer unchanged"
 
 
 def test_what_is_held_counts_where_the_peak_is_as_it_was() -> None:
-    judgement = judged(grown(200 * MIB, unused=-200 * MIB))
-    assert judgement.outcome == "regressed"
-    assert judgement.reasons == ("what is held at the peak grew by 200 MiB (1.4 %), 1 % is allowed",)
-    assert judgement.explanation.startswith("+200 MiB (+1.4 %) of the same peak are held: activations of blocks.0.mlp")
+    verdict = judged(grown(200 * MIB, unused=-200 * MIB))
+    assert verdict.outcome == "regressed"
+    assert verdict.reasons == ("what is held at the peak grew by 200 MiB (1.4 %), 1 % is allowed",)
+    assert verdict.explanation.startswith("+200 MiB (+1.4 %) of the same peak are held: activations of blocks.0.mlp")
 
 
 def test_less_than_a_segment_of_the_allocator_counts_only_if_it_is_held() -> None:
@@ -99,19 +99,19 @@ def test_less_than_a_segment_of_the_allocator_counts_only_if_it_is_held() -> Non
 
 
 def test_a_schedule_that_fits_no_more_is_the_heaviest_reason() -> None:
-    judgement = judged(grown(9 * GIB, fits=False, largest=0, least_bytes=24 * GIB))
-    assert judgement.outcome == "regressed"
+    verdict = judged(grown(9 * GIB, fits=False, largest=0, least_bytes=24 * GIB))
+    assert verdict.outcome == "regressed"
     assert (
-        judgement.reasons[0] == "micro-batch 32 does not fit any more: it needs at least 24.00 GiB, 23.00 GiB are there"
+        verdict.reasons[0] == "micro-batch 32 does not fit any more: it needs at least 24.00 GiB, 23.00 GiB are there"
     )
-    assert len(judgement.reasons) == 3
-    assert judgement.explanation.endswith("; rtx3090 now holds none instead of 32")
+    assert len(verdict.reasons) == 3
+    assert verdict.explanation.endswith("; rtx3090 now holds none instead of 32")
 
 
 def test_a_smaller_largest_size_is_a_no_whatever_the_peak() -> None:
-    judgement = judged(grown(10 * MIB, largest=31))
-    assert (judgement.outcome, judgement.exit_code) == ("regressed", 1)
-    assert judgement.reasons == ("the largest micro-batch that fits fell from 32 to 31",)
+    verdict = judged(grown(10 * MIB, largest=31))
+    assert (verdict.outcome, verdict.exit_code) == ("regressed", 1)
+    assert verdict.reasons == ("the largest micro-batch that fits fell from 32 to 31",)
 
 
 @pytest.mark.parametrize(
@@ -127,14 +127,14 @@ def test_a_large_one_may_fall_by_the_tolerances_share_of_it(tolerance: Tolerance
 
 def test_a_largest_one_that_fell_without_a_growth_has_a_cause() -> None:
     """Two local variables more: a block is freed later, and the next does not fit into its place."""
-    judgement = judged(dataclasses.replace(BEFORE, largest=30, least_bytes=(BEFORE.least_bytes or 0) + 294 * MIB))
-    assert judgement.outcome == "regressed"
-    assert judgement.explanation == (
+    verdict = judged(dataclasses.replace(BEFORE, largest=30, least_bytes=(BEFORE.least_bytes or 0) + 294 * MIB))
+    assert verdict.outcome == "regressed"
+    assert verdict.explanation == (
         "least budget +294 MiB (+2.0 %): the allocator packs it less closely; rtx3090 now holds 30 instead of 32"
     )
-    judgement = judged(dataclasses.replace(BEFORE, least_bytes=(BEFORE.least_bytes or 0) - MIB))
-    assert judgement.outcome == "within"
-    assert judgement.explanation == "least budget -1.0 MiB (-0.007 %): the allocator packs it more closely"
+    verdict = judged(dataclasses.replace(BEFORE, least_bytes=(BEFORE.least_bytes or 0) - MIB))
+    assert verdict.outcome == "within"
+    assert verdict.explanation == "least budget -1.0 MiB (-0.007 %): the allocator packs it more closely"
 
 
 class TestContradictions:
@@ -143,9 +143,9 @@ class TestContradictions:
     def test_a_peak_is_believed_if_the_least_budget_says_so_too(self) -> None:
         small = dataclasses.replace(BEFORE, peak_bytes=308 * MIB, held_bytes=290 * MIB, least_bytes=300 * MIB)
         now = dataclasses.replace(small, peak_bytes=324 * MIB, held_bytes=272 * MIB, least_bytes=318 * MIB)
-        judgement = judged(now, small)
-        assert judgement.outcome == "regressed"
-        assert judgement.reasons == ("the peak grew by 16.0 MiB (5.2 %), 1 % is allowed",)
+        verdict = judged(now, small)
+        assert verdict.outcome == "regressed"
+        assert verdict.reasons == ("the peak grew by 16.0 MiB (5.2 %), 1 % is allowed",)
 
     def test_of_peaks_that_no_card_holds_the_least_budgets_tell(self) -> None:
         there: dict[str, Any] = {"limit_bytes": 14 * GIB + 300 * MIB}
@@ -172,9 +172,9 @@ class TestContradictions:
     "now", [grown(-GIB), grown(-GIB, unused=GIB), dataclasses.replace(BEFORE, largest=33)], ids=["peak", "held", "fits"]
 )
 def test_less_is_good_news_with_the_command_that_locks_it_in(now: Measurement) -> None:
-    judgement = judged(now)
-    assert (judgement.outcome, judgement.exit_code, judgement.reasons) == ("improved", 0, ())
-    assert (judgement.hint, judgement.command) == ("lock it in", UPDATE)
+    verdict = judged(now)
+    assert (verdict.outcome, verdict.exit_code, verdict.reasons) == ("improved", 0, ())
+    assert (verdict.hint, verdict.command) == ("lock it in", UPDATE)
 
 
 def test_shrinkage_is_explained_from_what_shrank() -> None:
@@ -192,13 +192,13 @@ class TestMeasured:
 
     def test_the_spread_of_both_comes_on_top_of_the_tolerance(self) -> None:
         assert judged(ran(10_200, 10_240, 10_240), self.BEFORE).outcome == "within"
-        judgement = judged(ran(10_250, 10_290, 10_290), self.BEFORE)
-        assert judgement.outcome == "regressed"
-        assert judgement.reasons == (
+        verdict = judged(ran(10_250, 10_290, 10_290), self.BEFORE)
+        assert verdict.outcome == "regressed"
+        assert verdict.reasons == (
             "the peak grew by 250 MiB (2.5 %), 1 % is allowed, and 140 MiB for how far runs are apart",
         )
 
     def test_another_budget_is_told_and_allowed_for(self) -> None:
-        judgement = judged(ran(10_000, 10_040, 10_100, largest=28, limit_bytes=22 * GIB), self.BEFORE)
-        assert judgement.outcome == "within"
-        assert judgement.notes == ("the budget was 23.00 GiB, it is 22.00 GiB now",)
+        verdict = judged(ran(10_000, 10_040, 10_100, largest=28, limit_bytes=22 * GIB), self.BEFORE)
+        assert verdict.outcome == "within"
+        assert verdict.notes == ("the budget was 23.00 GiB, it is 22.00 GiB now",)

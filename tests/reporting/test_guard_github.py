@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from autoaccum.guarding.guard_result import Judgement
+from autoaccum.guarding.guard_result import Verdict
 from autoaccum.reporting.guard_github import (
     annotation_lines,
     code,
@@ -139,7 +139,7 @@ def test_names_stay_names() -> None:
 
 
 def test_a_traceback_cannot_leave_its_box() -> None:
-    odd = Judgement(case=CASE, outcome="unmeasured", exit_code=2, traceback="a\n\n</pre>\n```\n| b |")
+    odd = Verdict(case=CASE, outcome="unmeasured", exit_code=2, traceback="a\n\n</pre>\n```\n| b |")
     html = rendered(report_markdown(report(odd)))
     assert "<pre>a<br><br>&#60;/pre>" in html
     assert html.count("</pre>") == 1

@@ -8,14 +8,14 @@ import io
 import pytest
 from guard_reports import ALL, BEFORE, CASE, LOCKED, NOW, REGRESSED, UNCHANGED, UNMEASURED, report
 
-from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, CheckedOut, Judgement
+from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, CheckedOut, Verdict
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.guard_github import harmless, report_markdown
 from autoaccum.reporting.guard_report import GuardProgress, finished_line, print_report, report_text
 
 
-def lines_of(judgement: Judgement) -> list[str]:
-    return report_text(report(judgement)).splitlines()
+def lines_of(verdict: Verdict) -> list[str]:
+    return report_text(report(verdict)).splitlines()
 
 
 def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
@@ -96,11 +96,11 @@ def test_a_line_for_each_case_with_its_own_time(monkeypatch: pytest.MonkeyPatch)
     text, now = io.StringIO(), iter([0.0, 3.5, 4.0, 14.25])
     monkeypatch.setattr("time.monotonic", lambda: next(now))
     with GuardProgress(make_console(file=text)) as progress:
-        progress.tell(CheckedOut("HEAD~1"))
-        progress.tell(CaseStarted(OTHER))
-        progress.tell(CaseFinished(2, 12, UNCHANGED))
-        progress.tell(CaseStarted(CASE))
-        progress.tell(CaseFinished(3, 12, REGRESSED))
+        progress.notify(CheckedOut("HEAD~1"))
+        progress.notify(CaseStarted(OTHER))
+        progress.notify(CaseFinished(2, 12, UNCHANGED))
+        progress.notify(CaseStarted(CASE))
+        progress.notify(CaseFinished(3, 12, REGRESSED))
     assert text.getvalue().splitlines() == [
         " 2/12    3.5 s  unchanged         train.py on a100-80gb, target 256, bf16",
         " 3/12   10.2 s  regressed         train.py on rtx3090, target 256, bf16  +1.25 GiB (+8.9 %)",
@@ -110,17 +110,17 @@ def test_a_line_for_each_case_with_its_own_time(monkeypatch: pytest.MonkeyPatch)
 def test_quiet_passes_on_only_what_a_workload_prints() -> None:
     text = io.StringIO()
     with GuardProgress(make_console(file=text), quiet=True) as progress:
-        progress.tell(CaseStarted(CASE))
-        progress.pass_on("loading\x1b[31m data")
-        progress.tell(CaseFinished(1, 1, REGRESSED))
+        progress.notify(CaseStarted(CASE))
+        progress.print_output("loading\x1b[31m data")
+        progress.notify(CaseFinished(1, 1, REGRESSED))
     assert text.getvalue() == "loading data\n"
 
 
 def test_what_a_workload_prints_is_made_harmless() -> None:
     text = io.StringIO()
     with GuardProgress(make_console(file=text), harmless=harmless) as progress:
-        progress.pass_on("epoch 1\r::error::no")
-        progress.tell(
+        progress.print_output("epoch 1\r::error::no")
+        progress.notify(
             CaseFinished(1, 1, dataclasses.replace(UNCHANGED, case=dataclasses.replace(CASE, workload="##[a]")))
         )
     assert text.getvalue().startswith("epoch 1\n: :error::no\n")

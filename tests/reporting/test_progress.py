@@ -45,15 +45,15 @@ def draw(*, terminal: bool = False, quiet: bool = False) -> str:
     file = Terminal() if terminal else io.StringIO()
     console = make_console(file=file, width=40, force_terminal=terminal, color_system=None)
     with PlanProgress(console, quiet=quiet) as progress:
-        progress.tell(Loading("digits.py"))
-        progress.tell(Inspected(INSPECTION, "cpu", GIB, 256))
+        progress.notify(Loading("digits.py"))
+        progress.notify(Inspected(INSPECTION, "cpu", GIB, 256))
         for number, trial in enumerate((OK, OOM), start=1):
-            progress.tell(TrialStarted(number, trial.parts, False))
-            progress.pass_on(f"printed in trial {number}")
-            progress.tell(TrialFinished(number, trial, False))
-        progress.tell(Scheduled(make_schedule(128, 64), 64))
-        progress.tell(TrialStarted(3, PROOF.parts, True))
-        progress.tell(TrialFinished(3, PROOF, True))
+            progress.notify(TrialStarted(number, trial.parts, False))
+            progress.print_output(f"printed in trial {number}")
+            progress.notify(TrialFinished(number, trial, False))
+        progress.notify(Scheduled(make_schedule(128, 64), 64))
+        progress.notify(TrialStarted(3, PROOF.parts, True))
+        progress.notify(TrialFinished(3, PROOF, True))
     return file.getvalue()
 
 
@@ -75,8 +75,8 @@ def test_trials_of_other_budgets_show_the_budget() -> None:
     progress = PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None))
     with progress:
         for number, limit_bytes in enumerate((300 * MIB, 150 * MIB), start=4):
-            progress.tell(TrialStarted(number, PROOF.parts, False, limit_bytes))
-            progress.tell(TrialFinished(number, replace(PROOF, limit_bytes=limit_bytes), False))
+            progress.notify(TrialStarted(number, PROOF.parts, False, limit_bytes))
+            progress.notify(TrialFinished(number, replace(PROOF, limit_bytes=limit_bytes), False))
     text = file.getvalue()
     assert text.count("the least budget at which that still runs\n") == 1
     assert "trial 5: micro-batch 43 within 150 MiB ..." in text
@@ -86,13 +86,13 @@ def test_trials_of_other_budgets_show_the_budget() -> None:
 def test_what_is_predicted_is_said_to_be_so() -> None:
     file = Terminal()
     with PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None)) as progress:
-        progress.tell(Inspected(INSPECTION, "rtx3090 (simulated)", GIB, 256, predicted=True))
-        progress.tell(Tracing())
-        progress.tell(TrialStarted(1, OOM.parts, False))
-        progress.tell(TrialFinished(1, OOM, False))
-        progress.tell(Scheduled(make_schedule(128, 64), 64))
-        progress.tell(TrialStarted(2, PROOF.parts, True))
-        progress.tell(TrialFinished(2, PROOF, True))
+        progress.notify(Inspected(INSPECTION, "rtx3090 (simulated)", GIB, 256, predicted=True))
+        progress.notify(Tracing())
+        progress.notify(TrialStarted(1, OOM.parts, False))
+        progress.notify(TrialFinished(1, OOM, False))
+        progress.notify(Scheduled(make_schedule(128, 64), 64))
+        progress.notify(TrialStarted(2, PROOF.parts, True))
+        progress.notify(TrialFinished(2, PROOF, True))
     text = file.getvalue()
     assert "AdamW; predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256\n" in text
     assert "tracing small sizes ..." in text
@@ -120,7 +120,7 @@ def test_the_live_line_goes_when_a_trial_is_interrupted() -> None:
 
     def run() -> None:
         with progress:
-            progress.tell(TrialStarted(1, (1, 1), False))
+            progress.notify(TrialStarted(1, (1, 1), False))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

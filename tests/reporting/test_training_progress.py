@@ -63,7 +63,7 @@ def draw(*told: Any, terminal: bool = False, quiet: bool = False, seconds: float
     console = make_console(file=file, width=width, force_terminal=terminal, color_system=None)
     with TrainingProgress(console, quiet=quiet, clock=clock) as progress:
         for event in told:
-            progress.tell(event)
+            progress.notify(event)
             clock.seconds += seconds
     return file.getvalue().splitlines()
 
@@ -168,10 +168,10 @@ def test_a_console_that_is_gone_ends_the_drawing_and_not_the_training(terminal: 
     file, clock, stdout = Closed(), Clock(), sys.stdout
     console = make_console(file=file, width=100, force_terminal=terminal)
     with TrainingProgress(console, clock=clock) as progress:
-        progress.tell(started())
+        progress.notify(started())
         file.closes = True
         for number in range(1, 31):
             clock.seconds += 20
-            progress.tell(updated(number))
+            progress.notify(updated(number))
             progress.warn(f"warning {number}")
     assert sys.stdout is stdout

@@ -37,7 +37,7 @@ def told_lines(told: list[Any], *, quiet: bool = False) -> str:
     text = io.StringIO()
     with TuneProgress(make_console(file=text, width=200), quiet=quiet) as progress:
         for event in told:
-            progress.tell(event)
+            progress.notify(event)
     return text.getvalue()
 
 

@@ -10,13 +10,13 @@ import math
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.verify_report import VerificationProgress, print_verification
 from autoaccum.verification.verification_result import (
-    Begun,
     Cause,
     Compared,
     Comparison,
     Difference,
     Quantity,
     Verification,
+    VerificationStarted,
 )
 
 
@@ -163,10 +163,10 @@ def test_json_begins_with_the_schema_and_has_no_infinity() -> None:
 
 def test_progress_tells_what_is_verified() -> None:
     text, none = io.StringIO(), io.StringIO()
-    begun = Begun("small", "Sequential", 1234, "SGD", "fp64", "cpu")
+    begun = VerificationStarted("small", "Sequential", 1234, "SGD", "fp64", "cpu")
     for file, quiet in ((text, False), (none, True)):
         with VerificationProgress(make_console(file=file, width=100), quiet=quiet) as progress:
-            progress.tell(begun)
-            progress.tell(Compared(EQUAL))
+            progress.notify(begun)
+            progress.notify(Compared(EQUAL))
     assert text.getvalue() == "small: Sequential, 1,234 parameters, SGD; compared in fp64 on cpu\n"
     assert none.getvalue() == ""

@@ -1,11 +1,11 @@
-"""Reports of a guard made by hand, one judgement of each kind, with names that forms must not take for structure."""
+"""Reports of a guard made by hand, one verdict of each kind, with names that forms must not take for structure."""
 
 from __future__ import annotations
 
 import dataclasses
 
 from autoaccum.guarding.cases import make_case
-from autoaccum.guarding.guard_result import Growth, Judgement, Measurement, Report, Tolerance
+from autoaccum.guarding.guard_result import Growth, Measurement, Report, Tolerance, Verdict
 from autoaccum.units import GIB, MIB
 
 CASE = make_case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16")
@@ -29,7 +29,7 @@ BEFORE = Measurement(
 NOW = dataclasses.replace(
     BEFORE, largest=24, peak_bytes=15 * GIB + 256 * MIB, held_bytes=14 * GIB, least_bytes=14 * GIB + 512 * MIB
 )
-REGRESSED = Judgement(
+REGRESSED = Verdict(
     case=CASE,
     outcome="regressed",
     exit_code=1,
@@ -45,17 +45,17 @@ REGRESSED = Judgement(
     before=BEFORE,
     now=NOW,
 )
-UNCHANGED = Judgement(
+UNCHANGED = Verdict(
     case=make_case(**{**CASE.asked(), "gpu": "a100-80gb"}), outcome="unchanged", before=BEFORE, now=BEFORE
 )
-WITHIN = Judgement(
+WITHIN = Verdict(
     case=make_case(**{**CASE.asked(), "precision": "fp32"}),
     outcome="within",
     explanation="+2.0 MiB (+0.01 %): temporaries +2.0 MiB",
     before=BEFORE,
     now=dataclasses.replace(BEFORE, peak_bytes=BEFORE.peak_bytes + 2 * MIB),
 )
-IMPROVED = Judgement(
+IMPROVED = Verdict(
     case=make_case(**{**CASE.asked(), "gpu": "v100"}),
     outcome="improved",
     explanation="-1.25 GiB (-8.2 %): activations of blocks.*.mlp -1.20 GiB",
@@ -64,7 +64,7 @@ IMPROVED = Judgement(
     before=NOW,
     now=BEFORE,
 )
-UNMEASURED = Judgement(
+UNMEASURED = Verdict(
     case=dataclasses.replace(CASE, workload="package.broken:model"),
     outcome="unmeasured",
     exit_code=3,
@@ -72,11 +72,11 @@ UNMEASURED = Judgement(
     traceback='File "broken.py", line 3, in model\n    raise ValueError("50 %")\n::error::raised\n  ##[group]old',
     warnings=("its weight was not looked at",),
 )
-LOCKED = Judgement(case=CASE, outcome="locked", now=BEFORE)
+LOCKED = Verdict(case=CASE, outcome="locked", now=BEFORE)
 
 
-def report(*judgements: Judgement, updated: str | None = None) -> Report:
-    return Report(judgements=judgements, against="autoaccum.lock", tolerance=Tolerance(), updated=updated)
+def report(*verdicts: Verdict, updated: str | None = None) -> Report:
+    return Report(verdicts=verdicts, against="autoaccum.lock", tolerance=Tolerance(), updated=updated)
 
 
 ALL = report(UNCHANGED, WITHIN, IMPROVED, UNMEASURED, REGRESSED)

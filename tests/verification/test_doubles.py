@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum.verification.fixture import in_double, widened
+from autoaccum.verification.fixture import in_float64, widened
 
 
 class Narrowing(nn.Module):
@@ -30,7 +30,7 @@ class Narrowing(nn.Module):
 def test_nothing_is_rounded_on_the_way() -> None:
     torch.manual_seed(0)
     model, inputs = Narrowing().double(), torch.randn(4, 3, dtype=torch.float64)
-    with in_double():
+    with in_float64():
         found = model(inputs)
     normed = inputs * torch.rsqrt(inputs.pow(2).mean(-1, keepdim=True) + 1e-6)
     wanted = (nn.functional.linear(normed, model.linear.weight, model.linear.bias) + 1).softmax(-1)
@@ -40,7 +40,7 @@ def test_nothing_is_rounded_on_the_way() -> None:
 
 def test_gradients_pass_through_what_was_to_be_narrow() -> None:
     leaf = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    with in_double():
+    with in_float64():
         torch.autograd.backward(leaf.float().pow(3).sum())
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, 3 * leaf.detach() ** 2, rtol=1e-15, atol=0)

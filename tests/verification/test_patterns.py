@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.verification.causes.loop_causes import Cut, Fault, name_fault
+from autoaccum.verification.causes.loop_causes import Cut, LoopMistake, find_mistake
 
 COUNTS = ((3, 1, 2), (4, 2))
 EVEN = ((3, 3, 3, 3), (4, 4, 4))
@@ -18,7 +18,7 @@ def cut(counts: tuple[int, ...], factor: Callable[[int, int, int], float]) -> Cu
     return Cut(tuple(factor(count, total, parts) for count in counts), tuple(count / total for count in counts))
 
 
-LOOPS: dict[str, tuple[Callable[[int, int, int], float], Fault]] = {
+LOOPS: dict[str, tuple[Callable[[int, int, int], float], LoopMistake]] = {
     "adds means": (lambda count, total, parts: 1.0, "undivided"),
     "adds shares, times the parts": (lambda count, total, parts: parts * count / total, "undivided"),
     "divides means by the square": (lambda count, total, parts: 1 / parts**2, "divided twice"),
@@ -34,31 +34,31 @@ LOOPS: dict[str, tuple[Callable[[int, int, int], float], Fault]] = {
 @pytest.mark.parametrize("loop", LOOPS)
 def test_names_what_is_wrong(loop: str) -> None:
     factor, fault = LOOPS[loop]
-    assert name_fault(cut(COUNTS[0], factor), cut(COUNTS[1], factor)) == fault
+    assert find_mistake(cut(COUNTS[0], factor), cut(COUNTS[1], factor)) == fault
     evenly = {"averages means": None, "counts one more": "scaled"}.get(loop, fault)
-    assert name_fault(cut(EVEN[0], factor), cut(EVEN[1], factor)) == evenly
+    assert find_mistake(cut(EVEN[0], factor), cut(EVEN[1], factor)) == evenly
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=8))
 def test_finds_nothing_where_parts_count_for_their_shares(counts: list[int]) -> None:
-    assert name_fault(cut(tuple(counts), lambda count, total, parts: count / total)) is None
+    assert find_mistake(cut(tuple(counts), lambda count, total, parts: count / total)) is None
 
 
 def test_finds_nothing_wrong_with_a_sum() -> None:
-    assert name_fault(Cut((1.0, 1.0), (1.0, 1.0))) is None
-    assert name_fault(Cut((0.5, 0.5), (1.0, 1.0)), Cut((1 / 3,) * 3, (1.0,) * 3)) == "mean of means"
+    assert find_mistake(Cut((1.0, 1.0), (1.0, 1.0))) is None
+    assert find_mistake(Cut((0.5, 0.5), (1.0, 1.0)), Cut((1 / 3,) * 3, (1.0,) * 3)) == "mean of means"
 
 
 def test_tells_zeroed_gradients_from_parts_left_out() -> None:
-    assert name_fault(Cut((0.0, 0.0, 0.4), (0.3, 0.3, 0.4))) == "zeroed"
-    assert name_fault(Cut((0.3, 0.3, 0.0), (0.3, 0.3, 0.4))) == "left out"
+    assert find_mistake(Cut((0.0, 0.0, 0.4), (0.3, 0.3, 0.4))) == "zeroed"
+    assert find_mistake(Cut((0.3, 0.3, 0.0), (0.3, 0.3, 0.4))) == "left out"
 
 
 def test_a_part_of_no_weight_is_not_missed() -> None:
-    assert name_fault(Cut((0.0, 1.0), (0.0, 1.0))) is None
+    assert find_mistake(Cut((0.0, 1.0), (0.0, 1.0))) is None
 
 
 def test_a_divisor_is_fixed_only_where_another_cut_says_so() -> None:
     one_part = Cut((0.5,), (1.0,))
-    assert name_fault(one_part, Cut((0.5, 0.5), (0.5, 0.5))) == "constant"
-    assert name_fault(one_part) == "scaled"
+    assert find_mistake(one_part, Cut((0.5, 0.5), (0.5, 0.5))) == "constant"
+    assert find_mistake(one_part) == "scaled"

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.verification.verification_result import Begun, Compared, Diagnosing
+from autoaccum.verification.verification_result import Compared, Diagnosing, VerificationStarted
 from autoaccum.verification.verification_setup import verify
-from autoaccum.verification.verifier import last_window, loaded_window
+from autoaccum.verification.verifier import dataloader_window, last_window
 from autoaccum.workload.spec import Workload
 
 
@@ -57,7 +57,7 @@ def test_a_sound_workload_is_equivalent() -> None:
     assert "1e-10" in found.rounding
     assert found.workload["name"] == "small"
     assert found.workload["parameters"] == 51
-    assert [type(event) for event in events] == [Begun, Compared, Compared]
+    assert [type(event) for event in events] == [VerificationStarted, Compared, Compared]
 
 
 def test_a_file_is_verified(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_causes_are_sought_in_float64_where_rounding_would_hide_them() -> None:
         dataclasses.replace(WORKLOAD, model=_normed), target_batch=8, precision="fp32", on_event=events.append
     )
     assert not found.equivalent
-    assert [type(event) for event in events[:3]] == [Begun, Compared, Diagnosing]
+    assert [type(event) for event in events[:3]] == [VerificationStarted, Compared, Diagnosing]
     assert [cause.kind for cause in found.causes] == ["batchnorm"]
     assert "causes were sought in float64" in found.notes
 
@@ -290,7 +290,7 @@ def test_wrong_usage_is_refused(given: dict[str, Any], told: str) -> None:
 
 def test_windows_are_shorter_and_uneven_where_they_can_be() -> None:
     for micro, target in combinations(range(1, 20), 2):
-        assert sum(loaded_window(target, micro)) == target
+        assert sum(dataloader_window(target, micro)) == target
         short = last_window(target, micro)
         if short is None:
             assert target - micro == 1 or target == 2

@@ -49,7 +49,7 @@ class Experiment:
     @cached_property
     def cuts(self) -> tuple[Runs, ...]:
         """The same batch in two parts and in three, uneven ones where it can be."""
-        return tuple(map(self.runs.with_sizes, cut_twice(sum(self.runs.sizes))))
+        return tuple(map(self.runs.with_sizes, two_splits(sum(self.runs.sizes))))
 
     @cached_property
     def batchnorms(self) -> tuple[str, ...]:
@@ -119,12 +119,12 @@ class Experiment:
         return self.differences(change) == {}
 
 
-def cut_twice(total: int) -> tuple[tuple[int, ...], ...]:
+def two_splits(total: int) -> tuple[tuple[int, ...], ...]:
     """Two ways to cut a batch, into two parts and into three; one way to cut two samples.
 
     They are uneven, and none has one sample, which some modules cannot run, wherever that can be.
 
-    >>> cut_twice(16), cut_twice(8), cut_twice(5), cut_twice(3), cut_twice(2)
+    >>> two_splits(16), two_splits(8), two_splits(5), two_splits(3), two_splits(2)
     (((7, 9), (4, 4, 8)), ((3, 5), (2, 2, 4)), ((2, 3), (1, 1, 3)), ((1, 2), (1, 1, 1)), ((1, 1),))
     """
     if total < 3:
@@ -143,7 +143,7 @@ _WAY_OUT = (
 )
 
 
-def find_restlessness(experiment: Experiment) -> Cause | None:
+def find_nondeterminism(experiment: Experiment) -> Cause | None:
     """The cause where the full batch's update differs from itself; None where it is the same twice."""
     runs = experiment.runs
     if experiment.are_equal(runs.full(), runs.full_again()):

@@ -9,10 +9,10 @@ from typing import Literal, NamedTuple
 
 from autoaccum.accumulation.coupling import ITSELF, Coupling, listed
 from autoaccum.accumulation.first_step_checks import balancing_factors
-from autoaccum.verification.causes.cause_experiment import Experiment, find_restlessness, look_for_coupling
+from autoaccum.verification.causes.cause_experiment import Experiment, find_nondeterminism, look_for_coupling
 from autoaccum.verification.causes.coupling_causes import coupling_causes, explain_whole, make_cause, state_cause
 from autoaccum.verification.causes.loop_causes import explain_loop
-from autoaccum.verification.causes.weighting_causes import explain_mixed_terms, explain_parts
+from autoaccum.verification.causes.weighting_causes import explain_mixed_terms, explain_weighting
 from autoaccum.verification.paired_runs import Runs
 from autoaccum.verification.update_comparison import Tolerances
 from autoaccum.verification.update_run import UNCHANGED, Change
@@ -56,14 +56,14 @@ def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> t
     """Find out by experiment why `comparison`, of these runs and judged by these tolerances, is not equal.
 
     What may couple parts (BatchNorm, state, random draws, modules seen to couple samples) is put out of the way, the
-    least first; after each, what is left may be arithmetic (`explain_parts`, or for a loop of the user's own `Loop`).
+    least first; after each, what is left may be arithmetic (`explain_weighting`, or `explain_loop`).
     The first set that makes both updates equal is the cause, and that run its proof. In half precision only what makes
     both equal is told, as arithmetic cannot be: give runs in float64.
     """
     if comparison.equal:
         return ()
     experiment = Experiment(runs, comparison, tolerances)
-    restless = find_restlessness(experiment)
+    restless = find_nondeterminism(experiment)
     if restless is not None:
         return (restless,)
     if set(experiment.differences(UNCHANGED) or ()) <= {"update"}:
@@ -138,11 +138,15 @@ def _joint(chosen: tuple[_Suspect, ...], but: _Suspect | None = None) -> tuple[t
 def _explain(experiment: Experiment, change: Change) -> tuple[Cause, ...] | None:
     if experiment.rounding > _COARSE:
         return None
-    return explain_loop(experiment, change) if experiment.method == "accumulate" else explain_parts(experiment, change)
+    return (
+        explain_loop(experiment, change) if experiment.method == "accumulate" else explain_weighting(experiment, change)
+    )
 
 
 def _causes(experiment: Experiment, found: _Found) -> tuple[Cause, ...]:
-    blamed = [one for one in found.suspects if one.kind != "randomness" or experiment.runs.draws_mix is not False]
+    blamed = [
+        one for one in found.suspects if one.kind != "randomness" or experiment.runs.rng_mixes_samples is not False
+    ]
     return (*(_cause(experiment, one, found) for one in blamed), *found.explained)
 
 

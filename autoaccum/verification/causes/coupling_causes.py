@@ -8,7 +8,7 @@ from autoaccum.accumulation.coupling import Coupling, listed, modules
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.cause_experiment import Experiment
 from autoaccum.verification.causes.loss_factors import LARGER, Decomposition, find_factors
-from autoaccum.verification.fixture import BESIDE
+from autoaccum.verification.fixture import OUTSIDE
 from autoaccum.verification.update_run import Change
 from autoaccum.verification.verification_result import Cause, CauseKind
 from autoaccum.workload.pytree import OwnBatch
@@ -18,7 +18,7 @@ def coupling_causes(experiment: Experiment, coupling: Coupling) -> tuple[Cause, 
     """What was seen to couple samples, where putting it out of the way was not enough."""
     found: dict[str, list[str]] = {text: [] for text in ("batchnorm", "beside", "pairs", "module")}
     for name in coupling.modules:
-        is_beside, is_pair = name.startswith(BESIDE), name in coupling.pairs
+        is_beside, is_pair = name.startswith(OUTSIDE), name in coupling.pairs
         text = "beside" if is_beside else "pairs" if is_pair else "module"
         found["batchnorm" if name in experiment.batchnorms else text].append(name)
     causes = [make_cause(text, tuple(names)) for text, names in found.items() if names]

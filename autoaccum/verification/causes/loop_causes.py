@@ -20,8 +20,8 @@ from autoaccum.verification.causes.loss_factors import (
     find_residual,
     flatten,
     numbers,
-    own_shares,
     share,
+    workload_shares,
 )
 from autoaccum.verification.paired_runs import Runs
 from autoaccum.verification.update_comparison import largest_entry
@@ -29,7 +29,7 @@ from autoaccum.verification.update_run import Change, Outcome
 from autoaccum.verification.verification_result import Cause, CauseKind
 from autoaccum.workload.divisor_candidates import count_candidates
 
-_FOUND: Mapping[Fault, str] = {
+_FOUND: Mapping[LoopMistake, str] = {
     "zeroed": "only the last part counts: gradients are zeroed between the parts, or backward() is called after the"
     " loop, of the last loss only",
     "left out": "some parts are left out: {counts}",
@@ -40,7 +40,7 @@ _FOUND: Mapping[Fault, str] = {
     "scaled": "the parts are wrongly divided: {counts}",
     "uneven": "the parts are wrongly weighted: {counts}",
 }
-_CHANGES: Mapping[Fault, str] = {
+_CHANGES: Mapping[LoopMistake, str] = {
     "zeroed": "call backward() for every part, within the loop, and zero_grad() once, before the first part",
     "left out": "run every part of the window forward and backward",
 }
@@ -62,10 +62,10 @@ def explain_loop(experiment: Experiment, change: Change) -> tuple[Cause, ...] | 
         if cut is None:
             return _made_otherwise(experiment, parts, change)
         other = _read_otherwise(experiment, change)
-        norm, scale = _round_norm(runs.own(change)), find_scale(cut, other)
+        norm, scale = _round_norm(runs.own(change)), find_loss_scale(cut, other)
     except AutoaccumError:
         return None
-    fault = name_fault(cut, other)
+    fault = find_mistake(cut, other)
     counts = f"they count for {numbers(cut.factors)}, their shares are {numbers(cut.shares)}"
     if scale is not None:
         undo = "leave the loss scale out of accumulate(), or undo it at its end, as scaler.unscale_(optimizer) does"
@@ -110,7 +110,7 @@ def _made_otherwise(experiment: Experiment, parts: Decomposition, change: Change
             kind="regulariser",
             proved=True,
         )
-    if not own_shares(parts.runs, list(parts.whole.terms)):
+    if not workload_shares(parts.runs, list(parts.whole.terms)):
         return _told(
             "the terms of the loss divide by different counts, and the loop does not give each its own share",
             "for each term of each part: term * weight(part)[name] / total[name], where total is that of all parts of"
@@ -182,7 +182,7 @@ def _round_norm(own: Outcome) -> float | None:
 def _find_shares(parts: Decomposition) -> tuple[tuple[float, ...], str] | None:
     """What parts should count for, and what is counted, in words or as code; None where no one number is right."""
     runs, objective = parts.runs, parts.runs.objective
-    own = own_shares(runs, list(parts.whole.terms))
+    own = workload_shares(runs, list(parts.whole.terms))
     if own is not None and parts.gives_gradient(own):
         return own, SUM if objective.reduction == "sum" else objective.source
     return next(((shares, code) for shares, code in _usual_shares(runs) if parts.gives_gradient(shares)), None)
@@ -206,7 +206,9 @@ def _right_line(runs: Runs, counted: str) -> str:
     )
 
 
-Fault = Literal["zeroed", "left out", "undivided", "divided twice", "mean of means", "constant", "scaled", "uneven"]
+LoopMistake = Literal[
+    "zeroed", "left out", "undivided", "divided twice", "mean of means", "constant", "scaled", "uneven"
+]
 
 _CLOSE = 1e-6
 
@@ -253,18 +255,18 @@ def _shrinks(ratios: Sequence[float]) -> bool:
     return bool(ratios) and 0 < ratios[0] < ratios[-1] <= 1 and grows
 
 
-def name_fault(cut: Cut, other: Cut | None = None) -> Fault | None:
+def find_mistake(cut: Cut, other: Cut | None = None) -> LoopMistake | None:
     """What is wrong with the factors; None where they are the shares.
 
     Args:
         cut: The window as it was accumulated.
         other: The same window in another number of parts, which tells a divisor that is fixed from one that counts.
 
-    >>> name_fault(Cut((1.0, 1.0), (0.5, 0.5)))
+    >>> find_mistake(Cut((1.0, 1.0), (0.5, 0.5)))
     'undivided'
-    >>> name_fault(Cut((0.25, 0.25), (0.5, 0.5)), Cut((1 / 9,) * 3, (1 / 3,) * 3))
+    >>> find_mistake(Cut((0.25, 0.25), (0.5, 0.5)), Cut((1 / 9,) * 3, (1 / 3,) * 3))
     'divided twice'
-    >>> name_fault(Cut((0.25, 0.25), (0.5, 0.5)), Cut((0.25,) * 3, (1 / 3,) * 3))
+    >>> find_mistake(Cut((0.25, 0.25), (0.5, 0.5)), Cut((0.25,) * 3, (1 / 3,) * 3))
     'constant'
     """
     if is_close(cut.ratio, 1.0):
@@ -285,12 +287,12 @@ def name_fault(cut: Cut, other: Cut | None = None) -> Fault | None:
     return "uneven" if cut.ratio is None else "scaled"
 
 
-def find_scale(cut: Cut, other: Cut | None = None) -> float | None:
+def find_loss_scale(cut: Cut, other: Cut | None = None) -> float | None:
     """The loss scale that all parts are left multiplied by: a large power of two, in however many parts.
 
-    >>> find_scale(Cut((16384.0, 16384.0), (0.25, 0.25)), Cut((16384.0, 32768.0), (0.25, 0.5)))
+    >>> find_loss_scale(Cut((16384.0, 16384.0), (0.25, 0.25)), Cut((16384.0, 32768.0), (0.25, 0.5)))
     65536.0
-    >>> find_scale(Cut((4.0, 4.0), (0.5, 0.5))) is None
+    >>> find_loss_scale(Cut((4.0, 4.0), (0.5, 0.5))) is None
     True
     """
     again = other or cut

@@ -220,7 +220,7 @@ def _fits(cuts: Sequence[Decomposition], name: str, counts: Sequence[float], *, 
     return True
 
 
-def own_shares(runs: Runs, terms: Sequence[str]) -> tuple[float, ...] | None:
+def workload_shares(runs: Runs, terms: Sequence[str]) -> tuple[float, ...] | None:
     """What the workload multiplies the parts by; None where that differs from term to term."""
     objective = runs.objective
     if objective.reduction == "sum":

@@ -21,7 +21,7 @@ from autoaccum.verification.causes.loss_factors import (
     find_weighting,
     flatten,
     numbers,
-    own_shares,
+    workload_shares,
 )
 from autoaccum.verification.paired_runs import Runs
 from autoaccum.verification.update_run import Change
@@ -63,7 +63,7 @@ _WAY_OUT = (
 )
 
 
-def explain_parts(experiment: Experiment, change: Change) -> tuple[Cause, ...] | None:
+def explain_weighting(experiment: Experiment, change: Change) -> tuple[Cause, ...] | None:
     """Why the parts do not add up to the full batch under `change`, where that is arithmetic; None where it is not."""
     try:
         cuts = [Decomposition(runs, change, experiment.rounding) for runs in experiment.cuts]
@@ -146,7 +146,7 @@ def _explain_factors(experiment: Experiment, change: Change, cuts: Sequence[Deco
     if any(cut.factors is None for cut in cuts) or len(cuts[0].whole.terms) > 1:
         return None
     own = Decomposition(experiment.runs, change, experiment.rounding)
-    shares = own_shares(own.runs, list(own.whole.terms))
+    shares = workload_shares(own.runs, list(own.whole.terms))
     accumulated = flatten(own.runs.accumulated(change).gradients, own.whole.parameters)
     if own.factors is None or shares is None or own.gives_gradient(shares):
         return None
