@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 from collections.abc import Iterable
 from typing import Any
 
-from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
 
 
 def read_count(value: Any, name: str, *, least: int = 1, error: type[AutoaccumError] = UsageError) -> int:
@@ -57,7 +58,39 @@ def check_word(value: Any, what: str, known: Iterable[str], *, error: type[Autoa
         raise error(f"there is no {what} {value!r}", hint=f"take {', '.join(known)}")
 
 
-def listed(words: Iterable[str], last: str = "and") -> str:
+def type_name(value: Any) -> str:
+    """The name of a value's class, without its module."""
+    return type(value).__name__
+
+
+def describe_type(value: Any) -> str:
+    """What `value` is, with its article: `an int`, `a dict`, `None`."""
+    if value is None:
+        return "None"
+    name = type_name(value)
+    return f"an {name}" if name[0] in "aeiouAEIO" else f"a {name}"
+
+
+def check_function(function: Any, name: str, arguments: str) -> None:
+    """Refuse what cannot be called with these arguments, such as `(model, batch)`.
+
+    Raises:
+        WorkloadError: It is no function, or one that takes others.
+    """
+    if not callable(function):
+        raise WorkloadError(f"{name} is {describe_type(function)}", hint=f"write def {name}{arguments}")
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*arguments.strip("()").split(", ")[: len(arguments) - 2])
+    except ValueError:
+        return  # a builtin without a signature: the call itself will tell
+    except TypeError:
+        raise WorkloadError(
+            f"{name}{signature} cannot be called as {name}{arguments}", hint=f"write def {name}{arguments}"
+        ) from None
+
+
+def join_words(words: Iterable[str], last: str = "and") -> str:
     """Words as a sentence has them.
 
     >>> listed(["model"]), listed(["model", "batch", "loss"]), listed(["cpu", "cuda"], "or")

@@ -28,10 +28,10 @@ Keep = Literal["outputs", "ema"]
 """`outputs`: what the model returned for the last micro-batch, and its loss, as in a loop that logs them, until the
 next micro-batch has its own. `ema`: an average of the weights on their device, and a copy of the buffers."""
 
-MODES: Final[tuple[BatchNormMode, ...]] = get_args(BatchNormMode)
+BATCHNORM_MODES: Final[tuple[BatchNormMode, ...]] = get_args(BatchNormMode)
 KEEPS: Final[tuple[Keep, ...]] = get_args(Keep)
 
-Verb = Literal["plan", "fit", "verify", "tune", "guard"]
+Command = Literal["plan", "fit", "verify", "tune", "guard"]
 
 WORKLOAD_OPTIONS: Final = (
     "optimizer",
@@ -45,7 +45,7 @@ WORKLOAD_OPTIONS: Final = (
 """Those that stand in for an attribute of the workload of the same name."""
 
 _SEARCHING: Final = frozenset({"world_size", "equal", "gpu", "time_limit", "trial_limit"})
-_NOT_TAKEN: Final[Mapping[Verb, frozenset[str]]] = {
+_NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "plan": frozenset(),
     "fit": _SEARCHING,
     "verify": _SEARCHING | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
@@ -123,7 +123,7 @@ class Options:
         if self.precision not in (None, "fp64"):
             check_word(self.precision, "precision", get_args(Precision))
         if self.batchnorm is not None:
-            read_mode(self.batchnorm, UsageError)
+            read_batchnorm_mode(self.batchnorm, UsageError)
         if self.accumulate_in is not None:
             read_accumulate_in(self.accumulate_in, UsageError)
         if self.keeps is not None:
@@ -140,7 +140,7 @@ class Options:
         self._check_place()
 
     @classmethod
-    def of(cls, verb: Verb, given: Mapping[str, Any]) -> Options:
+    def of(cls, verb: Command, given: Mapping[str, Any]) -> Options:
         """The options of a call of `autoaccum.<verb>`.
 
         Raises:
@@ -189,13 +189,13 @@ class Options:
             )
 
 
-def read_mode(mode: Any, error: type[AutoaccumError] = WorkloadError) -> BatchNormMode:
+def read_batchnorm_mode(mode: Any, error: type[AutoaccumError] = WorkloadError) -> BatchNormMode:
     """A known mode of BatchNorm.
 
     Raises:
         WorkloadError: It is none; or `error`, where that is given.
     """
-    check_word(mode, "batchnorm mode", MODES, error=error)
+    check_word(mode, "batchnorm mode", BATCHNORM_MODES, error=error)
     return cast("BatchNormMode", mode)
 
 

@@ -58,8 +58,8 @@ from autoaccum.accumulation.validation import (
 from autoaccum.errors import DoesNotFitError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
-from autoaccum.workload.divisor_candidates import ignored_labels_warning
 from autoaccum.workload.objective import Weights
+from autoaccum.workload.weight_candidates import ignored_labels_warning
 
 
 class Accumulator:
@@ -236,7 +236,7 @@ class Accumulator:
         check_group()
         if torch.is_inference_mode_enabled():
             raise UsageError("a step is called within torch.inference_mode()", hint="call it outside, to train")
-        batches = [self._objective.counted(batch) for batch in batches]
+        batches = [self._objective.wrap_batch(batch) for batch in batches]
         sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
         for size in sizes:
             check_multiple(size, self._each, "a batch's size")

@@ -30,17 +30,17 @@ from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.rng_recording import calm
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
-from autoaccum.workload.experiments import (
+from autoaccum.workload.model_copies import (
     cast_batch,
     copy_model,
+    copy_module,
+    copy_workload_model,
+    fixed_seeds,
     is_large,
-    make_copy,
-    own_randomness,
-    prepare,
-    widened,
+    objective_in_float64,
+    prepare_copy,
 )
 from autoaccum.workload.objective import Objective
-from autoaccum.workload.pytree import copy_module
 from autoaccum.workload.samples import take_small_batch
 from autoaccum.workload.spec import Workload
 
@@ -82,7 +82,7 @@ def check_workload(workload: Workload, model: nn.Module) -> Coupling:
     """
 
     def look() -> Coupling:
-        own, copied = make_copy(workload)
+        own, copied = copy_workload_model(workload)
         each = workload.multiple_of or 1
         batch = take_small_batch(workload, 2 * each * -(-_PART // each))
         return _check(own, workload.objective, batch, workload.batchnorm) if copied else _FIXED
@@ -97,7 +97,7 @@ def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: st
         own, copied = copy_model(model)
         if not copied:
             return _FIXED
-        prepare(own)
+        prepare_copy(own)
         return _check(own, objective, batch, batchnorm)
 
     return _guarded(model, look)
@@ -107,7 +107,7 @@ def _guarded(model: nn.Module, look: Callable[[], Coupling]) -> Coupling:
     if is_large(model):
         return _LARGE
     try:
-        with own_randomness():
+        with fixed_seeds():
             return look()
     except (Exception, SystemExit) as error:  # The user's code must not end what can be done without it.
         return Coupling(reason=_reason_of(error))
@@ -130,7 +130,7 @@ def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -
     if work.done <= _MOST_WIDE_WORK:
         with suppress(Exception, SystemExit):  # What does not work in float64 may work as it is.
             wide = move_batch(cast_batch(batch, torch.float64), model_device(model))
-            found = find_coupling(copy_module(model).double(), widened(objective), wide, sizes)
+            found = find_coupling(copy_module(model).double(), objective_in_float64(objective), wide, sizes)
             if found.reason is None or found.found:
                 return found
     return find_coupling(model, objective, narrow, sizes)
@@ -160,7 +160,7 @@ def find_coupling(
     try:
         parts = [part for part, size in zip(split_batch(batch, list(sizes)), sizes, strict=True) if size > 0][:2]
         together = split_batch(batch, [sum(filled), sum(sizes) - sum(filled)])[0]
-        with own_randomness(), uncompiled():
+        with fixed_seeds(), uncompiled():
             return _Halves(model, objective, filled, beside).find([together, *parts])
     except (Exception, SystemExit) as error:
         return Coupling(reason=_reason_of(error))

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
-from autoaccum.workload.module_names import numberless, tell_apart
+from autoaccum.workload.module_names import distinct_names, mask_numbers
 
 _MOST_NAMED = 3
 
@@ -110,8 +110,8 @@ def list_modules(names: Sequence[str]) -> str:
     """
     alike: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
-        alike.setdefault(numberless(name), []).append(name)
-    patterns = [name for name, _ in tell_apart(alike.values())]
+        alike.setdefault(mask_numbers(name), []).append(name)
+    patterns = [name for name, _ in distinct_names(alike.values())]
     if len(patterns) > _MOST_NAMED:
         patterns[_MOST_NAMED - 1 :] = [f"{len(patterns) - _MOST_NAMED + 1} kinds more"]
     *most, last = patterns
@@ -121,9 +121,9 @@ def list_modules(names: Sequence[str]) -> str:
 def _repeated_in(parent: nn.Module) -> list[type]:
     """The classes of blocks of which `parent` has several, under names that differ by number."""
     counts = Counter(
-        (type(child), numberless(name))
+        (type(child), mask_numbers(name))
         for name, child in parent._modules.items()
-        if child is not None and numberless(name) != name and _is_block(child)
+        if child is not None and mask_numbers(name) != name and _is_block(child)
     )
     return [kind for (kind, _), count in counts.items() if count > 1]
 

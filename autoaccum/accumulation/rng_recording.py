@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.accumulation.rng_state import RandomState, seeded_devices
-from autoaccum.workload.tracebacks import is_own_file, is_user_file
+from autoaccum.workload.tracebacks import is_autoaccum_file, is_user_file
 
 _BETWEEN = "__torch_dispatch__"
 """Another mode of ours, which the user's call comes through: that of float64."""
@@ -50,9 +50,9 @@ class DrawSite:
 def calling_line() -> str | None:
     """The user's line that is running now; autoaccum's frames in between end the search, those that ask do not."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_own_file(frame.f_code.co_filename):
+    while frame is not None and is_autoaccum_file(frame.f_code.co_filename):
         frame = frame.f_back
-    while frame is not None and (not is_own_file(frame.f_code.co_filename) or frame.f_code.co_name == _BETWEEN):
+    while frame is not None and (not is_autoaccum_file(frame.f_code.co_filename) or frame.f_code.co_name == _BETWEEN):
         if is_user_file(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back

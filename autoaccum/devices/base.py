@@ -120,7 +120,7 @@ class Inspection:
             value per channel to normalise.
         update_bytes: Peak of one update of `update_samples` samples that no budget limited; None when not measured.
         sample_bytes: What the activations of one sample take until its backward; None when that is not known.
-        recipe: What a training step written by hand must know of loss and batch: see `workload.recipes`.
+        recipe: What a training step written by hand must know of loss and batch: see `workload.step_recipe`.
         keeps: What the loop keeps beside the step (`options.Keep`).
         evaluation_batch: Samples of each pass of its evaluation; None: none is planned.
         worst_of: Of how many samples the longest make the batches; None: `batch` makes them.

@@ -150,7 +150,7 @@ def _run(workload: Workload, model: nn.Module, size: int) -> Exception | None:
 
 def name_loss(workload: Workload) -> Literal["loss", "criterion", "model"]:
     """The name the workload gives its loss: `model` where the model computes it."""
-    if workload.objective.own_loss is not None:
+    if workload.objective.model_loss is not None:
         return "model"
     return "loss" if workload.criterion is None else "criterion"
 

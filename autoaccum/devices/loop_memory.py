@@ -15,12 +15,13 @@ from torch.optim import swa_utils
 from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.plan_check import unwrapped
 from autoaccum.accumulation.recovery import find_out_of_memory
+from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import move_batch
-from autoaccum.workload.experiments import users_code
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.spec import Workload
+from autoaccum.workload.tracebacks import user_code
 
 EMA_DECAY = 0.999
 """As torch has it by itself."""
@@ -106,7 +107,7 @@ class Averages:
             if find_out_of_memory(error) is not None:
                 raise
             raise WorkloadError(
-                f"the model, a {pytree.type_name(self._model)}, cannot be copied for its average ({error})",
+                f"the model, a {type_name(self._model)}, cannot be copied for its average ({error})",
                 hint='an average by torch.optim.swa_utils is a deep copy: leave "ema" out of keeps (--keeps)',
             ) from error
 
@@ -164,9 +165,9 @@ def evaluate(workload: Workload, model: nn.Module) -> None:
             batch = move_batch(held, device)
             with autocast(workload.precision, device):
                 if workload.evaluate is not None:
-                    outputs = workload.evaluate(model, pytree.held_batch(batch))
+                    outputs = workload.evaluate(model, pytree.unwrap_batch(batch))
                     continue
-                with users_code("the loss in eval mode (there is no def evaluate(model, batch))"):
+                with user_code("the loss in eval mode (there is no def evaluate(model, batch))"):
                     outputs = objective.terms(model, batch)
     del outputs
 

@@ -26,7 +26,7 @@ from autoaccum.guarding.measuring import measure, request_of
 from autoaccum.guarding.project import Project, find_project
 from autoaccum.guarding.verdict import compare
 from autoaccum.units import format_bytes
-from autoaccum.workload.module_names import numberless
+from autoaccum.workload.module_names import mask_numbers
 
 _MOST_MODULES = 5
 
@@ -108,7 +108,7 @@ def _modules(holdings: Iterable[Holding]) -> Counter[str]:
     held = Counter[str]()
     for holding in holdings:
         if holding.module or holding.kind:
-            named = numberless(holding.module)
+            named = mask_numbers(holding.module)
             # A star alone would tell nothing: the layers of a Sequential have their numbers for names.
             of = (holding.module if named == "*" else named) or f"the {holding.kind} itself"
             held[f"{holding.category.replace('_', ' ')} of {of}"] += holding.bytes

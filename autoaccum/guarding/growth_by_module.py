@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Final, NamedTuple
 
 from autoaccum.devices.explanation import Category, Holding
-from autoaccum.workload.module_names import common_name, compact_names, numberless
+from autoaccum.workload.module_names import common_name, compact_names, mask_numbers
 
 LASTING: Final[tuple[Category, ...]] = ("parameters", "gradients", "optimizer_state", "averages")
 
@@ -109,7 +109,7 @@ def _split(rows: list[Difference], depth: int) -> list[_Group]:
     changed = _changed(rows)
     children: dict[str, list[Difference]] = defaultdict(list)
     for row in rows:
-        children[numberless(row.parts[depth]) if len(row.parts) > depth else ""].append(row)
+        children[mask_numbers(row.parts[depth]) if len(row.parts) > depth else ""].append(row)
     own = abs(_net(children.pop("", [])))
     nets = {name: abs(_net(child)) for name, child in children.items()}
     little = _LITTLE * (sum(nets.values()) + own)
@@ -158,7 +158,7 @@ class _Names:
     def __init__(self, modules: Iterable[str], differences: Iterable[Difference]) -> None:
         self._alike: dict[str, set[str]] = defaultdict(set)
         for path in {path for module in modules for path in _paths(module)}:
-            self._alike[numberless(path)].add(path)
+            self._alike[mask_numbers(path)].add(path)
         self._holding = {path for row in differences for path in _paths(row.module)}
 
     def called(self, rows: Iterable[Difference], depth: int) -> str:
@@ -173,11 +173,11 @@ class _Names:
         names = list(dict.fromkeys(".".join(row.parts[:depth]) for row in rows))
         if len(names) == 1:
             return names[0]
-        if len({numberless(name) for name in names}) > 1:  # What is left of several.
+        if len({mask_numbers(name) for name in names}) > 1:  # What is left of several.
             return ""
         starred = common_name(names)
         alike = re.compile(r"\d+".join(map(re.escape, starred.split("*"))))
-        others = {name for name in self._alike[numberless(names[0])] if alike.fullmatch(name)} - set(names)
+        others = {name for name in self._alike[mask_numbers(names[0])] if alike.fullmatch(name)} - set(names)
         if len(names) > len(others) and not self._holding & others:
             return starred if starred.strip("*.") else ""
         pieces = compact_names(names)

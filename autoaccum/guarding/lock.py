@@ -19,7 +19,7 @@ from autoaccum.guarding.cases import Case, case_name, make_case
 from autoaccum.guarding.guard_result import Measurement
 from autoaccum.serialization import freeze, to_plain
 from autoaccum.units import precise_bytes
-from autoaccum.workload.module_names import compact_names, expand_name, numberless
+from autoaccum.workload.module_names import compact_names, expand_name, mask_numbers
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -100,7 +100,7 @@ Group = tuple[str, str, str, str, str]
 
 def group_of(holding: Holding) -> Group:
     """What a holding has in common with those that are kept or folded with it: all but numbers in the module's path."""
-    return holding.category, numberless(holding.module), holding.kind, holding.dtype, holding.op
+    return holding.category, mask_numbers(holding.module), holding.kind, holding.dtype, holding.op
 
 
 def fold(measurement: Measurement, keep: Set[Group] = frozenset()) -> Measurement:

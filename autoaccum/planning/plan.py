@@ -49,7 +49,7 @@ class Plan:
         device: Name, kind, total and free bytes, how limits are enforced.
         environment: Versions and settings the trials ran under.
         workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction, weight,
-            batchnorm, and the recipe of a training step (`workload.recipes`).
+            batchnorm, and the recipe of a training step (`workload.step_recipe`).
         trials: All trials in the order they ran, or were predicted; the last held to the plan's own budget is the
             schedule's, from a clean state.
         warnings: What could make the plan fail or mislead, as sentences.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.checks import listed
+from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
@@ -75,7 +75,7 @@ def choose_way(
     if workload is None:
         return _live_objects(parts, given, options, verb)
     if given:
-        raise UsageError(f"a workload is given, and {listed(given)} too", hint=_ways(verb))
+        raise UsageError(f"a workload is given, and {join_words(given)} too", hint=_ways(verb))
     if not isinstance(workload, (str, os.PathLike)):
         return _adapted(workload, options, share, verb)
     if options.optimizer is not None and not isinstance(options.optimizer, str):
@@ -117,7 +117,7 @@ def _live_objects(parts: Mapping[str, Any], given: list[str], options: Options, 
         raise UsageError(f"there is nothing to {verb}", hint=_ways(verb))
     missing = [name for name in ("model", "batch") if parts.get(name) is None]
     if missing:
-        raise UsageError(f"{listed(given)} given, {listed(missing)} missing", hint=_ways(verb))
+        raise UsageError(f"{join_words(given)} given, {join_words(missing)} missing", hint=_ways(verb))
     if options.worst_of is not None:
         raise UsageError(
             f"worst_of is {options.worst_of}, and live objects have no dataset",
@@ -150,9 +150,9 @@ def _live_objects(parts: Mapping[str, Any], given: list[str], options: Options, 
 
 def _adapted(workload: Any, options: Options, share: int, verb: str) -> Workload:
     """The Workload, with the options in place of its own."""
-    from autoaccum.workload.samples import adapt
+    from autoaccum.workload.samples import apply_settings
     from autoaccum.workload.spec import Workload
 
     if not isinstance(workload, Workload):
         raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_ways(verb))
-    return adapt(workload, most=share, worst_of=options.worst_of, **options.overrides)
+    return apply_settings(workload, most=share, worst_of=options.worst_of, **options.overrides)

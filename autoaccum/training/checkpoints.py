@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from autoaccum.checks import describe_type
 from autoaccum.errors import CheckpointError, UsageError, first_line
 from autoaccum.training.fit_events import CheckpointFailed, CheckpointWritten, Noted
 from autoaccum.training.training_state import Progress
-from autoaccum.workload.pytree import kind
 
 FORMAT = "autoaccum checkpoint"
 VERSION = 2
@@ -63,7 +63,7 @@ def portable(content: Any, what: str = "a checkpoint") -> Any:
             return walk(node.item(), path)
         if type(node) not in _PLAIN or node == b"":  # Empty bytes are pickled as a call.
             raise NotPortableError(
-                f"{what} cannot hold {path}: it is {kind(node)}, which would not load without running code",
+                f"{what} cannot hold {path}: it is {describe_type(node)}, which would not load without running code",
                 hint="keep tensors, numbers and strings there, and lists and dicts of them",
             )
         return node

@@ -8,12 +8,13 @@ from typing import Any, TypeAlias
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from autoaccum.checks import describe_type, type_name
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.training.data_windows import DataSettings
 from autoaccum.training.iterable_data import BatchesSource, SamplesSource
 from autoaccum.training.map_style_data import MapStyleSource
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import batch_size, counted, is_samples
+from autoaccum.workload.batches import batch_size, is_samples, wrap_batch
 
 Source: TypeAlias = MapStyleSource | SamplesSource | BatchesSource
 
@@ -62,16 +63,16 @@ def is_map_style(data: Any) -> bool:
 def _check_iterable(data: Any) -> None:
     if isinstance(data, Mapping):
         raise UsageError(
-            f"data is {pytree.kind(data)}", hint=f"for columns of tensors, wrap them in a Dataset; else {_WHAT}"
+            f"data is {describe_type(data)}", hint=f"for columns of tensors, wrap them in a Dataset; else {_WHAT}"
         )
     if isinstance(data, Dataset) and not hasattr(type(data), "__iter__"):
         raise UsageError(
-            f"{pytree.kind(data)} has no length", hint="define __len__, or give a DataLoader over it with a sampler"
+            f"{describe_type(data)} has no length", hint="define __len__, or give a DataLoader over it with a sampler"
         )
     # A module's or a string's entries are no batches, and a class is not yet anything.
     is_iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     if isinstance(data, str | bytes | type | nn.Module) or not is_iterable:
-        raise UsageError(f"data is {pytree.kind(data)}", hint=_WHAT)
+        raise UsageError(f"data is {describe_type(data)}", hint=_WHAT)
 
 
 def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
@@ -81,17 +82,17 @@ def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
         UsageError: It is empty, an entry is no batch, or it looks like samples or like one batch.
     """
     if not data:
-        raise UsageError(f"data is an empty {pytree.type_name(data)}", hint="give at least one batch")
-    rows = [entry for entry in data if pytree.holds_rows(entry)]
-    if len(rows) == len(data) > 1 and len(set(map(len, rows))) == 1 and not pytree.are_alike(data):
+        raise UsageError(f"data is an empty {type_name(data)}", hint="give at least one batch")
+    rows = [entry for entry in data if pytree.has_batch_dimension(entry)]
+    if len(rows) == len(data) > 1 and len(set(map(len, rows))) == 1 and not pytree.same_structure(data):
         raise UsageError(
-            f"data is {pytree.kind(data)} of tensors of different kinds, which looks like one batch",
+            f"data is {describe_type(data)} of tensors of different kinds, which looks like one batch",
             hint="give torch.utils.data.TensorDataset(*data) for all samples, or a list of batches",
         )
     samples = 0
     for number, entry in enumerate(data):
         try:
-            batch = counted(entry, settings.batching)
+            batch = wrap_batch(entry, settings.batching)
             size = batch_size(batch)
             reason = _single_value(batch, size, "data[0]", top=True) if number == 0 else None
         except WorkloadError as error:
@@ -100,7 +101,7 @@ def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
                 raise UsageError(f"data[{number}] is no batch: {reason}", hint="give a list of batches") from error
         if reason is not None:
             raise UsageError(
-                f"data is {pytree.kind(data)} whose entries look like samples ({reason})",
+                f"data is {describe_type(data)} whose entries look like samples ({reason})",
                 hint="a list is taken for batches; wrap samples in a Dataset (def __getitem__, def __len__)",
             )
         samples += size
@@ -110,10 +111,10 @@ def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
 def _single_value(node: Any, size: int, path: str, *, top: bool = False) -> str | None:
     """A number or a tensor without dimensions that belongs to no sample; None where there is none."""
     if isinstance(node, bool | int | float | complex):
-        return f"{path} is {pytree.kind(node)}"
-    if isinstance(node, pytree.OwnBatch) or is_samples(node, size, top=top):
+        return f"{path} is {describe_type(node)}"
+    if isinstance(node, pytree.CustomBatch) or is_samples(node, size, top=top):
         return None
     if pytree.is_leaf(node):
-        return None if pytree.holds_rows(node) else f"{path} is {pytree.kind(node)} without dimensions"
+        return None if pytree.has_batch_dimension(node) else f"{path} is {describe_type(node)} without dimensions"
     found = (_single_value(child, size, path + step) for step, child in pytree.children(node) or ())
     return next((reason for reason in found if reason is not None), None)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import Batching, batch_size, counted, has_size, is_samples, join_batches, split_batch
+from autoaccum.workload.batches import Batching, batch_size, has_size, is_samples, join_batches, split_batch, wrap_batch
 from autoaccum.workload.samples import LongestBatches, longest_first
 
 
@@ -127,7 +127,7 @@ class WindowSource(abc.ABC):
         Raises:
             WorkloadError: `collate` made more or fewer samples than it was given.
         """
-        made = counted(part, self._settings.batching)
+        made = wrap_batch(part, self._settings.batching)
         if not has_size(made, size):
             raise WorkloadError(
                 f"collate made {batch_size(made)} samples of {size}", hint="return as many as it is given"
@@ -187,11 +187,11 @@ def _form(node: Any, size: int, *, top: bool = False) -> Any:
 
     A batch that the workload cuts, a tensor that asks for a gradient, and an unknown object equal themselves alone.
     """
-    if isinstance(node, pytree.OwnBatch) or getattr(node, "requires_grad", False):
+    if isinstance(node, pytree.CustomBatch) or getattr(node, "requires_grad", False):
         return id(node)
     if pytree.is_leaf(node):
         place = node.device if isinstance(node, Tensor) else "numpy"
-        if pytree.holds_rows(node) and len(node) == size:
+        if pytree.has_batch_dimension(node) and len(node) == size:
             return type(node), place, node.dtype, tuple(node.shape[1:])
         return type(node), place, node.dtype, str(node.tolist())
     children = pytree.children(node)

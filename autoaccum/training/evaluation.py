@@ -18,6 +18,7 @@ from autoaccum.accumulation.recovery import find_out_of_memory, forget, release_
 from autoaccum.accumulation.rng_state import own_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction
+from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
 from autoaccum.training.data_source import is_map_style
 from autoaccum.training.data_workers import Reader
@@ -28,7 +29,7 @@ from autoaccum.training.training_setup import Trainee
 from autoaccum.training.training_state import Progress
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.objective import Objective, match_weights
-from autoaccum.workload.pytree import check_function, held_batch, kind
+from autoaccum.workload.pytree import unwrap_batch
 from autoaccum.workload.tracebacks import user_line
 
 
@@ -50,7 +51,7 @@ class EvaluationData:
         self._has_samples = is_map_style(data) or isinstance(data, IterableDataset)
         if hasattr(data, "__next__") or not (self._has_samples or hasattr(data, "__iter__")):
             raise UsageError(
-                f"the evaluation data is {kind(data)}, which cannot be read again and again",
+                f"the evaluation data is {describe_type(data)}, which cannot be read again and again",
                 hint="give a dataset, a DataLoader or a list of batches: each evaluation reads it from the start",
             )
 
@@ -117,7 +118,7 @@ class Score:
             figures = {name: float(term) for name, term in terms.items()}
             weights = match_weights(weights, terms)
         else:
-            figures = self._numbers(self._evaluate(model, held_batch(part)))
+            figures = self._numbers(self._evaluate(model, unwrap_batch(part)))
             weights = dict.fromkeys(figures, float(size))
         for name, weight in weights.items():
             added = figures[name] * (1.0 if self._is_sum else weight) if weight > 0 else 0.0
@@ -145,7 +146,7 @@ class Score:
         numbers = {str(name): float(value) for name, value in named.items() if _is_number(value)}
         if not numbers:
             raise WorkloadError(
-                f"{self._name}(model, batch) returned {kind(returned)}, which is no number",
+                f"{self._name}(model, batch) returned {describe_type(returned)}, which is no number",
                 hint="return a number, or a dict of numbers",
             )
         return numbers
@@ -225,7 +226,7 @@ class Evaluation:
 
     def _run_batch(self, model: nn.Module, batch: Any, score: Score) -> None:
         """Part by part; one that does not fit is cut further, those before it are not repeated."""
-        waiting, retries = [self._objective.counted(batch)], 0
+        waiting, retries = [self._objective.wrap_batch(batch)], 0
         while waiting:
             part = waiting.pop(0)
             size = batch_size(part)

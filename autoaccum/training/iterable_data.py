@@ -11,14 +11,14 @@ from typing import Any
 from torch.utils.data import DataLoader, default_collate
 
 from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan_request import LOOKED_AT
 from autoaccum.training.checkpoints import NotPortableError, portable
 from autoaccum.training.data_windows import DataSettings, Window, WindowSource, begin_epoch, tell_epoch
 from autoaccum.training.data_workers import END, Reader
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
-from autoaccum.workload import pytree
-from autoaccum.workload.batches import batch_size, counted, split_batch
+from autoaccum.workload.batches import batch_size, split_batch, wrap_batch
 
 
 class StreamSource(WindowSource):
@@ -32,7 +32,7 @@ class StreamSource(WindowSource):
     """
 
     def __init__(self, data: Any, settings: DataSettings, unit: str, length: int | None = None) -> None:
-        name = f"{pytree.kind(data)} of {unit}" if length is None else f"{pytree.kind(data)} of {length:,} {unit}"
+        name = f"{describe_type(data)} of {unit}" if length is None else f"{describe_type(data)} of {length:,} {unit}"
         super().__init__(settings, name)
         self._data, self._unit, self._length = data, unit, length
         self._is_stateful = all(callable(getattr(data, f"{x}state_dict", None)) for x in ("", "load_"))
@@ -270,7 +270,7 @@ class BatchesSource(StreamSource):
 
     def _batch(self, entry: Any) -> tuple[Any, int]:
         try:
-            batch = counted(entry, self._settings.batching)
+            batch = wrap_batch(entry, self._settings.batching)
             return batch, batch_size(batch)
         except WorkloadError as error:
             raise UsageError(

@@ -28,7 +28,7 @@ from autoaccum.training.stop_signals import Stopping
 from autoaccum.training.training_setup import Subject, Trainee
 from autoaccum.training.training_state import Goal, Progress, capture_settings, capture_training, restore_training
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
-from autoaccum.workload.experiments import is_large
+from autoaccum.workload.model_copies import is_large
 
 
 class Loop:

@@ -15,12 +15,12 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 from autoaccum.accumulation.rng_state import GENERATORS
 from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.checks import describe_type
 from autoaccum.planning.plan_request import LOOKED_AT
 from autoaccum.training.data_windows import DataSettings, Window, WindowSource, begin_epoch, tell_epoch
 from autoaccum.training.data_workers import END, Reader, handed_over, worker_options
 from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
-from autoaccum.workload.experiments import own_randomness
-from autoaccum.workload.pytree import kind
+from autoaccum.workload.model_copies import fixed_seeds
 from autoaccum.workload.samples import spread_indices
 
 
@@ -74,7 +74,7 @@ class MapStyleSource(WindowSource):
 
     def planning_batch(self, worst_of: int | None = None) -> Any:
         """A function of a size, to plan with: batches of the longest of samples from all over the dataset."""
-        with own_randomness():
+        with fixed_seeds():
             samples = [self._dataset[index] for index in self._some_indices(worst_of or LOOKED_AT)]
         return self._longest(samples, None if self._collate is default_collate else self._collate)
 
@@ -122,8 +122,8 @@ class MapStyleSource(WindowSource):
             return "the sampler gives another order than before: samples may be left out or come twice in this epoch"
         if any(isinstance(value, GENERATORS) for value in getattr(self._dataset, "__dict__", {}).values()):
             return (
-                f"{kind(self._dataset)} keeps a random generator for itself, which is not where it was: draw from"
-                " those of Python, NumPy or torch, and what is drawn is the same"
+                f"{describe_type(self._dataset)} keeps a random generator for itself, which is not where it was: draw"
+                " from those of Python, NumPy or torch, and what is drawn is the same"
             )
         return None
 
@@ -210,7 +210,7 @@ class PartFetcher:
         try:
             return self._part(request)
         except StopIteration as error:  # A DataLoader would take it for its own end.
-            what = f"{kind(self.users_dataset)} or its collate function"
+            what = f"{describe_type(self.users_dataset)} or its collate function"
             raise RuntimeError(f"{what} raised StopIteration, which would end the epoch early") from error
 
     def _part(self, request: PartRequest) -> Any:

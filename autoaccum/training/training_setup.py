@@ -22,6 +22,7 @@ from autoaccum.accumulation.plan_check import choose_objective, unwrapped
 from autoaccum.accumulation.reachable_objects import find_beside, find_named
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.accumulation.validation import check_model, check_optimizer, check_precision, check_scheduler
+from autoaccum.checks import describe_type
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.devices.loop_memory import EMA_DECAY, Averages
 from autoaccum.errors import UsageError, WorkloadError
@@ -35,9 +36,8 @@ from autoaccum.training.fit_request import FitRequest
 from autoaccum.workload.batches import read_batching
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.objective import Objective
-from autoaccum.workload.optimizers import make_optimizer, set_rate
-from autoaccum.workload.pytree import kind
-from autoaccum.workload.samples import replace_given
+from autoaccum.workload.optimizers import make_optimizer, set_learning_rate
+from autoaccum.workload.samples import replace_fields
 from autoaccum.workload.spec import Workload, no_batch
 
 
@@ -169,7 +169,7 @@ class Subject:
             return make_plan(os.fspath(request.subject), on_output=said, **asked)
         if workload.batch is no_batch or options.worst_of is not None:
             batches = make_batches(planning_batch(options.worst_of))
-            workload = replace_given(workload, batch=batches, worst_of=options.worst_of)
+            workload = replace_fields(workload, batch=batches, worst_of=options.worst_of)
         return make_plan(workload, **asked)
 
     def build(self, plan: Plan | None, learning_rate: float | None = None) -> Trainee:
@@ -188,7 +188,7 @@ class Subject:
             _check_follows(self._request.scheduler, learning_rate)
         model, optimizer = self._make()
         if learning_rate is not None:
-            set_rate(optimizer, learning_rate)
+            set_learning_rate(optimizer, learning_rate)
         scheduler = self._make_scheduler(optimizer)
         check_scheduler(scheduler, optimizer)
         precision = self._setting("precision", "fp32", plan)
@@ -279,7 +279,9 @@ def _read_workload(request: FitRequest) -> Workload:
     """The workload that is to be trained, with what the request has in place of its own."""
     subject = request.subject
     if not isinstance(subject, (str, os.PathLike, Workload)):
-        raise UsageError(f"what is to be trained is {kind(subject)}", hint="give an nn.Module, a Workload, or a file")
+        raise UsageError(
+            f"what is to be trained is {describe_type(subject)}", hint="give an nn.Module, a Workload, or a file"
+        )
     given = [name for name in ("loss", "criterion", "weight") if getattr(request, name) is not None]
     given += [] if _reduction(request) is None else ["reduction"]
     if given:
@@ -293,7 +295,7 @@ def _read_workload(request: FitRequest) -> Workload:
             )
     workload = subject if isinstance(subject, Workload) else load_workload(os.fspath(subject))
     own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
-    return replace_given(workload, **request.options.overrides, **own)
+    return replace_fields(workload, **request.options.overrides, **own)
 
 
 def _reduction(request: FitRequest) -> str | None:

@@ -16,6 +16,7 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.plan_check import unwrapped
 from autoaccum.accumulation.reachable_objects import find_beside
 from autoaccum.accumulation.step_result import AccumulationWarning
+from autoaccum.checks import type_name
 from autoaccum.devices.child.replies import describe_failure
 from autoaccum.devices.trial_run import make_accumulator, place_model, seed_everything, wait_for
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
@@ -28,11 +29,10 @@ from autoaccum.training.trainer import train
 from autoaccum.training.training_setup import find_device
 from autoaccum.tuning.tune_request import Budget
 from autoaccum.tuning.tuning_result import MILESTONES, Ending, Facts, Outcome, Setting
-from autoaccum.workload.optimizers import own_rate, rate_is_followed
-from autoaccum.workload.pytree import type_name
-from autoaccum.workload.samples import adapt
+from autoaccum.workload.optimizers import get_learning_rate, scheduler_follows_rate
+from autoaccum.workload.samples import apply_settings
 from autoaccum.workload.spec import Workload, no_batch
-from autoaccum.workload.tracebacks import exit_blamed
+from autoaccum.workload.tracebacks import blame_exit
 
 GoOn = Callable[[int, float], bool]
 """Told of a milestone (percent of the budget) and the held-out loss there; whether the training shall go on."""
@@ -64,7 +64,7 @@ def train_setting(
             eval_due=course.is_due,
             callbacks=[course.hear],
         )
-        with exit_blamed("training"), warnings.catch_warnings():
+        with blame_exit("training"), warnings.catch_warnings():
             warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them, once for all trials.
             noted = train(request).warnings
         ending, reason, user_traceback = course.ending or "complete", course.reason, None
@@ -155,7 +155,9 @@ class UpdateTimer:
 
     def __init__(self, workload: Workload, device: str, target_batch: int) -> None:
         self._place = find_device(device)
-        workload = adapt(workload, most=target_batch, worst_of=LOOKED_AT if workload.batch is no_batch else None)
+        workload = apply_settings(
+            workload, most=target_batch, worst_of=LOOKED_AT if workload.batch is no_batch else None
+        )
         seed_everything()
         model = place_model(workload.build_model(), self._place)
         for module in find_beside(workload).values():
@@ -198,7 +200,9 @@ def find_facts(workload: Workload, device: str, target_batch: int) -> Facts:
     model = workload.build_model().to(place)
     optimizer = workload.build_optimizer(model)
     schedule = workload.build_scheduler(workload.build_optimizer(model))
-    if schedule is not None and not rate_is_followed(lambda: workload.build_optimizer(model), workload.build_scheduler):
+    if schedule is not None and not scheduler_follows_rate(
+        lambda: workload.build_optimizer(model), workload.build_scheduler
+    ):
         raise WorkloadError(
             f"{type_name(schedule)} sets learning rates of its own: there is nothing to tune",
             hint='have it begin with the optimizer\'s: max_lr=optimizer.param_groups[0]["lr"]',
@@ -209,7 +213,7 @@ def find_facts(workload: Workload, device: str, target_batch: int) -> Facts:
         model=type_name(unwrapped(model)),
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         optimizer=type_name(optimizer),
-        learning_rate=own_rate(optimizer),
+        learning_rate=get_learning_rate(optimizer),
         schedule=None if schedule is None else type_name(schedule),
         precision=workload.precision,
         batchnorm=workload.batchnorm,

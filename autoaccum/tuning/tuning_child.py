@@ -48,11 +48,11 @@ class Child:
         use_import_paths(request)
         from autoaccum.devices.trial_run import seed_everything
         from autoaccum.workload.loading import load_workload
-        from autoaccum.workload.samples import replace_given
+        from autoaccum.workload.samples import replace_fields
 
         seed_everything()
         overrides = Options(**request["options"]).overrides
-        self._workload = replace_given(load_workload(request["reference"]), **overrides)
+        self._workload = replace_fields(load_workload(request["reference"]), **overrides)
         return {"digest": self._workload.digest}
 
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,11 +23,13 @@ from autoaccum.accumulation.rng_state import Generator, generator_rewind, own_ge
 from autoaccum.accumulation.state_hash import OwnAttributes
 from autoaccum.accumulation.transaction import ModuleState, TorchState
 from autoaccum.accumulation.validation import check_unsharded
+from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import move_batch
+from autoaccum.workload.model_copies import copy_module
 from autoaccum.workload.objective import Objective
-from autoaccum.workload.pytree import copy_module, map_tensors, type_name
+from autoaccum.workload.pytree import map_tensors
 from autoaccum.workload.spec import Workload
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]

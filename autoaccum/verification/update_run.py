@@ -32,8 +32,8 @@ from autoaccum.verification.fixture import Fixture, TrainingCopy
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.objective import Objective, match_weights
-from autoaccum.workload.pytree import held_batch
-from autoaccum.workload.tracebacks import blame_workload, exit_blamed
+from autoaccum.workload.pytree import unwrap_batch
+from autoaccum.workload.tracebacks import blame_exit, blame_workload
 
 Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]
 
@@ -171,7 +171,7 @@ class Run:
         """
         model, accumulate = self.trained.model, self._fixture.workload.accumulate
         assert accumulate is not None
-        given = MicroBatches(copy.deepcopy([held_batch(part) for part in parts]), self._telling(begin))
+        given = MicroBatches(copy.deepcopy([unwrap_batch(part) for part in parts]), self._telling(begin))
         model.register_forward_pre_hook(given.called, with_kwargs=True)
         if self._change.fresh_state:  # Wherever the loop looks at its parts: state moves where the model is called.
             model.register_forward_pre_hook(lambda *_: self.begin_anew(), prepend=True)
@@ -273,7 +273,7 @@ class Run:
 def _users_code(doing: str) -> Iterator[None]:
     """Show what the user's code raises as theirs; draws that do not match, and memory, come through as they are."""
     try:
-        with exit_blamed(doing):
+        with blame_exit(doing):
             yield
     except (AutoaccumError, DrawMismatch):
         raise

@@ -27,9 +27,9 @@ from autoaccum.verification.verification_result import Event, Verification
 from autoaccum.verification.verifier import Verifier
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.optimizers import check_optimizer
-from autoaccum.workload.samples import adapt, replace_given
+from autoaccum.workload.samples import apply_settings, replace_fields
 from autoaccum.workload.spec import Workload, no_batch
-from autoaccum.workload.tracebacks import exit_blamed
+from autoaccum.workload.tracebacks import blame_exit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -105,7 +105,7 @@ def verify(
             with interruptions.window():
                 return _run(Verifier(tried, reference, asked, target, micro, on_event), began)
 
-    with kept_randomness(), exit_blamed("the workload"):
+    with kept_randomness(), blame_exit("the workload"):
         tried, reference = _find_subject(workload, parts, asked, accumulate, target)
         from_file = isinstance(workload, (str, os.PathLike))
         return StateKeeper(tried, at_once=True).run(work)
@@ -138,10 +138,10 @@ def _find_subject(
     if isinstance(way, str):
         loaded = load_workload(way, "verify")
         worst_of = _looked_at(loaded, options, target)
-        found = adapt(loaded, most=target, worst_of=worst_of, optimizer=options.optimizer)
+        found = apply_settings(loaded, most=target, worst_of=worst_of, optimizer=options.optimizer)
     tried = prepare(found, "auto" if isinstance(found, LiveObjects) else "cpu")
     asked = {"batchnorm": options.batchnorm, "multiple_of": options.multiple_of}
-    workload = replace_given(tried.workload, accumulate=accumulate, **asked)
+    workload = replace_fields(tried.workload, accumulate=accumulate, **asked)
     check_optimizer(None if tried.optimizer is not None else workload.optimizer)
     if workload.accumulate is not None and not callable(workload.accumulate):
         hint = "write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad"

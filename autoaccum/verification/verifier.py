@@ -42,8 +42,8 @@ from autoaccum.verification.verification_result import (
     Window,
 )
 from autoaccum.workload.batches import split_batch
-from autoaccum.workload.experiments import users_code
 from autoaccum.workload.samples import take_small_batch
+from autoaccum.workload.tracebacks import user_code
 
 _NOT_FINITE = "there is nothing to compare: look for a division by zero, the root or log of 0, a mean over nothing"
 _LEAST_SCALE = 2.0**-10
@@ -107,7 +107,7 @@ class Verifier:
         workload = self._subject.workload
         if self._options.worst_of is None:
             return take_small_batch(workload, target)
-        with users_code(f"batch({target})"):
+        with user_code(f"batch({target})"):
             return workload.build_batch(target)
 
     def _whole_runs(self, sizes: tuple[int, ...]) -> Runs:
@@ -138,10 +138,10 @@ class Verifier:
         """Those of which the full batch has come to a loss and a gradient that are numbers."""
         self._random.restore()  # Each precision begins with the same weights.
         workload, optimizer = self._subject.workload, self._subject.optimizer
-        with users_code("model()"):
+        with user_code("model()"):
             fixture = Fixture(workload, precision=precision, device=self._options.device, optimizer=optimizer)
         runs = Runs(fixture, self._batch, sizes)
-        with users_code("weight(batch)"):
+        with user_code("weight(batch)"):
             weight = runs.objective.weight(runs.batch)
         if not has_weight(weight):
             raise WorkloadError(

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autoaccum.checks import read_count
+from autoaccum.checks import describe_type, read_count
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload import pytree
-from autoaccum.workload.pytree import OwnBatch, map_tensors, with_tensors
+from autoaccum.workload.pytree import CustomBatch, map_object_tensors, map_tensors
 
 Batch: TypeAlias = Any
 
@@ -45,25 +45,25 @@ class Batching:
     split: Callable[[Any, list[int]], Sequence[Any]]
     size: Callable[[Any], int]
 
-    def wrap(self, batch: Batch) -> OwnBatch:
+    def wrap(self, batch: Batch) -> CustomBatch:
         """`batch`, counted; what is wrapped already stays as it is.
 
         Raises:
             WorkloadError: `size` does not return a number. What the user's code raises comes through as it is.
         """
-        if isinstance(batch, OwnBatch):
+        if isinstance(batch, CustomBatch):
             return batch
         number = read_count(self.size(batch), "size(batch)", least=0, error=WorkloadError)
-        return OwnBatch(batch, number, self)
+        return CustomBatch(batch, number, self)
 
-    def cut(self, batch: OwnBatch, sizes: Sequence[int]) -> list[OwnBatch]:
+    def cut(self, batch: CustomBatch, sizes: Sequence[int]) -> list[CustomBatch]:
         """Parts of `sizes` samples, which add up; those of 0 hold None.
 
         Raises:
             WorkloadError: `split` returns other parts than asked for.
         """
         asked = [size for size in sizes if size]
-        parts = [batch] if len(asked) < 2 else self.split(batch.held, list(asked))
+        parts = [batch] if len(asked) < 2 else self.split(batch.value, list(asked))
         made = [self.wrap(part) for part in parts] if isinstance(parts, list | tuple) else []
         seen = [part.samples for part in made]
         if seen != asked:
@@ -72,7 +72,7 @@ class Batching:
                 hint="return a list with the next samples of the batch for each size, in order",
             )
         following = iter(made)
-        return [next(following) if size else OwnBatch(None, 0, self) for size in sizes]
+        return [next(following) if size else CustomBatch(None, 0, self) for size in sizes]
 
 
 def read_batching(split: Any, size: Any) -> Batching | None:
@@ -91,7 +91,7 @@ def read_batching(split: Any, size: Any) -> Batching | None:
     return Batching(split, size)
 
 
-def counted(batch: Batch, batching: Batching | None) -> Batch:
+def wrap_batch(batch: Batch, batching: Batching | None) -> Batch:
     """`batch` as all else is to have it: wrapped where the workload counts and cuts its batches itself."""
     return batch if batching is None else batching.wrap(batch)
 
@@ -109,7 +109,7 @@ def batch_size(batch: Batch) -> int:
         return min(explicit, key=lambda size: (explicit[size], -size))
     if sizes:
         raise WorkloadError(
-            f"batch ({pytree.kind(batch)}) holds nothing with a batch dimension",
+            f"batch ({describe_type(batch)}) holds nothing with a batch dimension",
             hint="give tensors whose first dimension counts the samples, or a list with one entry per sample",
         )
     raise _disagreement(batch)
@@ -132,7 +132,7 @@ def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
             f"parts of {list(sizes)} samples add up to {total}, the batch has {batch_size(batch)}",
             hint="every sample belongs to exactly one part",
         )
-    if isinstance(batch, OwnBatch):
+    if isinstance(batch, CustomBatch):
         return [*batch.batching.cut(batch, sizes)]
     bounds = list(accumulate(sizes, initial=0))
     return _split(batch, total, list(zip(bounds, bounds[1:], strict=False)), top=True)
@@ -151,7 +151,7 @@ def move_batch(batch: Batch, device: torch.device | str) -> Batch:
     def move_object(node: Any) -> Any:
         if callable(getattr(node, "to", None)):
             return copy.copy(node).to(there)  # torch_geometric's moves in place, and the whole batch would stay there.
-        return with_tensors(node, move)
+        return map_object_tensors(node, move)
 
     return map_tensors(batch, move, move_object)
 
@@ -165,7 +165,7 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
     """
     if not parts:
         raise WorkloadError("there are no parts to join", hint="give at least one")
-    if isinstance(parts[0], OwnBatch):
+    if isinstance(parts[0], CustomBatch):
         if len(parts) == 1:
             return parts[0]
         raise WorkloadError("batches that are cut by split(batch, sizes) cannot be joined", hint="make a larger one")
@@ -188,13 +188,13 @@ def is_samples(node: Any, size: int, *, top: bool = False) -> bool:
 
 def _sizes(node: Any, *, top: bool = False) -> dict[int, int]:
     """Every size `node` can be read as, with the cost of that reading; empty when there is none."""
-    if isinstance(node, OwnBatch):
+    if isinstance(node, CustomBatch):
         return {node.samples: 0}
     if pytree.is_leaf(node):
-        return {_rows(node): 0} if pytree.holds_rows(node) else {_ANY: 0}
+        return {_rows(node): 0} if pytree.has_batch_dimension(node) else {_ANY: 0}
     children = pytree.children(node)
     if children is None:
-        return {} if pytree.hides_tensors(node) else {_ANY: 0}
+        return {} if pytree.contains_tensors(node) else {_ANY: 0}
     as_record = _agree([_sizes(child) for _, child in children])
     if not pytree.is_sequence(node):
         return as_record
@@ -224,7 +224,7 @@ def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int, int | None]:
         if isinstance(node, tuple) and any(pytree.is_plain(entry) and not isinstance(entry, str) for entry in node):
             return 0, None  # (224, 224) is a value, not two samples
         return (3, 0) if node else (0, 1)
-    if not pytree.are_alike(node) or (top and any(pytree.holds_rows(entry) for entry in node)):
+    if not pytree.same_structure(node) or (top and any(pytree.has_batch_dimension(entry) for entry in node)):
         return 0, None  # [x, y] as a DataLoader yields it
     if isinstance(node, list) and all(map(_is_numbers, node)) and not (top and not any(node)):
         return 3, 0  # token ids before they are padded
@@ -242,9 +242,9 @@ def _rows(leaf: Tensor | np.ndarray[Any, Any]) -> int:
 
 
 def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = False) -> list[Any]:
-    if isinstance(node, Tensor) and pytree.holds_rows(node):
+    if isinstance(node, Tensor) and pytree.has_batch_dimension(node):
         return [node.narrow(0, start, stop - start) for start, stop in bounds]
-    if isinstance(node, np.ndarray) and pytree.holds_rows(node):
+    if isinstance(node, np.ndarray) and pytree.has_batch_dimension(node):
         return [node[start:stop] for start, stop in bounds]
     children = pytree.children(node)
     if pytree.is_leaf(node) or children is None:
@@ -259,7 +259,7 @@ def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = F
 
 def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -> Any:
     first = parts[0]
-    if pytree.holds_rows(first):
+    if pytree.has_batch_dimension(first):
         return _concatenate(parts, path)
     children = [pytree.children(part) for part in parts]
     if pytree.is_leaf(first) or children[0] is None or all(part is first for part in parts):
@@ -291,11 +291,11 @@ def _concatenate(parts: list[Any], path: str) -> Any:
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, int]]:
     """Path and length of everything that has one of its own; refuses what cannot be split."""
     children = None if pytree.is_leaf(node) else pytree.children(node)
-    if pytree.holds_rows(node):
+    if pytree.has_batch_dimension(node):
         yield path, _rows(node)
-    elif children is None and not pytree.is_leaf(node) and pytree.hides_tensors(node):
+    elif children is None and not pytree.is_leaf(node) and pytree.contains_tensors(node):
         raise WorkloadError(
-            f"{path} is {pytree.kind(node)}, which cannot be split into samples",
+            f"{path} is {describe_type(node)}, which cannot be split into samples",
             hint="give tensors in tuples, lists, dicts or dataclasses, or write split(batch, sizes) and size(batch)",
         )
     elif (

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autoaccum.checks import describe_type, type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.pytree import kind, type_name
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Criterion:
         """
         if self.rule is not None and not isinstance(outputs, Tensor):
             raise WorkloadError(
-                f"{self.name} takes a tensor from the model, which returned {kind(outputs)}",
+                f"{self.name} takes a tensor from the model, which returned {describe_type(outputs)}",
                 hint="write loss(model, batch) instead of a criterion",
             )
         return self.function(outputs, targets)
@@ -80,7 +80,7 @@ class Criterion:
             return float(batch_size(batch))
         if not isinstance(targets, Tensor):
             raise WorkloadError(
-                f"{self.name} needs its targets as one tensor, batch[1] is {kind(targets)}",
+                f"{self.name} needs its targets as one tensor, batch[1] is {describe_type(targets)}",
                 hint="write loss(model, batch) and weight(batch) instead",
             )
         options = settings(self.function)
@@ -108,7 +108,8 @@ def resolve_criterion(criterion: Any) -> Criterion:
         raise WorkloadError(f"the criterion is the class {criterion.__name__}", hint=f"write {criterion.__name__}()")
     if not callable(criterion):
         raise WorkloadError(
-            f"the criterion is {kind(criterion)}, which cannot be called", hint="give nn.CrossEntropyLoss(), say"
+            f"the criterion is {describe_type(criterion)}, which cannot be called",
+            hint="give nn.CrossEntropyLoss(), say",
         )
     inner = _unwrap(criterion)
     name = type_name(inner) if isinstance(inner, nn.Module) else getattr(inner, "__name__", type_name(inner))

@@ -21,9 +21,9 @@ from typing import Any
 
 from torch import nn
 
+from autoaccum.checks import describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.workload.module_names import split_reference
-from autoaccum.workload.pytree import kind
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload
 
@@ -102,10 +102,11 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
         return dataclasses.replace(chosen, name=title, **origin)
     if name is None and chosen is not None:
         raise WorkloadError(
-            f"workload in {called} is {kind(chosen)}", hint="write workload = autoaccum.Workload(model=..., ...)"
+            f"workload in {called} is {describe_type(chosen)}",
+            hint="write workload = autoaccum.Workload(model=..., ...)",
         )
     if chosen is not None and (not callable(chosen) or isinstance(chosen, type) and not issubclass(chosen, nn.Module)):
-        seen = f"the class {chosen.__name__}" if isinstance(chosen, type) else kind(chosen)
+        seen = f"the class {chosen.__name__}" if isinstance(chosen, type) else describe_type(chosen)
         raise WorkloadError(
             f"{name} in {called} is {seen}, no workload and no model",
             hint="name an autoaccum.Workload, an nn.Module, its class, or a function that returns one",

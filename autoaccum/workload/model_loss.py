@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from autoaccum.checks import describe_type, type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.pytree import held_batch, kind, type_name
+from autoaccum.workload.pytree import unwrap_batch
 
 IGNORED = -100
 """The label that does not count, in torch and in transformers."""
@@ -24,7 +25,7 @@ class ModelLoss:
     """`model(**batch).loss`, and what its mean divides by as far as the model's class tells (`infer_divisor`).
 
     Attributes:
-        model: The name of the class that computes it; empty before `learn`.
+        model: The name of the class that computes it; empty before `read_model`.
         divisor: `labels[..., 1:] != -100`, `labels != -100` or `samples`.
         reduction: `sum` where the class tells that nothing divides it, as CTC losses of transformers by default.
         access: How the loss is got from what the model returns: `["loss"]`, `.loss` or `[0]`.
@@ -39,9 +40,9 @@ class ModelLoss:
         """What the mean divides by, and whose class tells it."""
         return f"{self.divisor} ({self.model})" if self.model else self.divisor
 
-    def learn(self, model: nn.Module) -> None:
+    def read_model(self, model: nn.Module) -> None:
         """Look at the model whose loss this is."""
-        computing = find_computing(model) or model
+        computing = find_loss_module(model) or model
         self.model, self.divisor = type_name(computing), infer_divisor(model)
         if "ForCTC" in self.model and getattr(model.config, "ctc_loss_reduction", "mean") == "sum":
             self.reduction = "sum"
@@ -61,7 +62,7 @@ class ModelLoss:
             self.access, loss = ".loss", getattr(outputs, "loss", None)
         if loss is None:
             raise WorkloadError(
-                f"no loss is given, and {type_name(model)} returned {kind(outputs)} without one",
+                f"no loss is given, and {type_name(model)} returned {describe_type(outputs)} without one",
                 hint='give "labels" in the batch, or write loss(model, batch)',
             )
         return loss
@@ -71,7 +72,7 @@ class ModelLoss:
         labels = _named(batch).get("labels")
         if self.divisor == "samples" or not isinstance(labels, Tensor):
             return float(batch_size(batch))
-        return float(keep_labels(labels, self.divisor).sum())
+        return float(label_mask(labels, self.divisor).sum())
 
     def code(self, batch: Any) -> str | None:
         """The weight as an expression of `batch`; None where it is the number of samples."""
@@ -79,7 +80,7 @@ class ModelLoss:
         return label_code('batch["labels"]', self.divisor) if counts else None
 
 
-def find_computing(model: nn.Module) -> nn.Module | None:
+def find_loss_module(model: nn.Module) -> nn.Module | None:
     """The outermost module that computes a loss of labels as transformers' do; None where there is none.
 
     What peft, torch.compile or a wrapper has put around it is looked into.
@@ -89,7 +90,7 @@ def find_computing(model: nn.Module) -> nn.Module | None:
 
 def infer_divisor(model: nn.Module) -> str:
     """What the mean of the loss of a model of transformers divides by; `samples` where no class of it tells."""
-    computing = find_computing(model)
+    computing = find_loss_module(model)
     return (None if computing is None else _told_divisor(computing)) or "samples"
 
 
@@ -128,22 +129,22 @@ def label_code(path: str, divisor: str) -> str:
     return f"({path}{divisor.removeprefix('labels')}).sum()"
 
 
-def likely_code(model: nn.Module) -> str | None:
+def likely_weight_code(model: nn.Module) -> str | None:
     """What the loss of `model` likely divides by, as an expression; None where no class of transformers tells."""
     divisor = infer_divisor(model)
     return None if divisor == "samples" else label_code('batch["labels"]', divisor)
 
 
-def keep_labels(labels: Tensor, divisor: str) -> Tensor:
+def label_mask(labels: Tensor, divisor: str) -> Tensor:
     """Which of the labels count, as `label_code` has them."""
     return (labels[..., 1:] if "1:" in divisor else labels) != int(divisor.rpartition("!= ")[2])
 
 
 def _named(batch: Any) -> Mapping[str, Any]:
-    batch = held_batch(batch)
+    batch = unwrap_batch(batch)
     if isinstance(batch, Mapping):
         return batch
-    raise WorkloadError(f"neither loss nor criterion is given, and the batch is {kind(batch)}", hint=_HINT)
+    raise WorkloadError(f"neither loss nor criterion is given, and the batch is {describe_type(batch)}", hint=_HINT)
 
 
 def _is_scalar(value: Any) -> bool:

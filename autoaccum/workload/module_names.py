@@ -16,10 +16,10 @@ _BRACES = {"{": "{left}", "}": "{right}"}
 _SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
 
 
-def numberless(name: str) -> str:
+def mask_numbers(name: str) -> str:
     """`name` with `*` for each number in it: the same for names that differ in numbers only.
 
-    >>> numberless("layer1.0.conv1")
+    >>> mask_numbers("layer1.0.conv1")
     'layer*.*.conv*'
     """
     return _NUMBER.sub("*", name)
@@ -34,13 +34,13 @@ def common_name(names: Sequence[str]) -> str:
     return _with_numbers(names[0], [column[0] if len(set(column)) == 1 else "*" for column in _columns(names)])
 
 
-def tell_apart(groups: Iterable[Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
+def distinct_names(groups: Iterable[Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
     """A name for each group of names that differ in numbers only, no two alike: `*` where that is enough.
 
     Where it is not, the numbers are given. A group of which they would tell too much is told in pieces of which they do
     not, so that each name stands for its own modules and no others.
 
-    >>> [name for name, _ in tell_apart([["4.up", "5.up", "6.up"], ["8.up", "10.up"], ["4.down", "5.down"]])]
+    >>> [name for name, _ in distinct_names([["4.up", "5.up", "6.up"], ["8.up", "10.up"], ["4.down", "5.down"]])]
     ['{4..6}.up', '{8,10}.up', '*.down']
     """
     told = [(common_name(group), group) for group in groups]
@@ -155,10 +155,10 @@ def split_reference(reference: str) -> tuple[str, str, str]:
     return (target, colon, name) if target and re.fullmatch(r"\w*", name) else (reference, "", "")
 
 
-def is_plain_name(name: Any) -> bool:
+def is_quotable(name: Any) -> bool:
     """Whether `name` stands in source code between double quotes as it is.
 
-    >>> is_plain_name("input_ids"), is_plain_name('a"b'), is_plain_name(3)
+    >>> is_quotable("input_ids"), is_quotable('a"b'), is_plain_name(3)
     (True, False, False)
     """
     return isinstance(name, str) and name.isprintable() and not set(name) & set("\"'\\")

@@ -11,11 +11,12 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import Batching, batch_size, counted
+from autoaccum.workload.batches import Batching, batch_size, wrap_batch
 from autoaccum.workload.criteria import Criterion, is_criterion, resolve_criterion
 from autoaccum.workload.model_loss import ModelLoss
-from autoaccum.workload.pytree import check_function, held_batch, kind
+from autoaccum.workload.pytree import unwrap_batch
 
 Reduction: TypeAlias = Literal["mean", "sum"]
 Weights: TypeAlias = "float | dict[str, float]"
@@ -48,19 +49,19 @@ class Objective:
     weight_function: Callable[[Any], Any] | None = None
     batching: Batching | None = None
 
-    def counted(self, batch: Any) -> Any:
+    def wrap_batch(self, batch: Any) -> Any:
         """`batch` as all else is to have it (`batches.counted`)."""
-        return counted(batch, self.batching)
+        return wrap_batch(batch, self.batching)
 
     @property
-    def own_loss(self) -> ModelLoss | None:
+    def model_loss(self) -> ModelLoss | None:
         """The model's own loss, where none was given."""
         return self.loss_function if isinstance(self.loss_function, ModelLoss) else None
 
     @property
-    def weighs_itself(self) -> bool:
+    def uses_model_weight(self) -> bool:
         """Whether the weight is the one that the class of the model tells."""
-        return self.own_loss is not None and getattr(self.weight_function, "__self__", None) is self.own_loss
+        return self.model_loss is not None and getattr(self.weight_function, "__self__", None) is self.model_loss
 
     @property
     def criterion_module(self) -> nn.Module | None:
@@ -79,7 +80,7 @@ class Objective:
         """
         if self.criterion is None:
             assert self.loss_function is not None
-            raw = self.loss_function(model, held_batch(batch))
+            raw = self.loss_function(model, unwrap_batch(batch))
         else:
             raw = self.criterion.loss(self.outputs(model, batch), batch[1])
         terms = {str(name): term for name, term in raw.items()} if isinstance(raw, Mapping) else {_SINGLE: raw}
@@ -92,7 +93,7 @@ class Objective:
         Raises:
             WorkloadError: The batch is no such pair.
         """
-        return _call_model(model, _inputs_and_targets(held_batch(batch))[0])
+        return _call_model(model, _inputs_and_targets(unwrap_batch(batch))[0])
 
     def weight(self, batch: Any) -> Weights:
         """What the mean of the loss of `batch` divides by, as float64: a number, or one for each term.
@@ -103,13 +104,13 @@ class Objective:
             WorkloadError: A weight is negative, not finite, or not a number.
         """
         if self.weight_function is not None:
-            raw = self.weight_function(batch if self.weighs_itself else held_batch(batch))
+            raw = self.weight_function(batch if self.uses_model_weight else unwrap_batch(batch))
             if isinstance(raw, Mapping):
                 return {str(name): _number(value, f"weight(batch)[{name!r}]") for name, value in raw.items()}
             return _number(raw, "weight(batch)")
         if self.criterion is None or self.reduction == "sum":
             return float(batch_size(batch))
-        targets = _inputs_and_targets(held_batch(batch))[1]
+        targets = _inputs_and_targets(unwrap_batch(batch))[1]
         return _number(self.criterion.weight(batch, targets), f"the weight of {self.criterion.name}")
 
     def move_criterion(self, device: torch.device | str) -> None:
@@ -131,7 +132,7 @@ def resolve_objective(
     Args:
         loss: `loss(model, batch)`, returning a scalar or a mapping of scalars; an `nn.Module`, a function of
             `torch.nn.functional` or a partial of one is taken for a criterion. Where neither is given, it is the
-            model's own of a batch with labels (`own_loss`).
+            model's own of a batch with labels (`model_loss`).
         criterion: `criterion(outputs, targets)`; batches are then `(inputs, targets)`, and the model is called with
             `inputs`, `*inputs` (a tuple or list) or `**inputs` (a mapping).
         weight: `weight(batch)`: what the mean divides by, a number or a mapping with one for each term.
@@ -150,7 +151,7 @@ def resolve_objective(
     if reduction not in ("mean", "sum"):
         raise WorkloadError(f"the reduction is {reduction!r}", hint='use "mean" or "sum"')
     if weight is not None and not callable(weight):
-        raise WorkloadError(f"weight is {kind(weight)}", hint="write a function weight(batch)")
+        raise WorkloadError(f"weight is {describe_type(weight)}", hint="write a function weight(batch)")
     if criterion is None and (loss is None or isinstance(loss, ModelLoss)):
         return _checked(_own_objective(loss or ModelLoss(), weight, cast("Reduction", reduction), model))
     if criterion is None and not is_criterion(loss):
@@ -170,7 +171,7 @@ def resolve_objective(
 
 def _own_objective(own: ModelLoss, weight: Any, reduction: Reduction, model: nn.Module | None) -> Objective:
     if model is not None:
-        own.learn(model)
+        own.read_model(model)
     if weight is not None and getattr(weight, "__self__", None) is not own:
         return Objective(reduction, "the workload's weight()", None, own, weight)
     if "sum" in (reduction, own.reduction):
@@ -210,7 +211,7 @@ def _check_loss_function(loss: Any) -> None:
     if isinstance(loss, type):
         raise WorkloadError(f"loss is the class {loss.__name__}", hint=f"write loss = {loss.__name__}()")
     if not callable(loss):
-        raise WorkloadError(f"loss is {kind(loss)}", hint="write a function loss(model, batch)")
+        raise WorkloadError(f"loss is {describe_type(loss)}", hint="write a function loss(model, batch)")
     try:
         mistaken = next(iter(inspect.signature(loss).parameters), None) in _OUTPUT_NAMES
     except ValueError:
@@ -228,7 +229,7 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
         return batch[0], batch[1]
     count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
     raise WorkloadError(
-        f"with a criterion a batch is (inputs, targets), this one is {kind(batch)}{count}",
+        f"with a criterion a batch is (inputs, targets), this one is {describe_type(batch)}{count}",
         hint="return such a pair, or write loss(model, batch)",
     )
 
@@ -247,7 +248,7 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
     for name, term in terms.items():
         called = "the loss" if name == _SINGLE else f"the loss's term {name!r}"
         if not isinstance(term, Tensor):
-            raise WorkloadError(f"{called} is {kind(term)}, not a tensor", hint="return it without .item()")
+            raise WorkloadError(f"{called} is {describe_type(term)}, not a tensor", hint="return it without .item()")
         if term.ndim > 0:
             way_out = "reduce it with .mean()"
             if name != _SINGLE and isinstance(terms.get(_SINGLE), Tensor):
@@ -266,7 +267,9 @@ def _number(value: Any, called: str) -> float:
     try:
         number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
-        raise WorkloadError(f"{called} is {kind(value)}, not a number", hint="return one number per batch") from None
+        raise WorkloadError(
+            f"{called} is {describe_type(value)}, not a number", hint="return one number per batch"
+        ) from None
     if not math.isfinite(number) or number < 0:
         raise WorkloadError(f"{called} is {number}", hint="give what the mean divides by: finite and not negative")
     return number

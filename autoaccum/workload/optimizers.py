@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autoaccum.checks import describe_type, type_name
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.pytree import kind, type_name
 
 _FACTORY = "write def optimizer(params): return torch.optim.AdamW(params, lr=1e-3)"
 
@@ -28,7 +28,7 @@ def check_optimizer(optimizer: Any) -> None:
         raise WorkloadError(f"optimizer is an instance of {type_name(optimizer)}, bound to one model", hint=_FACTORY)
     if isinstance(optimizer, list | tuple | dict):
         raise WorkloadError(
-            f"optimizer is {kind(optimizer)} of {len(optimizer)}",
+            f"optimizer is {describe_type(optimizer)} of {len(optimizer)}",
             hint="autoaccum updates with one; give it parameter groups",
         )
     if isinstance(optimizer, str):
@@ -36,7 +36,7 @@ def check_optimizer(optimizer: Any) -> None:
     elif _is_optimizer(optimizer) and needs_closure(optimizer):
         raise _closure_refusal(optimizer.__name__)
     elif optimizer is not None and not callable(optimizer):
-        raise WorkloadError(f"optimizer is {kind(optimizer)}", hint=_FACTORY)
+        raise WorkloadError(f"optimizer is {describe_type(optimizer)}", hint=_FACTORY)
 
 
 def find_optimizer(name: str) -> type[Optimizer]:
@@ -110,7 +110,7 @@ def _construct(optimizer: Callable[..., Any], params: list[nn.Parameter]) -> Any
 
 def _checked(made: Any) -> Optimizer:
     if not isinstance(made, Optimizer):
-        raise WorkloadError(f"optimizer(params) returned {kind(made)}, not an optimizer", hint=_FACTORY)
+        raise WorkloadError(f"optimizer(params) returned {describe_type(made)}, not an optimizer", hint=_FACTORY)
     if needs_closure(type(made)):
         raise _closure_refusal(type_name(made))
     return made
@@ -127,7 +127,7 @@ def _closure_refusal(name: str) -> WorkloadError:
     )
 
 
-def own_rate(optimizer: Optimizer) -> float:
+def get_learning_rate(optimizer: Optimizer) -> float:
     """The learning rate of the first parameter group.
 
     Raises:
@@ -142,7 +142,7 @@ def own_rate(optimizer: Optimizer) -> float:
     return rate
 
 
-def set_rate(optimizer: Optimizer, rate: float) -> None:
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
     """Give the first parameter group this learning rate; the others keep their ratio to it.
 
     A rate that is a tensor, as compiled and captured updates need it, is filled in place. A schedule that is made
@@ -150,9 +150,9 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
     follow.
 
     Raises:
-        WorkloadError: As of `own_rate`; nothing is changed.
+        WorkloadError: As of `get_learning_rate`; nothing is changed.
     """
-    factor = rate / own_rate(optimizer)
+    factor = rate / get_learning_rate(optimizer)
     wanted = [each * factor for each in _rates(optimizer)]
     wanted[0] = rate
     for group, each in zip(optimizer.param_groups, wanted, strict=True):
@@ -164,7 +164,7 @@ def set_rate(optimizer: Optimizer, rate: float) -> None:
                 group[key] = each
 
 
-def rate_is_followed(make_optimizer: Callable[[], Optimizer], make_scheduler: Callable[[Optimizer], Any]) -> bool:
+def scheduler_follows_rate(make_optimizer: Callable[[], Optimizer], make_scheduler: Callable[[Optimizer], Any]) -> bool:
     """Whether a schedule begins with the learning rate that its optimizer has, or goes on from it.
 
     `OneCycleLR` and `CyclicLR` do not: they have rates of their own, and write them over the optimizer's. Found out by
@@ -175,10 +175,10 @@ def rate_is_followed(make_optimizer: Callable[[], Optimizer], make_scheduler: Ca
         make_scheduler: Makes its schedule, or None.
 
     Raises:
-        WorkloadError: As of `own_rate`.
+        WorkloadError: As of `get_learning_rate`.
     """
     first, second = make_optimizer(), make_optimizer()
-    set_rate(second, own_rate(first) / 2)
+    set_learning_rate(second, get_learning_rate(first) / 2)
     make_scheduler(first)
     make_scheduler(second)
     return all(one != other or one == 0 for one, other in zip(_rates(first), _rates(second), strict=True))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 
 _PLAIN = (
@@ -34,66 +34,34 @@ _DEPTH = 4
 """How deep an unknown object is searched for tensors."""
 
 
-class OwnBatch:
+class CustomBatch:
     """A batch with the workload's own way to count its samples and to cut it; see `batches.Batching`.
 
     Attributes:
-        held: The batch as the user's code made it, and gets it.
+        value: The batch as the user's code made it, and gets it.
         samples: How many it holds.
         batching: How it is counted and cut.
     """
 
-    def __init__(self, held: Any, samples: int, batching: Any) -> None:
-        self.held, self.samples, self.batching = held, samples, batching
+    def __init__(self, value: Any, samples: int, batching: Any) -> None:
+        self.value, self.samples, self.batching = value, samples, batching
 
     def __getitem__(self, key: Any) -> Any:
         """An entry of the user's batch."""
-        return self.held[key]
+        return self.value[key]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OwnBatch:
+    def __deepcopy__(self, memo: dict[int, Any]) -> CustomBatch:
         """Another of the batch, and none of the functions."""
-        return self.around(copy.deepcopy(self.held, memo))
+        return self.with_value(copy.deepcopy(self.value, memo))
 
-    def around(self, held: Any) -> OwnBatch:
+    def with_value(self, value: Any) -> CustomBatch:
         """As many samples, held otherwise: moved, or cast."""
-        return OwnBatch(held, self.samples, self.batching)
+        return CustomBatch(value, self.samples, self.batching)
 
 
-def held_batch(batch: Any) -> Any:
+def unwrap_batch(batch: Any) -> Any:
     """The batch as the user's code is to have it."""
-    return batch.held if isinstance(batch, OwnBatch) else batch
-
-
-def type_name(value: Any) -> str:
-    """The name of a value's class, without its module."""
-    return type(value).__name__
-
-
-def kind(value: Any) -> str:
-    """What `value` is, with its article: `an int`, `a dict`, `None`."""
-    if value is None:
-        return "None"
-    name = type_name(value)
-    return f"an {name}" if name[0] in "aeiouAEIO" else f"a {name}"
-
-
-def check_function(function: Any, name: str, arguments: str) -> None:
-    """Refuse what cannot be called with these arguments, such as `(model, batch)`.
-
-    Raises:
-        WorkloadError: It is no function, or one that takes others.
-    """
-    if not callable(function):
-        raise WorkloadError(f"{name} is {kind(function)}", hint=f"write def {name}{arguments}")
-    try:
-        signature = inspect.signature(function)
-        signature.bind(*arguments.strip("()").split(", ")[: len(arguments) - 2])
-    except ValueError:
-        return  # a builtin without a signature: the call itself will tell
-    except TypeError:
-        raise WorkloadError(
-            f"{name}{signature} cannot be called as {name}{arguments}", hint=f"write def {name}{arguments}"
-        ) from None
+    return batch.value if isinstance(batch, CustomBatch) else batch
 
 
 def is_leaf(node: Any) -> bool:
@@ -117,7 +85,7 @@ def is_leaf(node: Any) -> bool:
     return isinstance(node, np.ndarray)
 
 
-def holds_rows(node: Any) -> bool:
+def has_batch_dimension(node: Any) -> bool:
     """Whether `node` is a tensor or an array with a first dimension."""
     return isinstance(node, Tensor | np.ndarray) and node.ndim > 0
 
@@ -130,8 +98,8 @@ def is_plain(node: Any) -> bool:
 def is_value(node: Any) -> bool:
     """Whether there is nothing in `node` to split: a plain value, a tensor without dimensions, an unknown object."""
     if is_plain(node) or is_leaf(node):
-        return not holds_rows(node)
-    return children(node) is None and not hides_tensors(node)
+        return not has_batch_dimension(node)
+    return children(node) is None and not contains_tensors(node)
 
 
 def is_namedtuple(node: Any) -> bool:
@@ -153,7 +121,7 @@ def are_records(entries: Sequence[Any]) -> bool:
     return all(isinstance(entry, Mapping) or _is_dataclass(entry) or is_namedtuple(entry) for entry in entries)
 
 
-def are_alike(entries: Sequence[Any]) -> bool:
+def same_structure(entries: Sequence[Any]) -> bool:
     """Whether the entries could be samples of one kind: tensors of one dtype, mappings of the same keys, one class."""
     return len({_likeness(entry) for entry in entries}) <= 1
 
@@ -166,13 +134,15 @@ def _likeness(entry: Any) -> Any:
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """The content of a container as pairs of a path step, such as `['x']` or `.x`, and a child; None: no container."""
-    if isinstance(node, OwnBatch):
-        return [("", node.held)]
+    if isinstance(node, CustomBatch):
+        return [("", node.value)]
     if isinstance(node, Mapping):
         return [(f"[{key!r}]", node[key]) for key in node]
     if _is_dataclass(node):
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
-        if hides_tensors({name: value for name, value in getattr(node, "__dict__", {}).items() if name not in names}):
+        if contains_tensors(
+            {name: value for name, value in getattr(node, "__dict__", {}).items() if name not in names}
+        ):
             return None
         return [(f".{name}", getattr(node, name)) for name in names]
     if is_namedtuple(node):
@@ -196,8 +166,8 @@ def rebuild(node: Any, content: Sequence[Any]) -> Any:
 
     A mapping whose class cannot be rebuilt from its items becomes a dict.
     """
-    if isinstance(node, OwnBatch):
-        return node.around(content[0])
+    if isinstance(node, CustomBatch):
+        return node.with_value(content[0])
     if isinstance(node, Mapping):
         return _rebuild_mapping(node, dict(zip(node, content, strict=True)))
     if _is_dataclass(node):
@@ -236,19 +206,19 @@ def map_tensors(
     if inner is None:
         if not any(isinstance(each, Tensor) for each in _walk(node)):
             return node
-        return with_tensors(node, change) if change_object is None else change_object(node)
+        return map_object_tensors(node, change) if change_object is None else change_object(node)
     changed = [map_tensors(child, change, change_object) for _, child in inner]
     if all(new is old for new, (_, old) in zip(changed, inner, strict=True)):
         return node
     return rebuild(node, changed)
 
 
-def hides_tensors(node: Any) -> bool:
+def contains_tensors(node: Any) -> bool:
     """Whether an object that is no container holds tensors, which would be passed on unsplit."""
     return any(isinstance(each, Tensor | PackedSequence | Iterator | nn.Module | np.ndarray) for each in _walk(node))
 
 
-def with_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_object_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A copy of an object that is no container, with every tensor changed that is found in it."""
     found = {id(tensor): tensor for tensor in _walk(node) if isinstance(tensor, Tensor)}
     return copy.deepcopy(node, {key: change(tensor) for key, tensor in found.items()})
@@ -281,31 +251,3 @@ def _walk(node: Any, depth: int = _DEPTH) -> Iterator[Any]:
         inside = [*getattr(node, "__dict__", {}).values(), *(getattr(node, name, None) for name in names)]
     for value in inside:
         yield from _walk(value, depth - 1)
-
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-def copy_module(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
-    """A deep copy of `module`.
-
-    What a forward has left in attributes (attention maps, an auxiliary loss, the weight of `weight_norm`) comes without
-    its graph.
-
-    Args:
-        module: The module; what copying its other attributes raises comes through as it is.
-        memo: What `copy.deepcopy` takes for known.
-    """
-    known = {} if memo is None else memo
-    for held in module.modules():
-        for value in vars(held).values():
-            known.update({id(tensor): tensor.detach().clone() for tensor in _computed(value)})
-    return copy.deepcopy(module, known)
-
-
-def _computed(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield from [value] if value.grad_fn is not None else []
-    elif type(value) in (dict, list, tuple):
-        for entry in value.values() if isinstance(value, dict) else value:
-            yield from _computed(entry)

@@ -14,12 +14,13 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from autoaccum.checks import read_count
+from autoaccum.checks import describe_type, read_count, type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import Batching, batch_size, counted, has_size
-from autoaccum.workload.experiments import own_randomness, users_code
+from autoaccum.workload.batches import Batching, batch_size, has_size, wrap_batch
+from autoaccum.workload.model_copies import fixed_seeds
 from autoaccum.workload.spec import Workload, no_batch
+from autoaccum.workload.tracebacks import user_code
 
 _COLLATE = "write def collate(samples) in the workload, as the training's loader has it"
 _SEED = 0
@@ -50,8 +51,8 @@ class LongestBatches:
         """
         samples = list(itertools.islice(itertools.cycle(self._samples), size))
         collate, hint = (default_collate, _COLLATE) if self._collate is None else (self._collate, None)
-        with users_code(f"putting the {size} longest samples together", hint=hint):
-            made = counted(collate(samples), self._batching)
+        with user_code(f"putting the {size} longest samples together", hint=hint):
+            made = wrap_batch(collate(samples), self._batching)
         if not has_size(made, size):
             raise WorkloadError(
                 f"collate() made {batch_size(made)} samples of {size}", hint="return as many as it is given"
@@ -77,10 +78,10 @@ def take_longest(workload: Workload, count: Any, most: int | None = None) -> Wor
     number = read_count(count, "the number of samples to look at", error=WorkloadError)
     if workload.dataset is None or isinstance(workload.dataset, DataLoader):
         raise WorkloadError(
-            f"dataset is {pytree.kind(workload.dataset)}, to look for the longest samples in",
+            f"dataset is {describe_type(workload.dataset)}, to look for the longest samples in",
             hint="define dataset = loader.dataset and collate = loader.collate_fn, or write batch(size)",
         )
-    with own_randomness(), users_code("the dataset"):
+    with fixed_seeds(), user_code("the dataset"):
         longest = longest_first(_some_samples(workload.dataset, number), number if most is None else most)
     if not longest:
         raise WorkloadError("the dataset has no samples", hint="give one that has, or write def batch(size)")
@@ -97,7 +98,7 @@ def longest_first(samples: Iterable[Any], most: int) -> list[Any]:
     longest = heapq.nlargest(most, samples, key=_length)
     if longest and _length(longest[0]) < 0:
         raise WorkloadError(
-            f"the samples have no tensors to tell their length by, the first is {pytree.kind(longest[0])}",
+            f"the samples have no tensors to tell their length by, the first is {describe_type(longest[0])}",
             hint="have the dataset return tensors, arrays or lists of numbers, or write def batch(size)",
         )
     return longest
@@ -151,7 +152,7 @@ def take_small_batch(workload: Workload, size: int) -> Any:
     """
     made = None
     if workload.batch is not no_batch:
-        with users_code(f"batch({size})"):
+        with user_code(f"batch({size})"):
             made = workload.build_batch(size)
     samples = _first_samples(workload.dataset, size)
     if len(samples) < size:
@@ -162,10 +163,10 @@ def take_small_batch(workload: Workload, size: int) -> Any:
         return made
     collate = default_collate if workload.collate is None else workload.collate
     if made is None:
-        with users_code("putting samples of the dataset together"):
-            return counted(collate(samples), workload.batching)
+        with user_code("putting samples of the dataset together"):
+            return wrap_batch(collate(samples), workload.batching)
     try:
-        collated = counted(collate(samples), workload.batching)
+        collated = wrap_batch(collate(samples), workload.batching)
         return collated if _form(collated) == _form(made) and batch_size(collated) == size else made
     except (TypeError, RuntimeError, ValueError, KeyError, WorkloadError):
         return made
@@ -175,7 +176,7 @@ def _first_samples(dataset: Any, size: int) -> list[Any]:
     """Some samples of a dataset; none from what can be read only once, or yields batches."""
     if dataset is None or isinstance(dataset, DataLoader) or hasattr(dataset, "__next__"):
         return []
-    with users_code("the dataset"):
+    with user_code("the dataset"):
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             return [dataset[index] for index in range(min(size, len(dataset)))]
         return list(itertools.islice(iter(dataset), size))
@@ -185,12 +186,14 @@ def _form(node: Any) -> Any:
     """The nest of a batch without its sizes: `default_collate` makes lists of tuples, which are called alike."""
     children = pytree.children(node)
     if children is None:
-        return "tensor" if pytree.is_leaf(node) else pytree.type_name(node)
-    form = "sequence" if pytree.is_sequence(node) else pytree.type_name(node)
+        return "tensor" if pytree.is_leaf(node) else type_name(node)
+    form = "sequence" if pytree.is_sequence(node) else type_name(node)
     return form, tuple((step, _form(child)) for step, child in children)
 
 
-def adapt(workload: Workload, *, most: int | None = None, worst_of: int | None = None, **settings: Any) -> Workload:
+def apply_settings(
+    workload: Workload, *, most: int | None = None, worst_of: int | None = None, **settings: Any
+) -> Workload:
     """`workload` with those of `settings` in place of its own that are not None.
 
     Args:
@@ -202,7 +205,7 @@ def adapt(workload: Workload, *, most: int | None = None, worst_of: int | None =
     Raises:
         WorkloadError: A setting cannot be honoured, or there are neither `batch` nor samples to make one of.
     """
-    workload = replace_given(workload, **settings)
+    workload = replace_fields(workload, **settings)
     if worst_of is not None:
         largest = None if most is None else max(most, workload.evaluation_batch or 0)
         return take_longest(workload, worst_of, largest)
@@ -215,7 +218,7 @@ def adapt(workload: Workload, *, most: int | None = None, worst_of: int | None =
     return workload
 
 
-def replace_given(workload: Workload, **settings: Any) -> Workload:
+def replace_fields(workload: Workload, **settings: Any) -> Workload:
     """`workload` with those fields of `settings` that are not None in place of its own.
 
     Raises:

@@ -11,14 +11,21 @@ from typing import Any, get_args
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.checks import check_word, read_count
+from autoaccum.checks import check_function, check_word, describe_type, read_count, type_name
 from autoaccum.errors import WorkloadError
-from autoaccum.options import AccumulateIn, BatchNormMode, Precision, read_accumulate_in, read_keeps, read_mode
-from autoaccum.workload.batches import Batching, batch_size, counted, has_size, read_batching
+from autoaccum.options import (
+    AccumulateIn,
+    BatchNormMode,
+    Precision,
+    read_accumulate_in,
+    read_batchnorm_mode,
+    read_keeps,
+)
+from autoaccum.workload.batches import Batching, batch_size, has_size, read_batching, wrap_batch
+from autoaccum.workload.model_copies import copy_module
 from autoaccum.workload.model_loss import ModelLoss
 from autoaccum.workload.objective import Objective, Reduction, resolve_objective
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
-from autoaccum.workload.pytree import check_function, copy_module, kind, type_name
 
 
 def no_batch(size: int) -> Any:
@@ -39,7 +46,7 @@ class Workload:
         batch: `batch(size)`: one batch of `size` samples on the CPU, the worst case training will see; it may be left
             out beside a dataset whose longest samples are to make it.
         loss: `loss(model, batch)`; or a criterion (see `resolve_objective`). None, and no criterion either: the loss
-            that the model computes of a batch with labels (`own_loss.ModelLoss`).
+            that the model computes of a batch with labels (`model_loss.ModelLoss`).
         criterion: `criterion(outputs, targets)`, when batches are `(inputs, targets)`.
         optimizer: A function of the list of trainable parameters, a class, or a name of `torch.optim`; None: AdamW.
         precision: Of forward and backward: `fp32`, or `bf16` / `fp16` under autocast.
@@ -111,7 +118,7 @@ class Workload:
         if callable(self.split) and callable(self.size):
             check_function(self.split, "split", "(batch, sizes)")
             check_function(self.size, "size", "(batch)")
-        read_mode(self.batchnorm)
+        read_batchnorm_mode(self.batchnorm)
         read_accumulate_in(self.accumulate_in)
         check_optimizer(self.optimizer)
         _check_dataset(self.dataset, "dataset")
@@ -175,9 +182,9 @@ class Workload:
                 hint="give a function that builds it",
             ) from error
         if not isinstance(made, nn.Module):
-            raise WorkloadError(f"model() returned {kind(made)}", hint="return an nn.Module")
+            raise WorkloadError(f"model() returned {describe_type(made)}", hint="return an nn.Module")
         if isinstance(self.loss, ModelLoss):
-            self.loss.learn(made)
+            self.loss.read_model(made)
         return made
 
     def build_batch(self, size: int) -> Any:
@@ -188,7 +195,7 @@ class Workload:
         Raises:
             WorkloadError: It holds another number of samples.
         """
-        made = counted(self.batch(size), self.batching)
+        made = wrap_batch(self.batch(size), self.batching)
         if not has_size(made, size):
             counts = "" if self.batching is None else ", as size(batch) counts them"
             raise WorkloadError(
@@ -226,7 +233,7 @@ def _check_model(model: Any) -> None:
         return
     if not callable(model):
         raise WorkloadError(
-            f"model is {kind(model)}", hint="give an nn.Module, its class, or a function that returns one"
+            f"model is {describe_type(model)}", hint="give an nn.Module, its class, or a function that returns one"
         )
     if isinstance(model, type) and not issubclass(model, nn.Module):
         raise WorkloadError(
@@ -249,7 +256,7 @@ def _read_modules(modules: Any) -> dict[str, nn.Module]:
     odd = [module for module in given if not isinstance(module, nn.Module)]
     if odd:
         raise WorkloadError(
-            f"modules has {kind(odd[0])} in it",
+            f"modules has {describe_type(odd[0])} in it",
             hint="give the modules beside the model: modules = [teacher]; or call something else by another name",
         )
     return {str(name): module for name, module in modules.items()}
@@ -257,4 +264,6 @@ def _read_modules(modules: Any) -> dict[str, nn.Module]:
 
 def _check_dataset(dataset: Any, name: str) -> None:
     if dataset is not None and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
-        raise WorkloadError(f"{name} is {kind(dataset)}", hint="give samples by index or an iterable over samples")
+        raise WorkloadError(
+            f"{name} is {describe_type(dataset)}", hint="give samples by index or an iterable over samples"
+        )

@@ -14,10 +14,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from autoaccum.checks import type_name
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, is_samples
 from autoaccum.workload.criteria import Criterion
-from autoaccum.workload.module_names import is_plain_name
+from autoaccum.workload.module_names import is_quotable
 from autoaccum.workload.objective import Objective
 
 Divisor: TypeAlias = Literal["nothing", "weight", "samples", "targets", "class weights"]
@@ -54,7 +55,7 @@ def find_divisor(objective: Objective, batch: Any) -> Divisor:
     """What the shares of parts of batches such as `batch` follow from."""
     if objective.reduction == "sum":
         return "nothing"
-    if objective.weighs_itself and objective.own_loss is not None and objective.own_loss.code(batch) is None:
+    if objective.uses_model_weight and objective.model_loss is not None and objective.model_loss.code(batch) is None:
         return "samples"
     if objective.weight_function is not None:
         return "weight"
@@ -62,10 +63,10 @@ def find_divisor(objective: Objective, batch: Any) -> Divisor:
 
 
 def _describe_own(objective: Objective, batch: Any) -> dict[str, str | None] | None:
-    own = objective.own_loss
+    own = objective.model_loss
     if own is None:
         return None
-    return {"loss": own.access, "weight": own.code(batch) if objective.weighs_itself else None}
+    return {"loss": own.access, "weight": own.code(batch) if objective.uses_model_weight else None}
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -96,13 +97,13 @@ def describe_form(batch: Any, size: int) -> Form:
 
 
 def _form(node: Any, size: int, *, top: bool = False) -> Form:
-    if isinstance(node, pytree.OwnBatch):
+    if isinstance(node, pytree.CustomBatch):
         return "own"
-    if isinstance(node, Tensor) and pytree.holds_rows(node):
+    if isinstance(node, Tensor) and pytree.has_batch_dimension(node):
         return "tensor"
-    if isinstance(node, Mapping) and all(map(is_plain_name, node)):
+    if isinstance(node, Mapping) and all(map(is_quotable, node)):
         kind = "dict" if type(node) in (dict, OrderedDict, defaultdict) else "mapping"
         return {kind: {name: _form(child, size) for name, child in node.items()}}
     if type(node) in (list, tuple) and not is_samples(node, size, top=top):
-        return {pytree.type_name(node): [_form(child, size) for child in node]}
+        return {type_name(node): [_form(child, size) for child in node]}
     return "other"

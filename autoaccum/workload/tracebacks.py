@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import AutoaccumError, WorkloadError
 
 _OWN = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
@@ -28,7 +28,7 @@ def format_user_traceback(error: BaseException) -> str:
     """
     report = _pruned(traceback.TracebackException.from_exception(error), is_user_file)
     if not report.stack:
-        report = _pruned(traceback.TracebackException.from_exception(error), lambda file: not is_own_file(file))
+        report = _pruned(traceback.TracebackException.from_exception(error), lambda file: not is_autoaccum_file(file))
     return "".join(report.format()).rstrip()
 
 
@@ -48,19 +48,19 @@ def user_line(error: BaseException, *, library: bool = False) -> str | None:
 
 
 def _shown(frame: traceback.FrameSummary) -> str:
-    return f"{line_of(frame.filename, frame.lineno or 0)[0]} (`{frame.line}`)"
+    return f"{name_line(frame.filename, frame.lineno or 0)[0]} (`{frame.line}`)"
 
 
-def line_of(filename: str, number: int) -> tuple[str, bool]:
+def name_line(filename: str, number: int) -> tuple[str, bool]:
     """A line as it is named, a library's by its path within that; and whether it is the user's own."""
     _, library, path = filename.rpartition("site-packages/")
     return f"{path if library else Path(filename).name}:{number}", is_user_file(filename) and not library
 
 
-def is_own(error: BaseException) -> bool:
+def raised_by_autoaccum(error: BaseException) -> bool:
     """Whether it was raised by a line of autoaccum, or within Python's own library by one."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    return next((is_own_file(frame.filename) for frame in frames if not _is_python(frame.filename)), False)
+    return next((is_autoaccum_file(frame.filename) for frame in frames if not _is_python(frame.filename)), False)
 
 
 def blame_workload(error: BaseException, doing: str, *, hint: str | None = None) -> WorkloadError:
@@ -79,12 +79,24 @@ def blame_workload(error: BaseException, doing: str, *, hint: str | None = None)
 
 
 @contextmanager
-def exit_blamed(doing: str) -> Iterator[None]:
+def user_code(doing: str, *, hint: str | None = None) -> Iterator[None]:
+    """Show what the user's code raises as theirs; running out of memory comes through as it is."""
+    try:
+        with blame_exit(doing):
+            yield
+    except (AutoaccumError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise blame_workload(error, doing, hint=hint) from error
+
+
+@contextmanager
+def blame_exit(doing: str) -> Iterator[None]:
     """Show a `sys.exit()` of the user's as theirs; autoaccum's own, by which a signal ends it, comes through."""
     try:
         yield
     except SystemExit as error:
-        if is_own(error):
+        if raised_by_autoaccum(error):
             raise
         raise blame_workload(error, doing) from error
 
@@ -107,7 +119,7 @@ def _pruned(
 
 
 @cache
-def is_own_file(filename: str) -> bool:
+def is_autoaccum_file(filename: str) -> bool:
     """Whether it is one of autoaccum's."""
     return str(Path(filename).resolve()).startswith(_OWN + "/")
 

@@ -10,12 +10,13 @@ import torch
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
-from autoaccum.workload.divisor_candidates import Candidate, count_candidates
-from autoaccum.workload.experiments import cast_batch, make_copy, own_randomness, users_code
-from autoaccum.workload.model_loss import likely_code
+from autoaccum.workload.model_copies import cast_batch, copy_workload_model, fixed_seeds
+from autoaccum.workload.model_loss import likely_weight_code
 from autoaccum.workload.objective import Objective, match_weights
 from autoaccum.workload.samples import take_small_batch
 from autoaccum.workload.spec import Workload
+from autoaccum.workload.tracebacks import user_code
+from autoaccum.workload.weight_candidates import Candidate, list_candidates
 
 _SAMPLES = 5
 _SPLITS = ((2, 3), (3, 2))
@@ -50,7 +51,7 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
         WorkloadError: The model, batch, loss or weight raises (with the user's traceback), or cannot be used.
     """
     each = workload.multiple_of or 1
-    with own_randomness():
+    with fixed_seeds():
         batch = take_small_batch(workload, each * _SAMPLES)
         parts, others = (split_batch(batch, [each * size for size in sizes]) for sizes in _SPLITS)
         return _compare(_SmallRuns(workload, batch), batch, parts, others, coupled)
@@ -60,9 +61,9 @@ class _SmallRuns:
     """A copy of a workload's model, ready to say what its loss is on small batches."""
 
     def __init__(self, workload: Workload, batch: Any) -> None:
-        self._model, _ = make_copy(workload)
+        self._model, _ = copy_workload_model(workload)
         self.objective = workload.objective  # Now that the model is there, which tells what its own loss divides by.
-        self.likely_weight = likely_code(self._model)
+        self.likely_weight = likely_weight_code(self._model)
         self._records = False
         self._model.eval()
         try:
@@ -76,12 +77,12 @@ class _SmallRuns:
 
     def losses(self, batch: Any) -> dict[str, float]:
         """The terms of the loss of `batch`, which is left as it is."""
-        with users_code(f"the loss of {batch_size(batch)} samples"):
+        with user_code(f"the loss of {batch_size(batch)} samples"):
             return self._losses(batch)
 
-    def compare(self, parts: list[Any]) -> Comparison:
+    def compare(self, parts: list[Any]) -> LossComparison:
         """The losses of parts beside that of the whole."""
-        return Comparison(self.objective, self.whole, parts, [self.losses(part) for part in parts])
+        return LossComparison(self.objective, self.whole, parts, [self.losses(part) for part in parts])
 
     def _losses(self, batch: Any) -> dict[str, float]:
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
@@ -101,7 +102,7 @@ def _compare(runs: _SmallRuns, batch: Any, parts: list[Any], others: list[Any], 
     again = runs.losses(parts[0])
     if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in seen.losses[0].items()):
         return ["the weighting could not be checked: the loss differs from run to run"]
-    candidates = [_SUM, *count_candidates(batch, [*parts, *others], runs.likely_weight)]
+    candidates = [_SUM, *list_candidates(batch, [*parts, *others], runs.likely_weight)]
     fitting = {name: _fitting(seen, name, candidates, 0, runs.tolerance) for name in wrong}
     if any(len({candidate.shares(_PARTS) for candidate in fits}) > 1 for fits in fitting.values()):
         other = runs.compare(others)
@@ -116,7 +117,9 @@ def _compare(runs: _SmallRuns, batch: Any, parts: list[Any], others: list[Any], 
     return [f"{seen.describe(name)}: {sentence}" for name, sentence in told.items() if sentence is not None]
 
 
-def _fitting(seen: Comparison, name: str, candidates: list[Candidate], start: int, tolerance: float) -> list[Candidate]:
+def _fitting(
+    seen: LossComparison, name: str, candidates: list[Candidate], start: int, tolerance: float
+) -> list[Candidate]:
     """The candidates under which the parts give the whole; their counts of these parts begin at `start`."""
     return [
         candidate
@@ -154,14 +157,14 @@ def advise(
     return f"the {'' if sure else 'likely '}right weight{away} is: def weight(batch): return {code}"
 
 
-class Comparison:
+class LossComparison:
     """The losses of a whole batch and of its parts."""
 
     def __init__(
         self, objective: Objective, whole: dict[str, float], parts: list[Any], losses: list[dict[str, float]]
     ) -> None:
         self.objective, self.whole, self.parts, self.losses = objective, whole, parts, losses
-        with users_code("weight(batch)"):
+        with user_code("weight(batch)"):
             self.weights = [match_weights(objective.weight(part), whole.keys()) for part in parts]
 
     @property

@@ -19,7 +19,7 @@ from autoaccum.accumulation.batchnorm import STATISTICS
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
-from autoaccum.options import MODES
+from autoaccum.options import BATCHNORM_MODES
 
 TOLERANCE = 1e-10
 FORGIVING = pytest.mark.filterwarnings("ignore::autoaccum.accumulation.step_result.AccumulationWarning")
@@ -161,7 +161,7 @@ def test_frozen_takes_a_part_of_one_sample_and_trains_weight_and_bias() -> None:
 
 
 def test_modules_at_rest_stay_at_rest_in_every_mode() -> None:
-    for mode in MODES:
+    for mode in BATCHNORM_MODES:
         model = small().eval()
         model[1].train()
         model(batch_of(3)[0])

@@ -25,7 +25,7 @@ from autoaccum.tuning.trial_training import train_setting
 from autoaccum.tuning.tune_request import BatchSpan, Budget, TuneRequest
 from autoaccum.tuning.tuning_result import Outcome, Setting, Throughput
 from autoaccum.workload.loading import load_workload
-from autoaccum.workload.optimizers import own_rate, set_rate
+from autoaccum.workload.optimizers import get_learning_rate, set_learning_rate
 from autoaccum.workload.spec import Workload
 
 TARGET, SAMPLES, WIDTH = 64, 640, 16
@@ -139,10 +139,10 @@ def test_a_rate_that_is_a_tensor_on_the_device_is_set_in_place(place: torch.devi
     rate = torch.tensor(0.1, device=place)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=place.type == "cuda")
     held = optimizer.param_groups[0]["lr"]
-    assert own_rate(optimizer) == pytest.approx(0.1)
-    set_rate(optimizer, 0.25)
+    assert get_learning_rate(optimizer) == pytest.approx(0.1)
+    set_learning_rate(optimizer, 0.25)
     assert optimizer.param_groups[0]["lr"] is held
-    assert (own_rate(optimizer), held.device) == (0.25, place)
+    assert (get_learning_rate(optimizer), held.device) == (0.25, place)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch import nn
 import autoaccum
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError
-from autoaccum.options import MODES
+from autoaccum.options import BATCHNORM_MODES
 from autoaccum.units import MIB, MemorySize
 
 LIMIT = MemorySize(bytes=256 * MIB)
@@ -29,7 +29,7 @@ def workload(**fields: Any) -> autoaccum.Workload:
     return autoaccum.Workload(model=model, batch=batch, criterion=nn.CrossEntropyLoss(), **fields)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BATCHNORM_MODES)
 def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> None:
     live = model()
     before = {name: value.clone() for name, value in live.state_dict().items()}
@@ -51,7 +51,7 @@ def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> N
 
 
 def test_only_frozen_takes_parts_of_one_sample() -> None:
-    sizes = {mode: inspect_workload(workload(batchnorm=mode), share=8).least_size for mode in MODES}
+    sizes = {mode: inspect_workload(workload(batchnorm=mode), share=8).least_size for mode in BATCHNORM_MODES}
     assert sizes == {"micro": 2, "running": 2, "frozen": 1}
 
 

@@ -48,7 +48,7 @@ def test_the_loss_of_what_a_model_returns(form: str, access: str) -> None:
     model, data = Regression(form), batch(5)
     objective = resolve_objective(model=model)
     assert torch.equal(objective.terms(model, data)["loss"], F.mse_loss(model.layer(data["x"])[:, 0], data["labels"]))
-    own = objective.own_loss
+    own = objective.model_loss
     assert isinstance(own, ModelLoss)
     assert (own.access, objective.weight(data), objective.source) == (access, 5.0, "samples (Regression)")
     assert check_weighting(Workload(model=lambda: Regression(form), batch=batch)) == []

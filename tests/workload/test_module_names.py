@@ -8,17 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.workload.module_names import (
-    compact_names,
-    expand_name,
-    numberless,
-    tell_apart,
-)
+from autoaccum.workload.module_names import compact_names, distinct_names, expand_name, mask_numbers
 
 
 def test_numbers_are_given_where_they_tell_groups_apart() -> None:
     stages = [[f"{block}.up.0" for block in blocks] for blocks in ((4, 5, 6), (8, 9, 11, 12, 13), (15, 16))]
-    assert [name for name, _ in tell_apart(stages)] == ["{4..6}.up.0", "{8,9,11..13}.up.0", "{15,16}.up.0"]
+    assert [name for name, _ in distinct_names(stages)] == ["{4..6}.up.0", "{8,9,11..13}.up.0", "{15,16}.up.0"]
 
 
 NUMBERS = st.integers(0, 12)
@@ -31,8 +26,8 @@ NAMES = st.one_of(
 def test_no_two_are_named_alike_and_none_is_lost(kinds: dict[str, int]) -> None:
     groups: dict[tuple[str, int], list[str]] = {}
     for name, kind in kinds.items():
-        groups.setdefault((numberless(name), kind), []).append(name)
-    told = tell_apart(groups.values())
+        groups.setdefault((mask_numbers(name), kind), []).append(name)
+    told = distinct_names(groups.values())
     names = [name for name, _ in told]
     assert len(set(names)) == len(names)
     assert sorted(member for _, members in told for member in members) == sorted(kinds)

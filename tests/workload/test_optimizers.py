@@ -13,11 +13,11 @@ from torch.optim import SGD, AdamW, Optimizer, lr_scheduler
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.optimizers import (
     find_optimizer,
+    get_learning_rate,
     make_optimizer,
     needs_closure,
-    own_rate,
-    rate_is_followed,
-    set_rate,
+    scheduler_follows_rate,
+    set_learning_rate,
 )
 
 
@@ -105,9 +105,9 @@ def rates(optimizer: Optimizer, key: str = "lr") -> list[float]:
 @given(st.lists(RATES, min_size=1, max_size=4), RATES)
 def test_the_first_group_has_the_rate_and_the_others_keep_their_ratio(own: list[float], rate: float) -> None:
     optimizer = groups(*own)
-    assert own_rate(optimizer) == own[0]
-    set_rate(optimizer, rate)
-    assert own_rate(optimizer) == rate
+    assert get_learning_rate(optimizer) == own[0]
+    set_learning_rate(optimizer, rate)
+    assert get_learning_rate(optimizer) == rate
     assert rates(optimizer) == pytest.approx([rate * each / own[0] for each in own], rel=1e-12)
 
 
@@ -115,10 +115,10 @@ def test_rates_that_are_tensors_stay_the_same_tensors() -> None:
     shared = torch.tensor(0.5)
     optimizer = groups(shared, torch.tensor(0.25), shared)
     before = [group["lr"] for group in optimizer.param_groups]
-    set_rate(optimizer, 0.125)
+    set_learning_rate(optimizer, 0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.0625, 0.125]
     assert all(group["lr"] is tensor for group, tensor in zip(optimizer.param_groups, before, strict=True))
-    assert own_rate(optimizer) == 0.125
+    assert get_learning_rate(optimizer) == 0.125
 
 
 def test_a_schedule_made_afterwards_begins_there_whatever_one_before_has_kept() -> None:
@@ -126,7 +126,7 @@ def test_a_schedule_made_afterwards_begins_there_whatever_one_before_has_kept() 
     old = lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer.step()
     old.step()
-    set_rate(optimizer, 1.0)
+    set_learning_rate(optimizer, 1.0)
     assert rates(optimizer) == rates(optimizer, "initial_lr") == [1.0, 0.5]
     assert lr_scheduler.LambdaLR(optimizer, lambda step: 1.0).get_last_lr() == [1.0, 0.5]
 
@@ -147,7 +147,7 @@ def test_where_there_is_no_rate_it_is_said(first: Any, message: str) -> None:
     optimizer.param_groups[0]["lr"] = first
     if isinstance(first, str):
         del optimizer.param_groups[0]["lr"]
-    for ask in (own_rate, lambda it: set_rate(it, 1.0)):
+    for ask in (get_learning_rate, lambda it: set_learning_rate(it, 1.0)):
         with pytest.raises(WorkloadError, match=message):
             ask(optimizer)
     assert optimizer.param_groups[1]["lr"] == 0.25
@@ -181,5 +181,5 @@ def test_a_schedule_that_overrules_the_rate_is_found_out(
         made.append(groups(0.5, 0.25, momentum=0.9))
         return made[-1]
 
-    assert rate_is_followed(make_optimizer, make_scheduler) is is_followed
+    assert scheduler_follows_rate(make_optimizer, make_scheduler) is is_followed
     assert len(made) == 2

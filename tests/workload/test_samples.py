@@ -16,13 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.samples import (
-    adapt,
-    longest_first,
-    spread_indices,
-    take_longest,
-    take_small_batch,
-)
+from autoaccum.workload.samples import apply_settings, longest_first, spread_indices, take_longest, take_small_batch
 from autoaccum.workload.spec import Workload
 
 
@@ -113,8 +107,8 @@ def test_random_samples_are_the_same_each_time_and_leave_random_states_alone() -
 
 def test_it_stands_in_for_a_batch_that_is_there() -> None:
     workload = make([torch.zeros(2), torch.zeros(5)], batch=lambda size: torch.zeros(size, 1), collate=padded)
-    assert adapt(workload).build_batch(2).shape == (2, 1)
-    assert adapt(workload, worst_of=2).build_batch(2).shape == (2, 5)
+    assert apply_settings(workload).build_batch(2).shape == (2, 1)
+    assert apply_settings(workload, worst_of=2).build_batch(2).shape == (2, 5)
 
 
 def test_uneven_samples_need_a_collate() -> None:
@@ -170,7 +164,7 @@ def test_without_batch_there_have_to_be_samples_to_make_one_of() -> None:
         make(None)
     workload = make([torch.zeros(2)])
     with pytest.raises(WorkloadError, match="defines no 'batch': write def batch.*--worst-of N"):
-        adapt(workload)
+        apply_settings(workload)
     with pytest.raises(WorkloadError, match=r"there is no batch\(4\)"):
         workload.build_batch(4)
 

@@ -12,8 +12,8 @@ from torch.nn.utils import weight_norm
 import autoaccum
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.loading import load_workload
-from autoaccum.workload.pytree import copy_module
-from autoaccum.workload.samples import adapt
+from autoaccum.workload.model_copies import copy_module
+from autoaccum.workload.samples import apply_settings
 from autoaccum.workload.spec import Workload
 
 
@@ -139,17 +139,17 @@ def test_what_cannot_be_planned_is_refused(changes: dict[str, Any], message: str
 
 def test_settings_stand_in_for_the_workloads_own() -> None:
     workload = make(keeps="outputs", evaluation_batch=4)
-    assert adapt(workload) == workload
-    changed = adapt(workload, keeps=("ema",), evaluation_batch=8, precision="bf16")
+    assert apply_settings(workload) == workload
+    changed = apply_settings(workload, keeps=("ema",), evaluation_batch=8, precision="bf16")
     assert (changed.keeps, changed.evaluation_batch, changed.precision) == (("ema",), 8, "bf16")
-    assert adapt(workload, keeps=()).keeps == ()
+    assert apply_settings(workload, keeps=()).keeps == ()
 
 
 def test_a_file_with_a_dataset_may_leave_batch_out(write_workload: Any) -> None:
     samples = "dataset = [torch.zeros(n) for n in (1, 4, 2)]\n"
     lines = f"del batch\n{samples}def collate(samples): return torch.stack(samples)\n"
     workload = load_workload(write_workload(HEAD + lines))
-    assert adapt(workload, worst_of=3, most=1).build_batch(3).shape == (3, 4)
+    assert apply_settings(workload, worst_of=3, most=1).build_batch(3).shape == (3, 4)
     with pytest.raises(WorkloadError, match="defines no 'batch'"):
         load_workload(write_workload(HEAD + "del batch\n"))
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from autoaccum.workload import tracebacks
 from autoaccum.workload.spec import Workload
-from autoaccum.workload.tracebacks import blame_workload, format_user_traceback, is_own
+from autoaccum.workload.tracebacks import blame_workload, format_user_traceback, raised_by_autoaccum
 
 
 def multiply(size: int) -> torch.Tensor:
@@ -73,7 +73,7 @@ def test_an_error_within_pythons_library_is_of_who_called_it(filename: Path, own
     code = compile("import json; json.loads('{')", str(filename), "exec")
     with pytest.raises(ValueError, match="Expecting") as caught:
         exec(code)
-    assert is_own(caught.value) == own
+    assert raised_by_autoaccum(caught.value) == own
 
 
 class Odd(torch.utils.data.Dataset[int]):

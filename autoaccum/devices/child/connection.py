@@ -84,13 +84,13 @@ def load_requested(request: Mapping[str, Any]) -> Workload:
     from autoaccum.devices.child.pickling import unpack
     from autoaccum.options import Options
     from autoaccum.workload.loading import load_workload
-    from autoaccum.workload.samples import adapt
+    from autoaccum.workload.samples import apply_settings
 
     parcel = request.get("parcel")
     loaded = load_workload(request["reference"]) if parcel is None else unpack(parcel)
     check_loaded(request["reference"], request.get("checkout", {}))
     options = Options(**request.get("options", {}))
-    return adapt(loaded, most=request.get("share"), worst_of=options.worst_of, **options.overrides)
+    return apply_settings(loaded, most=request.get("share"), worst_of=options.worst_of, **options.overrides)
 
 
 def failure_reply(error: BaseException, doing: str, at: str = "") -> dict[str, Any]:

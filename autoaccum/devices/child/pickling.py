@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.plan_check import unwrapped
 from autoaccum.accumulation.validation import unwrapped_optimizer
+from autoaccum.checks import type_name
 from autoaccum.errors import UsageError, first_line
-from autoaccum.workload.pytree import type_name
 from autoaccum.workload.spec import Workload
 
 _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(

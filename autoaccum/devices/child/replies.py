@@ -90,7 +90,7 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
         find_out_of_memory,
         is_context_dead,
     )
-    from autoaccum.workload.tracebacks import blame_workload, is_own
+    from autoaccum.workload.tracebacks import blame_workload, raised_by_autoaccum
 
     shortage = find_out_of_memory(error)
     if shortage is not None:
@@ -112,7 +112,7 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
     if isinstance(error, AutoaccumError):
         blames: Literal["user", "measurement"] = "user" if isinstance(error, UsageError) else "measurement"
         return Failure(outcome="error", message=f"{at}{error}", blames=blames)
-    if is_own(error):
+    if raised_by_autoaccum(error):
         whole = "".join(traceback.format_exception(error)).rstrip()
         return Failure(
             outcome="error",

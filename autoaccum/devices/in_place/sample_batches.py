@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from autoaccum.accumulation.recovery import find_out_of_memory
+from autoaccum.checks import describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import Batching, batch_size, counted, has_size, join_batches, split_batch
+from autoaccum.workload.batches import Batching, batch_size, has_size, join_batches, split_batch, wrap_batch
 from autoaccum.workload.tracebacks import blame_workload
 
 _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
@@ -36,7 +37,7 @@ class CalledBatches:
             WorkloadError: The function raises anything but an out-of-memory error, or returns another size.
         """
         try:
-            made = counted(self._batch(size), self._batching)
+            made = wrap_batch(self._batch(size), self._batching)
         except StopIteration as error:
             raise blame_workload(error, f"batch({size})", hint=f"its iterator has no more; {_SAMPLE}") from error
         except AutoaccumError:
@@ -63,7 +64,7 @@ class SampleBatches:
 
     def __call__(self, size: int) -> Any:
         """One batch of `size` samples; neither a change to it nor a gradient reaches the sample batch."""
-        if isinstance(self._sample, pytree.OwnBatch):
+        if isinstance(self._sample, pytree.CustomBatch):
             return self._cut(self._sample, size)
         times, rest = divmod(size, self._size)
         # Views of their own: what is the same object in all parts counts as belonging to all samples.
@@ -72,7 +73,7 @@ class SampleBatches:
             parts.append(split_batch(self._sample, [rest, self._size - rest])[0])
         return _owned(join_batches(parts), set(_addresses(self._sample)))
 
-    def _cut(self, sample: pytree.OwnBatch, size: int) -> Any:
+    def _cut(self, sample: pytree.CustomBatch, size: int) -> Any:
         """What a workload cuts by its own function cannot be repeated."""
         if size > self._size:
             raise WorkloadError(
@@ -95,7 +96,7 @@ def make_batches(batch: Any, batching: Batching | None = None) -> Callable[[int]
         with suppress(Exception):  # A callable object of the user's, which is no batch.
             return SampleBatches(batching.wrap(batch))
     if isinstance(batch, (DataLoader, Iterator)) or (hasattr(batch, "__next__") and not callable(batch)):
-        raise WorkloadError(f"batch is {pytree.kind(batch)}", hint="give one batch of it: next(iter(loader))")
+        raise WorkloadError(f"batch is {describe_type(batch)}", hint="give one batch of it: next(iter(loader))")
     if callable(batch) and not isinstance(batch, Tensor) and pytree.children(batch) is None:
         return CalledBatches(batch, batching)
     return SampleBatches(batch)

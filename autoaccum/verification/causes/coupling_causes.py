@@ -11,7 +11,7 @@ from autoaccum.verification.causes.loss_factors import LARGER, Decomposition, fi
 from autoaccum.verification.fixture import OUTSIDE
 from autoaccum.verification.update_run import Change
 from autoaccum.verification.verification_result import Cause, CauseKind
-from autoaccum.workload.pytree import OwnBatch
+from autoaccum.workload.pytree import CustomBatch
 
 
 def coupling_causes(experiment: Experiment, coupling: Coupling) -> tuple[Cause, ...]:
@@ -135,8 +135,8 @@ def _loss_cause(experiment: Experiment) -> Cause:
     )
     first = "see first that split(batch, sizes) returns each sample once, in order; if it does, "
     change = (
-        f"{first if isinstance(experiment.runs.batch, OwnBatch) else ''}give what is compared the same shape; otherwise"
-        " no weight mends that: a statistic of targets is to be taken where the batch is made, before it is cut,"
-        f" and given along with each sample; of outputs, {LARGER}"
+        f"{first if isinstance(experiment.runs.batch, CustomBatch) else ''}give what is compared the same shape;"
+        " otherwise no weight mends that: a statistic of targets is to be taken where the batch is made, before it is"
+        f" cut, and given along with each sample; of outputs, {LARGER}"
     )
     return Cause(kind="coupled loss", found=found, change=change, where=("the loss",))

@@ -27,7 +27,7 @@ from autoaccum.verification.paired_runs import Runs
 from autoaccum.verification.update_comparison import largest_entry
 from autoaccum.verification.update_run import Change, Outcome
 from autoaccum.verification.verification_result import Cause, CauseKind
-from autoaccum.workload.divisor_candidates import count_candidates
+from autoaccum.workload.weight_candidates import list_candidates
 
 _FOUND: Mapping[LoopMistake, str] = {
     "zeroed": "only the last part counts: gradients are zeroed between the parts, or backward() is called after the"
@@ -190,7 +190,7 @@ def _find_shares(parts: Decomposition) -> tuple[tuple[float, ...], str] | None:
 
 def _usual_shares(runs: Runs) -> Iterator[tuple[tuple[float, ...], str]]:
     yield (1.0,) * len(runs.parts), SUM
-    for candidate in count_candidates(runs.batch, runs.parts):
+    for candidate in list_candidates(runs.batch, runs.parts):
         yield share(candidate.counts), candidate.code
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from autoaccum.accumulation.backpropagation import make_shares
 from autoaccum.verification.paired_runs import Runs
 from autoaccum.verification.update_run import Change, Outcome
-from autoaccum.workload.divisor_candidates import Candidate, count_candidates, count_tables
-from autoaccum.workload.model_loss import likely_code
+from autoaccum.workload.model_loss import likely_weight_code
 from autoaccum.workload.objective import match_weights
+from autoaccum.workload.weight_candidates import Candidate, class_weight_candidates, list_candidates
 
 _MOST_ENTRIES = 2**18
 _LEAST_DISTINCT = 1e-5
@@ -192,7 +192,7 @@ def find_weighting(runs: Runs, cuts: Sequence[Decomposition]) -> Weighting | Non
     if objective.reduction == "mean":
         weights = [match_weights(objective.weight(part), every) for part in parts]
         own = {name: Candidate(_OWN, tuple(weight[name] for weight in weights)) for name in terms}
-    counted = count_candidates(runs.batch, parts, likely_code(runs.fixture.fresh().model))
+    counted = list_candidates(runs.batch, parts, likely_weight_code(runs.fixture.fresh().model))
     usual = [Candidate(SUM, ()), *counted, *_count_class_weights(runs, parts)]
     found: dict[str, Candidate] = {}
     for name in terms:
@@ -250,7 +250,7 @@ def _count_class_weights(runs: Runs, parts: list[Any]) -> list[Candidate]:
         variables = inspect.getclosurevars(function)
         named = {**variables.globals, **variables.nonlocals, **named}
     tables = {name: one for name, one in named.items() if isinstance(one, Tensor) and _is_table(one)}
-    return count_tables(runs.batch, parts, tables) if tables else []
+    return class_weight_candidates(runs.batch, parts, tables) if tables else []
 
 
 def _is_table(tensor: Tensor) -> bool:

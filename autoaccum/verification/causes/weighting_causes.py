@@ -27,8 +27,8 @@ from autoaccum.verification.paired_runs import Runs
 from autoaccum.verification.update_run import Change
 from autoaccum.verification.verification_result import Cause
 from autoaccum.workload.batches import batch_size, join_batches
-from autoaccum.workload.divisor_candidates import Candidate, count_candidates
 from autoaccum.workload.objective import Objective
+from autoaccum.workload.weight_candidates import Candidate, list_candidates
 from autoaccum.workload.weight_check import advise, name_term
 
 _ALL = 1e-3
@@ -234,7 +234,7 @@ def explain_mixed_terms(experiment: Experiment, change: Change) -> Cause | None:
 def _candidates(batch: object, unions: Sequence[object]) -> list[Candidate]:
     """Countings that can be told apart, and none that divides by zero."""
     found: dict[tuple[float, ...], Candidate] = {}
-    for candidate in (Candidate(SUM, (1.0,) * len(unions)), *count_candidates(batch, list(unions))):
+    for candidate in (Candidate(SUM, (1.0,) * len(unions)), *list_candidates(batch, list(unions))):
         if min(candidate.counts) > 0:
             found.setdefault(candidate.shares(0), candidate)
     return list(found.values())[:_MOST_CANDIDATES]

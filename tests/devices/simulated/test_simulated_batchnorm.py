@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.options import MODES
+from autoaccum.options import BATCHNORM_MODES
 
 CHANNELS = 64
 MODEL = f"""
@@ -25,7 +25,7 @@ model = Net
 """
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BATCHNORM_MODES)
 def test_each_mode_is_traced(mode: str, simulated: Callable[..., Any]) -> None:
     ask = simulated(MODEL, batchnorm=mode)
     seen = ask("inspect")

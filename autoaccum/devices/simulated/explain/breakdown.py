@@ -15,7 +15,7 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Explanation, Holding, ModuleShare, Moment
 from autoaccum.devices.simulated.allocator.replay import SizedTrace
 from autoaccum.devices.simulated.trace import LabelledTrace, Role, Trace
-from autoaccum.workload.module_names import numberless, tell_apart
+from autoaccum.workload.module_names import distinct_names, mask_numbers
 
 _STAGES: dict[Phase, int] = {"batch": 0, "forward": 1, "backward": 2}
 _BACKWARD = 2
@@ -228,9 +228,9 @@ def _joined(shares: Iterable[ModuleShare]) -> list[ModuleShare]:
             found.append(share)
             continue
         named[share.name] = share
-        key = numberless(share.name), share.kind, tuple(share.categories.items()), share.bytes_per_sample
+        key = mask_numbers(share.name), share.kind, tuple(share.categories.items()), share.bytes_per_sample
         alike.setdefault(key, []).append(share.name)
-    return [*found, *(_times(named[names[0]], name, len(names)) for name, names in tell_apart(alike.values()))]
+    return [*found, *(_times(named[names[0]], name, len(names)) for name, names in distinct_names(alike.values()))]
 
 
 def _times(share: ModuleShare, name: str, count: int) -> ModuleShare:

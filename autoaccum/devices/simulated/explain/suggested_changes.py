@@ -20,11 +20,11 @@ from autoaccum.accumulation.recompute import (
     list_modules,
     updated_twice,
 )
+from autoaccum.checks import type_name
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.tracing.trace_cache import CHECKPOINT, SuggestedChange
 from autoaccum.errors import UsageError
 from autoaccum.workload.optimizers import call_factory
-from autoaccum.workload.pytree import type_name
 from autoaccum.workload.spec import Workload
 
 _HALF = (torch.bfloat16, torch.float16)

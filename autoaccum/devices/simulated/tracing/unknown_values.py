@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum.devices.simulated.tracing.known_values import values_of, verdict_of
 from autoaccum.devices.simulated.unsupported import UnknownValue
-from autoaccum.workload.tracebacks import line_of
+from autoaccum.workload.tracebacks import name_line
 
 _ANSWERS = (
     ("torch.amp.grad_scaler", "get_scale", 1.0),
@@ -117,10 +117,10 @@ def _answer(frame: FrameType | None) -> float | None:
 
 def _place(frame: FrameType) -> str:
     """Return where a frame is, and for whom: a library's line with the user's."""
-    first, is_own = line_of(frame.f_code.co_filename, frame.f_lineno)
+    first, is_own = name_line(frame.f_code.co_filename, frame.f_lineno)
     outer = frame.f_back
     while outer is not None and not is_own:
-        place, is_own = line_of(outer.f_code.co_filename, outer.f_lineno)
+        place, is_own = name_line(outer.f_code.co_filename, outer.f_lineno)
         if is_own:
             return f"{first}, for {place}"
         outer = outer.f_back

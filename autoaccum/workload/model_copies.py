@@ -1,4 +1,4 @@
-"""What experiments on a workload need: a copy of its model, fixed seeds, and errors shown as the user's."""
+"""Experiments on a model without touching it: copies of the model and its loss, and fixed seeds."""
 
 from __future__ import annotations
 
@@ -9,35 +9,27 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoaccum.errors import AutoaccumError
 from autoaccum.workload.objective import Objective
-from autoaccum.workload.pytree import copy_module, map_tensors
-from autoaccum.workload.spec import Workload
-from autoaccum.workload.tracebacks import blame_workload, exit_blamed
+from autoaccum.workload.pytree import map_tensors
+from autoaccum.workload.tracebacks import user_code
 
-_WIDE_PARAMETERS = 2**27
+if TYPE_CHECKING:
+    from autoaccum.workload.spec import Workload
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-@contextmanager
-def users_code(doing: str, *, hint: str | None = None) -> Iterator[None]:
-    """Show what the user's code raises as theirs; running out of memory comes through as it is."""
-    try:
-        with exit_blamed(doing):
-            yield
-    except (AutoaccumError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise blame_workload(error, doing, hint=hint) from error
+_LARGE = 2**27
+"""Parameters of a model that is too large for copies in float64."""
 
 
 @contextmanager
-def own_randomness() -> Iterator[None]:
+def fixed_seeds() -> Iterator[None]:
     """Run with fixed seeds of Python, NumPy and torch on the CPU, silence warnings, and put the states back."""
     states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     try:
@@ -53,19 +45,36 @@ def own_randomness() -> Iterator[None]:
         torch.random.set_rng_state(states[2])
 
 
-def make_copy(workload: Workload) -> tuple[nn.Module, bool]:
+def copy_module(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
+    """A deep copy of `module`.
+
+    What a forward has left in attributes (attention maps, an auxiliary loss, the weight of `weight_norm`) comes without
+    its graph.
+
+    Args:
+        module: The module; what copying its other attributes raises comes through as it is.
+        memo: What `copy.deepcopy` takes for known.
+    """
+    known = {} if memo is None else memo
+    for held in module.modules():
+        for value in vars(held).values():
+            known.update({id(tensor): tensor.detach().clone() for tensor in _computed(value)})
+    return copy.deepcopy(module, known)
+
+
+def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
     """A model of the workload, in training mode and with ties broken, and whether it is nobody else's.
 
     One that cannot be copied comes as it is.
     """
-    with users_code("model()"):
+    with user_code("model()"):
         model = workload.make_model()
     # A function may return the same model each time, which would then be the caller's.
     copied = isinstance(workload.model, nn.Module | type)
     if not copied:
         model, copied = copy_model(model)
     if copied:
-        prepare(model)
+        prepare_copy(model)
     return model, copied
 
 
@@ -77,7 +86,7 @@ def copy_model(model: nn.Module) -> tuple[nn.Module, bool]:
         return model, False
 
 
-def prepare(model: nn.Module) -> None:
+def prepare_copy(model: nn.Module) -> None:
     """Put a copy into training mode, unless it is, and fill what is constant in it."""
     if not model.training:
         model.train()
@@ -86,7 +95,7 @@ def prepare(model: nn.Module) -> None:
 
 def is_large(model: nn.Module) -> bool:
     """Whether a copy of it in float64 would take more than a GiB."""
-    return sum(parameter.numel() for parameter in model.parameters()) > _WIDE_PARAMETERS
+    return sum(parameter.numel() for parameter in model.parameters()) > _LARGE
 
 
 def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
@@ -113,7 +122,7 @@ def _break_ties(model: nn.Module) -> None:
                 parameter.add_(noise.to(parameter.device, parameter.dtype))
 
 
-def widened(objective: Objective) -> Objective:
+def objective_in_float64(objective: Objective) -> Objective:
     """The objective with a copy of its criterion whose buffers are in float64."""
     criterion = objective.criterion
     if criterion is None:
@@ -128,3 +137,11 @@ def widened(objective: Objective) -> Objective:
 
 def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _computed(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield from [value] if value.grad_fn is not None else []
+    elif type(value) in (dict, list, tuple):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _computed(entry)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, is_samples
-from autoaccum.workload.model_loss import IGNORED, infer_divisor, keep_labels, label_code
+from autoaccum.workload.model_loss import IGNORED, infer_divisor, label_code, label_mask
 from autoaccum.workload.objective import Objective
 
 _MARKERS = (-100, 0, -1, 1, 255)
@@ -36,7 +36,7 @@ class Candidate:
         return tuple(round(count / max(sum(counts), 1e-300), 12) for count in counts)
 
 
-def count_candidates(batch: Any, parts: list[Any], likely: str | None = None) -> list[Candidate]:
+def list_candidates(batch: Any, parts: list[Any], likely: str | None = None) -> list[Candidate]:
     """Everything worth trying, the likeliest first: samples, then marked labels, masks, lengths, sums.
 
     Args:
@@ -49,10 +49,10 @@ def count_candidates(batch: Any, parts: list[Any], likely: str | None = None) ->
     shared = {path: leaf for path, leaf in leaves.items() if all(path in part for part in of_parts)}
     if not shared:
         return []
-    own = isinstance(batch, pytree.OwnBatch)
+    own = isinstance(batch, pytree.CustomBatch)
     samples = "size(batch)" if own else f"len({next(iter(shared))})"
     found = [Candidate(samples, tuple(float(batch_size(part)) for part in parts))]
-    ordered = sorted(shared, key=unlikeliness)
+    ordered = sorted(shared, key=path_rank)
     for countings in (*([_rows] if own else []), _unmarked, _summed_masks, _summed, _entries):
         for path in ordered:
             for code in countings(shared[path]):
@@ -68,7 +68,7 @@ def find_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
     return _leaves(batch, "batch", batch_size(batch), top=True)
 
 
-def count_tables(batch: Any, parts: list[Any], tables: Mapping[str, Tensor]) -> list[Candidate]:
+def class_weight_candidates(batch: Any, parts: list[Any], tables: Mapping[str, Tensor]) -> list[Candidate]:
     """Sums of the weights of classes: what a mean over labels divides by where classes have weights.
 
     Args:
@@ -80,7 +80,7 @@ def count_tables(batch: Any, parts: list[Any], tables: Mapping[str, Tensor]) -> 
     of_parts = [dict(find_leaves(part)) for part in parts]
     return [
         Candidate(_looked_up(name, path, leaf), tuple(_sum_of_table(table, part[path]) for part in of_parts))
-        for path, leaf in sorted(labels, key=lambda item: unlikeliness(item[0]))
+        for path, leaf in sorted(labels, key=lambda item: path_rank(item[0]))
         for name, table in tables.items()
         if leaf.numel() and int(leaf.max()) < len(table) and all(path in part for part in of_parts)
     ]
@@ -133,7 +133,7 @@ def _entries(leaf: Any) -> Iterator[str]:
         return
     if all(isinstance(entry, int | float) for entry in leaf):
         yield "sum(@)"
-    elif all(pytree.holds_rows(entry) for entry in leaf):
+    elif all(pytree.has_batch_dimension(entry) for entry in leaf):
         elements = "x.numel()" if all(isinstance(entry, Tensor) for entry in leaf) else "x.size"
         yield from ("sum(len(x) for x in @)", f"sum({elements} for x in @)")
 
@@ -158,7 +158,7 @@ def _markers(leaf: Tensor) -> list[int]:
     return [marker for marker in dict.fromkeys(likely) if bool((leaf == marker).any())]
 
 
-def unlikeliness(path: str) -> int:
+def path_rank(path: str) -> int:
     """Rank of a path: labels and targets first, the second of a pair next, then masks, then all else."""
     names = ("label", "target", "tgt", "batch[1]", "mask", "len")
     return next((rank for rank, name in enumerate(names) if name in path.lower()), len(names))
@@ -166,7 +166,7 @@ def unlikeliness(path: str) -> int:
 
 def _leaves(node: Any, path: str, size: int, *, top: bool = False) -> Iterator[tuple[str, Any]]:
     """Tensors with rows, and sequences with an entry per sample, by the code that reaches them."""
-    if isinstance(node, Tensor) and pytree.holds_rows(node):
+    if isinstance(node, Tensor) and pytree.has_batch_dimension(node):
         yield path, node
         return
     children = pytree.children(node)
@@ -195,10 +195,10 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     marked = {path for part in parts for path, leaf in find_leaves(part) if _is_marked(leaf)}
     if not marked:
         return None
-    path, known = min(sorted(marked), key=unlikeliness), infer_divisor(model)
+    path, known = min(sorted(marked), key=path_rank), infer_divisor(model)
     divisor = f"labels != {IGNORED}" if known == "samples" else known
     labels = [dict(find_leaves(part)).get(path) for part in parts]
-    kept = [keep_labels(each, divisor).flatten(1).sum(1) for each in labels if isinstance(each, Tensor)]
+    kept = [label_mask(each, divisor).flatten(1).sum(1) for each in labels if isinstance(each, Tensor)]
     if known == "samples" and len(set(torch.cat(kept).tolist())) < 2:
         return None
     return (
