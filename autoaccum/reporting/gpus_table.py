@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autoaccum.devices.simulated.cards import Card, context_bytes
+from autoaccum.devices.simulated.cards import Card, context_memory
 from autoaccum.reporting.console import make_table, print_table, print_wrapped
 from autoaccum.units import GIB
 
@@ -32,7 +32,7 @@ def print_cards(console: Console, cards: Sequence[Card], *, sources: bool = Fals
     for card in cards if sources else ():
         console.print(f"\n{card.name}", style="bold", soft_wrap=True)
         print_wrapped(console, f"memory: {card.source}")
-        print_wrapped(console, f"context: {context_bytes(card).source}")
+        print_wrapped(console, f"context: {context_memory(card).source}")
         if card.aliases:
             print_wrapped(console, f"also: {', '.join(card.aliases)}")
     console.print()
@@ -43,7 +43,7 @@ def print_cards(console: Console, cards: Sequence[Card], *, sources: bool = Fals
 
 def card_record(card: Card) -> dict[str, Any]:
     """A card as JSON has it."""
-    outside = context_bytes(card)
+    outside = context_memory(card)
     return {
         "name": card.name,
         "title": card.title,

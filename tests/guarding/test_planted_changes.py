@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import pytest
 from guarded_project import BASE, REFACTORINGS, REGRESSIONS, Edits, Regression, edited
-from tracing_here import TracerHere
+from in_process_tracer import InProcessTracer
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
@@ -40,7 +40,7 @@ def measure_here(
     for name, text in {case.workload: source, **files}.items():
         (folder / name).write_text(text)
     reference, request, card = str(folder / case.workload), request_of(case), find_card(str(case.options.gpu))
-    tracer = partial(TracerHere, TrialSettings(reference=reference, share=request.share), card)
+    tracer = partial(InProcessTracer, TrialSettings(reference=reference, share=request.share), card)
     if case.micro_batch is not None:
         micro_batches = request.schedule(request.cap).micro_batches
     with SimulatedDevice(

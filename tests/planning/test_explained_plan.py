@@ -16,9 +16,9 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear
 import autoaccum
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import CATEGORIES, Account, Change, Explaining
-from autoaccum.devices.simulated.cards import context_bytes, find_card
+from autoaccum.devices.simulated.cards import context_memory, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailed
+from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailedError
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import Event, Explained, ExplanationStarted, TrialFinished
@@ -31,7 +31,7 @@ CARD = find_card("rtx3090")
 OFFERS: dict[str, Any] = {
     "dearer": linear(sample=8 * MIB),
     "half": linear(sample=3 * MIB),
-    "broken": ChangeFailed("it broke\nin line 3"),
+    "broken": ChangeFailedError("it broke\nin line 3"),
 }
 
 
@@ -73,7 +73,7 @@ def test_what_is_told_of_the_schedules_own_parts() -> None:
     assert found.peak_bytes == plan.peak_bytes == sum(found.categories.values())
     assert tuple(found.categories) == CATEGORIES
     assert found.categories["parameters"] == found.categories["gradients"] == 100 * MIB
-    assert found.context_bytes == context_bytes(CARD).bytes
+    assert found.context_bytes == context_memory(CARD).bytes
     assert found.modules
 
 

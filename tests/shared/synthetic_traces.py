@@ -8,10 +8,10 @@ from autoaccum.devices.base import Inspection, Phase
 from autoaccum.devices.explanation import Category
 from autoaccum.devices.simulated.trace import (
     NO_MODULE,
-    Claim,
     LabelledTrace,
     ModuleName,
     Origin,
+    Owner,
     Trace,
     Workspace,
 )
@@ -100,12 +100,12 @@ def make_trace(
     )
 
 
-_CLAIMS: dict[str, Category] = {"model": "parameters", "backward": "gradients", "update": "optimizer_state"}
+_OWNERS: dict[str, Category] = {"model": "parameters", "backward": "gradients", "update": "optimizer_state"}
 
 
 def label(trace: Trace) -> LabelledTrace:
     """Such a trace with its labels: what is as large as a layer's weights is claimed by its phase."""
-    claims, origins, phases = dict[int, Claim](), list[Origin](), dict(trace.phases)
+    owners, origins, phases = dict[int, Owner](), list[Origin](), dict(trace.phases)
     count = {phase: 0 for phase in phases.values()}
     phase: Phase = "model"
     for index, event in enumerate(trace.events):
@@ -114,11 +114,11 @@ def label(trace: Trace) -> LabelledTrace:
             module = 1 + count[phase] % LAYERS
             workspace = isinstance(trace.sizes[event], Workspace)
             origins.append(Origin(f"aten.{phase}", module, "workspace" if workspace else "plain"))
-            if phase in _CLAIMS and trace.sizes[event] == trace.sizes[0]:
-                claims[event] = Claim(_CLAIMS[phase], module)
-            count[phase] += not workspace and (event in claims or phase == "forward")
+            if phase in _OWNERS and trace.sizes[event] == trace.sizes[0]:
+                owners[event] = Owner(_OWNERS[phase], module)
+            count[phase] += not workspace and (event in owners or phase == "forward")
     modules = (NO_MODULE, *(ModuleName(f"layers.{layer}", "Linear") for layer in range(LAYERS)))
-    return LabelledTrace(trace=trace, modules=modules, origins=tuple(origins), claims=claims)
+    return LabelledTrace(trace=trace, modules=modules, origins=tuple(origins), owners=owners)
 
 
 class SyntheticTracer(Tracer):

@@ -39,7 +39,7 @@ class Card:
         source: Where `total_bytes` comes from.
         measured: Whether it was read from such a card, and not taken over from one of the same size.
         aliases: Other names; one that several cards share is ambiguous.
-        sold_as_gb: The memory it is sold with, which may follow any of its names.
+        nominal_gb: The memory it is sold with, which may follow any of its names.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Card:
     source: str
     measured: bool = True
     aliases: tuple[str, ...] = ()
-    sold_as_gb: int | None = None
+    nominal_gb: int | None = None
 
     @property
     def architecture(self) -> str:
@@ -67,8 +67,8 @@ class Card:
         """All names that mean it."""
         for name in (self.name, self.title, *self.aliases):
             yield name
-            if self.sold_as_gb is not None:
-                yield f"{name} {self.sold_as_gb}GB"
+            if self.nominal_gb is not None:
+                yield f"{name} {self.nominal_gb}GB"
 
 
 @cache
@@ -105,7 +105,7 @@ def find_card(text: str) -> Card:
     )
 
 
-def cards_like(text: str) -> tuple[Card, ...]:
+def matching_cards(text: str) -> tuple[Card, ...]:
     """The cards that have `text` in one of their names or are of this generation; none for a size."""
     wanted = "" if _SIZE.fullmatch(text) else _key(text)
     return tuple(
@@ -186,7 +186,7 @@ def _read(row: Mapping[str, str]) -> Card:
         source=row["source"],
         measured=row["measured"] == "yes",
         aliases=tuple(filter(None, row["aliases"].split("|"))),
-        sold_as_gb=int(row["size_gb"]) if row["size_gb"] else None,
+        nominal_gb=int(row["size_gb"]) if row["size_gb"] else None,
     )
 
 
@@ -212,7 +212,7 @@ REPORTED: Mapping[str, tuple[int, str]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outside:
+class ContextMemory:
     """Bytes of a training process that PyTorch's allocator knows nothing of.
 
     Attributes:
@@ -235,7 +235,7 @@ class Outside:
         return self.start_bytes + self.modules_bytes
 
 
-def context_bytes(card: Card) -> Outside:
+def context_memory(card: Card) -> ContextMemory:
     """Estimate what a process with a context on `card` holds outside PyTorch's allocator.
 
     The context is, for the most part, local memory for every thread that can be resident: 2 KiB for each gives 246 MiB
@@ -255,4 +255,4 @@ def context_bytes(card: Card) -> Outside:
     else:
         band += start // _UNMEASURED_SHARE
         source = "estimated: 2 KiB for each thread that can be resident, as on three cards where it was reported"
-    return Outside(start_bytes=start, modules_bytes=late, band_bytes=band, source=source, measured=measured)
+    return ContextMemory(start_bytes=start, modules_bytes=late, band_bytes=band, source=source, measured=measured)

@@ -17,7 +17,7 @@ _MISSING = object()
 
 
 @contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Have `owner` carry `value` under `name`, and what it had before at the end.
 
     Raises:
@@ -40,7 +40,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
-class Numbering:
+class ObjectNumbers:
     """Numbers what it is asked for, in the order in which that happens."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Numbering:
         self._known.pop(key, None)
 
 
-def hash_by_number(numbering: Numbering, stack: ExitStack) -> None:
+def patch_hashes(numbering: ObjectNumbers, stack: ExitStack) -> None:
     """Have tensors and modules hash by numbers until `stack` is closed; by themselves they do by their addresses.
 
     Who iterates over a set of them (such as the parameters that do not decay) allocates in its order, which would be
@@ -80,7 +80,7 @@ def hash_by_number(numbering: Numbering, stack: ExitStack) -> None:
         return numbering.number_of(thing)
 
     for kind in (torch.Tensor, torch.nn.Module):
-        stack.enter_context(replaced(kind, "__hash__", number_of))
+        stack.enter_context(patched(kind, "__hash__", number_of))
 
 
 CUDNN = {(2, 11): 91_900, (2, 15): 92_600}

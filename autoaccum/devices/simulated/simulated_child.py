@@ -30,18 +30,18 @@ from autoaccum.devices.inspection import (
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE
-from autoaccum.devices.simulated.tracing.labelling import Labeller
-from autoaccum.devices.simulated.tracing.placement import built_lazily, on_the_host, with_own_criterion
+from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
+from autoaccum.devices.simulated.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
 from autoaccum.devices.simulated.tracing.recorder import Witness
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.simulated.unsupported import reads_host, refuse
+from autoaccum.devices.simulated.unsupported import reads_missing_host_value, refuse
 from autoaccum.devices.trial_run import TrialRun, place_model, seed_everything
 from autoaccum.workload.spec import Workload
 
 
-def trace_trial(workload: Workload, parts: Sequence[int], mode: CardMode) -> tuple[Trace, TrialRun, list[str]]:
+def trace_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode) -> tuple[Trace, TrialRun, list[str]]:
     """Rehearse `parts` on the card of `mode`, which is entered; returns the names of the loss's terms, too.
 
     The batch holds the largest part only, on the host; the allocator never sees more. Garbage is collected between
@@ -52,7 +52,7 @@ def trace_trial(workload: Workload, parts: Sequence[int], mode: CardMode) -> tup
     return trace, rehearsal, list(result.terms)
 
 
-def label_trial(workload: Workload, parts: Sequence[int], mode: CardMode) -> LabelledTrace:
+def label_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode) -> LabelledTrace:
     """The same trace, with what its blocks are for; it takes longer to make."""
 
     def begin_update() -> None:
@@ -63,7 +63,7 @@ def label_trial(workload: Workload, parts: Sequence[int], mode: CardMode) -> Lab
     loss = workload.objective.criterion
     beside = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
     beside += find_beside(workload).values()
-    labeller = Labeller(mode.recorder, rehearsal, mode.kept, beside)
+    labeller = BlockLabeller(mode.recorder, rehearsal, mode.kept, beside)
     with labeller.labelling():
         trace, _ = _trace(rehearsal, parts, mode, labeller.see)
     return labeller.label(trace)
@@ -78,13 +78,13 @@ def _rehearsal(workload: Workload, parts: Sequence[int], begin_update: Callable[
 
 
 def _trace(
-    rehearsal: TrialRun, parts: Sequence[int], mode: CardMode, witness: Witness | None = None
+    rehearsal: TrialRun, parts: Sequence[int], mode: FakeCudaMode, witness: Witness | None = None
 ) -> tuple[Trace, StepResult]:
     mode.kept.clear()
     gc.collect()
     mode.numbering.restart()
     mode.recorder.begin(lambda: rehearsal.phase, witness)
-    with collecting_by_hand():
+    with manual_garbage_collection():
         try:
             result = rehearsal.run(parts)
         finally:
@@ -94,7 +94,7 @@ def _trace(
 
 
 @contextmanager
-def collecting_by_hand() -> Iterator[None]:
+def manual_garbage_collection() -> Iterator[None]:
     """Garbage is collected where somebody asks for it alone, so that blocks are freed at the same place each time.
 
     That the workload enables it, as after a stretch it times, changes nothing: at a threshold of 0 none is collected.
@@ -109,7 +109,7 @@ def collecting_by_hand() -> Iterator[None]:
         (gc.enable if was_enabled else gc.disable)()
 
 
-def inspect_simulated(workload: Workload, share: int, mode: CardMode) -> tuple[Inspection, Trace]:
+def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode) -> tuple[Inspection, Trace]:
     """Rehearse two micro-batches of two samples, or what there is; returns the trace, too.
 
     Nothing is computed, so that neither the loss nor the weighting of its parts can be checked.
@@ -140,7 +140,7 @@ class SimulatedChild:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._mode: CardMode | None = None
+        self._mode: FakeCudaMode | None = None
         self._card: Card | None = None
         self._workload: Workload | None = None
         self._lazy: tuple[str, ...] = ("models", "batches")
@@ -174,13 +174,13 @@ class SimulatedChild:
             workload = load_requested(request)
         except BaseException as error:
             return failure_reply(refuse(error, doing) or error, doing)
-        self._workload = on_the_host(workload)
+        self._workload = with_host_batches(workload)
         gc.collect()
         gc.freeze()
         return {}
 
     def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
+        def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
             inspection, trace = inspect_simulated(workload, request["share"], mode)
             self._known[trace.parts] = trace
             return {"inspection": dataclasses.asdict(inspection)}
@@ -190,7 +190,7 @@ class SimulatedChild:
     def _trace(self, request: Mapping[str, Any]) -> dict[str, Any]:
         parts = tuple(request["parts"])
 
-        def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
+        def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
             if parts not in self._known:
                 self._known[parts], *_ = trace_trial(workload, parts, mode)
             return {"trace": vars(self._known[parts])}
@@ -198,7 +198,7 @@ class SimulatedChild:
         return self._run(run, f"micro-batch {max(parts)} on the simulated card", silent=True)
 
     def _changes(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
+        def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
             assert self._card is not None
             model = place_model(workload.build_model(), DEVICE)
             optimizer = workload.build_optimizer(model)
@@ -209,7 +209,7 @@ class SimulatedChild:
     def _changed(self, request: Mapping[str, Any]) -> dict[str, Any]:
         parts, change = tuple(request["parts"]), request["change"]
 
-        def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
+        def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
             return {"trace": vars(trace_trial(apply_change(workload, change), parts, mode)[0])}
 
         assert self._mode is not None
@@ -225,13 +225,13 @@ class SimulatedChild:
     def _labelled(self, request: Mapping[str, Any]) -> dict[str, Any]:
         parts = tuple(request["parts"])
 
-        def run(workload: Workload, mode: CardMode) -> dict[str, Any]:
+        def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
             return {"labelled": label_trial(workload, parts, mode).to_record()}
 
         return self._run(run, f"micro-batch {max(parts)} on the simulated card", silent=True)
 
     def _run(
-        self, job: Callable[[Workload, CardMode], dict[str, Any]], about: str, *, silent: bool = False
+        self, job: Callable[[Workload, FakeCudaMode], dict[str, Any]], about: str, *, silent: bool = False
     ) -> dict[str, Any]:
         """Run a job; where something reads values that a lazily built batch or model has not, again with a real one.
 
@@ -242,17 +242,17 @@ class SimulatedChild:
         failure: BaseException | None = None
         known = self._mode.recorder.known()
         try:
-            workload = with_own_criterion(self._workload)
+            workload = with_copied_criterion(self._workload)
             beside = find_beside(workload).values()
             if self._lazy:
-                workload = built_lazily(workload, self._mode, batches="batches" in self._lazy)
+                workload = with_lazy_building(workload, self._mode, batches="batches" in self._lazy)
             with placed(beside, DEVICE), warnings.catch_warnings():
                 if silent:
                     warnings.simplefilter("ignore")
                 return job(workload, self._mode)
         except BaseException as error:
             failure = error
-        if self._lazy and reads_host(failure):
+        if self._lazy and reads_missing_host_value(failure):
             self._lazy, failure = self._lazy[:-1], None
             gc.collect()
             self._mode.recorder.forget(known)

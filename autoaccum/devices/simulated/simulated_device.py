@@ -16,14 +16,14 @@ from autoaccum.devices.budget import CARD_HEADROOM, Supply, choose_budget
 from autoaccum.devices.explanation import Account, Foresight, Prediction
 from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
-from autoaccum.devices.simulated.cards import Card, Outside, all_cards, context_bytes
+from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, context_memory
 from autoaccum.devices.simulated.explain.account import Deadline, Explainer
-from autoaccum.devices.simulated.tracing.trace_cache import Tracer, Traces
+from autoaccum.devices.simulated.tracing.trace_cache import TraceCache, Tracer
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 
-def card_supply(card: Card, outside: Outside, allowed_bytes: int | None) -> Supply:
+def card_supply(card: Card, outside: ContextMemory, allowed_bytes: int | None) -> Supply:
     """A card's memory as `choose_budget` takes it: free is what is left beside the context, and allowed by settings."""
     free_bytes = max(0, card.total_bytes - outside.bytes)
     allowed = "" if allowed_bytes is None else ", and no more than per_process_memory_fraction allows"
@@ -38,7 +38,7 @@ class Band:
     It is a sum: what the process holds outside of the allocator, and the kernels' own memory that nobody has measured.
     """
 
-    outside: Outside
+    outside: ContextMemory
     sized: SizedTrace
 
     @property
@@ -111,11 +111,11 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
         environment = os.environ if environment is None else environment
         if environment.get("CUDA_MODULE_LOADING", "LAZY") != "LAZY":
             raise UsageError("CUDA_MODULE_LOADING=EAGER is not simulated", hint="unset it: PyTorch loads lazily")
-        self._card, self._outside = card, context_bytes(card)
+        self._card, self._outside = card, context_memory(card)
         self._settings = read_settings(environment).for_card(card.total_bytes)
         self._supply = card_supply(card, self._outside, self._settings.allowed_bytes)
         self._limit_bytes = choose_budget(self._supply, memory, reserve, headroom=CARD_HEADROOM)
-        self._traces = Traces(make_tracer, share)
+        self._traces = TraceCache(make_tracer, share)
         self._replayer = Replayer(card, self._settings, torch_version)
 
     @property
@@ -170,7 +170,7 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
             return dataclasses.replace(_failed(error, parts, seconds, limit_seconds), limit_bytes=limit_bytes)
         held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
         trial = self._replayer.update(traces, held_to_bytes)
-        made = any(self._traces.has_made(trace) for trace in traces)
+        made = any(self._traces.was_traced(trace) for trace in traces)
         return dataclasses.replace(
             trial, parts=parts, limit_bytes=limit_bytes, fresh=made, seconds=time.monotonic() - began
         )
@@ -188,7 +188,7 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
             (Band(self._outside, self._replayer.with_sizes(trace)) for trace in traces), key=lambda band: band.bytes
         )
         assumed = () if self._card.measured else (f"what is known of {self._card.title}: {self._card.source}",)
-        cautions = [COMPARED] if self._traces.are_square and len(parts) > 1 else []
+        cautions = [COMPARED] if self._traces.grows_quadratically and len(parts) > 1 else []
         if caution := band.warning(self.limit_bytes, least_bytes):
             cautions.append(caution)
         return Prediction(

@@ -83,7 +83,7 @@ class Origin(NamedTuple):
     dtype: str = ""
 
 
-class Claim(NamedTuple):
+class Owner(NamedTuple):
     """The purpose of a block, as who holds it says: its category, and the index of the module it belongs to."""
 
     category: Category
@@ -104,13 +104,13 @@ NO_MODULE = ModuleName("", "")
 class LabelledTrace:
     """A trace, the modules of the model, of which the first stands for none, and what is known of blocks.
 
-    Each has an origin, and a claim if someone holds it: parameters, gradients, state of the optimizer.
+    Each has an origin, and an owner if someone holds it: parameters, gradients, state of the optimizer.
     """
 
     trace: Trace
     modules: tuple[ModuleName, ...]
     origins: tuple[Origin, ...]
-    claims: Mapping[int, Claim]
+    owners: Mapping[int, Owner]
 
     def to_record(self) -> dict[str, Any]:
         """As what JSON knows; `from_record` reads it."""
@@ -119,4 +119,4 @@ class LabelledTrace:
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> LabelledTrace:
         """Read what `to_record` gave, once it has been JSON."""
-        return read_record({**record, "claims": {int(block): claim for block, claim in record["claims"].items()}}, cls)
+        return read_record({**record, "owners": {int(block): owner for block, owner in record["owners"].items()}}, cls)

@@ -28,7 +28,7 @@ _GENERATOR = "Cannot get CUDA generator"
 _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
 
 
-class SimulationLimit(Exception):
+class UnsupportedError(Exception):
     """Something that a simulated card cannot do; the text says what, `hint` a way out, if there is a particular one."""
 
     def __init__(self, text: str, *, hint: str | None = None) -> None:
@@ -36,7 +36,7 @@ class SimulationLimit(Exception):
         self.hint = hint
 
 
-class UnknownValue(SimulationLimit):
+class UnknownValueError(UnsupportedError):
     """A value was asked for: a simulated card computes none; `on_host`, it was left away to save memory."""
 
     def __init__(self, text: str, *, on_host: bool) -> None:
@@ -44,7 +44,7 @@ class UnknownValue(SimulationLimit):
         self.on_host = on_host
 
 
-class NotBuiltError(Exception):
+class NotMaterialisedError(Exception):
     """A value was asked for that follows from a tensor which was left without values to save memory."""
 
 
@@ -60,18 +60,18 @@ def refuse(error: BaseException, doing: str) -> WorkloadError | None:
     return None
 
 
-def reads_host(error: BaseException) -> bool:
+def reads_missing_host_value(error: BaseException) -> bool:
     """Return whether `error` comes of a tensor on the CPU that has no values."""
     return any(
-        isinstance(cause, NotBuiltError) or (isinstance(cause, UnknownValue) and cause.on_host)
+        isinstance(cause, NotMaterialisedError) or (isinstance(cause, UnknownValueError) and cause.on_host)
         for cause in _chain(error)
     )
 
 
 def _sentence(error: BaseException) -> tuple[str, str] | None:
-    if isinstance(error, UnknownValue):
+    if isinstance(error, UnknownValueError):
         return str(error), _VALUES
-    if isinstance(error, SimulationLimit):
+    if isinstance(error, UnsupportedError):
         return str(error), error.hint or _ELSEWHERE
     if isinstance(error, DynamicOutputShapeException):
         return f"{_name(error)} gives a shape that depends on values", _VALUES

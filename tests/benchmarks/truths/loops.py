@@ -16,11 +16,11 @@ from truths.scores import Predicted
 
 from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import read_settings
-from autoaccum.devices.simulated.cards import Card, Outside, context_bytes
+from autoaccum.devices.simulated.cards import Card, ContextMemory, context_memory
 from autoaccum.devices.simulated.patches import torch_release
-from autoaccum.devices.simulated.simulated_child import collecting_by_hand
+from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.units import MIB
@@ -79,7 +79,7 @@ def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> 
     trace = trace_loop(loop, card, batch)
     settings = read_settings(os.environ).for_card(card.total_bytes)
     replayer = Replayer(card, settings, torch_release())
-    outside = _eager_context(card) if eager else context_bytes(card)
+    outside = _eager_context(card) if eager else context_memory(card)
     capacity_bytes = card.total_bytes - outside.bytes
     return Predicted(
         batch=batch,
@@ -92,16 +92,16 @@ def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> 
     )
 
 
-def _eager_context(card: Card) -> Outside:
+def _eager_context(card: Card) -> ContextMemory:
     """Kernels of cuDNN and cuBLAS come when they are first used: 50 to 250 MiB, by reports."""
     start, late, band = (each * MIB for each in (_EAGER_MIB[card.title], 150, 100))
-    return Outside(start_bytes=start, modules_bytes=late, band_bytes=band, source="reported", measured=True)
+    return ContextMemory(start_bytes=start, modules_bytes=late, band_bytes=band, source="reported", measured=True)
 
 
 def trace_loop(loop: Loop, card: Card, batch: int) -> Trace:
     """What `loop` asks of the allocator of `card`, from the moment the model is moved there."""
     recorder = Recorder()
-    with _benchmark(loop.benchmark), simulate(card, recorder) as mode, collecting_by_hand():
+    with _benchmark(loop.benchmark), simulate(card, recorder) as mode, manual_garbage_collection():
         model = _lazily(mode, loop.model)
         recorder.begin(lambda: "forward")
         _run(loop, model, mode)
@@ -117,7 +117,7 @@ class _Iteration:
     outputs: Any = None
 
 
-def _run(loop: Loop, model: nn.Module, mode: CardMode) -> None:
+def _run(loop: Loop, model: nn.Module, mode: FakeCudaMode) -> None:
     layout: dict[str, Any] = {"memory_format": torch.channels_last} if loop.channels_last else {}
     model = model.to("cuda", **layout)
     model.train()
@@ -131,7 +131,7 @@ def _run(loop: Loop, model: nn.Module, mode: CardMode) -> None:
             last.loss = last.outputs = None
 
 
-def _iterate(loop: Loop, model: nn.Module, optimizer: Optimizer, mode: CardMode, last: _Iteration) -> None:
+def _iterate(loop: Loop, model: nn.Module, optimizer: Optimizer, mode: FakeCudaMode, last: _Iteration) -> None:
     if loop.zero_grad == "start":
         optimizer.zero_grad(set_to_none=loop.set_to_none)
     if not loop.resident_batch:
@@ -146,7 +146,7 @@ def _iterate(loop: Loop, model: nn.Module, optimizer: Optimizer, mode: CardMode,
         optimizer.zero_grad(set_to_none=loop.set_to_none)
 
 
-def _on_card(loop: Loop, mode: CardMode) -> Any:
+def _on_card(loop: Loop, mode: FakeCudaMode) -> Any:
     batch = move_batch(_lazily(mode, loop.batch), torch.device("cuda"))
     if not loop.channels_last:
         return batch
@@ -154,7 +154,7 @@ def _on_card(loop: Loop, mode: CardMode) -> Any:
     return (images.contiguous(memory_format=torch.channels_last), *rest)
 
 
-def _lazily(mode: CardMode, build: Callable[[], Any]) -> Any:
+def _lazily(mode: FakeCudaMode, build: Callable[[], Any]) -> Any:
     """Without values for large tensors; with them where that fails."""
     mode.lazy = True
     try:

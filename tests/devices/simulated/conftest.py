@@ -20,7 +20,7 @@ from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.trace import LabelledTrace
-from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.options import Options
 
@@ -67,7 +67,7 @@ def simulated(tmp_path: Path) -> Iterator[Callable[[str], Answer]]:
 
 
 @pytest.fixture
-def mode() -> Iterator[CardMode]:
+def mode() -> Iterator[FakeCudaMode]:
     """A simulated RTX 3090, in this process."""
     with simulate(find_card("rtx3090")) as mode:
         yield mode

@@ -12,7 +12,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import Account, Explaining
-from autoaccum.devices.simulated.cards import context_bytes, installed_card
+from autoaccum.devices.simulated.cards import context_memory, installed_card
 from autoaccum.devices.simulated.explain.account import explain_installed_card, forecast_peaks
 from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
@@ -56,7 +56,7 @@ def test_what_is_told_of_the_card_at_hand_is_called_simulated() -> None:
 
 def test_a_context_that_nobody_measured_is_estimated() -> None:
     found = account(SyntheticTracer(), replace(REPORT, context_bytes=None))
-    assert found.explanation.context_bytes == context_bytes(installed_card(CARD)).bytes
+    assert found.explanation.context_bytes == context_memory(installed_card(CARD)).bytes
 
 
 def test_a_card_that_cannot_be_simulated_is_an_error_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,10 @@ from autoaccum.devices.simulated.cards import (
     REPORTED,
     Card,
     all_cards,
-    cards_like,
-    context_bytes,
+    context_memory,
     find_card,
     installed_card,
+    matching_cards,
 )
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MIB
@@ -180,9 +180,9 @@ def test_any_text_is_a_card_or_a_usage_error(text: str) -> None:
 
 
 def test_cards_like() -> None:
-    assert {card.name for card in cards_like("3080")} >= {"rtx3080-10gb", "rtx3080-ti", "rtx3080-laptop-8gb"}
-    assert {card.architecture for card in cards_like("Ada")} >= {"Ada"}
-    assert cards_like("nvidia") == cards_like("") == cards_like("radeon") == ()
+    assert {card.name for card in matching_cards("3080")} >= {"rtx3080-10gb", "rtx3080-ti", "rtx3080-laptop-8gb"}
+    assert {card.architecture for card in matching_cards("Ada")} >= {"Ada"}
+    assert matching_cards("nvidia") == matching_cards("") == matching_cards("radeon") == ()
 
 
 def test_the_card_at_hand() -> None:
@@ -213,7 +213,7 @@ def test_the_catalogue_loads_nothing_heavy() -> None:
 def test_the_rule_gives_what_was_reported(title: str) -> None:
     reported, source = REPORTED[title]
     card = find_card(title)
-    seen, ruled = context_bytes(card), context_bytes(replace(card, title="one like it"))
+    seen, ruled = context_memory(card), context_memory(replace(card, title="one like it"))
     assert (seen.start_bytes, seen.measured, ruled.measured) == (reported, True, False)
     assert source in seen.source
     assert abs(ruled.start_bytes - reported) <= ruled.band_bytes - seen.band_bytes
@@ -221,7 +221,7 @@ def test_the_rule_gives_what_was_reported(title: str) -> None:
 
 def test_the_band_covers_modules_that_load_late() -> None:
     for card in all_cards():
-        outside = context_bytes(card)
+        outside = context_memory(card)
         assert outside.bytes - outside.band_bytes <= outside.start_bytes, card.name
         assert outside.band_bytes < outside.bytes < card.total_bytes
-    assert context_bytes(find_card("h100-1g.10gb")).bytes < context_bytes(find_card("h100")).bytes
+    assert context_memory(find_card("h100-1g.10gb")).bytes < context_memory(find_card("h100")).bytes

@@ -56,7 +56,7 @@ def test_a_labelled_trace_is_the_plain_one_with_labels(make: Make) -> None:
     assert len(labelled.origins) == len(plain.sizes)
     assert {"aten.mm", "aten.addmm"} <= {origin.op for origin in labelled.origins}
     assert {"head", "blocks.0"} <= {module.path for module in labelled.modules}
-    assert {claim.category for claim in labelled.claims.values()} == {"parameters", "gradients", "optimizer_state"}
+    assert {claim.category for claim in labelled.owners.values()} == {"parameters", "gradients", "optimizer_state"}
     assert tracer.trace((3, 2)) == plain
 
 

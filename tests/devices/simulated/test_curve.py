@@ -17,7 +17,7 @@ from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.account import curve_points
 from autoaccum.devices.simulated.trace import Trace, Workspace
-from autoaccum.devices.simulated.tracing.trace_scaling import NotAffineError, grow_squarely, make_family
+from autoaccum.devices.simulated.tracing.trace_scaling import NotAffineError, fit_affine_trace, grows_quadratically
 from autoaccum.units import GIB, MIB
 
 Size = Callable[[int], int | Workspace]
@@ -48,14 +48,14 @@ def scores(size: int) -> Workspace:
 @given(st.integers(2, 10**6), st.lists(st.tuples(st.integers(0, 10**12), st.integers(0, 10**9)), max_size=5))
 def test_what_follows_is_what_is_so(size: int, lines: list[tuple[int, int]]) -> None:
     blocks = [lambda size, base=base, slope=slope: base + slope * size for base, slope in lines]
-    family = make_family([trace(each, *blocks, scores) for each in (2, 5, 3)])
+    family = fit_affine_trace([trace(each, *blocks, scores) for each in (2, 5, 3)])
     assert family.at(size) == trace(size, *blocks, scores)
     assert family.sizes == (2, 3, 5)
 
 
 @pytest.mark.parametrize("size", [2, 3, 9, 500])
 def test_a_whole_step_follows(size: int) -> None:
-    family = make_family([make_trace((each, each), linear()) for each in (2, 5, 3)])
+    family = fit_affine_trace([make_trace((each, each), linear()) for each in (2, 5, 3)])
     assert family.at(size) == make_trace((size, size), linear())
 
 
@@ -72,39 +72,39 @@ def test_a_whole_step_follows(size: int) -> None:
 )
 def test_sizes_that_do_not_follow_are_named(blocks: tuple[Size, ...], message: str) -> None:
     with pytest.raises(NotAffineError, match=re.escape(message)):
-        make_family([trace(size, *blocks) for size in (2, 4, 8)])
+        fit_affine_trace([trace(size, *blocks) for size in (2, 4, 8)])
 
 
 def test_a_table_of_samples_by_samples_is_told_from_other_sizes() -> None:
     others = weight, row, lambda n: -(-n // 3) * 512, lambda n: n * n + n, lambda n: Workspace("rows", (n * n,))
-    assert not grow_squarely([trace(size, *others) for size in (2, 5, 3)])
-    assert grow_squarely([trace(size, *others, lambda n: 2 * n * n) for size in (2, 5, 3)])
-    assert not grow_squarely([trace(size, lambda n: n * n) for size in (2, 4)])
+    assert not grows_quadratically([trace(size, *others) for size in (2, 5, 3)])
+    assert grows_quadratically([trace(size, *others, lambda n: 2 * n * n) for size in (2, 5, 3)])
+    assert not grows_quadratically([trace(size, lambda n: n * n) for size in (2, 4)])
 
 
 @pytest.mark.parametrize(("other", "index"), [((0, ~0, 1), 1), ((0, 1, ~1), 2)])
 def test_other_events_are_named(other: tuple[int, ...], index: int) -> None:
     with pytest.raises(NotAffineError, match=f"event {index} of the step is another at 2 and 3 samples"):
-        make_family([trace(2, weight, row), trace(3, weight, row, events=other)])
+        fit_affine_trace([trace(2, weight, row), trace(3, weight, row, events=other)])
 
 
 def test_smaller_than_any_traced_is_not_told() -> None:
-    family = make_family([trace(size, row) for size in (2, 5, 3)])
+    family = fit_affine_trace([trace(size, row) for size in (2, 5, 3)])
     with pytest.raises(NotAffineError, match="1 samples are fewer than 2, from where on sizes follow: trace that size"):
         family.at(1)
 
 
 def test_nothing_takes_less_than_nothing() -> None:
-    family = make_family([trace(size, lambda n: 100 - 10 * n) for size in (2, 3)])
+    family = fit_affine_trace([trace(size, lambda n: 100 - 10 * n) for size in (2, 3)])
     with pytest.raises(NotAffineError, match="block 0 would take"):
         family.at(11)
 
 
 def test_a_family_needs_two_sizes_of_equal_parts() -> None:
     with pytest.raises(ValueError, match="equal parts at two sizes"):
-        make_family([trace(2, weight), trace(2, weight)])
+        fit_affine_trace([trace(2, weight), trace(2, weight)])
     with pytest.raises(ValueError, match="equal parts at two sizes"):
-        make_family([trace(2, weight), dataclasses.replace(trace(3, weight), parts=(3, 2))])
+        fit_affine_trace([trace(2, weight), dataclasses.replace(trace(3, weight), parts=(3, 2))])
 
 
 def replayer() -> Replayer:

@@ -34,7 +34,7 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.recorder.see(out)
+        self.recorder.record_outputs(out)
         return out
 
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoaccum.devices.simulated.tracing import autocast
 from autoaccum.devices.simulated.tracing.autocast import POLICIES, Policy
-from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
 
 CARD = make_card()
@@ -307,12 +307,12 @@ def test_weights_are_kept_as_on_the_cpu(scenario: Scenario) -> None:
 # Memory
 
 
-def kept_bytes(mode: CardMode) -> int:
+def kept_bytes(mode: FakeCudaMode) -> int:
     gc.collect()
-    return mode.recorder.alive_bytes
+    return mode.recorder.live_bytes
 
 
-def test_a_weight_is_cast_once_and_held_until_the_outermost_autocast_ends(mode: CardMode) -> None:
+def test_a_weight_is_cast_once_and_held_until_the_outermost_autocast_ends(mode: FakeCudaMode) -> None:
     x, w = made(64, 512), made(512, 512, grad=True)
     before = kept_bytes(mode)
     with torch.autocast("cuda", BF16):
@@ -323,7 +323,7 @@ def test_a_weight_is_cast_once_and_held_until_the_outermost_autocast_ends(mode: 
     assert kept_bytes(mode) == before
 
 
-def test_what_a_backward_pass_needs_outlives_autocast(mode: CardMode) -> None:
+def test_what_a_backward_pass_needs_outlives_autocast(mode: FakeCudaMode) -> None:
     x, w = made(64, 512, grad=True), made(512, 512, grad=True)
     before = kept_bytes(mode)
     with torch.autocast("cuda", BF16):
@@ -337,7 +337,7 @@ def test_what_a_backward_pass_needs_outlives_autocast(mode: CardMode) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-def test_a_checkpoint_within_a_backward_pass_within_autocast_keeps_no_weight(mode: CardMode, reentrant: bool) -> None:
+def test_a_checkpoint_recomputed_within_autocast_keeps_no_weight(mode: FakeCudaMode, reentrant: bool) -> None:
     x, w = made(64, 512, grad=True), made(512, 512, grad=True)
     before = kept_bytes(mode)
     with torch.autocast("cuda", BF16):

@@ -10,7 +10,7 @@ import pytest
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracing.trace_scaling import make_family
+from autoaccum.devices.simulated.tracing.trace_scaling import fit_affine_trace
 
 SAMPLES, WIDTH, CLASSES = 32, 64, 500
 LOGITS = 4 * SAMPLES * CLASSES
@@ -115,7 +115,7 @@ def test_an_evaluation_holds_the_outputs_of_the_pass_before_and_no_activations(t
     ],
 )
 def test_small_traces_tell_those_of_any_size(trace: Make, lines: str) -> None:
-    family = make_family([trace(lines, size) for size in (2, 5, 3)])
+    family = fit_affine_trace([trace(lines, size) for size in (2, 5, 3)])
     for size in (6, SAMPLES):
         real, told = trace(lines, size), family.at(size)
         assert (told.events, told.phases, told.sizes) == (real.events, real.phases, real.sizes)

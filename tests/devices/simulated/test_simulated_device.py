@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from synthetic_traces import LAYERS, SyntheticTracer, linear
 
-from autoaccum.devices.simulated.cards import Card, context_bytes, find_card
+from autoaccum.devices.simulated.cards import Card, context_memory, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB, MemorySize
@@ -26,7 +26,7 @@ def device(tracer: SyntheticTracer | None = None, *, card: Card = CARD, share: i
 
 
 def test_the_budget_is_what_the_context_leaves_less_the_headroom() -> None:
-    free = CARD.total_bytes - context_bytes(CARD).bytes
+    free = CARD.total_bytes - context_memory(CARD).bytes
     assert device(memory=None).limit_bytes == free - int(0.02 * free)
     assert device(memory=None, reserve=MemorySize(bytes=GIB)).limit_bytes == free - GIB
     assert device(memory=MemorySize(fraction=0.5)).limit_bytes == CARD.total_bytes // 2

@@ -11,7 +11,7 @@ from made_up_card import most_held
 from torch import nn
 
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
 
 ROWS, COLUMNS = 100_000, 64
@@ -49,11 +49,11 @@ optimizer = Two
 STATES = {"SGD": 0, "Adagrad": 1, "SparseAdam": 2}
 
 
-def in_use(mode: CardMode, step: Callable[[], Any]) -> tuple[int, int]:
+def in_use(mode: FakeCudaMode, step: Callable[[], Any]) -> tuple[int, int]:
     """What `step` leaves beside what was there, and the most it takes on the way."""
-    before, start = mode.recorder.alive_bytes, len(mode.recorder.events)
+    before, start = mode.recorder.live_bytes, len(mode.recorder.events)
     step()
-    return mode.recorder.alive_bytes - before, most_held(mode.recorder.events[start:], mode.recorder.sizes)
+    return mode.recorder.live_bytes - before, most_held(mode.recorder.events[start:], mode.recorder.sizes)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_an_update_takes_states_of_the_table_and_rows_of_the_rest(name: str, tab
         assert most - left <= 9 * 500 * EACH
         assert (most - left > 500 * EACH) == (name != "SGD")
         optimizer.zero_grad()
-    assert mode.recorder.alive_bytes == (1 + STATES[name]) * TABLE + tokens.numel() * 8
+    assert mode.recorder.live_bytes == (1 + STATES[name]) * TABLE + tokens.numel() * 8
 
 
 @pytest.mark.parametrize("name", STATES)

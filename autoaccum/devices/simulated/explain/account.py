@@ -17,10 +17,16 @@ from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Account, Change, CurvePoint, Foresight, Timeline
 from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import read_settings
-from autoaccum.devices.simulated.cards import Card, context_bytes, installed_card
+from autoaccum.devices.simulated.cards import Card, context_memory, installed_card
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at, moments
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracing.trace_cache import CHECKPOINT, ChangeFailed, SuggestedChange, Tracer, Traces
+from autoaccum.devices.simulated.tracing.trace_cache import (
+    CHECKPOINT,
+    ChangeFailedError,
+    SuggestedChange,
+    TraceCache,
+    Tracer,
+)
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes
 
@@ -155,7 +161,7 @@ class Explainer:
     card: str
     context_bytes: int
     limit_bytes: int
-    traces: Traces
+    traces: TraceCache
     replayer: Replayer
 
     def account(
@@ -278,7 +284,7 @@ class Explainer:
             changed = self.traces.ask(
                 lambda tracer: tracer.changed(trace.parts, offer.name, limit_seconds=deadline.left_seconds)
             )
-        except (ChangeFailed, AutoaccumError) as error:
+        except (ChangeFailedError, AutoaccumError) as error:
             return Change(name=offer.name, what=offer.what, message=first_line(error))
         return self._compare(offer, trace, changed, self.replayer)
 
@@ -312,7 +318,7 @@ def forecast_peaks(
     The traces are made now, so that no other process is left while trials run.
     """
     card = installed_card(memory)
-    traces = Traces(lambda: make_tracer(card), share)
+    traces = TraceCache(lambda: make_tracer(card), share)
     try:
         replayer = _replays_at_hand(card)
         follows = traces.follow(_PROBE, min(_MOST_SECONDS, limit_seconds or _MOST_SECONDS))
@@ -342,8 +348,8 @@ def explain_installed_card(
 ) -> Account:
     """Account for the memory of `parts`, which ran on the card at hand, by simulating it: it is predicted."""
     card, deadline = installed_card(report.memory), Deadline(limit_seconds)
-    outside = context_bytes(card).bytes if report.context_bytes is None else report.context_bytes
-    traces = Traces(lambda: make_tracer(card), share)
+    outside = context_memory(card).bytes if report.context_bytes is None else report.context_bytes
+    traces = TraceCache(lambda: make_tracer(card), share)
     try:
         explainer = Explainer(f"{card.name} (simulated)", outside, limit_bytes, traces, _replays_at_hand(card))
         return explainer.account(traces.of_schedule(parts, True, deadline.left_seconds), deadline, **asked)

@@ -41,7 +41,7 @@ class MicroBatch(NamedTuple):
 
 
 def classify_blocks(labelled: LabelledTrace) -> list[BlockUse]:
-    """By block: who claims it, or else what it did.
+    """By block: who owns it, or else what it did.
 
     An activation is what outlives the forward it was made in, be it that of a micro-batch or one within backward. What
     a gradient is added up in outlives its micro-batch, and was made where autograd hands over a gradient. What was
@@ -55,9 +55,9 @@ def classify_blocks(labelled: LabelledTrace) -> list[BlockUse]:
     again = _ends_of_recomputation(labelled, [born for born, _ in lives])
     found = []
     for block, (born, died) in enumerate(lives):
-        origin, claim = labelled.origins[block], labelled.claims.get(block)
-        if claim is not None:
-            found.append(BlockUse(claim.category, claim.module, born, died))
+        origin, owner = labelled.origins[block], labelled.owners.get(block)
+        if owner is not None:
+            found.append(BlockUse(owner.category, owner.module, born, died))
             continue
         index = bisect_right(starts, born) - 1
         batch = batches[index] if index >= 0 and born < batches[index].end else None

@@ -16,7 +16,7 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.patches import replaced
+from autoaccum.devices.simulated.patches import patched
 
 _aten: Any = torch.ops.aten
 
@@ -32,11 +32,11 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
     for name, kernel in _KERNELS.items():
         for key in ("AutogradCUDA", "CUDA"):
             register(name, kernel, key)
-    stack.enter_context(replaced(torch._C, "_conv_determine_backend_memory_format", _output_format))
+    stack.enter_context(patched(torch._C, "_conv_determine_backend_memory_format", _output_format))
     for module in (optimizer, _foreach_utils):
         known = module._foreach_supported_types
-        stack.enter_context(replaced(module, "_foreach_supported_types", [*known, FakeTensor]))
-    stack.enter_context(replaced(torch._C, "_group_tensors_by_device_and_dtype", _group))
+        stack.enter_context(patched(module, "_foreach_supported_types", [*known, FakeTensor]))
+    stack.enter_context(patched(torch._C, "_group_tensors_by_device_and_dtype", _group))
     for name in _without_meta():
         register(name, lambda *_, **__: None, "Meta")
 

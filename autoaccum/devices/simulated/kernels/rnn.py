@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.patches import replaced
-from autoaccum.devices.simulated.unsupported import SimulationLimit
+from autoaccum.devices.simulated.patches import patched
+from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
 """As cuDNN numbers them (`cudnnRNNMode_t`)."""
@@ -206,7 +206,7 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             register(name, kernel, "Meta")
     # Weights in one buffer take what separate ones take, and it would compare their addresses.
-    stack.enter_context(replaced(torch.nn.RNNBase, "flatten_parameters", lambda module: None))
+    stack.enter_context(patched(torch.nn.RNNBase, "flatten_parameters", lambda module: None))
 
 
 def _padded(mode: int) -> Callable[..., Any]:
@@ -236,7 +236,7 @@ def _run(
     """`lstm`, `gru` in `aten/src/ATen/native/RNN.cpp` and `_cudnn_impl` in `cudnn/RNN.cpp`."""
     states_in = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     if not (torch._C._get_cudnn_enabled() and data.numel()):
-        raise SimulationLimit(
+        raise UnsupportedError(
             "a recurrent network runs without cuDNN, step by step", hint="set torch.backends.cudnn.enabled = True"
         )
     hx, cx = states_in[0], states_in[1] if len(states_in) > 1 else None

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.trace import Workspace
-from autoaccum.devices.simulated.unsupported import SimulationLimit
+from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 _PARTS = "_autoaccum_parts"
 _LEAF = "AccumulateGrad"
@@ -90,7 +90,7 @@ def run_sparse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], make: 
             return shell(args[0].shape, known)
         if known is not None and name == "clone":
             return shell(args[0].shape, _cloned(known))
-    raise SimulationLimit(f"{func} of a sparse gradient is not simulated", hint=_WAY_OUT)
+    raise UnsupportedError(f"{func} of a sparse gradient is not simulated", hint=_WAY_OUT)
 
 
 def _coalesced(parts: _Parts, rows: int, take: Take) -> _Parts:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.patches import replaced
+from autoaccum.devices.simulated.patches import patched
 
 Policy = Literal["lower", "fp32", "set_dtype", "append_dtype", "promote", "banned"]
 
@@ -70,13 +70,13 @@ OUTSIDE = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 _copy = torch.ops.aten._to_copy.default
 
 
-def eligible(tensor: Tensor) -> bool:
+def is_eligible(tensor: Tensor) -> bool:
     """Return whether autocast may change the dtype of `tensor`."""
     dtype = tensor.dtype
     return dtype.is_floating_point and dtype is not torch.float64 and tensor.is_cuda
 
 
-class Casts:
+class CastCache:
     """Casts arguments, and keeps those of weights until the outermost autocast ends (`cached_cast`).
 
     What is kept is memory: half a model's bytes. A weight is a leaf in fp32 that requires a gradient and is no view.
@@ -95,7 +95,7 @@ class Casts:
         """A tensor or a list of tensors in `dtype`, where autocast may change it; anything else as it is."""
         if isinstance(value, list | tuple):
             return [self.cast(item, dtype) for item in value]
-        if value is None or value.dtype is dtype or not eligible(value):
+        if value is None or value.dtype is dtype or not is_eligible(value):
             return value
         if dtype is not WIDE and value.requires_grad and value.is_leaf and self._may_keep(value, dtype):
             return self._cast_once(value, dtype)
@@ -123,7 +123,7 @@ _HALF = torch.float16
 """Whatever the autocast dtype: under bf16 too (*run*: the binaries of 2.11 and 2.15)."""
 
 
-def rnn_kernel(casts: Casts) -> Callable[..., Any]:
+def rnn_kernel(casts: CastCache) -> Callable[..., Any]:
     """The kernel of `_cudnn_rnn` for autocast: the weights are cast at every call, none is kept."""
     operator = torch.ops.aten._cudnn_rnn.default
 
@@ -131,7 +131,7 @@ def rnn_kernel(casts: Casts) -> Callable[..., Any]:
         hidden, cell, *others = rest
         with torch._C._ExcludeDispatchKeyGuard(OUTSIDE):
             told = weights[0] if flat is None else flat
-            if told.dtype is not _HALF and eligible(told):
+            if told.dtype is not _HALF and is_eligible(told):
                 flat, weights = flatten(weights)
             cell, hidden, data = (casts.cast(value, _HALF) for value in (cell, hidden, data))
             return operator(data, weights, stride, flat, hidden, cell, *others)
@@ -160,14 +160,14 @@ Kernel = Callable[..., Any]
 
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
     """Have autocast cast fake CUDA tensors until `library` is destroyed and `stack` is closed."""
-    cache = Casts()
+    cache = CastCache()
     native = torch.clear_autocast_cache
 
     def clear() -> None:
         cache.clear()
         native()
 
-    stack.enter_context(replaced(torch, "clear_autocast_cache", clear))
+    stack.enter_context(patched(torch, "clear_autocast_cache", clear))
     stack.callback(cache.clear)
     _count_backward_apart(stack)
     register: Any = library.impl
@@ -192,8 +192,8 @@ def _count_backward_apart(stack: ExitStack) -> None:
         depth[0] += step
         return depth[0]
 
-    stack.enter_context(replaced(torch, "autocast_increment_nesting", lambda: count(1, enter)))
-    stack.enter_context(replaced(torch, "autocast_decrement_nesting", lambda: count(-1, leave)))
+    stack.enter_context(patched(torch, "autocast_increment_nesting", lambda: count(1, enter)))
+    stack.enter_context(patched(torch, "autocast_decrement_nesting", lambda: count(-1, leave)))
 
 
 def cast_operators() -> list[str]:
@@ -207,7 +207,7 @@ def _has_kernel(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY)
 
 
-def _kernel(name: str, casts: Casts) -> Kernel:
+def _kernel(name: str, casts: CastCache) -> Kernel:
     # What a later PyTorch casts and no list names: rather a size that is too large.
     return _MAKERS[POLICIES.get(name, "fp32")](_overload(name), casts)
 
@@ -223,7 +223,7 @@ def _tensor_positions(schema: torch.FunctionSchema) -> tuple[int, ...]:
     return tuple(i for i, argument in reversed(list(enumerate(schema.arguments))) if str(argument.type) in types)
 
 
-def _casting(operator: Any, casts: Casts, choose: Callable[[Sequence[Any]], torch.dtype]) -> Kernel:
+def _casting(operator: Any, casts: CastCache, choose: Callable[[Sequence[Any]], torch.dtype]) -> Kernel:
     positions = _tensor_positions(operator._schema)
     cast, outside = casts.cast, torch._C._ExcludeDispatchKeyGuard
 
@@ -239,15 +239,15 @@ def _casting(operator: Any, casts: Casts, choose: Callable[[Sequence[Any]], torc
     return kernel
 
 
-def _lower(operator: Any, casts: Casts) -> Kernel:
+def _lower(operator: Any, casts: CastCache) -> Kernel:
     return _casting(operator, casts, lambda _: torch.get_autocast_dtype("cuda"))
 
 
-def _fp32(operator: Any, casts: Casts) -> Kernel:
+def _fp32(operator: Any, casts: CastCache) -> Kernel:
     return _casting(operator, casts, lambda _: WIDE)
 
 
-def _promote(operator: Any, casts: Casts) -> Kernel:
+def _promote(operator: Any, casts: CastCache) -> Kernel:
     positions = sorted(_tensor_positions(operator._schema))
 
     def widest(args: Sequence[Any]) -> torch.dtype:
@@ -261,7 +261,7 @@ def _promote(operator: Any, casts: Casts) -> Kernel:
 
 
 def _wider(found: torch.dtype, tensor: Tensor | None, lower: torch.dtype) -> torch.dtype:
-    if tensor is None or not eligible(tensor):
+    if tensor is None or not is_eligible(tensor):
         return found
     if WIDE in (found, tensor.dtype):
         return WIDE
@@ -270,21 +270,21 @@ def _wider(found: torch.dtype, tensor: Tensor | None, lower: torch.dtype) -> tor
     return found
 
 
-def _set_dtype(operator: Any, _: Casts) -> Kernel:
+def _set_dtype(operator: Any, _: CastCache) -> Kernel:
     names = [argument.name for argument in operator._schema.arguments]
     at = names.index("dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(OUTSIDE):
             given = args[at] if at < len(args) else kwargs.get("dtype")
-            if given is None and eligible(args[0]):
+            if given is None and is_eligible(args[0]):
                 args, kwargs = args[:at], {**kwargs, "dtype": WIDE}
             return operator(*args, **kwargs)
 
     return kernel
 
 
-def _append_dtype(operator: Any, _: Casts) -> Kernel:
+def _append_dtype(operator: Any, _: CastCache) -> Kernel:
     schema = operator._schema
     name = "ScalarOpt" if schema.overload_name == "Scalar" else schema.overload_name
     target = _overload(f"norm.{name}_dtype")
@@ -292,13 +292,13 @@ def _append_dtype(operator: Any, _: Casts) -> Kernel:
 
     def kernel(*args: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(OUTSIDE):
-            dtype = WIDE if eligible(args[0]) else args[0].dtype
+            dtype = WIDE if is_eligible(args[0]) else args[0].dtype
             return target(*args, *defaults[len(args) :], dtype=dtype)
 
     return kernel
 
 
-def _banned(_: Any, __: Casts) -> Kernel:
+def _banned(_: Any, __: CastCache) -> Kernel:
     def kernel(*_: Any, **__: Any) -> Any:
         raise RuntimeError(
             "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
@@ -311,7 +311,7 @@ def _banned(_: Any, __: Casts) -> Kernel:
     return kernel
 
 
-_MAKERS: dict[Policy, Callable[[Any, Casts], Kernel]] = {
+_MAKERS: dict[Policy, Callable[[Any, CastCache], Kernel]] = {
     "lower": _lower,
     "fp32": _fp32,
     "set_dtype": _set_dtype,

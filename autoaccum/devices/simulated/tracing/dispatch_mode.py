@@ -14,20 +14,20 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.kernels.scratch_observer import OperatorMemory, WorkspaceObserver
 from autoaccum.devices.simulated.kernels.sparse import MAKES_SPARSE, has_parts, run_sparse
-from autoaccum.devices.simulated.patches import Numbering, torch_release
+from autoaccum.devices.simulated.patches import ObjectNumbers, torch_release
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.tracing.known_values import (
     compute,
-    follow_values,
     keep_values,
-    recall_host,
-    remember_host,
+    load_host_copy,
+    propagate_values,
+    save_host_copy,
     values_of,
 )
-from autoaccum.devices.simulated.tracing.operator_cache import Repetitions
+from autoaccum.devices.simulated.tracing.operator_cache import OperatorCache
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.unknown_values import answer_scalar
-from autoaccum.devices.simulated.unsupported import SimulationLimit, UnknownValue
+from autoaccum.devices.simulated.tracing.unknown_values import read_scalar
+from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 DEVICE_QUERY = torch.ops.prim.device.default
@@ -70,7 +70,7 @@ _LAZY_ELEMENTS = 1 << 14
 are, since constructors read them (a schedule of drop rates, say), and whole numbers, since weights count them."""
 
 
-class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Runs operators on CUDA tensors without values, and shows their storages to a recorder.
 
     Operators on CPU tensors alone run as always.
@@ -97,11 +97,11 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.notices: dict[str, None] = {}
         self.checks: dict[str, None] = {}
         self.kept: dict[str, torch.Tensor] = {}
-        self.numbering = Numbering()
+        self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
         self._depth = 0
         self._sparse = False
-        self._repetitions = Repetitions(self._make)
+        self._repetitions = OperatorCache(self._make)
         self._observer = WorkspaceObserver(card, torch_release())
         self._seen: dict[Any, OperatorMemory] = {}
 
@@ -133,14 +133,14 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return run_sparse(func, args, kwargs, self._make_sparse, lambda workspace: self.recorder.take([workspace]))
         if self._depth > 0:
             return self.dispatch(func, types, args, kwargs)
-        if func is _COPIES and (held := recall_host(args[0], kwargs)) is not None:
+        if func is _COPIES and (held := load_host_copy(args[0], kwargs)) is not None:
             return held
         self.recorder.op = func
         if func is _COPIES and _only_moves(args[0], kwargs):
             moved = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
-            remember_host(moved, args[0])
-            self.recorder.see(moved)
-            follow_values(func, args, kwargs, moved)
+            save_host_copy(moved, args[0])
+            self.recorder.record_outputs(moved)
+            propagate_values(func, args, kwargs, moved)
             return moved
         key = self._repetitions.key(func, args, kwargs)
         remake = None if key is None else self._repetitions.find(key)
@@ -155,17 +155,17 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if key is not None:
                 self._repetitions.learn(key, func, args, out)
         self._note(key, func, args, kwargs, out)
-        follow_values(func, args, kwargs, out)
+        propagate_values(func, args, kwargs, out)
         return out
 
     def _read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """A value that leaves the card, or the answer to whether two tensors are equal."""
         if func is _aten._local_scalar_dense.default:
-            return answer_scalar(args[0], self.checks)
+            return read_scalar(args[0], self.checks)
         known = compute(func, args, kwargs)
         try:
-            return answer_scalar(args[0], self.checks, is_truth=True) if known is None else known
-        except UnknownValue as error:
+            return read_scalar(args[0], self.checks, is_truth=True) if known is None else known
+        except UnknownValueError as error:
             raise fake_tensor.DataDependentOutputException(func) from error
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -211,7 +211,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if key is not None:
                 self._seen[key, in_backward] = seen
         if not seen.in_order:
-            self.recorder.see(out)
+            self.recorder.record_outputs(out)
         for workspace in seen.resident:
             self.recorder.keep(workspace)
         for index, workspace in seen.beside:
@@ -278,7 +278,7 @@ class CardMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             device = _CPU if self.lazy else DEVICE
         if device.type == "cuda" and device != DEVICE:
             if device.index is not None:
-                raise SimulationLimit(f"a tensor is put on {device}, and one card is simulated", hint=ONE_CARD)
+                raise UnsupportedError(f"a tensor is put on {device}, and one card is simulated", hint=ONE_CARD)
             device = DEVICE
         return {**kwargs, "device": device}
 

@@ -16,9 +16,9 @@ from uuid import NAMESPACE_URL, uuid5
 import torch
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.patches import cudnn_version, replaced
+from autoaccum.devices.simulated.patches import cudnn_version, patched
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.unsupported import SimulationLimit
+from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 DEVICE = torch.device("cuda", 0)
 ONE_CARD = "put everything on cuda:0, or plan on the machine that has the cards (--device cuda)"
@@ -72,7 +72,7 @@ class Stream:
     wait_stream = wait_event = synchronize = record = wait
 
 
-def impersonate(card: Card, recorder: Recorder, stack: ExitStack) -> None:
+def patch_torch_cuda(card: Card, recorder: Recorder, stack: ExitStack) -> None:
     """Have `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` answer for `card` until `stack` is closed."""
     answers = _answers(card, recorder)
     answers |= dict.fromkeys(_SILENT.split(), _nothing)
@@ -80,20 +80,20 @@ def impersonate(card: Card, recorder: Recorder, stack: ExitStack) -> None:
     for name, answer in answers.items():
         for owner in (torch.cuda, torch.cuda.memory):
             if hasattr(owner, name):
-                stack.enter_context(replaced(owner, name, answer))
-    stack.enter_context(replaced(torch.cuda, "_initialized", True))
-    stack.enter_context(replaced(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
+                stack.enter_context(patched(owner, name, answer))
+    stack.enter_context(patched(torch.cuda, "_initialized", True))
+    stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
     for name, answer in _accelerator_answers(card, recorder).items():
         if hasattr(torch.accelerator, name):
-            stack.enter_context(replaced(torch.accelerator, name, answer))
+            stack.enter_context(patched(torch.accelerator, name, answer))
     cudnn: Any = torch.backends.cudnn
-    stack.enter_context(replaced(cudnn, "is_available", lambda: True))
+    stack.enter_context(patched(cudnn, "is_available", lambda: True))
     if not torch._C._has_cudnn:
-        stack.enter_context(replaced(cudnn, "version", cudnn_version))
+        stack.enter_context(patched(cudnn, "version", cudnn_version))
     nvtx: Any = torch.cuda.nvtx
     for name in ("range_push", "range_pop", "mark"):
-        stack.enter_context(replaced(nvtx, name, _nothing))
-    stack.enter_context(replaced(nvtx, "range", lambda *_, **__: nullcontext()))
+        stack.enter_context(patched(nvtx, name, _nothing))
+    stack.enter_context(patched(nvtx, "range", lambda *_, **__: nullcontext()))
 
 
 def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
@@ -139,11 +139,11 @@ def _memory_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., A
 
     def stats(*_: Any, **__: Any) -> dict[str, int]:
         named = (f"{kind}.all.{figure}" for kind in kinds for figure in ("current", "peak"))
-        return defaultdict(int, dict.fromkeys(named, recorder.alive_bytes))
+        return defaultdict(int, dict.fromkeys(named, recorder.live_bytes))
 
     return {
-        **dict.fromkeys((*held, *cached), lambda *_, **__: recorder.alive_bytes),
-        "mem_get_info": lambda *_, **__: (card.total_bytes - recorder.alive_bytes, card.total_bytes),
+        **dict.fromkeys((*held, *cached), lambda *_, **__: recorder.live_bytes),
+        "mem_get_info": lambda *_, **__: (card.total_bytes - recorder.live_bytes, card.total_bytes),
         "get_per_process_memory_fraction": _of_card(1.0),
         "memory_stats": stats,
         "memory_stats_as_nested_dict": _of_card({}),
@@ -234,7 +234,7 @@ def check_index(device: Any = None) -> None:
         device = device.device
     index = device if isinstance(device, int) or device is None else torch.device(device).index
     if index not in (None, -1, 0):
-        raise SimulationLimit(f"cuda:{index} is used, and one card is simulated", hint=ONE_CARD)
+        raise UnsupportedError(f"cuda:{index} is used, and one card is simulated", hint=ONE_CARD)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

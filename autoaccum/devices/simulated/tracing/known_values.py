@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from autoaccum.devices.simulated.unsupported import NotBuiltError
+from autoaccum.devices.simulated.unsupported import NotMaterialisedError
 
 _MOST_ELEMENTS = 1 << 22
 """Of a known tensor: a batch of tokens or of label maps has fewer, pictures and scores of n x n soon have more."""
@@ -32,7 +32,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
     """Return what is in `tensor`, on the CPU; None where that is not known.
 
     Raises:
-        NotBuiltError: It would be known had a batch been built with values.
+        NotMaterialisedError: It would be known had a batch been built with values.
     """
     if not isinstance(tensor, FakeTensor):
         return tensor
@@ -49,7 +49,7 @@ def verdict_of(tensor: Tensor) -> bool | None:
     return mark if isinstance(mark, bool) else None
 
 
-def follow_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+def propagate_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """Note what is known of `out`, which the operator returned, and of what it wrote into."""
     written = _written(func)
     if written:
@@ -81,7 +81,7 @@ def _keep_results(fresh: Sequence[tuple[int, FakeTensor]], func: Any, args: Sequ
             out = _run(func, args, kwargs)
             results = [out[index] if isinstance(out, list | tuple) else out for index, _ in fresh]
             kept = [_Kept(_filled(one, values)) for (_, one), values in zip(fresh, results, strict=True)]
-        except NotBuiltError:
+        except NotMaterialisedError:
             kept = [_UNBUILT] * len(fresh)
         for (_, one), known in zip(fresh, kept, strict=True):
             setattr(one.untyped_storage(), _MARK, known)
@@ -103,7 +103,7 @@ def keep_values(tensor: FakeTensor, values: Tensor) -> None:
             setattr(tensor.untyped_storage(), _MARK, _Kept(_filled(tensor, values)))
 
 
-def mark_unbuilt(tensor: FakeTensor) -> None:
+def mark_not_materialised(tensor: FakeTensor) -> None:
     """Note that `tensor`, on the host, would have values had it been built for real."""
     if not _too_large(tensor):
         setattr(tensor.untyped_storage(), _MARK, _UNBUILT)
@@ -118,7 +118,7 @@ class _Kept:
     @property
     def storage(self) -> torch.UntypedStorage:
         if self._storage is None:
-            raise NotBuiltError
+            raise NotMaterialisedError
         return self._storage
 
 
@@ -188,7 +188,7 @@ def _after_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targ
                 storage.copy_(before.storage)
             func(_laid(target, storage), *tree_map(_read, list(args[1:])), **tree_map(_read, dict(kwargs)))
             return _Kept(storage)
-        except NotBuiltError:
+        except NotMaterialisedError:
             return _UNBUILT
     return None
 
@@ -281,13 +281,13 @@ _MOST_HELD = 1 << 17
 _HELD = "_autoaccum_host_copy"
 
 
-def remember_host(moved: Tensor, origin: Tensor) -> None:
+def save_host_copy(moved: Tensor, origin: Tensor) -> None:
     """Keep what `origin` on the host holds along with `moved`, its copy on the card."""
     if origin.is_floating_point() and origin.numel() <= _MOST_HELD and not isinstance(origin, FakeTensor):
         setattr(moved, _HELD, (origin.detach().clone(), moved._version))
 
 
-def recall_host(tensor: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
+def load_host_copy(tensor: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return what a copy back to the host holds; None where it was computed, or has been written to."""
     values: Tensor | None
     values, version = vars(tensor).get(_HELD, (None, -1)) if isinstance(tensor, FakeTensor) else (None, -1)

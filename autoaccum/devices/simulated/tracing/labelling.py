@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
-from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
+from autoaccum.devices.simulated.trace import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.trial_run import TrialRun
 
@@ -40,7 +40,7 @@ def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         waiting += reversed([(name, each) for name, each in inner if each is not None])
 
 
-class Running:
+class ModuleTracker:
     """Follows the calls of a model's modules while it is entered (`followed`).
 
     Autograd numbers what forward does, and each step of a backward pass knows the number of the one it belongs to
@@ -126,7 +126,7 @@ class Running:
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
-class Labeller:
+class BlockLabeller:
     """Labels the blocks of one rehearsal while it is entered (`labelling`).
 
     Who holds a tensor is asked whenever the phase changes, and before and after each step of an optimizer: so nothing
@@ -140,10 +140,10 @@ class Labeller:
     ) -> None:
         self._recorder, self._rehearsal, self._kept = recorder, rehearsal, kept
         self._beside = [module for root in beside for _, module in walk_modules(root)]
-        self._running = Running(lambda: None if rehearsal.made is None else rehearsal.made[0])
+        self._running = ModuleTracker(lambda: None if rehearsal.made is None else rehearsal.made[0])
         self._phase: Phase | None = None
         self._origins: list[Origin] = []
-        self._claims: dict[int, Claim] = {}
+        self._owners: dict[int, Owner] = {}
         self._stayed: set[int] = set()
         self._optimizers: dict[Optimizer, None] = {}
 
@@ -179,9 +179,9 @@ class Labeller:
         self._ask_everyone()
         for block, module in self._attributes():
             if block in self._stayed:
-                self._claims.setdefault(block, Claim("parameters", module))
+                self._owners.setdefault(block, Owner("parameters", module))
         return LabelledTrace(
-            trace=trace, modules=tuple(self._running.names), origins=tuple(self._origins), claims=dict(self._claims)
+            trace=trace, modules=tuple(self._running.names), origins=tuple(self._origins), owners=dict(self._owners)
         )
 
     def _see_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -233,7 +233,7 @@ class Labeller:
         for tensor in held:
             block = self._recorder.block_of(tensor)
             if block is not None:
-                self._claims.setdefault(block, Claim(category, module))
+                self._owners.setdefault(block, Owner(category, module))
 
     def _attributes(self) -> Iterator[tuple[int, int]]:
         """The blocks of tensors that modules keep as plain attributes, such as a table made in forward, and whose."""

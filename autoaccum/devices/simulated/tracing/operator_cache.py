@@ -35,8 +35,8 @@ _PLAIN = frozenset(
 )
 
 
-class Repetitions:
-    """Remembers the calls of one simulation, whose fake tensors `make` makes (`CardMode._make`)."""
+class OperatorCache:
+    """Remembers the calls of one simulation, whose fake tensors `make` makes (`FakeCudaMode._make`)."""
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
         self._make = make

@@ -19,11 +19,11 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from autoaccum.devices.simulated.patches import replaced
-from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.patches import patched
+from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.impersonation import DEVICE, check_index
-from autoaccum.devices.simulated.tracing.known_values import mark_unbuilt
-from autoaccum.devices.simulated.unsupported import SimulationLimit
+from autoaccum.devices.simulated.tracing.known_values import mark_not_materialised
+from autoaccum.devices.simulated.unsupported import UnsupportedError
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.pytree import tensors
 from autoaccum.workload.spec import Workload
@@ -51,7 +51,7 @@ def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: b
 
 def _convert(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
     if is_lazy(parameter):
-        raise SimulationLimit("a parameter without a shape yet is put on the card (a lazy module's)", hint=_SHAPED)
+        raise UnsupportedError("a parameter without a shape yet is put on the card (a lazy module's)", hint=_SHAPED)
     with torch.no_grad():
         known = _replacement(parameter)
         if known is not None:
@@ -96,12 +96,12 @@ def _replacement(tensor: Tensor) -> Any:
 T = TypeVar("T")
 
 
-def on_the_host(workload: Workload) -> Workload:
+def with_host_batches(workload: Workload) -> Workload:
     """`workload`, whose batches are checked to be where their weights can be counted: on the CPU."""
     return dataclasses.replace(workload, batch=partial(_batch_on_host, workload.batch))
 
 
-def with_own_criterion(workload: Workload) -> Workload:
+def with_copied_criterion(workload: Workload) -> Workload:
     """`workload`, whose criterion is a copy: what one rehearsal puts on the card is not there in the next."""
     given = {name: getattr(workload, name) for name in ("loss", "criterion")}
     copies: dict[str, Any] = {
@@ -120,7 +120,7 @@ def _batch_on_host(batch: Callable[[int], Any], size: int) -> Any:
     return made
 
 
-def built_lazily(workload: Workload, mode: CardMode, *, batches: bool) -> Workload:
+def with_lazy_building(workload: Workload, mode: FakeCudaMode, *, batches: bool) -> Workload:
     """`workload`, whose models, and batches where that is asked for, are built without values for large tensors.
 
     A constructor that fails for want of them builds for real. An instance is there already, and copied as always.
@@ -131,24 +131,24 @@ def built_lazily(workload: Workload, mode: CardMode, *, batches: bool) -> Worklo
     return dataclasses.replace(lazy, model=partial(_build, workload, mode))
 
 
-def _build(workload: Workload, mode: CardMode) -> nn.Module:
+def _build(workload: Workload, mode: FakeCudaMode) -> nn.Module:
     with suppress(Exception):  # Whatever it is: built for real, it either works, or fails by the user's own fault.
         return _lazily(mode, workload.build_model)
     return workload.build_model()
 
 
-def _build_batch(batch: Callable[[int], Any], mode: CardMode, size: int) -> Any:
+def _build_batch(batch: Callable[[int], Any], mode: FakeCudaMode, size: int) -> Any:
     """A batch whose whole numbers and truths have values, since a forward pass may go by them."""
     made = _lazily(mode, batch, size)
     bare = [leaf for leaf in tensors(made) if isinstance(leaf, FakeTensor)]
     if not all(leaf.is_floating_point() for leaf in bare):
         return batch(size)
     for leaf in bare:
-        mark_unbuilt(leaf)
+        mark_not_materialised(leaf)
     return made
 
 
-def _lazily(mode: CardMode, build: Callable[..., T], *args: Any) -> T:
+def _lazily(mode: FakeCudaMode, build: Callable[..., T], *args: Any) -> T:
     mode.lazy = True
     try:
         return build(*args)
@@ -159,11 +159,11 @@ def _lazily(mode: CardMode, build: Callable[..., T], *args: Any) -> T:
 _ZIP = b"PK\x03\x04"
 
 
-def read_checkpoints(stack: ExitStack) -> None:
+def patch_torch_load(stack: ExitStack) -> None:
     """Exchange `torch.load` until `stack` is closed."""
     load = partial(_load, torch.load)
     for owner in (torch, torch.serialization):
-        stack.enter_context(replaced(owner, "load", load))
+        stack.enter_context(patched(owner, "load", load))
 
 
 def _load(native: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:

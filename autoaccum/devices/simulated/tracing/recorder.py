@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.trace import Freed, MemoryStep, OutputAllocated, Trace, Workspace
-from autoaccum.devices.simulated.unsupported import SimulationLimit
+from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 Witness = Callable[[Phase, bool, torch.dtype | None], None]
 """Is told the phase in which a block comes to be, whether it is memory beside tensors (of a kernel or library), and of
@@ -45,17 +45,17 @@ class Recorder:
         self.last_update = 0
 
     @property
-    def alive_bytes(self) -> int:
+    def live_bytes(self) -> int:
         """Return what the storages hold that are alive."""
         return sum(size for _, _, size, _ in self._alive.values() if isinstance(size, int))
 
-    def see(self, out: Any) -> None:
+    def record_outputs(self, out: Any) -> None:
         """Note the storages of what an operator returned."""
         for tensor in tree_leaves(out) if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
                 if tensor.layout is not torch.strided:
                     layout = str(tensor.layout).removeprefix("torch.")
-                    raise SimulationLimit(f"a tensor of layout {layout} is made, and only dense ones are followed")
+                    raise UnsupportedError(f"a tensor of layout {layout} is made, and only dense ones are followed")
                 self._see_storage(tensor)
 
     def take(self, steps: Iterable[MemoryStep], out: Any = None) -> None:
@@ -63,18 +63,18 @@ class Recorder:
         blocks: list[int] = []
         for step in steps:
             if isinstance(step, Workspace):
-                blocks.append(self._allocate(step, beside_tensors=True))
+                blocks.append(self._allocate(step, is_workspace=True))
             elif isinstance(step, OutputAllocated):
-                self.see(out[step.index] if isinstance(out, list | tuple) else out)
+                self.record_outputs(out[step.index] if isinstance(out, list | tuple) else out)
             else:
                 self._give_back(blocks, step)
-        self.see(out)
+        self.record_outputs(out)
         self._give_back(blocks, Freed(len(blocks)))
 
     def keep(self, workspace: Workspace) -> None:
         """Note memory that a library takes once and keeps, such as a workspace."""
         if workspace not in self._resident:
-            self._resident[workspace] = self._allocate(workspace, beside_tensors=True)
+            self._resident[workspace] = self._allocate(workspace, is_workspace=True)
 
     def accompany(self, tensor: Tensor, workspace: Workspace) -> None:
         """Note memory that lives as long as the storage of `tensor`."""
@@ -138,12 +138,10 @@ class Recorder:
         if known is not None:  # It was resized: the old memory goes once the new one is there.
             self.events.append(~known[1])
 
-    def _allocate(
-        self, size: int | Workspace, dtype: torch.dtype | None = None, *, beside_tensors: bool = False
-    ) -> int:
+    def _allocate(self, size: int | Workspace, dtype: torch.dtype | None = None, *, is_workspace: bool = False) -> int:
         phase = self._phase()
         if self._witness is not None:
-            self._witness(phase, beside_tensors, dtype)
+            self._witness(phase, is_workspace, dtype)
         if not self.phases or self.phases[-1][1] != phase:
             self.phases.append((len(self.events), phase))
         block = len(self.sizes)

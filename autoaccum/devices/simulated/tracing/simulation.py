@@ -21,19 +21,19 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.kernels import attention, layers, rnn, sparse
-from autoaccum.devices.simulated.patches import hash_by_number, replaced, torch_release
+from autoaccum.devices.simulated.patches import patch_hashes, patched, torch_release
 from autoaccum.devices.simulated.tracing import autocast
-from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, CardMode, device_seen_by_cpp
-from autoaccum.devices.simulated.tracing.impersonation import DEVICE, check_index, impersonate
-from autoaccum.devices.simulated.tracing.placement import convert_module, read_checkpoints
+from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
+from autoaccum.devices.simulated.tracing.impersonation import DEVICE, check_index, patch_torch_cuda
+from autoaccum.devices.simulated.tracing.placement import convert_module, patch_torch_load
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.unknown_values import (
-    asked_by_torch,
-    known_array,
-    known_list,
-    unknown_value,
+    calling_torch_module,
+    read_array,
+    read_list,
+    unknown_value_error,
 )
-from autoaccum.devices.simulated.unsupported import SimulationLimit
+from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 OWN_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
 """Operators with a kernel of CUDA's and a composite one for the rest (native_functions.yaml): a build that has not the
@@ -50,7 +50,7 @@ def _install_own_kernels(library: torch.library.Library, stack: ExitStack) -> No
         if known and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             register(name, _never_called, "CUDA")
     if torch_release() < (2, 15):
-        stack.enter_context(replaced(_METAS, "_meta_grouped_mm_common", _grouped_product))
+        stack.enter_context(patched(_METAS, "_meta_grouped_mm_common", _grouped_product))
 
 
 def _grouped_product(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -69,16 +69,16 @@ _OVERRIDES = (autocast, attention, layers, rnn, sparse)
 
 
 @contextmanager
-def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[CardMode]:
+def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[FakeCudaMode]:
     """Have PyTorch believe in `card`; meant for a process of its own, and undone at the end all the same."""
     with ExitStack() as stack:
-        mode = CardMode(card, recorder or Recorder())
+        mode = FakeCudaMode(card, recorder or Recorder())
         _answer_device_queries(stack)
         _hide_fake_tensors(stack)
-        impersonate(card, mode.recorder, stack)
-        adapt_functions(mode.notices, stack)
-        read_checkpoints(stack)
-        hash_by_number(mode.numbering, stack)
+        patch_torch_cuda(card, mode.recorder, stack)
+        patch_functions(mode.notices, stack)
+        patch_torch_load(stack)
+        patch_hashes(mode.numbering, stack)
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         stack.callback(library._destroy)
         _install_own_kernels(library, stack)
@@ -98,14 +98,14 @@ def _answer_device_queries(stack: ExitStack) -> None:
     def answer_first(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return answer(args) if func is DEVICE_QUERY else dispatch(cls, func, types, args, kwargs or {})
 
-    stack.enter_context(replaced(FakeTensor, "__torch_dispatch__", classmethod(answer_first)))
-    stack.enter_context(replaced(fake_tensor, "init_gpu_context", lambda device: None))
+    stack.enter_context(patched(FakeTensor, "__torch_dispatch__", classmethod(answer_first)))
+    stack.enter_context(patched(fake_tensor, "init_gpu_context", lambda device: None))
     before = handlers[DEVICE_QUERY]
     handlers[DEVICE_QUERY] = answer
     stack.callback(handlers.__setitem__, DEVICE_QUERY, before)
     for name, kind in (("is_cuda", "cuda"), ("is_cpu", "cpu"), ("is_meta", "meta")):
-        stack.enter_context(replaced(FakeTensor, name, property(partial(_is_of, kind))))
-    stack.enter_context(replaced(FakeTensor, "get_device", lambda tensor: 0 if tensor.device.type == "cuda" else -1))
+        stack.enter_context(patched(FakeTensor, name, property(partial(_is_of, kind))))
+    stack.enter_context(patched(FakeTensor, "get_device", lambda tensor: 0 if tensor.device.type == "cuda" else -1))
 
 
 def _hide_fake_tensors(stack: ExitStack) -> None:
@@ -118,7 +118,7 @@ def _hide_fake_tensors(stack: ExitStack) -> None:
     def tell(name: str) -> Any:
         if name != "FakeTensor":
             raise AttributeError(f"module 'torch._subclasses' has no attribute {name!r}")
-        return FakeTensor if asked_by_torch() else _NoTensor
+        return FakeTensor if calling_torch_module() else _NoTensor
 
     names["__getattr__"] = tell
     del names["FakeTensor"]
@@ -142,26 +142,26 @@ _AS_TENSOR, _TENSOR = torch.as_tensor, torch.tensor
 _NATIVE_GENERATOR: Any = torch.Generator
 
 
-def adapt_functions(notices: dict[str, None], stack: ExitStack) -> None:
+def patch_functions(notices: dict[str, None], stack: ExitStack) -> None:
     """Exchange them until `stack` is closed."""
     for owner, name, value in (
         (torch.Tensor, "to", _to),
         (torch.Tensor, "cuda", _cuda),
         (torch, "Generator", Generator),
-        (FakeTensor, "tolist", known_list),
+        (FakeTensor, "tolist", read_list),
         (torch, "tensor", _tensor),
         (torch, "as_tensor", _as_tensor),
         (torch, "compile", partial(_eager, notices)),
         (torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
-        (FakeTensor, "numpy", known_array),
-        (FakeTensor, "__array__", known_array),
+        (FakeTensor, "numpy", read_array),
+        (FakeTensor, "__array__", read_array),
         (FakeTensor, "__dlpack__", _unreadable),
         (FakeTensor, "data_ptr", _data_ptr),
         (torch.nn.Module, "_apply", convert_module),
         (torch.nn.DataParallel, "forward", _scattered),
         (torch.distributions.Distribution, "_validate_args", False),  # They would read values of the card.
     ):
-        stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(patched(owner, name, value))
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -231,20 +231,20 @@ class Generator(_NATIVE_GENERATOR, metaclass=_Generators):  # type: ignore[misc]
 
 
 def _unreadable(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
-    raise unknown_value(tensor)
+    raise unknown_value_error(tensor)
 
 
 def _data_ptr(tensor: torch.Tensor) -> int:
     """A number of its own for each place, for those who only compare; 0 for who asks whether there is memory."""
-    asker = asked_by_torch()
+    asker = calling_torch_module()
     if asker is None:
-        raise SimulationLimit("the address of a tensor on the card is taken, as for a kernel of one's own")
+        raise UnsupportedError("the address of a tensor on the card is taken, as for a kernel of one's own")
     place = tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
     return 0 if asker == "torch._tensor" else place
 
 
 def _scattered(module: torch.nn.DataParallel[Any], *_: Any, **__: Any) -> NoReturn:
-    raise SimulationLimit(
+    raise UnsupportedError(
         "nn.DataParallel divides a batch among cards, and one card is simulated",
         hint="plan the module without it: have model() return what it wraps",
     )

@@ -13,14 +13,19 @@ from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.child.worker import Worker
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracing.trace_scaling import Family, NotAffineError, grow_squarely, make_family
+from autoaccum.devices.simulated.tracing.trace_scaling import (
+    AffineTrace,
+    NotAffineError,
+    fit_affine_trace,
+    grows_quadratically,
+)
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 
 CHECKPOINT: Final = "checkpoint"
 """The name of the offer to run blocks again in backward."""
 
 
-class ChangeFailed(Exception):
+class ChangeFailedError(Exception):
     """A workload that was changed does not run, or cannot be traced; the text says why. The tracer goes on."""
 
 
@@ -67,7 +72,7 @@ class Tracer:
         """The trace of `parts` with one thing changed, by the name of an offer."""
         reply = self.ask("changed", limit_seconds=limit_seconds, parts=parts, change=change)
         if "failed" in reply:
-            raise ChangeFailed(reply["failed"])
+            raise ChangeFailedError(reply["failed"])
         return Trace.from_record(reply["trace"])
 
     def close(self) -> None:
@@ -81,7 +86,7 @@ _SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
 One of a single sample often has other operators than larger ones: what is squeezed away, broadcast, not normalised."""
 
 
-class Traces:
+class TraceCache:
     """Asks a tracer as little as possible, and keeps what it told; after a failure another is started.
 
     Attributes:
@@ -89,21 +94,21 @@ class Traces:
         step: What micro-batches are multiples of.
         notes: Sentences on sizes that do not follow from small ones.
         warnings: Likewise, where that showed only when trials had relied on it.
-        are_square: Whether something grows with the square of the micro-batch.
+        grows_quadratically: Whether something grows with the square of the micro-batch.
     """
 
     def __init__(self, make_tracer: Callable[[], Tracer], share: int) -> None:
         self._make_tracer, self.share = make_tracer, share
         self._tracer: Tracer | None = None
         self._made: dict[tuple[int, ...], Trace] = {}
-        self._family: Family | None = None
+        self._family: AffineTrace | None = None
         self._followed: dict[int, Trace] = {}
         self._sizes: tuple[int, ...] = _SIZES
         self.step = 1
         self._follows = share >= max(_SIZES)
         self.notes: list[str] = []
         self.warnings: list[str] = []
-        self.are_square = False
+        self.grows_quadratically = False
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
         """As the tracer does."""
@@ -157,7 +162,7 @@ class Traces:
             self.close()
             raise
 
-    def has_made(self, trace: Trace) -> bool:
+    def was_traced(self, trace: Trace) -> bool:
         """Return whether the tracer told just this one."""
         return self._made.get(trace.parts) is trace
 
@@ -175,14 +180,14 @@ class Traces:
             self.notes.append(f"every size was traced by itself, memory is not affine in the batch ({error.message})")
             return None
 
-    def _make_family(self, limit_seconds: float | None) -> Family:
+    def _make_family(self, limit_seconds: float | None) -> AffineTrace:
         began = time.monotonic()
         traces = []
         for size in self._sizes:
             left = None if limit_seconds is None else max(limit_seconds - (time.monotonic() - began), 0.001)
             traces.append(self.make((size, size), left))
-        self.are_square = grow_squarely(traces)
-        return make_family(traces)
+        self.grows_quadratically = grows_quadratically(traces)
+        return fit_affine_trace(traces)
 
     def close(self) -> None:
         """End the tracer's process."""
@@ -191,7 +196,7 @@ class Traces:
             tracer.close()
 
 
-def _agrees(family: Family, made: Trace) -> bool:
+def _agrees(family: AffineTrace, made: Trace) -> bool:
     """Return whether `made` is what follows for its parts; of a block in a smaller last part either size will do."""
     if len(made.parts) != 2 or min(made.parts) < min(family.sizes):
         return True

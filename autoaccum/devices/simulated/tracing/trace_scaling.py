@@ -1,9 +1,9 @@
-"""A trace for any micro-batch from the traces of a few: every size is a whole multiple of the batch, and a rest.
+"""Extrapolate traces: the trace at any micro-batch, from the traces of a few small ones.
 
-That is checked, in whole numbers, at every size that was traced. What rounds is a kernel's `Workspace`, whose
-numbers grow so and whose rule rounds; any other size that does not grow so, such as the B x B scores of a contrastive
-loss or a row padded to a multiple of 8 samples, makes no family. Padding that the traced sizes are all multiples of
-cannot be seen: let them have no common factor.
+The size of every block must be an affine function of the micro-batch, with a whole-number slope and intercept; this is
+checked at every size that was traced. A kernel's workspace may be rounded: its numbers are affine, and its rule rounds
+them. Any other size, such as the B x B scores of a contrastive loss or rows padded to a multiple of 8 samples, raises
+`NotAffineError`. Choose sizes without a common factor: padding to a divisor of all of them would go unnoticed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Family:
+class AffineTrace:
     """Traces of one rehearsal at any micro-batch.
 
     Attributes:
@@ -62,7 +62,7 @@ class Family:
         return replace(self.model, parts=(size,) * len(self.model.parts), sizes=tuple(grown))
 
 
-def make_family(traces: Sequence[Trace]) -> Family:
+def fit_affine_trace(traces: Sequence[Trace]) -> AffineTrace:
     """Make a family of traces of the same number of equal parts, at two sizes or more.
 
     Raises:
@@ -77,10 +77,10 @@ def make_family(traces: Sequence[Trace]) -> Family:
     for other in ordered[1:]:
         _check_alike(ordered[0], other)
     lines = tuple(_lines_of(block, ordered) for block in range(len(ordered[0].sizes)))
-    return Family(sizes, ordered[0], lines)
+    return AffineTrace(sizes, ordered[0], lines)
 
 
-def grow_squarely(traces: Sequence[Trace]) -> bool:
+def grows_quadratically(traces: Sequence[Trace]) -> bool:
     """Return whether some block grows with the square of the micro-batch, as a table of samples by samples does."""
     sizes = [trace.parts[0] for trace in traces]
     rows = zip(*(trace.sizes for trace in traces), strict=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from autoaccum.devices.simulated.tracing.known_values import values_of, verdict_of
-from autoaccum.devices.simulated.unsupported import UnknownValue
+from autoaccum.devices.simulated.unsupported import UnknownValueError
 from autoaccum.workload.tracebacks import name_line
 
 _ANSWERS = (
@@ -37,13 +37,13 @@ _PLUMBING = (
 )
 
 
-def answer_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = False) -> float | int | bool:
+def read_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = False) -> float | int | bool:
     """The value of `tensor`, where it is known, or tells whether losses, gradients and the like are finite: they are.
 
     With `is_truth` it is asked for a truth about it; `checks` gets a sentence on each that was taken as passed.
 
     Raises:
-        UnknownValue: Somebody asks for anything else.
+        UnknownValueError: Somebody asks for anything else.
     """
     known = None if is_truth else values_of(tensor)
     if known is not None:
@@ -57,43 +57,43 @@ def answer_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = F
         if value is not None:
             checks[f"a check at {_place(frame)} was taken as passed"] = None
     if value is None:
-        raise unknown_value(tensor)
+        raise unknown_value_error(tensor)
     if is_float:
         return float(value)
     return bool(value) if is_bool else int(value)
 
 
-def unknown_value(tensor: Tensor) -> UnknownValue:
+def unknown_value_error(tensor: Tensor) -> UnknownValueError:
     """The error for reading `tensor`."""
     text = f"a value is read of a tensor of shape {tuple(tensor.shape)} that came from the card"
-    return UnknownValue(text, on_host=tensor.device.type == "cpu")
+    return UnknownValueError(text, on_host=tensor.device.type == "cpu")
 
 
-def asked_by_torch() -> str | None:
+def calling_torch_module() -> str | None:
     """The module of PyTorch's that called the caller; None where it was none of PyTorch's."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name if name == "torch" or name.startswith("torch.") else None
 
 
-def known_list(tensor: Tensor) -> Any:
+def read_list(tensor: Tensor) -> Any:
     """`tensor.tolist()`, where its values are known; one number may be had by those who may ask for one."""
     known = values_of(tensor)
     if known is not None:
         return known.tolist()
     value = _answer(_asker())
     if value is None:
-        raise unknown_value(tensor)
+        raise unknown_value_error(tensor)
     nest: Any = value if tensor.is_floating_point() else int(value)
     for size in reversed(tensor.shape):
         nest = [nest] * size
     return nest
 
 
-def known_array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+def read_array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`tensor.numpy()`, where its values are known."""
     known = values_of(tensor) if tensor.device.type == "cpu" else None
     if known is None:
-        raise unknown_value(tensor)
+        raise unknown_value_error(tensor)
     with _disable_current_modes():
         return known.numpy()
 

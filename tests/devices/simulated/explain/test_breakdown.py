@@ -27,7 +27,7 @@ from autoaccum.devices.simulated.explain.breakdown import (
     module_shares,
     moments,
 )
-from autoaccum.devices.simulated.trace import NO_MODULE, Claim, LabelledTrace, ModuleName, Origin, Role, Trace
+from autoaccum.devices.simulated.trace import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
 from autoaccum.units import MIB
 
 Phases = list[tuple[int, Phase]]
@@ -37,7 +37,7 @@ def labelled(
     events: list[int],
     phases: Phases,
     roles: dict[int, Role] | None = None,
-    claims: dict[int, Claim] | None = None,
+    owners: dict[int, Owner] | None = None,
     last_update: int = 0,
 ) -> LabelledTrace:
     """A trace whose blocks take 1, 2, 4 and so on bytes."""
@@ -51,7 +51,7 @@ def labelled(
     )
     origins = tuple(Origin("aten.add", 1, (roles or {}).get(block, "plain")) for block in range(blocks))
     return LabelledTrace(
-        trace=trace, modules=(NO_MODULE, ModuleName("layer", "Linear")), origins=origins, claims=claims or {}
+        trace=trace, modules=(NO_MODULE, ModuleName("layer", "Linear")), origins=origins, owners=owners or {}
     )
 
 
@@ -91,8 +91,8 @@ def test_sums_of_gradients_outlive_their_micro_batch() -> None:
 
 
 def test_who_claims_a_block_has_it() -> None:
-    claims = {0: Claim("optimizer_state", 1), 1: Claim("gradients", 0)}
-    found = labelled([0, 1], [(0, "forward"), (1, "backward")], claims=claims)
+    owners = {0: Owner("optimizer_state", 1), 1: Owner("gradients", 0)}
+    found = labelled([0, 1], [(0, "forward"), (1, "backward")], owners=owners)
     assert [(purpose.category, purpose.module) for purpose in classify_blocks(found)] == [
         ("optimizer_state", 1),
         ("gradients", 0),
@@ -105,8 +105,8 @@ def test_who_claims_a_block_has_it() -> None:
     ids=["as high", "lower", "of something else"],
 )
 def test_a_last_update_that_is_like_the_peak_is_shown_alone(sizes: tuple[int, ...], shown: int) -> None:
-    claims = {block: Claim("outputs" if block == 1 else "averages", 0) for block in range(3)}
-    found = labelled([0, 1, ~0, ~1, 2, ~2], [(0, "forward")], claims=claims, last_update=4)
+    owners = {block: Owner("outputs" if block == 1 else "averages", 0) for block in range(3)}
+    found = labelled([0, 1, ~0, ~1, 2, ~2], [(0, "forward")], owners=owners, last_update=4)
     breakdown = breakdown_of(replace(found, trace=replace(found.trace, sizes=sizes)))
     timeline = make_timeline(breakdown, list(range(6)))
     assert breakdown.peak_at == 1
@@ -140,9 +140,9 @@ def labelled_traces(draw: st.DrawFn) -> LabelledTrace:
     roles: st.SearchStrategy[Any] = st.sampled_from(["plain", "recomputed", "summed", "workspace"])
     origins = tuple(Origin(draw(st.sampled_from("ab")), draw(st.integers(0, 4)), draw(roles)) for _ in range(count))
     kinds: Any = st.sampled_from(CATEGORIES[:-1])
-    claims = draw(st.dictionaries(st.integers(0, max(count - 1, 0)), st.builds(Claim, kinds, st.integers(0, 4))))
+    owners = draw(st.dictionaries(st.integers(0, max(count - 1, 0)), st.builds(Owner, kinds, st.integers(0, 4))))
     modules = (NO_MODULE, *(ModuleName(f"layers.{layer}", "Linear") for layer in range(4)))
-    return LabelledTrace(trace=trace, modules=modules, origins=origins, claims=claims)
+    return LabelledTrace(trace=trace, modules=modules, origins=origins, owners=owners)
 
 
 @settings(max_examples=200)
@@ -179,7 +179,7 @@ def breakdown(events: tuple[int, ...], sizes: tuple[int, ...]) -> MemoryBreakdow
     trace = Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=0)
     origins = tuple(Origin(op=f"aten.op{block}", module=0) for block in range(len(sizes)))
     return MemoryBreakdown(
-        LabelledTrace(trace=trace, modules=(NO_MODULE,), origins=origins, claims={}), SizedTrace(trace, sizes, 0, ())
+        LabelledTrace(trace=trace, modules=(NO_MODULE,), origins=origins, owners={}), SizedTrace(trace, sizes, 0, ())
     )
 
 
@@ -199,7 +199,7 @@ def breakdown_of_modules(holds: dict[str, tuple[str, int]]) -> MemoryBreakdown:
         trace=trace,
         modules=(NO_MODULE, *(ModuleName(name, kind) for name, (kind, _) in holds.items())),
         origins=tuple(Origin("aten.empty", 0) for _ in blocks),
-        claims={block: Claim("parameters", block + 1) for block in blocks},
+        owners={block: Owner("parameters", block + 1) for block in blocks},
     )
     return MemoryBreakdown(labelled, SizedTrace(trace, sizes, 0, ()))
 

@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.suggested_changes import suggest_changes
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailed, Tracer
+from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailedError, Tracer
 from autoaccum.workload.spec import Workload
 
 CARD = find_card("rtx3090")
@@ -154,7 +154,7 @@ def test_a_process_lives_on_after_a_change_that_fails(write_workload: Callable[[
         pid = tracer._worker.pid
         offers = [offer.name for offer in tracer.changes()]
         assert offers == ["bf16", "checkpoint", "foreach=False", "SGD"]
-        with pytest.raises(ChangeFailed, match="with checkpoint, in backward raised CheckpointError"):
+        with pytest.raises(ChangeFailedError, match="with checkpoint, in backward raised CheckpointError"):
             tracer.changed(PARTS, "checkpoint")
         assert tracer.changed(PARTS, "SGD").parts == tracer.trace(PARTS).parts == PARTS
         assert (tracer._worker.pid, tracer._worker.alive) == (pid, True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tracing_here import TracerHere
+from in_process_tracer import InProcessTracer
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import TrialSettings
@@ -81,7 +81,7 @@ CHANGED = ("mlp_one_by_one", "resnet_fp32", "gpt_bf16", "encoder_fp32")
 TARGET = 3000
 
 
-class DigestingTracer(TracerHere):
+class DigestingTracer(InProcessTracer):
     """Traces in this process, and adds up all that it traced."""
 
     def __init__(self, settings: TrialSettings, card: Card) -> None:

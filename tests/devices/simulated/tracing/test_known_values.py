@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.simulated.unsupported import UnknownValue
+from autoaccum.devices.simulated.unsupported import UnknownValueError
 
 IDS = torch.tensor([[5, 3, 0, 2], [1, 0, 0, 7], [4, 4, 4, 4]])
 
@@ -66,7 +66,7 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_values_are_those_of_a_real_run(name: str, mode: CardMode) -> None:
+def test_values_are_those_of_a_real_run(name: str, mode: FakeCudaMode) -> None:
     real, fake = SAME[name](IDS), SAME[name](IDS.to("cuda"))
     assert isinstance(fake, FakeTensor)
     assert (fake.shape, fake.dtype, fake.device.type) == (real.shape, real.dtype, "cuda")
@@ -75,7 +75,7 @@ def test_values_are_those_of_a_real_run(name: str, mode: CardMode) -> None:
     assert not mode.checks
 
 
-def test_the_gradient_comes_back_through_a_known_mask(mode: CardMode) -> None:
+def test_the_gradient_comes_back_through_a_known_mask(mode: FakeCudaMode) -> None:
     x = torch.randn(3, 4, 5, device="cuda", requires_grad=True)
     chosen = x[IDS.to("cuda") > 1]
     assert chosen.shape == (int((IDS > 1).sum()), 5)
@@ -123,7 +123,7 @@ def test_masks_that_are_not_known_are_taken_to_have_padding() -> None:
 
 @pytest.mark.parametrize("name", ["model", "transformers.modeling_attn_mask_utilsx"])
 def test_others_are_told_nothing(name: str) -> None:
-    with pytest.raises(UnknownValue, match="a value is read"):
+    with pytest.raises(UnknownValueError, match="a value is read"):
         ask(name, drawn)
 
 

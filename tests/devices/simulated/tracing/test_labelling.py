@@ -158,9 +158,9 @@ def test_tied_weights_are_held_once_by_the_first(explained: Callable[..., Any]) 
     held = found.before("backward")
     assert held["parameters"] == held["gradients"] == PARAMETERS - WEIGHT
     assert held["optimizer_state"] == 2 * (PARAMETERS - WEIGHT)
-    claims = [found.path(claim.module) for claim in found.labelled.claims.values()]
-    assert "deep.3.0" not in claims
-    assert claims.count("deep.1.0") == claims.count("deep.2.0")
+    owners = [found.path(claim.module) for claim in found.labelled.owners.values()]
+    assert "deep.3.0" not in owners
+    assert owners.count("deep.1.0") == owners.count("deep.2.0")
 
 
 def test_what_the_loop_keeps_is_told_apart(explained: Callable[..., Any]) -> None:

@@ -14,11 +14,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.patches import replaced
-from autoaccum.devices.simulated.simulated_child import collecting_by_hand
-from autoaccum.devices.simulated.tracing.dispatch_mode import CardMode
+from autoaccum.devices.simulated.patches import patched
+from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
+from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import OWN_KERNELS, simulate
-from autoaccum.devices.simulated.unsupported import SimulationLimit, UnknownValue
+from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
 from autoaccum.errors import UsageError
 
 
@@ -32,9 +32,9 @@ class TestDevices:
     def test_the_card_does_not(self) -> None:
         tensor = torch.randn(4, device="cuda")
         assert isinstance(tensor, FakeTensor)
-        with pytest.raises(UnknownValue, match=r"shape \(\)"):
+        with pytest.raises(UnknownValueError, match=r"shape \(\)"):
             tensor.sum().item()
-        with pytest.raises(UnknownValue, match=r"shape \(4,\)"):
+        with pytest.raises(UnknownValueError, match=r"shape \(4,\)"):
             tensor.cpu().numpy()
 
     @pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda"), 0])
@@ -46,7 +46,7 @@ class TestDevices:
         assert str(torch.as_tensor(host, device="cuda").device) == "cuda:0"
         assert str(torch.tensor([1.0], device="cuda").device) == "cuda:0"
 
-    def test_a_tensor_that_is_there_is_not_copied(self, mode: CardMode) -> None:
+    def test_a_tensor_that_is_there_is_not_copied(self, mode: FakeCudaMode) -> None:
         there = torch.ones(2, device="cuda")
         events = len(mode.recorder.events)
         assert there.to("cuda") is there
@@ -69,24 +69,24 @@ class TestDevices:
         assert str((back + 1).device) == "cpu"
 
     def test_a_missing_card_is_refused(self) -> None:
-        with pytest.raises(SimulationLimit, match=r"cuda:1, and one card is simulated"):
+        with pytest.raises(UnsupportedError, match=r"cuda:1, and one card is simulated"):
             torch.ones(2, device="cuda:1")
 
 
-def test_storages_are_noted_as_they_come_and_go(mode: CardMode) -> None:
+def test_storages_are_noted_as_they_come_and_go(mode: FakeCudaMode) -> None:
     recorder = mode.recorder
     recorder.begin(lambda: "forward")
     first = torch.empty(100, device="cuda")
     view = first[:50]
     first.add_(1)
-    assert (recorder.events, recorder.sizes, recorder.alive_bytes) == ([0], [400], 400)
+    assert (recorder.events, recorder.sizes, recorder.live_bytes) == ([0], [400], 400)
     del first
     assert recorder.events == [0]
     del view
-    assert (recorder.events, recorder.alive_bytes) == ([0, ~0], 0)
+    assert (recorder.events, recorder.live_bytes) == ([0, ~0], 0)
 
 
-def test_a_trace_begins_with_what_is_alive(mode: CardMode) -> None:
+def test_a_trace_begins_with_what_is_alive(mode: FakeCudaMode) -> None:
     older, newer = torch.empty(3, device="cuda"), torch.empty(5, device="cuda")
     mode.recorder.begin(lambda: "model")
     assert mode.recorder.sizes == [12, 20]
@@ -117,7 +117,7 @@ def test_parameters_are_exchanged_and_stay_tied() -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_large_tensors_are_left_without_values_only_while_lazy(inside: bool, mode: CardMode) -> None:
+def test_large_tensors_are_left_without_values_only_while_lazy(inside: bool, mode: FakeCudaMode) -> None:
     mode.lazy = inside
     layer = nn.Linear(200, 200)
     mode.lazy = False
@@ -141,7 +141,7 @@ def _has(name: str, key: str) -> bool:
 
 
 @pytest.mark.usefixtures("mode")
-def test_whole_numbers_keep_their_values_while_lazy(mode: CardMode) -> None:
+def test_whole_numbers_keep_their_values_while_lazy(mode: FakeCudaMode) -> None:
     mode.lazy = True
     labels, images = torch.zeros(200, 200, dtype=torch.long), torch.zeros(200, 200)
     mode.lazy = False
@@ -160,7 +160,7 @@ class Derived(Base):
 @pytest.mark.parametrize("name", ["own", "kept"])
 def test_what_was_there_comes_back(name: str) -> None:
     before = dict(vars(Derived))
-    with suppress(ZeroDivisionError), replaced(Derived, name, 7):
+    with suppress(ZeroDivisionError), patched(Derived, name, 7):
         assert getattr(Derived, name) == 7
         assert Base.kept == 1
         raise ZeroDivisionError
@@ -170,7 +170,7 @@ def test_what_was_there_comes_back(name: str) -> None:
 def test_what_is_not_there_is_told_with_the_version() -> None:
     with (
         pytest.raises(UsageError, match=rf"torch {torch.__version__[:4]}.* has no Derived\.gone"),
-        replaced(Derived, "gone", 7),
+        patched(Derived, "gone", 7),
     ):
         pass
 
@@ -212,7 +212,7 @@ def test_who_enables_it_collects_nothing(enabled: bool) -> None:
     if not enabled:
         gc.disable()
     try:
-        with collecting_by_hand():
+        with manual_garbage_collection():
             gc.enable()
             first = weakref.ref(Cycle())
             cycles = [Cycle() for _ in range(3 * max(thresholds[0], 1000))]

@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.tracing.trace_cache import Tracer
 from autoaccum.errors import WorkloadError
 
 
-class TracerHere(Tracer):
+class InProcessTracer(Tracer):
     """A child that is none: it simulates in this process, until it is closed."""
 
     def __init__(self, settings: TrialSettings, card: Card) -> None:
