@@ -20,7 +20,7 @@ from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.scratch import estimate
 from autoaccum.devices.simulated.trace import Workspace
-from autoaccum.devices.simulated.tracing.impersonation import DEVICE
+from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from tests.gpu.alignment import TENSOR, Expected, peak_bytes

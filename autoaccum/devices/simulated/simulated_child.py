@@ -31,7 +31,7 @@ from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.devices.simulated.tracing.impersonation import DEVICE
+from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
 from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
 from autoaccum.devices.simulated.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
 from autoaccum.devices.simulated.tracing.recorder import Witness

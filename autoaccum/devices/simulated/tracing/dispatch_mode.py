@@ -15,7 +15,7 @@ from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.kernels.scratch_observer import OperatorMemory, WorkspaceObserver
 from autoaccum.devices.simulated.kernels.sparse import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.devices.simulated.patches import ObjectNumbers, torch_release
-from autoaccum.devices.simulated.tracing.impersonation import DEVICE, ONE_CARD
+from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.tracing.known_values import (
     compute,
     keep_values,
@@ -26,7 +26,7 @@ from autoaccum.devices.simulated.tracing.known_values import (
 )
 from autoaccum.devices.simulated.tracing.operator_cache import OperatorCache
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.unknown_values import read_scalar
+from autoaccum.devices.simulated.tracing.value_reads import read_scalar
 from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")

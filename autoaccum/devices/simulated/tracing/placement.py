@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from autoaccum.devices.simulated.patches import patched
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.devices.simulated.tracing.impersonation import DEVICE, check_index
+from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index
 from autoaccum.devices.simulated.tracing.known_values import mark_not_materialised
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 from autoaccum.errors import WorkloadError

@@ -24,10 +24,10 @@ from autoaccum.devices.simulated.kernels import attention, layers, rnn, sparse
 from autoaccum.devices.simulated.patches import patch_hashes, patched, torch_release
 from autoaccum.devices.simulated.tracing import autocast
 from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
-from autoaccum.devices.simulated.tracing.impersonation import DEVICE, check_index, patch_torch_cuda
+from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
 from autoaccum.devices.simulated.tracing.placement import convert_module, patch_torch_load
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.unknown_values import (
+from autoaccum.devices.simulated.tracing.value_reads import (
     calling_torch_module,
     read_array,
     read_list,
