@@ -69,7 +69,7 @@ WITHOUT_TORCH = (
     "tuning/tune_request.py",
     "tuning/optuna_search.py",
     "tuning/study.py",
-    "reporting/figures/style.py",
+    "reporting/figures/file_format.py",
     "training/stop_signals.py",
     "workload/module_names.py",
 )

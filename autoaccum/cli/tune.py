@@ -110,7 +110,7 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
         UsageError: A file is there or cannot be written, or is the workload or the study; or matplotlib is missing.
     """
     from autoaccum.files import check_output
-    from autoaccum.reporting.figures.style import picture_format
+    from autoaccum.reporting.figures.file_format import picture_format
     from autoaccum.tuning.study import file_of, read_address
 
     study = file_of(read_address(storage))

@@ -15,7 +15,8 @@ from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.explanation import CATEGORIES, Account, CurvePoint
 from autoaccum.planning.plan import Plan
 from autoaccum.reporting.console import one_line
-from autoaccum.reporting.figures.style import TITLE_POINTS, Format, colour, label, picture_bytes, pointing
+from autoaccum.reporting.figures.file_format import Format
+from autoaccum.reporting.figures.style import TITLE_POINTS, colour, label, picture_bytes, pointing
 from autoaccum.units import GIB, KIB, MIB, format_bytes
 
 _WIDTH, _PANEL_HEIGHT = 9.0, 3.4

@@ -7,16 +7,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import PurePath
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import matplotlib.style
 from matplotlib.figure import Figure
 
 from autoaccum.devices.explanation import Category
-from autoaccum.errors import UsageError
 from autoaccum.reporting.console import one_line
+from autoaccum.reporting.figures.file_format import Format
 
 FONTS: Final = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")
 """The first comes with matplotlib; a viewer of an SVG without it has one that is hardly wider."""
@@ -132,25 +130,3 @@ def pointing() -> dict[str, Any]:
 def label(category: Category) -> str:
     """The name of a category for people."""
     return category.replace("_", " ")
-
-
-Format = Literal["svg", "png"]
-_ENDINGS: Final[dict[str, Format]] = {".svg": "svg", ".png": "png"}
-
-
-def picture_format(path: str) -> Format:
-    """The format that the ending of `path` asks for.
-
-    Raises:
-        UsageError: It is another one, or matplotlib is not installed.
-    """
-    ending = PurePath(path).suffix
-    if ending.lower() not in _ENDINGS:
-        seen = f"ends in {ending}" if ending else "has no ending"
-        raise UsageError(f"the picture {path} {seen}", hint="give a name that ends in .svg or .png")
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            "a picture needs matplotlib, which is not installed",
-            hint='pip install "autoaccum[plot]", or leave out --plot',
-        )
-    return _ENDINGS[ending.lower()]

@@ -6,7 +6,7 @@ import pytest
 
 from autoaccum.errors import UsageError
 from autoaccum.reporting.figures import style
-from autoaccum.reporting.figures.style import picture_format
+from autoaccum.reporting.figures.file_format import picture_format
 
 
 @pytest.mark.parametrize(
