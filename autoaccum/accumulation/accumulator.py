@@ -13,6 +13,15 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from autoaccum.accumulation.argument_checks import (
+    check_clip_norm,
+    check_group,
+    check_model,
+    check_optimizer,
+    check_precision,
+    check_scheduler,
+    checked_micro_batch,
+)
 from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
 from autoaccum.accumulation.first_step_checks import BufferVersions, balancing_warning
@@ -46,15 +55,6 @@ from autoaccum.accumulation.step_result import StepObserver, StepPhase, Weightin
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
-from autoaccum.accumulation.validation import (
-    check_clip_norm,
-    check_group,
-    check_model,
-    check_optimizer,
-    check_precision,
-    check_scheduler,
-    checked_micro_batch,
-)
 from autoaccum.errors import DoesNotFitError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch

@@ -27,7 +27,7 @@ from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms, uncompiled
 from autoaccum.accumulation.coupling import ITSELF, Coupling
 from autoaccum.accumulation.module_calls import ModuleCalls
-from autoaccum.accumulation.rng_recording import calm
+from autoaccum.accumulation.random_ops import calm
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.model_copies import (

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.argument_checks import checked_micro_batch, unwrapped_optimizer
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.validation import checked_micro_batch, unwrapped_optimizer
 from autoaccum.errors import UsageError
 from autoaccum.workload.objective import Objective, Reduction, resolve_objective
 

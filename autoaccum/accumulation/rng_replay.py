@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from autoaccum.accumulation.rng_recording import DrawSite, RandomCall, RandomCalls, open_kernels
+from autoaccum.accumulation.random_ops import DrawSite, RandomCall, RandomCalls, open_kernels
 from autoaccum.accumulation.rng_state import Generator, generator_state, has_known_state, set_generator_state
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.accumulation.rng_state import RandomState, seeded_devices
-from autoaccum.accumulation.validation import check_launch
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.data_source import open_source
 from autoaccum.training.data_windows import DataSettings

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
+from autoaccum.accumulation.argument_checks import check_model, check_optimizer, check_precision, check_scheduler
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
 from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.plan_check import choose_objective, unwrapped
 from autoaccum.accumulation.reachable_objects import find_beside, find_named
 from autoaccum.accumulation.update import optimizer_parameters
-from autoaccum.accumulation.validation import check_model, check_optimizer, check_precision, check_scheduler
 from autoaccum.checks import describe_type
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.devices.loop_memory import EMA_DECAY, Averages

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.accumulation.validation import check_launch
+from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_request import LOOKED_AT

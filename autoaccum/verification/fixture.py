@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from autoaccum.accumulation.argument_checks import check_unsharded
 from autoaccum.accumulation.plan_check import unwrapped
 from autoaccum.accumulation.reachable_objects import find_methods, find_reachable, placed, tensor_hooks
 from autoaccum.accumulation.rng_replay import of_host
 from autoaccum.accumulation.rng_state import Generator, generator_rewind, own_generators
 from autoaccum.accumulation.state_hash import OwnAttributes
 from autoaccum.accumulation.transaction import ModuleState, TorchState
-from autoaccum.accumulation.validation import check_unsharded
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.module_calls import ModuleCalls
-from autoaccum.accumulation.rng_recording import RandomCalls, calm
+from autoaccum.accumulation.random_ops import RandomCalls, calm
 from autoaccum.accumulation.rng_replay import DrawMismatch, Draws, HostDraws, host_places
 from autoaccum.accumulation.rng_state import RandomState
 from autoaccum.devices.trial_run import seed_everything

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.accumulation.validation import check_launch
+from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.checks import read_count
 from autoaccum.devices.child.interrupts import DelayedSignals
 from autoaccum.devices.child.replies import describe_failure, failure_error

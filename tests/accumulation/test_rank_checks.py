@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from autoaccum import Accumulator, fit, plan, verify
-from autoaccum.accumulation.validation import check_launch, check_unsharded
+from autoaccum.accumulation.argument_checks import check_launch, check_unsharded
 from autoaccum.cli import main
 from autoaccum.errors import UsageError
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.accumulation.rng_recording import DrawSite, RandomCall, RandomCalls, calm
+from autoaccum.accumulation.random_ops import DrawSite, RandomCall, RandomCalls, calm
 from autoaccum.accumulation.rng_replay import Draw, DrawMismatch, Draws, join_draws
 
 SIZES = (3, 1, 2)

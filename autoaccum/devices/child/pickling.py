@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.argument_checks import unwrapped_optimizer
 from autoaccum.accumulation.plan_check import unwrapped
-from autoaccum.accumulation.validation import unwrapped_optimizer
 from autoaccum.checks import type_name
 from autoaccum.errors import UsageError, first_line
 from autoaccum.workload.spec import Workload

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.argument_checks import check_group, check_model, check_optimizer
 from autoaccum.accumulation.reachable_objects import find_held, find_reachable
 from autoaccum.accumulation.rng_state import Generator, own_generators
-from autoaccum.accumulation.validation import check_group, check_model, check_optimizer
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError
 from autoaccum.options import Options

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.recompute import (
+from autoaccum.accumulation.activation_checkpointing import (
     checkpoint_blocks,
     describe_blocks,
     find_blocks,

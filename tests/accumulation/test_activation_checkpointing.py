@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoaccum.accumulation.recompute import checkpoint_blocks, describe_blocks, find_blocks, updated_twice
+from autoaccum.accumulation.activation_checkpointing import (
+    checkpoint_blocks,
+    describe_blocks,
+    find_blocks,
+    updated_twice,
+)
 
 
 class Block(nn.Module):
