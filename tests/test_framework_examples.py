@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.plan_check import facts_here
+from autoaccum.accumulation.plan_check import current_facts
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
@@ -143,7 +143,7 @@ def check_undone(net: Net, optimizer: Any, dataset: TensorDataset) -> None:
 
 def check_plan_fits(net: Net, optimizer: Any) -> None:
     """A plan names the optimizer, not what a framework wraps it in."""
-    facts = facts_here(net, optimizer, resolve_objective(nn.CrossEntropyLoss()), "fp32")
+    facts = current_facts(net, optimizer, resolve_objective(nn.CrossEntropyLoss()), "fp32")
     assert facts["optimizer"] == "SGD"
 
 

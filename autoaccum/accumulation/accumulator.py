@@ -24,7 +24,7 @@ from autoaccum.accumulation.argument_checks import (
 )
 from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
-from autoaccum.accumulation.first_step_checks import BufferVersions, balancing_warning
+from autoaccum.accumulation.first_step_checks import BufferVersions, load_balancing_warning
 from autoaccum.accumulation.gradients import (
     GradientBuffers,
     choose_scaler,
@@ -38,19 +38,19 @@ from autoaccum.accumulation.plan_check import (
     check_plan,
     choose_ceiling,
     choose_objective,
-    choose_recorded,
+    choose_option,
 )
 from autoaccum.accumulation.recovery import (
     DelayedInterrupts,
+    clear_frames,
     find_out_of_memory,
-    forget,
     is_context_dead,
     release_memory,
     shrink,
 )
-from autoaccum.accumulation.rng_state import own_generators
+from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.schedule import check_multiple, split_evenly
-from autoaccum.accumulation.state_hash import ForwardWatch, batch_versions
+from autoaccum.accumulation.state_hash import ForwardSideEffects, batch_versions
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, WeightingWarning, warn_caller
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import Transaction
@@ -156,7 +156,7 @@ class Accumulator:
         if multiple_of is not None:
             self._each = checked_micro_batch(multiple_of, what="multiple_of")
         self.micro_batch = choose_ceiling(plan, micro_batch)
-        chosen = choose_recorded(plan, "precision", precision, "fp32")
+        chosen = choose_option(plan, "precision", precision, "fp32")
         check_precision(chosen)
         objective = choose_objective(
             loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan, model=model
@@ -164,9 +164,9 @@ class Accumulator:
         if split is not None or size is not None:
             objective = dataclasses.replace(objective, batching=read_batching(split, size))
         norms = checked_batchnorm(
-            choose_recorded(plan, "batchnorm", batchnorm, "micro"), model, objective.criterion_module
+            choose_option(plan, "batchnorm", batchnorm, "micro"), model, objective.criterion_module
         )
-        sums = read_accumulate_in(choose_recorded(plan, "accumulate_in", accumulate_in, "fp32"), UsageError)
+        sums = read_accumulate_in(choose_option(plan, "accumulate_in", accumulate_in, "fp32"), UsageError)
         if plan is not None:
             check_plan(plan, model, optimizer, objective, chosen, norms, sums)
         objective.move_criterion(model_device(model))
@@ -180,7 +180,7 @@ class Accumulator:
             model, objective, precision=chosen, scaler=scaler, enter=self._enter
         )
         self._interrupts = DelayedInterrupts()
-        self._generators = own_generators(self._modules())
+        self._generators = module_generators(self._modules())
         self._is_first = True
         self._has_warned = self._has_accumulated = False
 
@@ -250,12 +250,12 @@ class Accumulator:
             failed_in.append(self.phase)
             largest = max(max(cut) for cut in cuts)
             self._refuse(outcome, largest, failed_in, is_same=batch_versions(batches) == versions)
-            forget(outcome)
+            clear_frames(outcome)
             del outcome
             release_memory(model_device(self._model))
             ceiling = shrink(largest, len(failed_in) - 1, self._each)
             if self._observer is not None:
-                self._observer.shortage(self.phase, largest, ceiling)
+                self._observer.out_of_memory(self.phase, largest, ceiling)
             else:
                 warn_caller(
                     f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
@@ -309,7 +309,7 @@ class Accumulator:
         accumulates = sum(map(has_weight, shares)) > 1
         trained = optimizer_parameters(self._optimizer)
         buffers = GradientBuffers(trained, wide=self._sums_wide) if accumulates and needs_buffers(trained) else None
-        watch = ForwardWatch(self._model, parts) if self._is_first else None
+        watch = ForwardSideEffects(self._model, parts) if self._is_first else None
         versions = BufferVersions(self._model) if accumulates and not self._has_accumulated else None
         said = [] if self._has_warned else self._backpropagation.cautions(accumulates=accumulates)
         record = self._backpropagation.run(parts, shares, buffers)
@@ -318,7 +318,11 @@ class Accumulator:
         if versions is not None:
             self._has_accumulated = True
             rounds = buffers is not None and not self._sums_wide
-            said += [*balancing_warning(self._model), *versions.warnings(), *([rounding_warning(trained)] * rounds)]
+            said += [
+                *load_balancing_warning(self._model),
+                *versions.warnings(),
+                *([rounding_warning(trained)] * rounds),
+            ]
             if text := ignored_labels_warning(self._objective, self._model, parts):
                 warn_caller(text, WeightingWarning)
         for text in said:
@@ -412,7 +416,7 @@ class Accumulator:
                 return
             if not shortage.certain:
                 raise error
-            forget(error)
+            clear_frames(error)
             if is_update:
                 raise DoesNotFitError(
                     "the update runs out of memory, whatever the micro-batch",

@@ -79,7 +79,7 @@ def checkpoint_blocks(model: nn.Module, names: Sequence[str]) -> Callable[[], No
     return undo
 
 
-def updated_twice(model: nn.Module, names: Sequence[str]) -> list[str]:
+def batchnorms_updated_twice(model: nn.Module, names: Sequence[str]) -> list[str]:
     """The BatchNorms whose running statistics a checkpoint of these blocks updates once more in backward."""
     return [
         f"{name}.{path}" if path else name

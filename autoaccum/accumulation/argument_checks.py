@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 
 
-def unwrapped_optimizer(optimizer: Optimizer) -> Optimizer:
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that accelerate (`AcceleratedOptimizer`) or Lightning (`LightningOptimizer`) was given."""
     while _is_wrapper(optimizer) and isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.coupling import COMPARED, listed
+from autoaccum.accumulation.coupling import COMPARES_SAMPLES, list_names
 from autoaccum.accumulation.first_step_checks import compares_samples
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
@@ -131,7 +131,7 @@ class Backpropagation:
     def cautions(self, *, accumulates: bool) -> list[str]:
         """Sentences on what BatchNorm will not do as for the full batch, before parts are run."""
         names = batchnorm_names(self._model, self._criterion) if accumulates else []
-        return [f"BatchNorm normalises by the micro-batch in {listed(names)}: {self._caution}"] if names else []
+        return [f"BatchNorm normalises by the micro-batch in {list_names(names)}: {self._caution}"] if names else []
 
     def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
         self._enter("forward")
@@ -155,7 +155,7 @@ class Backpropagation:
         if self._looks:
             self._looks, self._has_looked = False, True
             if compares_samples(loss, self._model, part):
-                warn_caller(COMPARED)
+                warn_caller(COMPARES_SAMPLES)
         self._enter("backward")
         self._backward(loss)
 

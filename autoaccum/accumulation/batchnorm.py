@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.accumulation.coupling import listed
+from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.transaction import is_plain_tensor
 from autoaccum.errors import UsageError
 
@@ -61,7 +61,7 @@ def check_frozen(model: nn.Module, criterion: nn.Module | None = None) -> None:
     norms = [(name, module) for name, module in named_modules(model, criterion) if isinstance(module, BATCHNORMS)]
     if names := [name for name, module in norms if module.running_mean is None]:
         raise UsageError(
-            f'batchnorm is "frozen", and {listed(names)} keep no running statistics (track_running_stats=False)',
+            f'batchnorm is "frozen", and {list_names(names)} keep no running statistics (track_running_stats=False)',
             hint='use GroupNorm there, or batchnorm="micro"',
         )
 

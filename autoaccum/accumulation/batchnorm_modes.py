@@ -19,7 +19,7 @@ from autoaccum.accumulation.batchnorm import (
     named_modules,
     uncompiled,
 )
-from autoaccum.accumulation.coupling import listed
+from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.transaction import is_plain_tensor
 from autoaccum.errors import UsageError
@@ -175,8 +175,8 @@ class RunningBackpropagation(Backpropagation):
             record = super().run(parts, shares, buffers)
         if names := changed():
             raise UsageError(
-                f'batchnorm is "running", and the running statistics of {listed(names)} were changed unseen: by a call'
-                " of forward itself, or of a function",
+                f'batchnorm is "running", and the running statistics of {list_names(names)} were changed unseen: by a'
+                " call of forward itself, or of a function",
                 hint='call the module, as in self.norm(x), or take batchnorm="micro"',
             )
         self._is_first = False
@@ -222,8 +222,8 @@ class FrozenBackpropagation(Backpropagation):
         after = _training_calls(self._resting)
         if names := changed() or [name for name in before if before[name] != after[name]]:
             raise UsageError(
-                f'batchnorm is "frozen", and within the loss {listed(names)} ran in training mode, by train() there or'
-                " a function, and changed running statistics",
+                f'batchnorm is "frozen", and within the loss {list_names(names)} ran in training mode, by train() there'
+                " or a function, and changed running statistics",
                 hint='leave the mode of these modules alone within the loss, or take batchnorm="micro"',
             )
         self._is_first = False
@@ -255,7 +255,7 @@ def checked_batchnorm(mode: Any, model: nn.Module, criterion: nn.Module | None =
     scripted = [name for name, module in named_modules(model, criterion) if is_scripted(module)]
     if scripted and mode != "micro":
         raise UsageError(
-            f'batchnorm is "{mode}", and {listed(scripted)} are TorchScript\'s, which cannot be watched',
+            f'batchnorm is "{mode}", and {list_names(scripted)} are TorchScript\'s, which cannot be watched',
             hint='script the model after training, or take batchnorm="micro"',
         )
     if mode == "frozen":

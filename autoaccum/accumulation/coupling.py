@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-ITSELF = "the model itself"
+WHOLE_MODEL = "the model itself"
 """The name of the outermost module."""
 
-COMPARED = (
+COMPARES_SAMPLES = (
     "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a time, so that the"
     " gradient is not the full batch's: `autoaccum verify` tells by how much"
 )
@@ -46,12 +46,12 @@ class Coupling:
             told: Modules that something else warns of: BatchNorms, of which the Accumulator knows more.
         """
         names = [name for name in self.modules if name not in {*told, *self.pairs}]
-        said = [COMPARED] if self.pairs else []
+        said = [COMPARES_SAMPLES] if self.pairs else []
         if names:
             said.append(
-                f"what {modules(names)} {'give' if len(names) > 1 else 'gives'} for a sample depends on the others of"
-                " its micro-batch, so that the gradient is not the full batch's: use what looks at one sample at a time"
-                " (GroupNorm)"
+                f"what {describe_modules(names)} {'give' if len(names) > 1 else 'gives'} for a sample depends on the"
+                " others of its micro-batch, so that the gradient is not the full batch's: use what looks at one sample"
+                " at a time (GroupNorm)"
             )
         if self.loss:
             said.append(
@@ -62,10 +62,10 @@ class Coupling:
         return tuple(said)
 
 
-def listed(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     """The first names, and how many more there are.
 
-    >>> listed(["a", "b"]), listed([f"layer{index}" for index in range(7)])
+    >>> list_names(["a", "b"]), list_names([f"layer{index}" for index in range(7)])
     ('a and b', 'layer0, layer1, layer2, layer3, layer4 and 2 more')
     """
     shown, more = list(names[:_SHOWN]), len(names) - _SHOWN
@@ -74,14 +74,14 @@ def listed(names: Sequence[str]) -> str:
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
-def modules(names: Sequence[str]) -> str:
+def describe_modules(names: Sequence[str]) -> str:
     """Modules by name.
 
-    >>> modules(["0"]), modules(["0", "2"])
+    >>> describe_modules(["0"]), describe_modules(["0", "2"])
     ('module 0', 'modules 0 and 2')
     """
-    inner = [name for name in names if name != ITSELF]
+    inner = [name for name in names if name != WHOLE_MODEL]
     if not inner:
-        return ITSELF
-    outer = f", and {ITSELF}" if len(inner) < len(names) else ""
-    return f"module{'s' * (len(inner) > 1)} {listed(inner)}{outer}"
+        return WHOLE_MODEL
+    outer = f", and {WHOLE_MODEL}" if len(inner) < len(names) else ""
+    return f"module{'s' * (len(inner) > 1)} {list_names(inner)}{outer}"

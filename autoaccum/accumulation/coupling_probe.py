@@ -25,9 +25,9 @@ from torch.utils.flop_counter import flop_registry
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms, uncompiled
-from autoaccum.accumulation.coupling import ITSELF, Coupling
+from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
 from autoaccum.accumulation.module_calls import ModuleCalls
-from autoaccum.accumulation.random_ops import calm
+from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.model_copies import (
@@ -75,7 +75,7 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def check_workload(workload: Workload, model: nn.Module) -> Coupling:
+def probe_workload(workload: Workload, model: nn.Module) -> Coupling:
     """Find out whether the workload's samples are coupled; whatever goes wrong is the reason of what is returned.
 
     The workload's model is built once more; `model`, which was built of it before, tells its size.
@@ -90,7 +90,7 @@ def check_workload(workload: Workload, model: nn.Module) -> Coupling:
     return _guarded(model, look)
 
 
-def check_live(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
+def probe_model(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
     """Find out whether the samples of a model that is to be trained are coupled, by four; nothing of it is changed."""
 
     def look() -> Coupling:
@@ -203,7 +203,7 @@ class _Halves:
                 losses[-1].append(self.run(part, recorder))
         coupling = [name for name in dict.fromkeys([*found, *pairs]) if name is not None]
         loss = True if None in found or not coupling else self._mixes(losses)
-        named, tables = (tuple(name or ITSELF for name in names) for names in (coupling, pairs))
+        named, tables = (tuple(name or WHOLE_MODEL for name in names) for names in (coupling, pairs))
         return Coupling(named, None if loss and tables else loss, None, tables)
 
     def run(self, batch: Any, calls: ModuleCalls | None = None) -> dict[str, float]:
@@ -212,12 +212,12 @@ class _Halves:
         model, objective = copy_module(self._model, parameters), _with_own_criterion(self._objective)
         own = cast_batch(batch, None)
         with ExitStack() as stack:
-            ranges = stack.enter_context(calm())
+            ranges = stack.enter_context(neutral_rng())
             stack.enter_context(torch.enable_grad())  # A model may take gradients within its forward.
             beside = ModuleState(inner for module in self._beside.values() for inner in module.modules())
             stack.callback(beside.restore)
             if calls is not None:
-                stack.enter_context(calls.of({"": model, **self._beside}))
+                stack.enter_context(calls.attach({"": model, **self._beside}))
             terms = objective.terms(model, own)
             self.drawn.append((ranges, pickle.dumps((random.getstate(), np.random.get_state()))))
         self._dtype = next(iter(terms.values())).dtype

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
-from autoaccum.accumulation.coupling import listed
+from autoaccum.accumulation.coupling import list_names
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.pytree import tensors
 
@@ -52,14 +52,16 @@ _FACTORS = ("router_aux_loss_coef", "router_z_loss_coef")
 """Attributes of transformers' models, or of their configurations, that what their routers chose is multiplied by."""
 
 
-def balancing_factors(model: nn.Module) -> tuple[str, ...]:
+def load_balancing_factors(model: nn.Module) -> tuple[str, ...]:
     """Names of the factors that are not zero."""
     return tuple(dict.fromkeys(name for owner in _owners(model) for name in _FACTORS if getattr(owner, name, None)))
 
 
-def balancing_warning(model: nn.Module) -> list[str]:
+def load_balancing_warning(model: nn.Module) -> list[str]:
     """A sentence for where parts make an update, if the loss of `model` balances its experts."""
-    told = any(getattr(owner, "output_router_logits", False) for owner in _owners(model)) and balancing_factors(model)
+    told = any(getattr(owner, "output_router_logits", False) for owner in _owners(model)) and load_balancing_factors(
+        model
+    )
     said = (
         "the loss that balances experts (output_router_logits) is computed from the tokens of a micro-batch, not of the"
         " effective batch, so that the gradient is not quite the full batch's: output_router_logits=False leaves it out"
@@ -67,7 +69,7 @@ def balancing_warning(model: nn.Module) -> list[str]:
     return [said] if told else []
 
 
-def leave_out_balancing(model: nn.Module) -> None:
+def disable_load_balancing(model: nn.Module) -> None:
     """Have `model` add none; its configurations are exchanged for copies, since others may hold them too."""
     copies: dict[int, Any] = {}
     for module in model.modules():
@@ -112,7 +114,7 @@ class BufferVersions:
         if not names:
             return []
         return [
-            f"forward updates the buffers {listed(names)}, once per micro-batch instead of once per update: where"
+            f"forward updates the buffers {list_names(names)}, once per micro-batch instead of once per update: where"
             " outputs depend on them (as in spectral_norm), the gradient is not the full batch's; freeze them with"
             " eval() on these modules"
         ]

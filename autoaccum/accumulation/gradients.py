@@ -37,7 +37,7 @@ def choose_scaler(
     return scaler
 
 
-def rewind_scaler(scaler: GradScaler, state: dict[str, Any]) -> None:
+def restore_scaler(scaler: GradScaler, state: dict[str, Any]) -> None:
     """Bring `scaler` back to `state`, its `state_dict` from before the step.
 
     `load_state_dict` leaves it "already unscaled"; `update` with a new scale begins a new iteration.

@@ -44,10 +44,10 @@ class ModuleCalls:
         self._whole: dict[Name, list[Tensor]] = {}
         self._known: dict[tuple[Any, ...], list[Tensor]] = {}
         self.part: int | None = None
-        self.outermost: list[Tensor] = []
+        self.top_outputs: list[Tensor] = []
 
     @contextmanager
-    def of(self, roots: Mapping[str, nn.Module]) -> Iterator[None]:
+    def attach(self, roots: Mapping[str, nn.Module]) -> Iterator[None]:
         """Follow the modules of `roots`, by name; no hook is left behind."""
         stack: list[tuple[str, int]] = []
         counts = Counter[str]()
@@ -64,7 +64,7 @@ class ModuleCalls:
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             name, count = stack.pop()
             if self.part is None and not stack:
-                self.outermost += [tensor.detach().clone() for tensor in floating(output)]
+                self.top_outputs += [tensor.detach().clone() for tensor in floating(output)]
             return self._look((name, "out", count), output, name)
 
         with ExitStack() as hooks:

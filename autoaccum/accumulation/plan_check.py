@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.argument_checks import checked_micro_batch, unwrapped_optimizer
+from autoaccum.accumulation.argument_checks import checked_micro_batch, unwrap_optimizer
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.errors import UsageError
 from autoaccum.workload.objective import Objective, Reduction, resolve_objective
@@ -64,7 +64,7 @@ def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
     return checked_micro_batch(micro_batch if plan is None else plan.micro_batch)
 
 
-def choose_recorded(plan: PlanLike | None, name: str, given: Any, otherwise: Any) -> Any:
+def choose_option(plan: PlanLike | None, name: str, given: Any, otherwise: Any) -> Any:
     """What is given, or else what the plan records by that name, or else the other; not yet checked."""
     planned = None if plan is None else plan.workload.get(name)
     return given or planned or otherwise
@@ -106,7 +106,7 @@ def check_plan(
 
     What the plan does not record is not compared; how many ranks there are does not matter to a micro-batch.
     """
-    planned, here = planned_facts(plan), facts_here(model, optimizer, objective, precision, batchnorm, accumulate_in)
+    planned, here = plan_facts(plan), current_facts(model, optimizer, objective, precision, batchnorm, accumulate_in)
     different = differences(planned, here)
     if different:
         theirs, ours = (", ".join(words) for words in zip(*different, strict=True))
@@ -116,7 +116,7 @@ def check_plan(
         )
 
 
-def planned_facts(plan: PlanLike) -> dict[str, Any]:
+def plan_facts(plan: PlanLike) -> dict[str, Any]:
     """What the plan was made for, as far as it records that."""
     workload, device = plan.workload, plan.device
     found = {name: workload.get(name) for name in _RECORDED}
@@ -130,7 +130,7 @@ def planned_facts(plan: PlanLike) -> dict[str, Any]:
     return found
 
 
-def facts_here(
+def current_facts(
     model: nn.Module,
     optimizer: Optimizer,
     objective: Objective,
@@ -139,7 +139,7 @@ def facts_here(
     accumulate_in: str | None = None,
 ) -> dict[str, Any]:
     """What is here, in the plan's terms."""
-    own, device = unwrapped(model), model_device(model)
+    own, device = unwrap_model(model), model_device(model)
     parameters = list(own.parameters())
     # Sharded and quantised tensors keep their storage elsewhere.
     is_dense = all(type(parameter.detach()) is Tensor for parameter in parameters)
@@ -147,7 +147,7 @@ def facts_here(
         "model": type(own).__name__,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storage_bytes(parameters) if is_dense else None,
-        "optimizer": type(unwrapped_optimizer(optimizer)).__name__,
+        "optimizer": type(unwrap_optimizer(optimizer)).__name__,
         "precision": precision,
         "loss": _loss_words(objective.reduction, objective.source),
         "kind": device.type,
@@ -177,7 +177,7 @@ def storage_bytes(parameters: Iterable[Tensor]) -> int:
     return sum(places.values())
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The module that torch.compile or DataParallel was given."""
     while True:
         inner = model.module if isinstance(model, nn.DataParallel) else getattr(model, "_orig_mod", None)

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.accumulation.rng_state import RandomState, seeded_devices
+from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices
 from autoaccum.workload.tracebacks import is_autoaccum_file, is_user_file
 
 _BETWEEN = "__torch_dispatch__"
@@ -32,7 +32,7 @@ _BETWEEN = "__torch_dispatch__"
 
 
 @dataclass(frozen=True)
-class DrawSite:
+class CallSite:
     """A random op and the line that calls it.
 
     Attributes:
@@ -63,7 +63,7 @@ _RNNS = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
 
 
 @contextmanager
-def open_kernels() -> Iterator[None]:
+def unfused_kernels() -> Iterator[None]:
     """On a card, let attention take its math path and RNNs torch's own: their dropout is then an op of its own.
 
     On the CPU dropout takes these paths anyway (*run*, torch 2.11 to 2.15), and nothing is changed.
@@ -71,11 +71,11 @@ def open_kernels() -> Iterator[None]:
     if not torch.get_device_module("cuda").is_initialized():
         yield
         return
-    with sdpa_kernel(SDPBackend.MATH), OpenRNNs():
+    with sdpa_kernel(SDPBackend.MATH), RnnsWithoutCudnn():
         yield
 
 
-class OpenRNNs(TorchFunctionMode):
+class RnnsWithoutCudnn(TorchFunctionMode):
     """RNNs without cuDNN; convolutions keep it."""
 
     def __torch_function__(
@@ -102,7 +102,7 @@ class RandomCall:
         outputs: Its tensors, in order.
     """
 
-    site: DrawSite
+    site: CallSite
     arguments: Mapping[str, Any]
     outputs: tuple[Tensor, ...]
 
@@ -112,7 +112,7 @@ class RandomCall:
         return self.site.op
 
     @property
-    def is_drawing(self) -> bool:
+    def is_random(self) -> bool:
         """Not so for dropout that is off, and where no tensor comes out."""
         if not self.outputs or self.op == "aten._cudnn_init_dropout_state":
             return False
@@ -121,7 +121,7 @@ class RandomCall:
         return self._kernel_dropout != 0
 
     @property
-    def is_sealed(self) -> bool:
+    def is_fused(self) -> bool:
         """Whether chance never leaves the kernel: fused attention and cuDNN's RNNs give seeds out, not masks."""
         return self._kernel_dropout is not None
 
@@ -167,7 +167,7 @@ class RandomCall:
         return None
 
 
-class RandomCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RandomCallMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is active, every random op that draws is handed to `answer`, which may give it other values."""
 
     supports_higher_order_operators = True
@@ -183,7 +183,7 @@ class RandomCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             call = _read_call(func, args, kwargs or {}, result)
-            if call.is_drawing:
+            if call.is_random:
                 with torch.no_grad():
                     self._answer(call)
         return result
@@ -195,26 +195,26 @@ def _read_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     bound.update(zip((argument.name for argument in schema), args, strict=False))
     outputs = result if isinstance(result, tuple | list) else (result,)
     tensors = tuple(value for value in outputs if isinstance(value, Tensor))
-    return RandomCall(DrawSite(str(func.overloadpacket), calling_line()), {**bound, **kwargs}, tensors)
+    return RandomCall(CallSite(str(func.overloadpacket), calling_line()), {**bound, **kwargs}, tensors)
 
 
 _SEED = 0
 
 
 @contextmanager
-def calm() -> Iterator[set[tuple[str, int]]]:
+def neutral_rng() -> Iterator[set[tuple[str, int]]]:
     """Run without chance, on whatever is run: a whole batch and its parts then see the same.
 
     Dropout keeps all, still divided by what it would have kept on average. Uniform draws are the middle of their
     range, normal ones the mean, permutations the identity, integers the lowest; Bernoulli draws are 1 unless their
     probability is 0; multinomial ones the likeliest. What no value is known for draws as it does, from a fixed seed.
     Python's and NumPy's global generators start from a fixed seed: parts must rewind them between each other
-    (`Draws.begin_part`). All generators are put back afterwards.
+    (`RngRecording.begin_part`). All generators are put back afterwards.
 
     Yields:
         Filled with the operations that draw indices, and of how many rows.
     """
-    state = RandomState(seeded_devices())
+    state = RngState(initialized_cuda_devices())
     torch.manual_seed(_SEED)
     random.seed(_SEED)
     np.random.seed(_SEED)
@@ -223,23 +223,23 @@ def calm() -> Iterator[set[tuple[str, int]]]:
     def answer(call: RandomCall) -> None:
         if call.rows is not None:
             ranges.add((str(call.site), call.rows))
-        _calm(call)
+        _make_neutral(call)
 
     try:
-        with open_kernels(), RandomCalls(answer):
+        with unfused_kernels(), RandomCallMode(answer):
             yield ranges
     finally:
         state.restore()
 
 
-def _calm(call: RandomCall) -> None:
+def _make_neutral(call: RandomCall) -> None:
     if call.op == "aten.native_dropout":
         call.give([torch.ones_like(call.outputs[1])])
     elif "noise" in call.arguments:
         middle = (call.arguments["lower"] + call.arguments["upper"]) / 2
         call.give([torch.where(call.arguments["noise"] == 1, 1.0, middle)])
-    elif call.op.rstrip("_") in _NEUTRAL:
-        call.outputs[0].copy_(torch.as_tensor(_NEUTRAL[call.op.rstrip("_")](call.arguments)))
+    elif call.op.rstrip("_") in _NEUTRAL_VALUES:
+        call.outputs[0].copy_(torch.as_tensor(_NEUTRAL_VALUES[call.op.rstrip("_")](call.arguments)))
 
 
 def _bernoulli(arguments: Mapping[str, Any]) -> Any:
@@ -259,7 +259,7 @@ def _chosen(arguments: Mapping[str, Any]) -> Tensor:
     return torch.as_tensor(weights.topk(count, dim=-1).indices)
 
 
-_NEUTRAL: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+_NEUTRAL_VALUES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "aten.bernoulli": _bernoulli,
     "aten.exponential": lambda arguments: 1 / arguments["lambd"],
     "aten.multinomial": _chosen,

@@ -37,7 +37,7 @@ _LIBRARIES = ("torch", "autoaccum")
 """Theirs wherever they lie, as in a checkout."""
 
 
-def find_named(objective: Objective, model: nn.Module | None, *functions: object) -> dict[str, nn.Module]:
+def find_used_modules(objective: Objective, model: nn.Module | None, *functions: object) -> dict[str, nn.Module]:
     """The modules that the loss and other functions of the user's name, by name: no part of the model or criterion.
 
     Those without parameters and buffers, as a loss without class weights, have nothing to place.
@@ -51,16 +51,16 @@ def find_named(objective: Objective, model: nn.Module | None, *functions: object
     return {name: module for name, module in modules.items() if id(module) not in own and _holds_tensors(module)}
 
 
-def find_beside(workload: Workload) -> dict[str, nn.Module]:
+def find_auxiliary_modules(workload: Workload) -> dict[str, nn.Module]:
     """The modules of a workload beside its model, by name: those it lists, and those its functions name."""
     model = workload.model if isinstance(workload.model, nn.Module) else None
-    named = find_named(workload.objective, model, workload.evaluate)
+    named = find_used_modules(workload.objective, model, workload.evaluate)
     listed = {id(module) for module in workload.modules.values()}
     return {**workload.modules, **{name: module for name, module in named.items() if id(module) not in listed}}
 
 
 @contextmanager
-def placed(modules: Iterable[nn.Module], device: torch.device | None) -> Iterator[None]:
+def on_device(modules: Iterable[nn.Module], device: torch.device | None) -> Iterator[None]:
     """Have `modules` on a card, and put them back as they lay; on the CPU they stay where they are."""
     if device is None or device.type == "cpu":
         yield
@@ -87,7 +87,7 @@ def find_reachable(
     """The modules (by a name) and generators that `functions` hold in closures, defaults, attributes or globals.
 
     Not found: what is deep in other objects or in a library's, or reached by names that are put together at run time.
-    `held` is more that may lead there, by name: see `find_held`.
+    `held` is more that may lead there, by name: see `find_python_attributes`.
     """
     modules: dict[str, nn.Module] = {}
     generators: dict[int, Generator] = {}
@@ -109,7 +109,7 @@ def find_reachable(
     return modules, list(generators.values())
 
 
-def find_held(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Any]]:
+def find_python_attributes(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Any]]:
     """What a model and its optimizer keep in Python, by name: hooks, and attributes that are not registered."""
     owners = [(f"{path}." if path else "", vars(module), _REGISTERED) for path, module in model.named_modules()]
     owners += [] if optimizer is None else [("optimizer.", vars(optimizer), _LISTED)]
@@ -123,7 +123,7 @@ def find_held(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[s
         yield from (("hook", hook) for hooks in tensor_hooks(parameter) for hook in _values(hooks))
 
 
-def is_users(kind: type) -> bool:
+def is_user_class(kind: type) -> bool:
     """Whether a class is the user's own: defined in no installed library, nor in Python's."""
     top = kind.__module__.partition(".")[0]
     if top == "__main__":  # Of `python -m tool`, too, which runs the user's code.
@@ -134,10 +134,10 @@ def is_users(kind: type) -> bool:
     return file is None or _is_own_code(file)
 
 
-def find_methods(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
+def find_user_methods(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
     """Those that the user's own classes of `modules` define."""
     for kind in dict.fromkeys(kind for module in modules for kind in type(module).__mro__):
-        if is_users(kind):
+        if is_user_class(kind):
             yield from (value for value in vars(kind).values() if isinstance(value, FunctionType))
 
 
@@ -173,7 +173,7 @@ def _inside(node: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", value) for value in node if len(node) <= _ENTRIES)
     elif type(node) in MAPPINGS:
         yield from ((str(key), value) for key, value in node.items() if len(node) <= _ENTRIES)
-    elif not isinstance(node, type) and is_users(type(node)):
+    elif not isinstance(node, type) and is_user_class(type(node)):
         yield from getattr(node, "__dict__", {}).items()
 
 

@@ -142,7 +142,7 @@ def shrink(micro_batch: int, retries: int, multiple_of: int = 1) -> int:
     return max(multiple_of, smaller - smaller % multiple_of)
 
 
-def forget(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Let go of what the frames of `error`, and of the errors it came from, hold: tensors, mostly."""
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
@@ -183,7 +183,7 @@ class DelayedInterrupts:
 
     A KeyboardInterrupt strikes between any two bytecodes: half-way through an update, or within the `__exit__` of a
     context manager, after which gradients stay disabled or a hook stays registered. Only the main thread hears
-    signals; elsewhere this does nothing. A handler that says `only_notes` is left in place: it raises nothing at the
+    signals; elsewhere this does nothing. A handler that says `only_records` is left in place: it raises nothing at the
     first signal, and should know when the second comes. So is one that is `at_once`, where copies run that nobody
     needs afterwards. Not to be entered again within itself.
     """
@@ -199,7 +199,7 @@ class DelayedInterrupts:
                 number: handler
                 for number, handler in handlers.items()
                 if callable(handler)
-                and not (getattr(handler, "only_notes", False) or getattr(handler, "at_once", False))
+                and not (getattr(handler, "only_records", False) or getattr(handler, "at_once", False))
             }
             for number in self._handlers:
                 signal.signal(number, self._hold)

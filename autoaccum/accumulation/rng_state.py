@@ -15,7 +15,7 @@ Generator: TypeAlias = "torch.Generator | random.Random | np.random.Generator | 
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-class RandomState:
+class RngState:
     """The generators of Python, NumPy, torch on the CPU and on `devices`, and `generators`.
 
     Attributes:
@@ -29,8 +29,8 @@ class RandomState:
             "torch": torch.get_rng_state(),
         }
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
-        self.states |= {str(device): device_state(device) for device in self._devices}
-        self._rewinds = [generator_rewind(generator) for generator in generators]
+        self.states |= {str(device): device_rng_state(device) for device in self._devices}
+        self._rewinds = [generator_restorer(generator) for generator in generators]
 
     def restore(self) -> None:
         """Rewind every generator."""
@@ -38,23 +38,23 @@ class RandomState:
         np.random.set_state(self.states["NumPy"])
         torch.set_rng_state(self.states["torch"])
         for device in self._devices:
-            set_device_state(device, self.states[str(device)])
+            set_device_rng_state(device, self.states[str(device)])
         for rewind in self._rewinds:
             rewind()
 
 
-def own_generators(modules: Iterable[nn.Module]) -> list[Generator]:
+def module_generators(modules: Iterable[nn.Module]) -> list[Generator]:
     """The generators that modules keep as attributes: torch's, NumPy's and Python's."""
     found = (value for module in modules for value in vars(module).values() if isinstance(value, GENERATORS))
     return list({id(generator): generator for generator in found}.values())
 
 
-def has_known_state(generator: Generator) -> bool:
+def has_readable_state(generator: Generator) -> bool:
     """Not so for `SystemRandom`, which has none, and a class of the user's own with a state of its own."""
     return not isinstance(generator, random.Random) or type(generator).getstate is random.Random.getstate
 
 
-def seeded_devices() -> list[torch.device]:
+def initialized_cuda_devices() -> list[torch.device]:
     """Every card whose generators exist: all of them once CUDA has started, none before."""
     if not torch.get_device_module("cuda").is_initialized():
         return []
@@ -72,7 +72,7 @@ def generator_state(generator: Generator) -> Any:
     return None if isinstance(generator, random.SystemRandom) else generator.getstate()
 
 
-def generator_rewind(generator: Generator) -> Callable[[], None]:
+def generator_restorer(generator: Generator) -> Callable[[], None]:
     """What puts `generator` back to where it is now."""
     state = generator_state(generator)
     return lambda: set_generator_state(generator, state)
@@ -88,7 +88,7 @@ def set_generator_state(generator: Generator, state: Any) -> None:
         generator.setstate(state)
 
 
-def device_state(device: torch.device) -> Tensor:
+def device_rng_state(device: torch.device) -> Tensor:
     """The state of the default generator of `device`."""
     module = torch.get_device_module(device)
     state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
@@ -96,8 +96,8 @@ def device_state(device: torch.device) -> Tensor:
     return state
 
 
-def set_device_state(device: torch.device, state: Tensor) -> None:
-    """Put the default generator of `device` to `state` of `device_state`."""
+def set_device_rng_state(device: torch.device, state: Tensor) -> None:
+    """Put the default generator of `device` to `state` of `device_rng_state`."""
     module = torch.get_device_module(device)
     if device.type == "mps":
         module.set_rng_state(state)

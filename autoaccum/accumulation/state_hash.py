@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.coupling import listed
+from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.reachable_objects import (
     MAPPINGS,
     SEQUENCES,
     code_names,
-    find_methods,
-    is_users,
+    find_user_methods,
+    is_user_class,
     tensor_hooks,
 )
-from autoaccum.accumulation.rng_state import GENERATORS, RandomState, generator_state, seeded_devices
+from autoaccum.accumulation.rng_state import GENERATORS, RngState, generator_state, initialized_cuda_devices
 from autoaccum.accumulation.transaction import REGISTERED, StateCopy, dense_parts, is_plain_tensor
 from autoaccum.workload import pytree
 
@@ -36,7 +36,7 @@ _COMPUTED = "computed by forward"
 _DEPTH, _ENTRIES = 3, 1024
 
 
-class OwnAttributes:
+class PlainAttributes:
     """Plain values that modules of the user's own classes keep in Python: numbers, strings, tensors, small containers.
 
     `roots` are modules by the prefix of their names. Values are `kept` to be put back; hashes alone tell what changed.
@@ -62,12 +62,12 @@ class OwnAttributes:
         self._copy.restore()
 
 
-class ForwardWatch:
+class ForwardSideEffects:
     """What a rollback cannot restore, and a forward may change: see `warnings`."""
 
     def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
         self._model, self._batches = model, batches
-        self._own = OwnAttributes({"": model}, kept=False)
+        self._own = PlainAttributes({"": model}, kept=False)
         self._sums, self._versions = _sums(model), batch_versions(batches)
 
     def warnings(self) -> list[str]:
@@ -75,7 +75,7 @@ class ForwardWatch:
         attributes, now = self._own.changed(), _sums(self._model)
         parameters = [name for name, total in now.items() if self._sums.get(name, total) != total]
         named = (("Python attributes", attributes), ("parameters", parameters))
-        found = [f"{what} ({listed(names)})" for what, names in named if names]
+        found = [f"{what} ({list_names(names)})" for what, names in named if names]
         found += ["the batch it is given"] * (batch_versions(self._batches) != self._versions)
         said = (
             f"forward changes {' and '.join(found)}, which cannot be rolled back when memory runs out within a step:"
@@ -121,7 +121,7 @@ def state_entries(
     With `identity`, a tensor, module or hook exchanged for an equal one counts as a difference. `roots` are modules by
     the prefix of their names.
     """
-    hasher = Hasher(identity=identity)
+    hasher = StateHasher(identity=identity)
     found: dict[str, Any] = {}
     for prefix, root in roots.items():
         for path, module in root.named_modules(prefix=prefix):
@@ -130,12 +130,12 @@ def state_entries(
         found.update(_optimizer_parts(optimizer))
     found["the scaler"] = {} if scaler is None else scaler.state_dict()
     own = [] if device is None or device.type == "cuda" else [device]
-    random_state = RandomState([*seeded_devices(), *own])
+    random_state = RngState([*initialized_cuda_devices(), *own])
     found.update({f"the random state of {name}": _loose(state) for name, state in random_state.states.items()})
     return {name: hasher.hash(part) for name, part in found.items()}
 
 
-class Hasher:
+class StateHasher:
     """Hashes nests of values, every tensor once; with `identity`, equal tensors that are other objects differ."""
 
     def __init__(self, *, identity: bool = False) -> None:
@@ -224,12 +224,12 @@ def _loose(state: Any) -> Any:
 def _own_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for prefix, root in roots.items():
         for path, module in root.named_modules(prefix=prefix):
-            if is_users(type(module)):
+            if is_user_class(type(module)):
                 yield path, module
 
 
 def _attribute_hashes(roots: Mapping[str, nn.Module]) -> dict[str, str]:
-    hasher = Hasher()
+    hasher = StateHasher()
     return {
         f"{path}.{name}" if path else name: _COMPUTED if _is_computed(value) else hasher.hash(value)
         for path, module in _own_modules(roots)
@@ -239,9 +239,13 @@ def _attribute_hashes(roots: Mapping[str, nn.Module]) -> dict[str, str]:
 
 def _plain_of(module: nn.Module) -> dict[str, Any]:
     """Where the class extends a library's (`PreTrainedModel`), only what its own methods name is the user's."""
-    others = [base for base in type(module).__mro__ if not is_users(base)]
+    others = [base for base in type(module).__mro__ if not is_user_class(base)]
     is_of_torch = all(base.__module__.partition(".")[0] in ("torch", "builtins") for base in others)
-    own = None if is_of_torch else {name for method in find_methods([module]) for name in code_names(method.__code__)}
+    own = (
+        None
+        if is_of_torch
+        else {name for method in find_user_methods([module]) for name in code_names(method.__code__)}
+    )
     return {
         name: value
         for name, value in vars(module).items()

@@ -46,7 +46,7 @@ class StepObserver:
     def phase(self, phase: StepPhase) -> None:
         """A phase begins: `batch`, `forward` and `backward` of each part, `clip`, `update`."""
 
-    def shortage(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
+    def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
         """Memory ran out in `phase` with parts of up to so many samples; all is put back, smaller ones are next."""
 
 

@@ -15,9 +15,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from autoaccum.accumulation.gradients import rewind_scaler
+from autoaccum.accumulation.gradients import restore_scaler
 from autoaccum.accumulation.reachable_objects import MAPPINGS, SEQUENCES, tensor_hooks
-from autoaccum.accumulation.rng_state import Generator, RandomState, own_generators, seeded_devices
+from autoaccum.accumulation.rng_state import Generator, RngState, initialized_cuda_devices, module_generators
 from autoaccum.units import MIB
 
 _SMALL_BYTES = MIB
@@ -150,7 +150,9 @@ class TorchState:
         kept = [list(before.values()) for _, before in self._attributes]
         beside = [(one.grad, vars(one), *tensor_hooks(one)) for one in parameters]
         self._copy = StateCopy([tensors, kept, optimizer, beside])
-        self._random = RandomState(seeded_devices(), [*own_generators(modules), *generators]) if random else None
+        self._random = (
+            RngState(initialized_cuda_devices(), [*module_generators(modules), *generators]) if random else None
+        )
 
     def restore(self) -> None:
         """Put everything back; may be called again when it was interrupted."""
@@ -175,7 +177,7 @@ class Transaction:
 
     Covers buffers (mutated or replaced), train/eval modes, `requires_grad`, `.grad`, random states and the scaler;
     from `guard` on also what is passed there, which is only copied for the first update. Parameters change nowhere
-    else. State that a model keeps in Python attributes is not covered: see `ForwardWatch`.
+    else. State that a model keeps in Python attributes is not covered: see `ForwardSideEffects`.
 
     `modules` are all of the model and the criterion, `parameters` those whose `.grad` the step touches.
     """
@@ -191,7 +193,7 @@ class Transaction:
         self._modules: ModuleState | None = ModuleState(modules, host_bytes=_SMALL_BYTES)
         self._gradients = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
         devices = dict.fromkeys(tensor.device for tensor in (*parameters, *self._modules.buffers))
-        self._random = RandomState(devices, generators)
+        self._random = RngState(devices, generators)
         self._scaler = scaler
         self._scaler_state: dict[str, Any] = {} if scaler is None else scaler.state_dict()
         self._guarded: StateCopy | None = None
@@ -220,7 +222,7 @@ class Transaction:
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
         if self._scaler is not None:
-            rewind_scaler(self._scaler, self._scaler_state)
+            restore_scaler(self._scaler, self._scaler_state)
         self._random.restore()
 
 

@@ -22,7 +22,7 @@ Block = tuple[torch.device, int]
 """A device, and bytes on it."""
 
 
-class TemporariesRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watches the storages that operators create within it, and when they die.
 
     Storages, not tensors, are what costs: views and in-place operators create none. Scratch memory inside one
@@ -53,7 +53,7 @@ class TemporariesRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """What the storages hold that were created within and are alive."""
         return sum(self._blocks[index][1] * (1 if born else -1) for index, born in self._events)
 
-    def largest_set(self) -> list[Block]:
+    def peak_blocks(self) -> list[Block]:
         """The blocks that were alive together when they were most, of those that are dead by now."""
         survivors = {index for index, _ in self._events} - {index for index, born in self._events if not born}
         events = [event for event in self._events if event[0] not in survivors]
@@ -79,7 +79,7 @@ class TemporariesRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[key] = weakref.ref(storage, note_death)
 
 
-def reserve(blocks: Iterable[Block]) -> None:
+def preallocate(blocks: Iterable[Block]) -> None:
     """Allocate `blocks` together and free them, so that a caching allocator has them at hand.
 
     Raises:
@@ -130,7 +130,7 @@ class Updater:
         """
         if self._signature() != self._seen:
             return self._run_guarded(transaction)
-        reserve(self._temporaries)
+        preallocate(self._temporaries)
         try:
             updated = self._step(transaction.scale)
             transaction.commit()
@@ -148,13 +148,13 @@ class Updater:
 
     def _run_guarded(self, transaction: Transaction) -> bool:
         transaction.guard(self._optimizer, self._scheduler)
-        with TemporariesRecorder() as recorder:
+        with StorageRecorder() as recorder:
             updated = self._step(transaction.scale)
             self._schedule(updated)
         transaction.commit()
         # A skipped update has shown neither its state nor its temporaries.
         self._seen = self._signature() if updated else None
-        self._temporaries = recorder.largest_set()
+        self._temporaries = recorder.peak_blocks()
         return updated
 
     def _step(self, scale: float) -> bool:

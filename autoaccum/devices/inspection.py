@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.coupling_probe import check_workload
-from autoaccum.accumulation.plan_check import storage_bytes, unwrapped
-from autoaccum.accumulation.reachable_objects import find_beside, placed
+from autoaccum.accumulation.coupling_probe import probe_workload
+from autoaccum.accumulation.plan_check import storage_bytes, unwrap_model
+from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.recovery import find_out_of_memory
 from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWarning
-from autoaccum.accumulation.update import TemporariesRecorder
+from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.meters import Meter, make_meter
@@ -54,7 +54,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     made = workload.build_optimizer(model)
     size = few_samples(workload, SAMPLES, share)
     batch = workload.build_batch(size)
-    with placed(find_beside(workload).values(), meter.device):
+    with on_device(find_auxiliary_modules(workload).values(), meter.device):
         accumulator = make_accumulator(workload, model, made, size)
         with collected_warnings() as said:
             first = accumulator.step(batch)
@@ -69,7 +69,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
         model.to(origin)
         workload.objective.move_criterion(origin)
     subject = describe_subject(workload, model, made, few_samples(workload, FORM_SAMPLES, share), first.terms)
-    coupling = check_workload(workload, model)
+    coupling = probe_workload(workload, model)
     coupled = coupling.warnings(told=batchnorms)
     told = [sentence for sentence in said if not isinstance(sentence, Advice)]  # Of these, the experiment knows more.
     weighting = check_weighting(workload, coupled=bool(coupled))
@@ -96,7 +96,7 @@ def describe_subject(
     return {
         "name": workload.name,
         "digest": workload.digest,
-        "model": type(unwrapped(model)).__name__,
+        "model": type(unwrap_model(model)).__name__,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storage_bytes(parameters),
         "precision": workload.precision,
@@ -113,7 +113,7 @@ def describe_subject(
         "multiple_of": workload.multiple_of or 1,
         "modules": {
             name: storage_bytes([*module.parameters(), *module.buffers()])
-            for name, module in find_beside(workload).items()
+            for name, module in find_auxiliary_modules(workload).items()
         },
     }
 
@@ -218,7 +218,7 @@ def _held_bytes(workload: Workload, model: nn.Module, samples: int) -> int:
     device = model_device(model)
     batch = move_batch(workload.build_batch(samples), device)
     torch.clear_autocast_cache()
-    with TemporariesRecorder() as recorder, autocast(workload.precision, device):
+    with StorageRecorder() as recorder, autocast(workload.precision, device):
         terms = workload.objective.terms(model, batch)
         held_bytes: int = recorder.alive_bytes
     del terms

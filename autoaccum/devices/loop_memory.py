@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
-from autoaccum.accumulation.plan_check import unwrapped
+from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.accumulation.recovery import find_out_of_memory
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
@@ -100,7 +100,7 @@ class Averages:
 
     def __init__(self, model: nn.Module, decay: float = EMA_DECAY) -> None:
         self.decay = decay
-        self._model = unwrapped(model)
+        self._model = unwrap_model(model)
         try:
             self._averaged = swa_utils.AveragedModel(self._model, multi_avg_fn=_average(decay))
         except (TypeError, RuntimeError, AttributeError) as error:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.accumulation.reachable_objects import find_beside, placed
+from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.devices.base import Phase
 from autoaccum.devices.child.replies import Reading, without_stretch
 from autoaccum.devices.loop_memory import Averages, KeptOutputs, evaluate, naming
@@ -173,7 +173,7 @@ def run_trial(
     with meter.limit(limit_bytes), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The inspection has shown them.
         try:
-            with placed(find_beside(workload).values(), meter.device), window or nullcontext():
+            with on_device(find_auxiliary_modules(workload).values(), meter.device), window or nullcontext():
                 rehearsal.run(parts)
         except BaseException as error:
             failure = error

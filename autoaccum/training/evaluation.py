@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
-from autoaccum.accumulation.recovery import find_out_of_memory, forget, release_memory, shrink
-from autoaccum.accumulation.rng_state import own_generators
+from autoaccum.accumulation.recovery import clear_frames, find_out_of_memory, release_memory, shrink
+from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.checks import check_function, describe_type
@@ -218,7 +218,7 @@ class Evaluation:
                 raise WorkloadError("there are no samples to evaluate on", hint="give more data, or none")
         except Exception as error:
             failed = EvaluationFailed(update, _reason(error), out_of_memory=_is_shortage(error))
-            forget(error)
+            clear_frames(error)
         if failed is None:
             return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
         release_memory(model_device(model))
@@ -237,7 +237,7 @@ class Evaluation:
             if error is None:
                 continue
             _refuse(error, size)
-            forget(error)
+            clear_frames(error)
             del error
             release_memory(model_device(model))
             self.micro_batch = shrink(size, retries)
@@ -262,7 +262,7 @@ class Evaluation:
         roots = [model, *self._beside]
         modules = [module for root in roots for module in root.modules()]
         parameters = [parameter for root in roots for parameter in root.parameters()]
-        before = Transaction(modules, parameters, generators=own_generators(modules))
+        before = Transaction(modules, parameters, generators=module_generators(modules))
         try:
             model.eval()
             _seed({tensor.device: None for tensor in (*parameters, *model.buffers())}, self._seed)
@@ -285,7 +285,7 @@ def _refuse(error: Exception, size: int) -> None:
         if shortage is None or (size == 1 and not shortage.certain):
             raise error
         if size == 1:
-            forget(error)
+            clear_frames(error)
             raise DoesNotFitError("not even one sample at a time fits: out of memory") from error
     finally:
         del error  # the traceback holds this frame

@@ -8,9 +8,9 @@ from typing import Any
 
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.accumulation.coupling_probe import SAMPLES, check_live
-from autoaccum.accumulation.plan_check import unwrapped
-from autoaccum.accumulation.reachable_objects import find_held, find_reachable
+from autoaccum.accumulation.coupling_probe import SAMPLES, probe_model
+from autoaccum.accumulation.plan_check import unwrap_model
+from autoaccum.accumulation.reachable_objects import find_python_attributes, find_reachable
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.accumulation.transaction import TorchState
 from autoaccum.errors import AutoaccumError
@@ -243,12 +243,12 @@ def _find_out(trainee: Trainee, batch: Any) -> Coupling:
         return Coupling(reason="the first update has too few samples, or parts of several forms")
     model, objective = trainee.model, trainee.objective
     criterion = None if objective.criterion is None else objective.criterion.function
-    held = find_held(unwrapped(model), trainee.optimizer)
+    held = find_python_attributes(unwrap_model(model), trainee.optimizer)
     modules, generators = find_reachable((objective.loss_function, criterion), held)
     if any(is_large(module) for module in (model, *modules.values())):
         return Coupling(reason="what is to be copied is too large")
     state = TorchState([model, *modules.values()], generators=generators)
     try:
-        return check_live(model, objective, batch, trainee.batchnorm)
+        return probe_model(model, objective, batch, trainee.batchnorm)
     finally:
         state.restore()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.plan_check import check_plan, differences, planned_facts, unwrapped
+from autoaccum.accumulation.plan_check import check_plan, differences, plan_facts, unwrap_model
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.plan import Plan
@@ -81,7 +81,7 @@ def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[
     """All that must be the same, but for the names and settings that `restore_training` compares."""
     return {
         **describe_request(request, source),
-        "model": type(unwrapped(trainee.model)).__name__,
+        "model": type(unwrap_model(trainee.model)).__name__,
         "optimizer": type(trainee.optimizer).__name__,
         "schedule": None if trainee.scheduler is None else type(trainee.scheduler).__name__,
         "loss": f"{trainee.objective.reduction} over {trainee.objective.source}",
@@ -247,7 +247,7 @@ def _elsewhere(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
     else:
         card = torch.cuda.get_device_properties(device)
         here = {"kind": "cuda", "card": card.name, "total_bytes": card.total_memory}
-    return differences(planned_facts(plan), here)
+    return differences(plan_facts(plan), here)
 
 
 def _instead(request: FitRequest, plan: Plan) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from autoaccum.accumulation.plan_check import unwrapped
+from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import Checkpoints, portable, write_file
 from autoaccum.training.fit_events import Evaluated, Noted, Updated
@@ -78,7 +78,7 @@ class RunFolder:
             CheckpointError: It cannot be written.
         """
         path = self.path / name
-        write_file(path, portable(dict(unwrapped(model).state_dict()), str(path)))
+        write_file(path, portable(dict(unwrap_model(model).state_dict()), str(path)))
         return path
 
     def __enter__(self) -> RunFolder:

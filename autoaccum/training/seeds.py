@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from autoaccum.accumulation.rng_state import RandomState, device_state, set_device_state
+from autoaccum.accumulation.rng_state import RngState, device_rng_state, set_device_rng_state
 
 _BITS = 32
 """As many as NumPy's and torch's generators on the CPU take; Python's is seeded faster with these."""
@@ -50,7 +50,7 @@ def seed_generators(seed: int) -> None:
 @contextmanager
 def kept_randomness() -> Iterator[None]:
     """Put the generators of Python, NumPy and torch on the CPU back, whatever is drawn or seeded meanwhile."""
-    caller = RandomState()
+    caller = RngState()
     try:
         yield
     finally:
@@ -67,7 +67,7 @@ def capture_random(devices: Iterable[torch.device], generators: Iterable[torch.G
         "python": random.getstate(),
         "numpy": [value.tolist() if isinstance(value, np.ndarray) else value for value in numpy],
         "torch": torch.get_rng_state(),
-        "cards": [device_state(device) for device in devices if device.type not in ("cpu", "meta")],
+        "cards": [device_rng_state(device) for device in devices if device.type not in ("cpu", "meta")],
         "generators": [generator.get_state() for generator in generators],
     }
 
@@ -81,6 +81,6 @@ def restore_random(
     torch.set_rng_state(states["torch"])
     cards = [device for device in devices if device.type not in ("cpu", "meta")]
     for device, state in zip(cards, states["cards"], strict=False):
-        set_device_state(device, state)
+        set_device_rng_state(device, state)
     for generator, state in zip(generators, states["generators"], strict=False):
         generator.set_state(state)

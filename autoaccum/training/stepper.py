@@ -232,7 +232,7 @@ class Stepper(StepObserver):
         if phase != "update":  # By then the gradient is there: the loop stops right after the update.
             self._check()
 
-    def shortage(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
+    def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
         """See `StepObserver`: memory ran out, and the step is repeated."""
         self._retries += 1
         # Also for a step that ends without an update, and so does not lower it itself.

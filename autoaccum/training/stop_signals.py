@@ -49,7 +49,7 @@ class Stopping:
         asked: The first signal that came; None until one does.
     """
 
-    only_notes = True
+    only_records = True
     """For `accumulation.interrupts`: this handler need not be held back within a step."""
 
     def __init__(self, one_press_seconds: float = _ONE_PRESS_SECONDS) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.accumulation.recovery import is_context_dead
-from autoaccum.accumulation.rng_state import RandomState, seeded_devices
+from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.data_source import open_source
 from autoaccum.training.data_windows import DataSettings
@@ -52,7 +52,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
     teller = Teller([] if on_event is None else [on_event], request.callbacks)
     tell = teller.tell
     with ExitStack() as stack:
-        stack.callback(RandomState(seeded_devices()).restore)
+        stack.callback(RngState(initialized_cuda_devices()).restore)
         subject = Subject(request)
         folder = None
         if request.run_dir is not None:
@@ -74,7 +74,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         resumed_from = None if saved is None else saved.path
         choice = choose_micro_batch(request, subject, source, saved, tell)
         if subject.device.type == "cuda":  # Which may have started only while it was planned.
-            stack.callback(RandomState([subject.device]).restore)
+            stack.callback(RngState([subject.device]).restore)
         own = mix(request.seed, "training")
         seed_generators(own)
         torch.cuda.manual_seed_all(own)

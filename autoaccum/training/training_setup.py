@@ -19,8 +19,8 @@ from autoaccum.accumulation.argument_checks import check_model, check_optimizer,
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
 from autoaccum.accumulation.gradients import choose_scaler
-from autoaccum.accumulation.plan_check import choose_objective, unwrapped
-from autoaccum.accumulation.reachable_objects import find_beside, find_named
+from autoaccum.accumulation.plan_check import choose_objective, unwrap_model
+from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, find_used_modules
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.checks import describe_type
 from autoaccum.devices.in_place.sample_batches import make_batches
@@ -82,7 +82,7 @@ class Trainee:
     @property
     def beside(self) -> list[nn.Module]:
         """The criterion, where it is a module, and other modules that the loss names."""
-        named = find_named(self.objective, unwrapped(self.model)).values()
+        named = find_used_modules(self.objective, unwrap_model(self.model)).values()
         criterion = self.objective.criterion_module
         return [*named] if criterion is None else [criterion, *named]
 
@@ -228,7 +228,7 @@ class Subject:
             model: nn.Module = self._request.subject
             return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
         model = own.build_model().to(self.device)
-        for module in find_beside(own).values():
+        for module in find_auxiliary_modules(own).values():
             module.to(self.device)
         return model, own.build_optimizer(model)
 
@@ -270,7 +270,7 @@ class Subject:
                 hint="move the model first, then make the optimizer",
             )
         model.to(wanted)
-        for module in find_named(self.objective, model, self._request.evaluate).values():
+        for module in find_used_modules(self.objective, model, self._request.evaluate).values():
             module.to(wanted)
         return model_device(model)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.plan_check import unwrapped
+from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.errors import UsageError, first_line
 from autoaccum.training.fit_events import Noted
@@ -193,8 +193,8 @@ def restore_randomness(state: Mapping[str, Any], trainee: Trainee) -> None:
 def _root(trainee: Trainee) -> nn.Module:
     """One module of all that is trained: the model, what the loss holds, and what the optimizer alone knows."""
     root = nn.Module()
-    root.model = unwrapped(trainee.model)
-    root.beside = nn.ModuleList(unwrapped(module) for module in trainee.beside if _can_be_kept(module))
+    root.model = unwrap_model(trainee.model)
+    root.beside = nn.ModuleList(unwrap_model(module) for module in trainee.beside if _can_be_kept(module))
     known = {id(parameter) for parameter in root.parameters()}
     for group in trainee.optimizer.param_groups:
         for parameter in group["params"]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev, variance
 
-from autoaccum.accumulation.coupling import modules
+from autoaccum.accumulation.coupling import describe_modules
 from autoaccum.planning.plan import Plan
 from autoaccum.tuning.tune_request import RateSpan
 from autoaccum.tuning.tuning_result import Facts, Row, Setting, Standing
@@ -99,8 +99,8 @@ def find_coupling(plan: Plan, facts: Facts) -> tuple[str | None, str | None]:
     found = plan.coupling
     others = [] if found is None else [name for name in found.modules if name not in facts.batchnorms]
     reasons = [
-        *([f"BatchNorm in {modules(normed)} normalises by the micro-batch"] if normed else []),
-        *([f"samples of a micro-batch are coupled in {modules(others)}"] if others else []),
+        *([f"BatchNorm in {describe_modules(normed)} normalises by the micro-batch"] if normed else []),
+        *([f"samples of a micro-batch are coupled in {describe_modules(others)}"] if others else []),
         *(["the loss mixes the samples of a batch"] if found is not None and found.loss else []),
     ]
     if reasons:

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Subset
 
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.plan_check import unwrapped
-from autoaccum.accumulation.reachable_objects import find_beside
+from autoaccum.accumulation.plan_check import unwrap_model
+from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.checks import type_name
 from autoaccum.devices.child.replies import describe_failure
@@ -160,7 +160,7 @@ class UpdateTimer:
         )
         seed_everything()
         model = place_model(workload.build_model(), self._place)
-        for module in find_beside(workload).values():
+        for module in find_auxiliary_modules(workload).values():
             place_model(module, self._place)
         optimizer = workload.build_optimizer(model)
         for group in optimizer.param_groups:
@@ -210,7 +210,7 @@ def find_facts(workload: Workload, device: str, target_batch: int) -> Facts:
     return Facts(
         name=workload.name,
         digest=workload.digest,
-        model=type_name(unwrapped(model)),
+        model=type_name(unwrap_model(model)),
         parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
         optimizer=type_name(optimizer),
         learning_rate=get_learning_rate(optimizer),

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from autoaccum.accumulation.argument_checks import check_unsharded
-from autoaccum.accumulation.plan_check import unwrapped
-from autoaccum.accumulation.reachable_objects import find_methods, find_reachable, placed, tensor_hooks
-from autoaccum.accumulation.rng_replay import of_host
-from autoaccum.accumulation.rng_state import Generator, generator_rewind, own_generators
-from autoaccum.accumulation.state_hash import OwnAttributes
+from autoaccum.accumulation.plan_check import unwrap_model
+from autoaccum.accumulation.reachable_objects import find_reachable, find_user_methods, on_device, tensor_hooks
+from autoaccum.accumulation.rng_replay import host_generators
+from autoaccum.accumulation.rng_state import Generator, generator_restorer, module_generators
+from autoaccum.accumulation.state_hash import PlainAttributes
 from autoaccum.accumulation.transaction import ModuleState, TorchState
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
@@ -95,16 +95,16 @@ class Fixture:
         memo: dict[int, Any] = {}
         model = workload.build_model()
         check_unsharded(model)
-        model = unwrapped(model)
+        model = unwrap_model(model)
         self._model = self._placed(_copied(model, memo))
         self._optimizer = None if optimizer is None else _copied_optimizer(optimizer, memo)
         if self._optimizer is not None:
             self._optimizer.load_state_dict(self._optimizer.state_dict())  # Casts its state to the parameters' dtype.
         self.beside, generators = _reached(workload, model)
-        self.generators = of_host(generators)
-        self._put_back = TorchState(self.beside.values(), random=False), OwnAttributes(self.beside)
+        self.generators = host_generators(generators)
+        self._put_back = TorchState(self.beside.values(), random=False), PlainAttributes(self.beside)
         self._begun: ModuleState | None = None
-        self.keeps_generators = bool(of_host(own_generators(self._model.modules())))
+        self.keeps_generators = bool(host_generators(module_generators(self._model.modules())))
 
     def fresh(self) -> TrainingCopy:
         """A copy as training begins with it; within `running`, modules beside it are as they were at its beginning."""
@@ -125,10 +125,10 @@ class Fixture:
         """Around every run: in its precision, without compiling; what is beside the copies is put back behind it."""
         with ExitStack() as stack:
             for generator in self.generators:
-                stack.callback(generator_rewind(generator))
+                stack.callback(generator_restorer(generator))
             for state in self._put_back:
                 stack.callback(state.restore)
-            stack.enter_context(placed(self.beside.values(), self.device))
+            stack.enter_context(on_device(self.beside.values(), self.device))
             if self.precision == "fp64":
                 for module in self.beside.values():
                     with suppress(Exception):  # A quantised teacher stays, and what it is given tells by itself.
@@ -168,7 +168,7 @@ def _reached(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module]
         modules.extend(objective.criterion_module.modules())
     elif objective.criterion is not None:
         functions.append(objective.criterion.function)
-    found, generators = find_reachable([*functions, *find_methods(modules)])
+    found, generators = find_reachable([*functions, *find_user_methods(modules)])
     known = {id(module) for module in found.values()}
     found |= {name: module for name, module in workload.modules.items() if id(module) not in known}
     return {f"{OUTSIDE}{name}>": module for name, module in found.items()}, generators

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.module_calls import ModuleCalls
-from autoaccum.accumulation.random_ops import RandomCalls, calm
-from autoaccum.accumulation.rng_replay import DrawMismatch, Draws, HostDraws, host_places
-from autoaccum.accumulation.rng_state import RandomState
+from autoaccum.accumulation.random_ops import RandomCallMode, neutral_rng
+from autoaccum.accumulation.rng_replay import HostRngReplay, ReplayMismatch, RngRecording, host_rng_states
+from autoaccum.accumulation.rng_state import RngState
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError
 from autoaccum.verification.fixture import Fixture
@@ -29,7 +29,7 @@ from autoaccum.verification.update_run import UNCHANGED, Change, Outcome, Run
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.objective import Objective
 
-_ANY_ORDER = DrawMismatch("a loop may draw in any order")
+_ANY_ORDER = ReplayMismatch("a loop may draw in any order")
 _KEPT = 3
 """Pairs of updates beside the unchanged one: each holds gradients and parameters twice."""
 
@@ -54,13 +54,13 @@ class Pair:
 
     full: Outcome
     accumulated: Outcome
-    draws: Draws
+    draws: RngRecording
     is_calm: bool
     uses_host: bool
 
     def joined(self) -> AbstractContextManager[Any]:
         """Around another full run."""
-        return calm() if self.is_calm else self.draws.joined()
+        return neutral_rng() if self.is_calm else self.draws.replay_whole()
 
 
 class Runs:
@@ -80,7 +80,7 @@ class Runs:
         held: Why draws do nothing from the start; None where they are joined.
     """
 
-    def __init__(self, fixture: Fixture, batch: Any, sizes: Sequence[int], held: DrawMismatch | None = None) -> None:
+    def __init__(self, fixture: Fixture, batch: Any, sizes: Sequence[int], held: ReplayMismatch | None = None) -> None:
         self.fixture, self.sizes = fixture, tuple(sizes)
         self._given = batch
         self.batch = fixture.prepare_batch(batch)
@@ -120,7 +120,7 @@ class Runs:
         try:
             with pair.joined():
                 return Run(self.fixture, change).full(self.batch, pair.draws.end_part)
-        except DrawMismatch as error:
+        except ReplayMismatch as error:
             raise _not_matched("the full batch", error) from error
 
     def accumulated(self, change: Change = UNCHANGED) -> Outcome:
@@ -132,7 +132,7 @@ class Runs:
         pair = self._pair(change)
         if change not in self._owns:
             seed_everything()
-            with calm() if pair.is_calm else nullcontext():
+            with neutral_rng() if pair.is_calm else nullcontext():
                 run, draws = Run(self.fixture, change), pair.draws
                 self._owns[change] = run.own(self.parts, draws.host.begin, draws.end_part)
         return self._owns[change]
@@ -140,7 +140,7 @@ class Runs:
     def for_own(self) -> Runs:
         """These; runs in which all draws do nothing where it draws, since a loop may do so in any order."""
         sites = list(self._pair(UNCHANGED).draws.sites)
-        with RandomCalls(lambda call: sites.append(str(call.site))):
+        with RandomCallMode(lambda call: sites.append(str(call.site))):
             self.own()
         return Runs(self.fixture, self._given, self.sizes, _ANY_ORDER) if sites else self
 
@@ -153,7 +153,7 @@ class Runs:
         if not pair.uses_host:
             return False
         seed_everything()
-        before = RandomState(generators=generators)
+        before = RngState(generators=generators)
         with pair.joined():
             drawing: Any
             for drawing in (random, np.random, *generators):
@@ -169,10 +169,10 @@ class Runs:
         pair = self._pair(change)
         seed_everything()
         try:
-            with calm() if pair.is_calm else pair.draws.of_part(index):
+            with neutral_rng() if pair.is_calm else pair.draws.replay_part(index):
                 run = Run(self.fixture, change)
                 return run.part(self.parts[index], lambda own: pair.draws.host.begin(index, own))
-        except DrawMismatch as error:
+        except ReplayMismatch as error:
             raise _not_matched("a part by itself", error) from error
 
     def with_sizes(self, sizes: Sequence[int]) -> Runs:
@@ -209,20 +209,20 @@ class Runs:
         """Both updates with random operations that do nothing; parts begin alike, or go on where only that is equal."""
         made: list[Pair] = []
         for onward in (False, True):
-            draws = Draws(self.sizes, host=HostDraws(self.fixture.generators, onward=onward))
+            draws = RngRecording(self.sizes, host=HostRngReplay(self.fixture.generators, onward=onward))
             seed_everything()
-            with calm():
+            with neutral_rng():
                 run = Run(self.fixture, change)
                 accumulated = run.accumulated(self.batch, self.parts, draws.host.begin, draws.end_part)
             seed_everything()
-            with calm():
+            with neutral_rng():
                 full, uses_host = self._full(change, draws)
             made.append(Pair(full, accumulated, draws, is_calm=True, uses_host=uses_host))
             if not uses_host or not self._differ(full, accumulated):
                 return made[-1]
         return made[0]
 
-    def _joined(self, change: Change) -> tuple[Pair, DrawMismatch | None]:
+    def _joined(self, change: Change) -> tuple[Pair, ReplayMismatch | None]:
         """Both updates under joined draws; under calm ones where those cannot be joined, and why."""
         pair = self._try(change)
         if not isinstance(pair, Pair):
@@ -234,45 +234,45 @@ class Runs:
             return other, None
         held = self._calm(change) if pair.draws.sites else pair
         is_told = math.isfinite(held.full.loss)  # Where draws that do nothing hide all words, a mean is over none.
-        mixes = pair.draws.are_by_sample if self.rng_mixes_samples is None else self.rng_mixes_samples
+        mixes = pair.draws.is_per_sample if self.rng_mixes_samples is None else self.rng_mixes_samples
         if not is_told or self._differ(held.full, held.accumulated) or mixes:
             return pair, None
         sites = ", ".join(pair.draws.sites)
-        return held, DrawMismatch(f"{sites} draws rows of which shapes do not tell whose they are")
+        return held, ReplayMismatch(f"{sites} draws rows of which shapes do not tell whose they are")
 
-    def _try(self, change: Change, *, onward: bool = False) -> Pair | DrawMismatch:
+    def _try(self, change: Change, *, onward: bool = False) -> Pair | ReplayMismatch:
         """Both updates under joined draws."""
-        host = HostDraws(self.fixture.generators, onward=onward)
-        draws = Draws(self.sizes, host=host)
+        host = HostRngReplay(self.fixture.generators, onward=onward)
+        draws = RngRecording(self.sizes, host=host)
         seed_everything()
-        with draws.recording():
+        with draws.record():
             accumulated = self._recorded(draws, change)
         ends = set(host.ends)
         seed_everything()
         try:
-            with draws.joined():
+            with draws.replay_whole():
                 full, uses_host = self._full(change, draws)
-        except DrawMismatch as error:
+        except ReplayMismatch as error:
             return error
         # Onward, an order of all samples takes as many numbers as those of the parts.
         is_matched = not onward and ends == {host.ends[-1]} and not self.fixture.keeps_generators
         return Pair(full, accumulated, draws, is_calm=False, uses_host=uses_host and not is_matched)
 
-    def _recorded(self, draws: Draws, change: Change) -> Outcome:
+    def _recorded(self, draws: RngRecording, change: Change) -> Outcome:
         run = Run(self.fixture, change)
         outcome = run.accumulated(self.batch, self.parts, draws.begin_part, draws.end_part)
         for index, part in enumerate(self.parts):
-            if index not in draws.tracks:  # It has no weight and did not run, and the full batch draws for it too.
+            if index not in draws.calls_by_part:  # It has no weight and did not run; the full batch draws for it too.
                 unweighed = Run(self.fixture, replace(change, weights=None, summed=False))
                 unweighed.part(part, partial(draws.begin_part, index))
         return outcome
 
-    def _full(self, change: Change, draws: Draws) -> tuple[Outcome, bool]:
+    def _full(self, change: Change, draws: RngRecording) -> tuple[Outcome, bool]:
         """The full update, and whether Python's or NumPy's generators may have been drawn from."""
-        before = pickle.dumps(host_places(()))
+        before = pickle.dumps(host_rng_states(()))
         full = Run(self.fixture, change).full(self.batch, draws.end_part)
         may_draw = bool(self.fixture.generators or self.fixture.keeps_generators)
-        return full, may_draw or pickle.dumps(host_places(())) != before
+        return full, may_draw or pickle.dumps(host_rng_states(())) != before
 
     def _differ(self, full: Outcome, other: Outcome) -> bool:
         """Whether gradients are further apart than rounding in any sum brings them."""
@@ -282,7 +282,7 @@ class Runs:
         return any(two is None or distance(one, two) > allowed for one, two in known)
 
 
-def _not_matched(what: str, error: DrawMismatch) -> NotMeasuredError:
+def _not_matched(what: str, error: ReplayMismatch) -> NotMeasuredError:
     return NotMeasuredError(f"{what} draws otherwise than when it was recorded ({error})")
 
 
@@ -320,9 +320,9 @@ def _outputs(fixture: Fixture, batch: Any) -> list[Tensor]:
     for norm in find_batchnorms(model, run.trained.objective.criterion_module):
         norm.training = False
     seed_everything()
-    with run.running("the loss"), torch.no_grad(), calls.of({"": model}):
+    with run.running("the loss"), torch.no_grad(), calls.attach({"": model}):
         run.terms(copy.deepcopy(batch))
-    return calls.outermost
+    return calls.top_outputs
 
 
 def _outputs_differ(one: Tensor, other: Tensor) -> bool:

@@ -18,13 +18,13 @@ from torch.amp import GradScaler
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import autocast, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
-from autoaccum.accumulation.first_step_checks import leave_out_balancing
+from autoaccum.accumulation.first_step_checks import disable_load_balancing
 from autoaccum.accumulation.reachable_objects import tensor_hooks
 from autoaccum.accumulation.recovery import find_out_of_memory
-from autoaccum.accumulation.rng_replay import DrawMismatch
-from autoaccum.accumulation.rng_state import Generator, own_generators
+from autoaccum.accumulation.rng_replay import ReplayMismatch
+from autoaccum.accumulation.rng_state import Generator, module_generators
 from autoaccum.accumulation.schedule import split_evenly
-from autoaccum.accumulation.state_hash import OwnAttributes
+from autoaccum.accumulation.state_hash import PlainAttributes
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.errors import AutoaccumError, WorkloadError
@@ -98,7 +98,7 @@ class Run:
     def __init__(self, fixture: Fixture, change: Change = UNCHANGED) -> None:
         self.trained: TrainingCopy = fixture.fresh()
         self._fixture, self._change, self._scale = fixture, change, fixture.loss_scale
-        self._kept: tuple[ModuleState, OwnAttributes] | None = None
+        self._kept: tuple[ModuleState, PlainAttributes] | None = None
         model = self.trained.model
         for name, module in model.named_modules():
             if name in change.rest:
@@ -107,7 +107,7 @@ class Run:
             for norm in find_batchnorms(model, self.trained.objective.criterion_module):
                 norm.training = False
         if change.unbalanced:
-            leave_out_balancing(model)
+            disable_load_balancing(model)
         if change.unhooked:
             for parameter in model.parameters():
                 for hooks in tensor_hooks(parameter):
@@ -215,7 +215,7 @@ class Run:
         with self._fixture.running(), _users_code(doing):
             roots = {**self.trained.roots, **self._fixture.beside}
             modules = (module for root in roots.values() for module in root.modules())
-            self._kept = ModuleState(modules), OwnAttributes(roots)
+            self._kept = ModuleState(modules), PlainAttributes(roots)
             yield
 
     def begin_anew(self) -> None:
@@ -230,7 +230,7 @@ class Run:
 
     @property
     def _generators(self) -> list[Generator]:
-        return own_generators(module for root in self.trained.roots.values() for module in root.modules())
+        return module_generators(module for root in self.trained.roots.values() for module in root.modules())
 
     def _telling(self, begin: Begin) -> Callable[[int], None]:
         own = self._generators
@@ -275,7 +275,7 @@ def _users_code(doing: str) -> Iterator[None]:
     try:
         with blame_exit(doing):
             yield
-    except (AutoaccumError, DrawMismatch):
+    except (AutoaccumError, ReplayMismatch):
         raise
     except Exception as error:
         if find_out_of_memory(error) is not None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from autoaccum.accumulation.backpropagation import has_weight
-from autoaccum.accumulation.coupling import listed
-from autoaccum.accumulation.rng_state import RandomState
+from autoaccum.accumulation.coupling import list_names
+from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.schedule import check_multiple, format_parts, split_evenly
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.in_place.live_objects import Tried
@@ -86,7 +86,7 @@ class Verifier:
         target, micro, each = self._target, self._micro_batch, self._each
         seed_everything()
         self._batch = self._take_batch(target)
-        self._random = RandomState()
+        self._random = RngState()
         runs = self._whole_runs(tuple(split_evenly(target, micro, each)))
         self._tell(
             VerificationStarted(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device))
@@ -197,7 +197,7 @@ class Verifier:
         loose = [name for name in runs.full().terms if name not in runs.full().connected]
         if loose:
             why = "it is detached, or a constant"
-            self._note([f"{listed(loose)} of the loss has no gradient, whole or in parts: {why}"])
+            self._note([f"{list_names(loose)} of the loss has no gradient, whole or in parts: {why}"])
         if not found.equal and not known:
             self._diagnose(runs, found, tolerances)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from memory_errors import ShortageAt
+from memory_errors import OutOfMemoryAt
 from torch import Tensor, nn
 
 
@@ -43,8 +43,8 @@ def light_collections() -> Iterator[None]:
 
 
 @pytest.fixture
-def shortage_at() -> type[ShortageAt]:
-    return ShortageAt
+def out_of_memory_at() -> type[OutOfMemoryAt]:
+    return OutOfMemoryAt
 
 
 @pytest.fixture

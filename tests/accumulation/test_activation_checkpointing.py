@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoaccum.accumulation.activation_checkpointing import (
+    batchnorms_updated_twice,
     checkpoint_blocks,
     describe_blocks,
     find_blocks,
-    updated_twice,
 )
 
 
@@ -165,8 +165,8 @@ def test_batch_norms_count_twice_and_are_named() -> None:
 
     assert (count(False), count(True)) == (1, 2)
     model = Stack([Block(norm=nn.BatchNorm1d(6)), Block()])
-    assert updated_twice(model, ["blocks.0", "blocks.1"]) == ["blocks.0.norm"]
-    assert updated_twice(model.eval(), ["blocks.0", "blocks.1"]) == []
+    assert batchnorms_updated_twice(model, ["blocks.0", "blocks.1"]) == ["blocks.0.norm"]
+    assert batchnorms_updated_twice(model.eval(), ["blocks.0", "blocks.1"]) == []
 
 
 class Stage(nn.Module):

@@ -208,7 +208,7 @@ def attributes_of(model: nn.Module) -> list[Any]:
 
 @FORGIVING
 @pytest.mark.parametrize("mode", ["running", "frozen"])
-def test_a_shortage_at_every_allocation_leaves_no_trace(mode: str, shortage_at: Any) -> None:
+def test_a_shortage_at_every_allocation_leaves_no_trace(mode: str, out_of_memory_at: Any) -> None:
     torch.manual_seed(3)
     pristine, batch = Images(checkpointed=False).double(), images(5)
     whole = copy.deepcopy(pristine)
@@ -219,7 +219,7 @@ def test_a_shortage_at_every_allocation_leaves_no_trace(mode: str, shortage_at: 
         options: Any = {"micro_batch": 3, "recover": False, "batchnorm": mode}
         accumulator = Accumulator(model, optimizer, CRITERION, **options)
         before, attributes = state_digest(model, optimizer), attributes_of(model)
-        with shortage_at(number) as injected, suppress(torch.OutOfMemoryError):
+        with out_of_memory_at(number) as injected, suppress(torch.OutOfMemoryError):
             accumulator.step(batch)
         assert attributes_of(model) == attributes
         if not injected.fired:
@@ -231,11 +231,11 @@ def test_a_shortage_at_every_allocation_leaves_no_trace(mode: str, shortage_at: 
 
 
 @FORGIVING
-def test_a_repeated_attempt_counts_the_batch_once(shortage_at: Any) -> None:
+def test_a_repeated_attempt_counts_the_batch_once(out_of_memory_at: Any) -> None:
     model, batch = small(), batch_of(12)
     whole = copy.deepcopy(model)
     accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=6, batchnorm="running")
-    with shortage_at(20, lambda: accumulator.phase == "forward"):
+    with out_of_memory_at(20, lambda: accumulator.phase == "forward"):
         result = accumulator.step(batch)
     assert (result.retries, result.micro_batches) == (1, (4, 4, 4))
     train_whole(whole, batch)

@@ -13,8 +13,8 @@ import small_verified as verified
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.coupling import ITSELF, Coupling
-from autoaccum.accumulation.coupling_probe import check_live, check_workload, find_coupling
+from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
+from autoaccum.accumulation.coupling_probe import find_coupling, probe_model, probe_workload
 from autoaccum.workload.objective import resolve_objective
 from autoaccum.workload.pytree import map_tensors
 from autoaccum.workload.spec import Workload
@@ -55,14 +55,14 @@ COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
         False,
     ),
     "one of its own": ((lambda: small.normed_mlp(small.Normaliser()), small.mean_square, small.rows), ("1",), False),
-    "in the model's forward": ((small.Centring, small.mean_square, small.rows), (ITSELF,), False),
+    "in the model's forward": ((small.Centring, small.mean_square, small.rows), (WHOLE_MODEL,), False),
     "in a part's forward": (
         (lambda: nn.Sequential(nn.Identity(), small.Centring()), small.mean_square, small.rows),
         ("1",),
         False,
     ),
-    "experts with a capacity": ((lambda: small.Experts(2), small.mean_square, small.sequences), (ITSELF,), False),
-    "similarities": ((small.Towers, small.clip_loss, small.pairs), (ITSELF,), None),
+    "experts with a capacity": ((lambda: small.Experts(2), small.mean_square, small.sequences), (WHOLE_MODEL,), False),
+    "similarities": ((small.Towers, small.clip_loss, small.pairs), (WHOLE_MODEL,), None),
     "in-batch negatives": (
         (lambda: small.Towers(similarities=False), small.negatives_loss, small.pairs),
         (),
@@ -208,7 +208,7 @@ FAILING: dict[str, tuple[Callable[[], nn.Module], nn.Module, str]] = {
 
 
 def check(model: Callable[[], nn.Module], criterion: nn.Module) -> Coupling:
-    return check_workload(Workload(model=model, batch=small.rows, criterion=criterion), small.mlp())
+    return probe_workload(Workload(model=model, batch=small.rows, criterion=criterion), small.mlp())
 
 
 @pytest.mark.parametrize("name", FAILING)
@@ -218,7 +218,7 @@ def test_what_fails_within_is_the_reason(name: str) -> None:
     assert not found.found
     assert found.reason is not None
     assert found.reason.startswith(reason)
-    live = check_live(model(), resolve_objective(criterion=criterion), small.rows(4), "micro")
+    live = probe_model(model(), resolve_objective(criterion=criterion), small.rows(4), "micro")
     assert live.reason == found.reason or live.reason == "the model cannot be copied"
 
 
@@ -234,7 +234,7 @@ class NormalisedLoss(nn.Module):
 def test_a_criterion_s_batchnorm_mixes_rows_unless_it_is_frozen() -> None:
     for mode in ("micro", "frozen"):
         criterion = NormalisedLoss()
-        found = check_live(small.mlp(), resolve_objective(criterion=criterion), small.rows(4), mode)
+        found = probe_model(small.mlp(), resolve_objective(criterion=criterion), small.rows(4), mode)
         assert found.found is (mode == "micro")
         assert criterion.norm.training
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.plan_check import differences, facts_here, planned_facts, storage_bytes
+from autoaccum.accumulation.plan_check import current_facts, differences, plan_facts, storage_bytes
 from autoaccum.devices.base import Trial
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError
@@ -111,17 +111,17 @@ def test_the_precision_is_the_plan_s() -> None:
 
 def test_a_predicted_plan_is_for_the_card_it_names() -> None:
     predicted = {**CARD, "name": "a100-40gb (simulated)", "kind": "simulated"}
-    assert not differences(planned_facts(Planned(device=predicted)), HERE)
+    assert not differences(plan_facts(Planned(device=predicted)), HERE)
     other = {"kind": "cuda", "card": "NVIDIA A100-SXM4-80GB", "total_bytes": 80 * GIB}
-    assert differences(planned_facts(Planned(device=predicted)), other) == [
+    assert differences(plan_facts(Planned(device=predicted)), other) == [
         ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"),
     ]
-    assert differences(planned_facts(Planned(device=predicted)), {"kind": "cpu"}) == [("a CUDA card", "the CPU")]
+    assert differences(plan_facts(Planned(device=predicted)), {"kind": "cpu"}) == [("a CUDA card", "the CPU")]
 
 
 def test_a_plan_for_a_plain_size_is_for_any_card() -> None:
     predicted = {"name": "24GiB (simulated)", "kind": "simulated", "card": None, "total_bytes": 24 * GIB}
-    assert not differences(planned_facts(Planned(device=predicted)), HERE)
+    assert not differences(plan_facts(Planned(device=predicted)), HERE)
 
 
 @pytest.mark.parametrize("wrap", [lambda net: torch.compile(net, backend="eager"), nn.DataParallel])
@@ -197,7 +197,7 @@ def test_what_a_plan_does_not_record_is_not_compared() -> None:
 def test_a_plan_of_this_card() -> None:
     model = Net().cuda()
     objective = resolve_objective(nn.CrossEntropyLoss())
-    facts = facts_here(model, torch.optim.AdamW(model.parameters()), objective, "fp32")
+    facts = current_facts(model, torch.optim.AdamW(model.parameters()), objective, "fp32")
     assert (facts["kind"], facts["card"]) == ("cuda", torch.cuda.get_device_name())
     device = {"kind": "cuda", "card": facts["card"]}
     plan = replace(plan_of(), device=device)

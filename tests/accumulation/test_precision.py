@@ -13,7 +13,7 @@ from torch.amp import GradScaler
 from torch.optim.lr_scheduler import StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.gradients import choose_scaler, rewind_scaler
+from autoaccum.accumulation.gradients import choose_scaler, restore_scaler
 from autoaccum.errors import UsageError
 
 
@@ -101,7 +101,7 @@ def test_an_unscaled_optimizer_can_be_unscaled_again() -> None:
     state = scaler.state_dict()
     scaled_backward(scaler, model)
     scaler.unscale_(optimizer)
-    rewind_scaler(scaler, state)
+    restore_scaler(scaler, state)
     assert scaler.state_dict() == state
     scaler.unscale_(optimizer)
     scaler.step(optimizer)

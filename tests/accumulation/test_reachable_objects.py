@@ -17,7 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum import Accumulator, Plan, Workload, fit, plan, verify
-from autoaccum.accumulation.reachable_objects import find_beside, find_named, find_reachable, is_users
+from autoaccum.accumulation.reachable_objects import (
+    find_auxiliary_modules,
+    find_reachable,
+    find_used_modules,
+    is_user_class,
+)
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.objective import resolve_objective
@@ -41,8 +46,8 @@ def reaching_loss(model: nn.Module, batch: Any) -> Any:
 
 
 def test_whose_a_class_is() -> None:
-    assert is_users(Own)
-    assert not any(map(is_users, (nn.Linear, np.ndarray, Fraction, collections.ChainMap, Accumulator, dict)))
+    assert is_user_class(Own)
+    assert not any(map(is_user_class, (nn.Linear, np.ndarray, Fraction, collections.ChainMap, Accumulator, dict)))
 
 
 def test_modules_are_found_behind_decorators_and_in_plain_containers() -> None:
@@ -171,8 +176,8 @@ def unbound(teacher: nn.Module, model: nn.Module, batch: Any) -> Tensor:
 )
 def test_the_teacher_is_found(loss: Any) -> None:
     model = nn.Linear(4, 2)
-    assert list(find_named(resolve_objective(loss), model).values()) == [TEACHER]
-    assert find_named(resolve_objective(loss), TEACHER) == {}, "a part of the model is none beside it"
+    assert list(find_used_modules(resolve_objective(loss), model).values()) == [TEACHER]
+    assert find_used_modules(resolve_objective(loss), TEACHER) == {}, "a part of the model is none beside it"
 
 
 def test_listed_modules_are_read() -> None:
@@ -181,9 +186,9 @@ def test_listed_modules_are_read() -> None:
     def make(modules: Any) -> Workload:
         return Workload(model=one, batch=torch.ones, loss=nn.MSELoss(), modules=modules)
 
-    assert find_beside(make(other)) == {"modules[0]": other}
-    assert find_beside(make([other, one])) == {"modules[0]": other, "modules[1]": one}
-    assert find_beside(make({"teacher": other})) == {"teacher": other}
+    assert find_auxiliary_modules(make(other)) == {"modules[0]": other}
+    assert find_auxiliary_modules(make([other, one])) == {"modules[0]": other, "modules[1]": one}
+    assert find_auxiliary_modules(make({"teacher": other})) == {"teacher": other}
     for wrong in (3, "teacher", [other, 3], {"a": nn.Linear}):
         with pytest.raises(WorkloadError, match="modules has .*: give the modules beside the model"):
             make(wrong)
@@ -226,7 +231,7 @@ def test_on_the_cpu_it_is_verified_trained_with_and_left_alone(loss: str, tmp_pa
     path = tmp_path / "model.py"
     path.write_text(HEAD.replace("width=1024", "width=64") + loss.replace("4096", "128"))
     workload = load_workload(str(path))
-    [teacher] = find_beside(workload).values()
+    [teacher] = find_auxiliary_modules(workload).values()
     mode, before = teacher.training, copy.deepcopy(teacher.state_dict())
     found = verify(workload, target_batch=6)
     assert found.equivalent, found.to_json()

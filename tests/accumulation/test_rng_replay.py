@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from autoaccum.accumulation.random_ops import DrawSite, RandomCall, RandomCalls, calm
-from autoaccum.accumulation.rng_replay import Draw, DrawMismatch, Draws, join_draws
+from autoaccum.accumulation.random_ops import CallSite, RandomCall, RandomCallMode, neutral_rng
+from autoaccum.accumulation.rng_replay import RecordedCall, ReplayMismatch, RngRecording, join_recorded
 
 SIZES = (3, 1, 2)
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -35,7 +35,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def accumulated(model: nn.Module, draws: Draws | None = None, loss: Loss = mean_of_squares) -> list[Tensor]:
+def accumulated(model: nn.Module, draws: RngRecording | None = None, loss: Loss = mean_of_squares) -> list[Tensor]:
     """A plain loop over the parts."""
     for index, part in enumerate(torch.split(batch(), list(SIZES))):
         if draws is not None:
@@ -152,12 +152,12 @@ def fresh(make: Callable[[], nn.Module]) -> nn.Module:
 def test_the_whole_batch_under_joined_draws_has_the_accumulated_gradient(make: Callable[[], nn.Module]) -> None:
     plain = accumulated(fresh(make))
     after = torch.rand(1)
-    model, draws = fresh(make), Draws(SIZES)
-    with draws.recording():
+    model, draws = fresh(make), RngRecording(SIZES)
+    with draws.record():
         from_parts = accumulated(model, draws)
     assert_equal(plain, from_parts, 0.0)
     assert torch.equal(torch.rand(1), after)
-    with draws.joined():
+    with draws.replay_whole():
         from_whole = full(model)
     assert_equal(from_parts, from_whole)
     assert differs(full(model), from_whole), "nothing random happened"
@@ -166,36 +166,36 @@ def test_the_whole_batch_under_joined_draws_has_the_accumulated_gradient(make: C
 @pytest.mark.parametrize("make", JOINED.values(), ids=JOINED.keys())
 def test_calm_runs_agree_without_any_draws(make: Callable[[], nn.Module]) -> None:
     model = fresh(make)
-    with calm():
+    with neutral_rng():
         from_parts = accumulated(model)
     before = torch.get_rng_state()
-    with calm():
+    with neutral_rng():
         from_whole = full(model)
     assert_equal(from_parts, from_whole)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def run_both(model: nn.Module, draws: Draws, loss: Loss = mean_of_squares) -> tuple[list[Tensor], list[Tensor]]:
-    with draws.recording():
+def run_both(model: nn.Module, draws: RngRecording, loss: Loss = mean_of_squares) -> tuple[list[Tensor], list[Tensor]]:
+    with draws.record():
         from_parts = accumulated(model, draws, loss)
-    with draws.joined():
+    with draws.replay_whole():
         return from_parts, full(model, loss)
 
 
 def test_the_generators_of_python_and_numpy_are_held() -> None:
     model = fresh(lambda: Between(lambda x: x * random.random() + np.random.normal()))
-    draws = Draws(SIZES)
+    draws = RngRecording(SIZES)
     from_parts, from_whole = run_both(model, draws)
     assert_equal(from_parts, from_whole)
 
 
 def test_one_part_alone_draws_as_it_did() -> None:
-    model, draws = fresh(JOINED["dropout module"]), Draws(SIZES)
-    with draws.recording():
+    model, draws = fresh(JOINED["dropout module"]), RngRecording(SIZES)
+    with draws.record():
         from_parts = accumulated(model, draws)
     sums = [torch.zeros_like(gradient) for gradient in from_parts]
     for index, part in enumerate(torch.split(batch(), list(SIZES))):
-        with draws.of_part(index):
+        with draws.replay_part(index):
             torch.autograd.backward(mean_of_squares(model, part))
         for total, gradient in zip(sums, gradients(model), strict=True):
             total += gradient * len(part) / sum(SIZES)
@@ -203,12 +203,12 @@ def test_one_part_alone_draws_as_it_did() -> None:
 
 
 def test_draws_of_the_update_are_given_as_they_were() -> None:
-    model, draws, noise = fresh(JOINED["dropout module"]), Draws(SIZES), []
-    with draws.recording():
+    model, draws, noise = fresh(JOINED["dropout module"]), RngRecording(SIZES), []
+    with draws.record():
         accumulated(model, draws)
         draws.end_part()
         noise.append(torch.randn(6))
-    with draws.joined():
+    with draws.replay_whole():
         full(model)
         draws.end_part()
         noise.append(torch.randn(6))
@@ -247,21 +247,24 @@ def sizes_of_draws(x: Tensor) -> Tensor:
     ids=["permutation", "indices of rows", "pairs of samples", "once for all", "draws of some parts"],
 )
 def test_what_cannot_be_joined_is_said(between: Callable[[Tensor], Tensor], said: str) -> None:
-    with pytest.raises(DrawMismatch, match=said):
-        run_both(fresh(lambda: Between(between)), Draws(SIZES))
+    with pytest.raises(ReplayMismatch, match=said):
+        run_both(fresh(lambda: Between(between)), RngRecording(SIZES))
 
 
 def test_fewer_draws_than_recorded_are_a_mismatch() -> None:
-    model, draws = fresh(JOINED["dropout module"]), Draws(SIZES)
-    with draws.recording():
+    model, draws = fresh(JOINED["dropout module"]), RngRecording(SIZES)
+    with draws.record():
         accumulated(model, draws)
-    with pytest.raises(DrawMismatch, match="1 random draws were recorded, a later run made 0 of them"), draws.joined():
+    with (
+        pytest.raises(ReplayMismatch, match="1 random draws were recorded, a later run made 0 of them"),
+        draws.replay_whole(),
+    ):
         full(model.eval())
 
 
 def heard(draw: Any) -> list[RandomCall]:
     calls: list[RandomCall] = []
-    with RandomCalls(calls.append):
+    with RandomCallMode(calls.append):
         draw()
     return calls
 
@@ -284,7 +287,7 @@ def test_an_output_is_computed_again_from_the_inputs_at_hand() -> None:
         call.give([torch.tensor([True, False])])
 
     x = torch.tensor([3.0, 5.0], requires_grad=True)
-    with RandomCalls(answer):
+    with RandomCallMode(answer):
         out, _ = torch.native_dropout(x, 0.5, True)
     torch.autograd.backward(out.sum())
     assert out.tolist() == [6.0, 0.0]
@@ -293,21 +296,21 @@ def test_an_output_is_computed_again_from_the_inputs_at_hand() -> None:
 
 
 def sealed(dropout: float) -> RandomCall:
-    site = DrawSite("aten._cudnn_rnn", "model.py:31")
+    site = CallSite("aten._cudnn_rnn", "model.py:31")
     return RandomCall(site, {"dropout": dropout, "train": True}, (torch.ones(2),))
 
 
 def test_kernels_that_keep_their_draws_are_named() -> None:
-    assert not sealed(0.0).is_drawing
+    assert not sealed(0.0).is_random
     call = sealed(0.5)
-    assert call.is_drawing
-    draw = Draw(call.site, None, call.is_sealed, ())
-    with pytest.raises(DrawMismatch, match=r"aten\._cudnn_rnn \(model\.py:31\) draws within its kernel"):
-        join_draws(call, [draw, draw], (1, 1))
+    assert call.is_random
+    draw = RecordedCall(call.site, None, call.is_fused, ())
+    with pytest.raises(ReplayMismatch, match=r"aten\._cudnn_rnn \(model\.py:31\) draws within its kernel"):
+        join_recorded(call, [draw, draw], (1, 1))
 
 
 def test_neutral_values() -> None:
-    with calm():
+    with neutral_rng():
         assert torch.equal(torch.rand(2), torch.full((2,), 0.5))
         assert torch.equal(torch.empty(2).uniform_(2, 4), torch.full((2,), 3.0))
         assert torch.equal(torch.randn(2), torch.zeros(2))
@@ -330,7 +333,7 @@ def test_python_and_numpy_start_alike_and_are_put_back() -> None:
     np.random.seed(5)
     seen = []
     for _ in range(2):
-        with calm():
+        with neutral_rng():
             seen.append((random.random(), np.random.rand()))
     assert seen[0] == seen[1] != expected
     assert (random.random(), np.random.rand()) == expected

@@ -58,7 +58,7 @@ def build(restless: Any, optimizer: str, *, recover: bool, updates_before: int) 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_shortage_at_every_allocation_of_a_guarded_step(restless: Any, shortage_at: Any, optimizer: str) -> None:
+def test_a_shortage_at_every_allocation_of_a_guarded_step(restless: Any, out_of_memory_at: Any, optimizer: str) -> None:
     reference, made, _ = build(restless, optimizer, recover=False, updates_before=0)
     full_batch_update(reference, made, BATCH)
     phases = set()
@@ -67,7 +67,7 @@ def test_a_shortage_at_every_allocation_of_a_guarded_step(restless: Any, shortag
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         before, buffer = state_digest(model, made), model.mean
-        with shortage_at(number) as injected:
+        with out_of_memory_at(number) as injected:
             try:
                 result = accumulator.step(BATCH)
             except torch.OutOfMemoryError:
@@ -87,14 +87,14 @@ def test_a_shortage_at_every_allocation_of_a_guarded_step(restless: Any, shortag
 @pytest.mark.parametrize("updates_before", [0, 1])
 @pytest.mark.filterwarnings("ignore:out of memory")
 def test_the_repeated_update_is_the_full_batch_s(
-    restless: Any, shortage_at: Any, optimizer: str, updates_before: int
+    restless: Any, out_of_memory_at: Any, optimizer: str, updates_before: int
 ) -> None:
     reference, made, accumulator = build(restless, optimizer, recover=False, updates_before=updates_before)
     full_batch_update(reference, made, BATCH)
     interrupted = 0
     for number in itertools.count():
         model, made, accumulator = build(restless, optimizer, recover=True, updates_before=updates_before)
-        with shortage_at(number) as injected:
+        with out_of_memory_at(number) as injected:
             try:
                 result = accumulator.step(BATCH)
             except UpdateInterrupted:
@@ -111,12 +111,12 @@ def test_the_repeated_update_is_the_full_batch_s(
     assert updates_before or not interrupted
 
 
-def test_a_shortage_in_the_unguarded_update_stops_for_good(restless: Any, shortage_at: Any) -> None:
+def test_a_shortage_in_the_unguarded_update_stops_for_good(restless: Any, out_of_memory_at: Any) -> None:
     outcomes = []
     for number in itertools.count():
         model, made, accumulator = build(restless, "adamw-foreach", recover=False, updates_before=1)
         before = state_digest(model, made)
-        with shortage_at(number, lambda it=accumulator: it.phase == "update") as injected:
+        with out_of_memory_at(number, lambda it=accumulator: it.phase == "update") as injected:
             try:
                 accumulator.step(BATCH)
             except torch.OutOfMemoryError:
@@ -137,7 +137,7 @@ def test_a_shortage_in_the_unguarded_update_stops_for_good(restless: Any, shorta
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused"])
-def test_a_shortage_at_every_allocation_with_a_scaler(restless: Any, shortage_at: Any, optimizer: str) -> None:
+def test_a_shortage_at_every_allocation_with_a_scaler(restless: Any, out_of_memory_at: Any, optimizer: str) -> None:
     for number in itertools.count():
         torch.manual_seed(3)
         model = restless()
@@ -155,7 +155,7 @@ def test_a_shortage_at_every_allocation_with_a_scaler(restless: Any, shortage_at
         )
         before = state_digest(model, made, scaler)
         batch = batch_of(8, torch.float32)
-        with shortage_at(number) as injected:
+        with out_of_memory_at(number) as injected:
             try:
                 accumulator.step(batch)
             except torch.OutOfMemoryError:
@@ -167,7 +167,7 @@ def test_a_shortage_at_every_allocation_with_a_scaler(restless: Any, shortage_at
     assert number > 60
 
 
-def test_a_shortage_at_every_allocation_with_half_precision_parameters(restless: Any, shortage_at: Any) -> None:
+def test_a_shortage_at_every_allocation_with_half_precision_parameters(restless: Any, out_of_memory_at: Any) -> None:
     for number in itertools.count():
         torch.manual_seed(3)
         model = restless().bfloat16()
@@ -176,7 +176,7 @@ def test_a_shortage_at_every_allocation_with_half_precision_parameters(restless:
             model, made, criterion=nn.CrossEntropyLoss(), micro_batch=3, clip_norm=0.1, recover=False
         )
         before = state_digest(model, made)
-        with shortage_at(number) as injected:
+        with out_of_memory_at(number) as injected:
             try:
                 accumulator.step(batch_of(8, torch.bfloat16))
             except torch.OutOfMemoryError:

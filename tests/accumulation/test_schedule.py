@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.rng_state import RandomState, own_generators
+from autoaccum.accumulation.rng_state import RngState, module_generators
 from autoaccum.accumulation.schedule import (
     Schedule,
     equal_parts_cost,
@@ -168,7 +168,7 @@ def test_random_states_come_back() -> None:
     numpy_generator, old, python = np.random.default_rng(3), np.random.RandomState(3), random.Random(3)
     own: Any = {"noise": generator, "new": numpy_generator, "old": old, "python": python}
     module.__dict__.update(own)
-    assert own_generators([module, module]) == [generator, numpy_generator, old, python]
+    assert module_generators([module, module]) == [generator, numpy_generator, old, python]
     module.__dict__["system"] = random.SystemRandom()
 
     def draw() -> list[float]:
@@ -182,7 +182,7 @@ def test_random_states_come_back() -> None:
             python.random(),
         ]
 
-    state = RandomState(generators=own_generators([module]))
+    state = RngState(generators=module_generators([module]))
     first = draw()
     state.restore()
     assert draw() == first

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoaccum.accumulation.state_hash import ForwardWatch, OwnAttributes, state_digest, state_entries
+from autoaccum.accumulation.state_hash import ForwardSideEffects, PlainAttributes, state_digest, state_entries
 
 
 def build() -> tuple[Any, torch.optim.Optimizer]:
@@ -129,7 +129,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 def test_names_the_attribute_that_changed(name: str) -> None:
     inner = Holder()
     model = nn.Sequential(inner)
-    before = OwnAttributes({"": model})
+    before = PlainAttributes({"": model})
     ATTRIBUTES[name](inner)
     assert before.changed() == [f"0.{name}"]
 
@@ -143,11 +143,11 @@ class Extended(Holder, ABC):
 
 def test_of_a_librarys_class_nothing_is_named() -> None:
     layer: Any = nn.Linear(2, 2)
-    before = OwnAttributes({"": layer})
+    before = PlainAttributes({"": layer})
     layer.installed = True
     assert before.changed() == []
     model: Any = Extended()
-    before = OwnAttributes({"": model})
+    before = PlainAttributes({"": model})
     model._hooks_installed = True
     model.count()
     assert before.changed() == ["counted_here"]
@@ -155,7 +155,7 @@ def test_of_a_librarys_class_nothing_is_named() -> None:
 
 def test_what_is_rolled_back_elsewhere_is_not_named() -> None:
     model = Holder()
-    before = ForwardWatch(model, [])
+    before = ForwardSideEffects(model, [])
     assert isinstance(model.counted, torch.Tensor)
     model.counted += 1
     model.eval()
@@ -166,7 +166,7 @@ def test_what_is_rolled_back_elsewhere_is_not_named() -> None:
 def test_names_parameters_that_changed() -> None:
     model = Holder()
     batch = torch.zeros(2)
-    before = ForwardWatch(model, [batch])
+    before = ForwardSideEffects(model, [batch])
     model.layer.weight.data.clamp_(0, 0)
     batch.add_(1)
     (text,) = before.warnings()

@@ -27,7 +27,7 @@ class Heard(StepObserver):
         if self._stop_at is not None and len(self.phases) > self._stop_at:
             raise InterruptedError("enough")
 
-    def shortage(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
+    def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
         self.shortages.append((phase, micro_batch, next_micro_batch))
 
 

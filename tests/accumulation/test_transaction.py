@@ -118,14 +118,14 @@ class Graph(nn.Module):
 
 @pytest.mark.parametrize("layout", ["coo", "uncoalesced", "csr"])
 @pytest.mark.filterwarnings("ignore:forward updates the buffers")
-def test_a_shortage_leaves_nothing_of_a_step(shortage_at: Any, layout: str) -> None:
+def test_a_shortage_leaves_nothing_of_a_step(out_of_memory_at: Any, layout: str) -> None:
     batch = torch.randn(8, 3), torch.randn(8, 2)
     for number in itertools.count(0, 5):
         model = Graph(LAYOUTS[layout])
         made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         accumulator = Accumulator(model, made, criterion=nn.MSELoss(), micro_batch=3, recover=False)
         before, graph = state_digest(model, made), model.graph
-        with shortage_at(number) as injected:
+        with out_of_memory_at(number) as injected:
             try:
                 accumulator.step(batch)
             except torch.OutOfMemoryError:

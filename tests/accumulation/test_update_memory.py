@@ -12,7 +12,7 @@ from torch import nn
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.recovery import find_out_of_memory
 from autoaccum.accumulation.state_hash import state_digest
-from autoaccum.accumulation.update import TemporariesRecorder, reserve
+from autoaccum.accumulation.update import StorageRecorder, preallocate
 
 
 def test_each_graph_is_freed_by_its_own_backward() -> None:
@@ -23,9 +23,9 @@ def test_each_graph_is_freed_by_its_own_backward() -> None:
     def peak(micro_batch: int) -> int:
         accumulator = Accumulator(model, optimizer, nn.MSELoss(), micro_batch=micro_batch)
         accumulator.step((x, x))
-        with TemporariesRecorder() as recorder:
+        with StorageRecorder() as recorder:
             accumulator.step((x, x))
-        return sum(size for _, size in recorder.largest_set())
+        return sum(size for _, size in recorder.peak_blocks())
 
     assert peak(16) < 0.25 * peak(256)
 
@@ -58,7 +58,7 @@ COUNT = 1024
 
 def test_records_what_is_born_and_dies_together() -> None:
     x = torch.ones(COUNT)
-    with TemporariesRecorder() as recorder:
+    with StorageRecorder() as recorder:
         first = x + 1
         second = first * 2
         del first
@@ -67,12 +67,12 @@ def test_records_what_is_born_and_dies_together() -> None:
         view.add_(1)
         del second, third, view
         kept = x * 3
-    assert recorder.largest_set() == [(CPU, 4 * COUNT), (CPU, 8 * COUNT)]
+    assert recorder.peak_blocks() == [(CPU, 4 * COUNT), (CPU, 8 * COUNT)]
     assert kept.shape == x.shape
 
 
 def test_reserving_more_than_there_is_is_a_shortage() -> None:
-    reserve([(CPU, 1024), (CPU, 0)])
+    preallocate([(CPU, 1024), (CPU, 0)])
     with pytest.raises(RuntimeError) as caught:
-        reserve([(CPU, 1024), (CPU, 1 << 60)])
+        preallocate([(CPU, 1024), (CPU, 1 << 60)])
     assert find_out_of_memory(caught.value) is not None

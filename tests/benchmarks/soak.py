@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import autoaccum
-from autoaccum.accumulation.state_hash import Hasher
+from autoaccum.accumulation.state_hash import StateHasher
 
 TARGET, SAMPLES = 16, 150
 
@@ -67,7 +67,7 @@ def train(folder: Path, updates: int, workers: int) -> None:
         workers=workers,
         progress=False,
     )
-    (folder / "digest").write_text(Hasher().hash([result.model.state_dict(), result.optimizer.state_dict()]))
+    (folder / "digest").write_text(StateHasher().hash([result.model.state_dict(), result.optimizer.state_dict()]))
 
 
 def run_through(folder: Path, updates: int, workers: int, kill_after: list[float]) -> int:

@@ -17,7 +17,7 @@ from torch.optim import SGD
 
 import autoaccum
 from autoaccum import Accumulator, Workload
-from autoaccum.accumulation.coupling_probe import check_workload
+from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.workload.weight_check import check_weighting
 
@@ -219,7 +219,7 @@ def captions(size: int) -> dict[str, Any]:
 def test_samples_that_are_compared_are_told_of_by_verify_plan_and_the_accumulator() -> None:
     workload = Workload(model=clip, batch=captions)
     model = workload.build_model()
-    found = check_workload(workload, model)
+    found = probe_workload(workload, model)
     assert found.pairs == ("the model itself",)
     (warning,) = found.warnings()
     assert warning.startswith("the loss compares samples with each other (in-batch negatives?)")

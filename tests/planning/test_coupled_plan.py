@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.accumulation.coupling import ITSELF, Coupling
+from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.base import Inspection, TrialSettings
@@ -79,7 +79,7 @@ def test_nothing_is_said_where_all_is_well_and_plans_of_before_still_load() -> N
 def test_nothing_is_said_where_one_micro_batch_is_the_batch() -> None:
     whole = plan(small.Centring(), small.mean_square, target_batch=4)
     assert whole.iter_size == 1
-    assert whole.coupling == Coupling((ITSELF,), False, None)
+    assert whole.coupling == Coupling((WHOLE_MODEL,), False, None)
     assert not any("depends on the others" in said for said in whole.warnings)
 
 

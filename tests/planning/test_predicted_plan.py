@@ -11,7 +11,7 @@ import pytest
 from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
-from autoaccum.accumulation.plan_check import planned_facts
+from autoaccum.accumulation.plan_check import plan_facts
 from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.explanation import Foresight
 from autoaccum.devices.simulated.allocator.replay import least_capacity, replay
@@ -163,7 +163,7 @@ def test_listeners_are_told_that_nothing_runs() -> None:
 
 
 def test_the_accumulator_takes_it_for_that_card() -> None:
-    facts = planned_facts(predict())
+    facts = plan_facts(predict())
     assert (facts["kind"], facts["card"]) == ("cuda", "NVIDIA GeForce RTX 3090")
 
 

@@ -18,7 +18,7 @@ def tensors_of(node: Any) -> Iterator[Tensor]:
             yield from tensors_of(child)
 
 
-class ShortageAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OutOfMemoryAt(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises an out-of-memory error at the `number`-th storage that an operator creates, once."""
 
     def __init__(self, number: int, active: Callable[[], bool] = lambda: True, text: str | None = None) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import autoaccum
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.accumulation.state_hash import Hasher
+from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.training.fit_events import FitResult, Noted, Updated
 
 pytestmark = [
@@ -65,7 +65,7 @@ def test_nothing_of_the_training_is_changed(monkeypatch: pytest.MonkeyPatch) -> 
             return nn.functional.mse_loss(model(batch[0]) - teacher(batch[0]).detach(), noise)
 
         done = fit(model, loss)
-        return Hasher().hash([done.model.state_dict(), teacher.state_dict(), generator.get_state()])
+        return StateHasher().hash([done.model.state_dict(), teacher.state_dict(), generator.get_state()])
 
     looked = train()
     monkeypatch.setattr("autoaccum.training.loop._find_out", lambda trainee, batch: Coupling())

@@ -14,7 +14,7 @@ import dataclasses, json, sys
 import torch
 from torch import nn
 import autoaccum
-from autoaccum.accumulation.state_hash import Hasher
+from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.errors import AutoaccumError
 from autoaccum.training.fit_events import Noted, Planning, Started
 
@@ -42,7 +42,7 @@ def refused(name, **options):
 heard = []
 planned = fit(callbacks=[heard.append], run_dir=folder + "/planned")
 plan = planned.plan
-digest = lambda result: Hasher().hash([result.model.state_dict(), result.optimizer.state_dict()])
+digest = lambda result: StateHasher().hash([result.model.state_dict(), result.optimizer.state_dict()])
 seen["plan"] = [plan.kind, plan.target_batch, plan.micro_batch, plan.iter_size]
 seen["saved"] = autoaccum.Plan.load(folder + "/planned/plan.json") == plan
 seen["planning"] = [type(event).__name__ for event in heard if isinstance(event, (Planning, Started))]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.state_hash import Hasher
+from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.errors import UsageError
 from autoaccum.training.fit_events import CheckpointWritten, Noted, Updated
 
@@ -95,7 +95,7 @@ def run(folder: Path, stop_after: int | None = None, data: Any = None, **options
 def digest(result: autoaccum.FitResult) -> str:
     """Of everything that was trained, buffers that are not persistent included."""
     buffers = dict(result.model.named_buffers())
-    return Hasher().hash([result.model.state_dict(), buffers, result.optimizer.state_dict()])
+    return StateHasher().hash([result.model.state_dict(), buffers, result.optimizer.state_dict()])
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

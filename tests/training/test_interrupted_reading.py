@@ -17,7 +17,7 @@ from small_data import DrawingBatches, DrawingRows, DrawingStream, drawing_colla
 from torch.utils.data import DataLoader, Sampler
 
 import autoaccum
-from autoaccum.accumulation.rng_state import RandomState
+from autoaccum.accumulation.rng_state import RngState
 from autoaccum.training.data_source import Source
 from autoaccum.training.stop_signals import StopAsked, Stopping
 
@@ -51,7 +51,7 @@ def begun(form: str) -> Source:
 
 def drawn() -> list[Any]:
     """What the generators give next; they stay where they are."""
-    before = RandomState()
+    before = RngState()
     values = [random.random(), np.random.rand(), torch.rand(()).item()]
     before.restore()
     return values

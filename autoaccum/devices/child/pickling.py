@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.argument_checks import unwrapped_optimizer
-from autoaccum.accumulation.plan_check import unwrapped
+from autoaccum.accumulation.argument_checks import unwrap_optimizer
+from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.checks import type_name
 from autoaccum.errors import UsageError, first_line
 from autoaccum.workload.spec import Workload
@@ -46,14 +46,12 @@ def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimize
     if model is None and isinstance(workload.model, nn.Module):
         model = workload.model
     if model is not None:
-        model = unwrapped(model)  # A simulated step is the eager one.
+        model = unwrap_model(model)  # A simulated step is the eager one.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         workload = dataclasses.replace(workload, model=PackedModel(_pack("model", model, ())))
         known = {id(part): "model" for part in (*model.modules(), *model.parameters())}
         if optimizer is not None:
-            workload = dataclasses.replace(
-                workload, optimizer=OptimizerLike.of(unwrapped_optimizer(optimizer), trained)
-            )
+            workload = dataclasses.replace(workload, optimizer=OptimizerLike.of(unwrap_optimizer(optimizer), trained))
     sent = dataclasses.replace(workload, **_LEFT_BEHIND)
     try:
         content = _pack("the workload", sent, known)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.recovery import forget, release_memory
+from autoaccum.accumulation.recovery import clear_frames, release_memory
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.interrupts import DelayedSignals
 from autoaccum.devices.child.replies import describe_failure, failure_error, record_reply
@@ -190,7 +190,7 @@ class InPlaceDevice:
             with interruptions.window():
                 return inspect_workload(self._tried.workload, self._share, place)
         except BaseException as error:
-            forget(error)
+            clear_frames(error)
             if interruptions.ended(error) or isinstance(error, UsageError | WorkloadError):
                 raise
             owner = "the machine" if self._tried.device.type == "cpu" else self.name
@@ -217,7 +217,7 @@ class InPlaceDevice:
             told = dataclasses.asdict(describe_failure(done.failure, doing, at=f"{doing}: "))
             return record_reply({**done.reply, "failure": told}, held_to, {"parts": parts})
         finally:
-            forget(done.failure)
+            clear_frames(done.failure)
             del done  # the traceback holds this frame
 
     def _cautions(self) -> list[str]:

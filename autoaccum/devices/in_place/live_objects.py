@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.argument_checks import check_group, check_model, check_optimizer
-from autoaccum.accumulation.reachable_objects import find_held, find_reachable
-from autoaccum.accumulation.rng_state import Generator, own_generators
+from autoaccum.accumulation.reachable_objects import find_python_attributes, find_reachable
+from autoaccum.accumulation.rng_state import Generator, module_generators
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
@@ -175,11 +175,11 @@ def _find_roots(
     known = {id(module) for root in roots.values() for module in root.modules()}
     criterion = None if objective.criterion is None else objective.criterion.function
     used: tuple[Callable[..., Any] | None, ...] = (objective.loss_function, objective.weight_function, criterion)
-    held = find_held(model, optimizer) if isinstance(model, nn.Module) else ()
+    held = find_python_attributes(model, optimizer) if isinstance(model, nn.Module) else ()
     modules, generators = find_reachable([*used, *functions], held)
     for name, module in modules.items():
         if id(module) not in known:
             roots[f"<{name}>"] = module
             known.update(id(inner) for inner in module.modules())
-    own = own_generators(module for root in roots.values() for module in root.modules())
+    own = module_generators(module for root in roots.values() for module in root.modules())
     return roots, list({id(one): one for one in (*own, *generators)}.values())

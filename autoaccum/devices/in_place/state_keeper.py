@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.coupling import listed
+from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.recovery import release_memory
 from autoaccum.accumulation.rng_state import Generator
-from autoaccum.accumulation.state_hash import OwnAttributes, changed_names, state_entries
+from autoaccum.accumulation.state_hash import PlainAttributes, changed_names, state_entries
 from autoaccum.accumulation.transaction import TorchState, dense_parts, tensor_bytes
 from autoaccum.devices.budget import Supply
 from autoaccum.devices.child.interrupts import DelayedSignals
@@ -126,7 +126,7 @@ class LiveState:
         self._entries = self._hash()
         self._had_cuda = bool(torch.get_device_module("cuda").is_initialized())
         self._torch = TorchState(roots.values(), optimizer, generators)
-        self.own = OwnAttributes(roots)
+        self.own = PlainAttributes(roots)
 
     def restore(self) -> None:
         """Put everything back; may be called again when it was interrupted."""
@@ -194,12 +194,12 @@ class StateKeeper:
             return NotMeasuredError(f"a trial in place could not be undone ({told})", hint=_RELOAD)
         if kept:
             told = (
-                f"a trial changes what the model keeps in Python ({listed(kept)}), which no rollback covers: keep"
+                f"a trial changes what the model keeps in Python ({list_names(kept)}), which no rollback covers: keep"
                 " state in buffers (register_buffer)"
             )
             self.warnings = [*self.warnings, *([] if told in self.warnings else [told])]
         if not changed:
             return None
         return NotMeasuredError(
-            f"a trial in place has changed {listed(changed)}, which could not be put back", hint=_RELOAD
+            f"a trial in place has changed {list_names(changed)}, which could not be put back", hint=_RELOAD
         )

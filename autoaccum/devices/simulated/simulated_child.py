@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from autoaccum.accumulation.reachable_objects import find_beside, placed
+from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.connection import failure_reply, load_requested, use_import_paths
@@ -62,7 +62,7 @@ def label_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode) ->
     rehearsal = _rehearsal(workload, parts, begin_update)
     loss = workload.objective.criterion
     beside = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
-    beside += find_beside(workload).values()
+    beside += find_auxiliary_modules(workload).values()
     labeller = BlockLabeller(mode.recorder, rehearsal, mode.kept, beside)
     with labeller.labelling():
         trace, _ = _trace(rehearsal, parts, mode, labeller.see)
@@ -243,10 +243,10 @@ class SimulatedChild:
         known = self._mode.recorder.known()
         try:
             workload = with_copied_criterion(self._workload)
-            beside = find_beside(workload).values()
+            beside = find_auxiliary_modules(workload).values()
             if self._lazy:
                 workload = with_lazy_building(workload, self._mode, batches="batches" in self._lazy)
-            with placed(beside, DEVICE), warnings.catch_warnings():
+            with on_device(beside, DEVICE), warnings.catch_warnings():
                 if silent:
                     warnings.simplefilter("ignore")
                 return job(workload, self._mode)

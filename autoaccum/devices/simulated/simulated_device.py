@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from autoaccum.accumulation.coupling import COMPARED
+from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.budget import CARD_HEADROOM, Supply, choose_budget
 from autoaccum.devices.explanation import Account, Foresight, Prediction
@@ -188,7 +188,7 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
             (Band(self._outside, self._replayer.with_sizes(trace)) for trace in traces), key=lambda band: band.bytes
         )
         assumed = () if self._card.measured else (f"what is known of {self._card.title}: {self._card.source}",)
-        cautions = [COMPARED] if self._traces.grows_quadratically and len(parts) > 1 else []
+        cautions = [COMPARES_SAMPLES] if self._traces.grows_quadratically and len(parts) > 1 else []
         if caution := band.warning(self.limit_bytes, least_bytes):
             cautions.append(caution)
         return Prediction(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
-from autoaccum.accumulation.coupling import ITSELF, Coupling, modules
+from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling, describe_modules
 from autoaccum.accumulation.coupling_probe import find_coupling
 from autoaccum.accumulation.reachable_objects import tensor_hooks
 from autoaccum.devices.trial_run import seed_everything
@@ -158,10 +158,10 @@ def find_nondeterminism(experiment: Experiment) -> Cause | None:
         kind="non-determinism",
         found=(
             "the full batch gives another result when it is run again, first in"
-            f" {'the loss' if name is None else modules([name or ITSELF])}"
+            f" {'the loss' if name is None else describe_modules([name or WHOLE_MODEL])}"
         ),
         change=_WAY_OUT,
-        where=() if name is None else (name or ITSELF,),
+        where=() if name is None else (name or WHOLE_MODEL,),
     )
 
 

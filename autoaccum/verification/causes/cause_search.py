@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Literal, NamedTuple
 
-from autoaccum.accumulation.coupling import ITSELF, Coupling, listed
-from autoaccum.accumulation.first_step_checks import balancing_factors
+from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling, list_names
+from autoaccum.accumulation.first_step_checks import load_balancing_factors
 from autoaccum.verification.causes.cause_experiment import Experiment, find_nondeterminism, look_for_coupling
 from autoaccum.verification.causes.coupling_causes import coupling_causes, explain_whole, make_cause, state_cause
 from autoaccum.verification.causes.loop_causes import explain_loop
@@ -73,7 +73,7 @@ def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> t
     if found is not None:
         return _causes(experiment, found)
     coupling = look_for_coupling(experiment)
-    others = tuple(name for name in coupling.modules if name != ITSELF and name not in experiment.batchnorms)
+    others = tuple(name for name in coupling.modules if name != WHOLE_MODEL and name not in experiment.batchnorms)
     found = _find_least(experiment, suspects, _Suspect("coupled model", others)) if others else None
     if found is not None:
         return _causes(experiment, found)
@@ -95,7 +95,7 @@ def _find_suspects(experiment: Experiment) -> list[_Suspect]:
     runs = experiment.runs
     found = [
         _Suspect("batchnorm", experiment.batchnorms),
-        _Suspect("balancing loss", balancing_factors(experiment.model)),
+        _Suspect("balancing loss", load_balancing_factors(experiment.model)),
         _Suspect("state", experiment.state),
         _Suspect("hook", experiment.hooked),
         _Suspect("randomness", runs.draw_sites if runs.mismatch is None else ()),
@@ -191,10 +191,10 @@ def _unknown(experiment: Experiment, why: str, coupling: Coupling) -> Cause:
     """What is honest where no experiment has told the cause."""
     differing = experiment.differences(UNCHANGED) or {}
     where = tuple(dict.fromkeys(one.where for one in differing.values() if one.where))
-    tried = listed([*(one.kind for one in _find_suspects(experiment)), "weights"])
+    tried = list_names([*(one.kind for one in _find_suspects(experiment)), "weights"])
     return Cause(
         kind="unknown",
         found=f"{why}; tried: {tried}{f' ({coupling.reason})' if coupling.reason else ''}",
-        change=f"look at {listed(where)} first: {_FIRST}" if where else _FIRST,
+        change=f"look at {list_names(where)} first: {_FIRST}" if where else _FIRST,
         where=where,
     )

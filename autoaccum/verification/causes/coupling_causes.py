@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoaccum.accumulation.coupling import Coupling, listed, modules
+from autoaccum.accumulation.coupling import Coupling, describe_modules, list_names
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.cause_experiment import Experiment
 from autoaccum.verification.causes.loss_factors import LARGER, Decomposition, find_factors
@@ -78,7 +78,7 @@ _TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
 def make_cause(text: str, names: tuple[str, ...], *, proved: bool = False) -> Cause:
     """The cause that these modules, parameters or lines make, by a name of `_TEXTS`."""
     kind, found, change = _TEXTS[text]
-    said = found.format(modules=modules(names), names=listed(names))
+    said = found.format(modules=describe_modules(names), names=list_names(names))
     return Cause(kind=kind, found=said, change=change, where=names, proved=proved)
 
 
@@ -90,7 +90,7 @@ def state_cause(experiment: Experiment, names: tuple[str, ...], without: Change)
     differing = set(experiment.differences(without) or ())
     if differing == {"buffers"}:
         found = (
-            f"every call changes {listed(names)}, {len(experiment.runs.sizes)} times in an update, as it counts or"
+            f"every call changes {list_names(names)}, {len(experiment.runs.sizes)} times in an update, as it counts or"
             " averages over micro-batches; losses and gradients are the same"
         )
         change = (
@@ -100,12 +100,12 @@ def state_cause(experiment: Experiment, names: tuple[str, ...], without: Change)
         return Cause(kind="state", found=found, change=change, where=names)
     if "gradients" in differing and "loss" not in differing and experiment.method == "accumulator":
         found = (
-            f"{listed(names)} is kept from the first part without its graph: losses agree, and later parts have no"
+            f"{list_names(names)} is kept from the first part without its graph: losses agree, and later parts have no"
             " gradient through it"
         )
         change = "compute it in every call while training, or keep it only under eval()"
         return Cause(kind="detached", found=found, change=change, where=names)
-    found = f"state is kept between calls: each part begins with what the one before has left in {listed(names)}"
+    found = f"state is kept between calls: each part begins with what the one before has left in {list_names(names)}"
     change = "reset it before each part, pass it in with the batch, or leave it alone while training"
     return Cause(kind="state", found=found, change=change, where=names)
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from autoaccum.accumulation.coupling import listed
+from autoaccum.accumulation.coupling import list_names
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.cause_experiment import Experiment
 from autoaccum.verification.causes.loss_factors import (
@@ -98,7 +98,7 @@ def _made_otherwise(experiment: Experiment, parts: Decomposition, change: Change
         return None
     unreached = _unreached(parts.whole, parts.runs.own(change))
     if unreached:
-        found = f"the loop's gradient does not reach {listed(unreached)}, the full batch's does"
+        found = f"the loop's gradient does not reach {list_names(unreached)}, the full batch's does"
         whole = "backpropagate the whole of loss(model, part): no .detach(), .item() or no_grad() on its terms"
         return _told(found, whole, kind="detached", where=unreached)
     if _counts_with_parts(experiment, parts, change):

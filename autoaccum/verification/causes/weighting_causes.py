@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from autoaccum.accumulation.coupling import listed
+from autoaccum.accumulation.coupling import list_names
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.verification.causes.cause_experiment import Experiment
 from autoaccum.verification.causes.loss_factors import (
@@ -121,7 +121,7 @@ def _explain_regulariser(
     if find_residual(full, [accumulated, once], (1.0, 1.0 - parts)) > rounding:
         return None
     names = [name for name, term in two.whole.terms.items() if _is_constant(name, term, cuts, rounding)]
-    called = listed([name_term(name) for name in names]) if names else "a part of the loss"
+    called = list_names([name_term(name) for name in names]) if names else "a part of the loss"
     counts = f"is the same for any batch, and of a sum it counts once for each of the {parts} parts"
     found = f"{called} ({constant:.6g}) {counts}"
     cause = Cause(kind="regulariser", found=found, change=_WAY_OUT, where=tuple(names), proved=True)
@@ -199,7 +199,7 @@ def _share_cause(runs: Runs, right: Sequence[float], drawn: tuple[str, ...] = ()
     found = f"parts of {numbers(runs.sizes)} samples are {how}; right were {numbers(right)} of each"
     change = "def weight(batch): return what the mean divides by; no usual counting of the batch gives these shares"
     if drawn:
-        found += f", which changes with what is drawn in {listed(drawn)}: the mean divides by a count of it"
+        found += f", which changes with what is drawn in {list_names(drawn)}: the mean divides by a count of it"
         change = (
             'make the loss a sum over what is drawn and write reduction = "sum", or draw where the batch is made and'
             " count it in weight(batch)"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_errors import ShortageAt
+from memory_errors import OutOfMemoryAt
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import StepResult
@@ -48,7 +48,7 @@ def test_a_shortage_at_every_allocation(
     gradients = [parameter.grad for parameter in model.parameters()]
     if optimizer == "adamw":
         made.step()
-    modes: list[ShortageAt] = []
+    modes: list[OutOfMemoryAt] = []
 
     class Short(TrialRun):
         def run(self, parts: Sequence[int]) -> StepResult:
@@ -60,7 +60,7 @@ def test_a_shortage_at_every_allocation(
     monkeypatch.setattr(trial_run, "TrialRun", Short)
     before, phases = state_digest(model, made), set()
     for number in itertools.count(0, STRIDE):
-        modes.append(ShortageAt(number))
+        modes.append(OutOfMemoryAt(number))
         trial = device.trial((2, 2))
         assert state_digest(model, made) == before
         assert model.calls == 0

@@ -14,11 +14,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.activation_checkpointing import (
+    batchnorms_updated_twice,
     checkpoint_blocks,
     describe_blocks,
     find_blocks,
     list_modules,
-    updated_twice,
 )
 from autoaccum.checks import type_name
 from autoaccum.devices.simulated.cards import Card
@@ -60,7 +60,7 @@ def _precisions(workload: Workload, model: nn.Module, card: Card) -> Iterator[Su
 def _checkpoints(workload: Workload, model: nn.Module) -> Iterator[SuggestedChange]:
     names = _trained_blocks(model)
     if names:
-        norms = updated_twice(model, names) if workload.batchnorm == "micro" else []
+        norms = batchnorms_updated_twice(model, names) if workload.batchnorm == "micro" else []
         twice = f"; their BatchNorms {list_modules(norms)} then update running statistics twice" if norms else ""
         yield SuggestedChange(
             CHECKPOINT, f"run the {describe_blocks(names)} again in backward (torch.utils.checkpoint){twice}"
