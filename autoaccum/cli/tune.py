@@ -111,9 +111,9 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
     """
     from autoaccum.files import check_output
     from autoaccum.reporting.figures.file_format import picture_format
-    from autoaccum.tuning.study import file_of, read_address
+    from autoaccum.tuning.study import parse_storage_address, storage_file
 
-    study = file_of(read_address(storage))
+    study = storage_file(parse_storage_address(storage))
     if output is not None:
         check_apart("-o", output, workload)
         if study is not None and Path(output).resolve() == Path(study).resolve():

@@ -20,7 +20,7 @@ from autoaccum.training import fit_events
 from autoaccum.training.fit_events import FitResult, Updated
 from autoaccum.units import format_bytes
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def print_fit(console: Console, result: FitResult, *, last: Updated | None, command: Sequence[str]) -> None:
@@ -48,8 +48,8 @@ def fit_rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, 
     if last is not None:
         yield "micro-batch", Text(_micro_batch(result, last))
         yield "iter_size", Text(f"{last.micro_batches}")
-    if result.shortages:
-        yield "shortages", Text(f"out of memory {_count(result.shortages, 'time')}, repeated in smaller micro-batches")
+    if result.oom_retries:
+        yield "OOM retries", Text(f"{result.oom_retries}, in smaller micro-batches")
     if result.skipped:
         yield "skipped", Text(f"{_count(result.skipped, 'update')}, not finite", "yellow")
     yield "time", Text(format_seconds(result.seconds))
@@ -81,7 +81,7 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
     """What a training came to, as plain values.
 
     `schema`; `target_batch`; `updates`, `epochs`, `samples` so far; `loss` of the last update; `evaluation` by name;
-    `micro_batch` (samples) and `iter_size` (how many) of the last whole update; `planned_micro_batch`; `shortages`;
+    `micro_batch` (samples) and `iter_size` (how many) of the last whole update; `planned_micro_batch`; `oom_retries`;
     `skipped`; `seconds`; `stopped`; `run_dir`,
     `checkpoint`, `weights`, `ema_weights`, `resumed_from` as paths; `unsaved`: why the end is not on disk;
     `warnings`. What there is none of is null, and so is a number that is not finite.
@@ -164,7 +164,7 @@ class TrainingProgress(Progress):
             self.say(headline(event))
             self._next_drawn = self._clock() + self._seconds_between
             self.show(self._line.text())
-        elif isinstance(event, fit_events.Printed):
+        elif isinstance(event, fit_events.WorkloadOutput):
             self._planning.print_output(event.line)
         elif isinstance(event, fit_events.EvaluationFailed | fit_events.CheckpointFailed):
             self.warn(sentence(event))
@@ -172,7 +172,7 @@ class TrainingProgress(Progress):
             event, fit_events.OutOfMemoryRetry | fit_events.CeilingRaised | fit_events.Evaluated | fit_events.Skipped
         ):
             self.say(sentence(event))
-        elif isinstance(event, fit_events.Noted):
+        elif isinstance(event, fit_events.Notice):
             if event.warns:
                 self.warn(event.text)
             else:

@@ -20,24 +20,24 @@ from autoaccum.reporting.console import PlainConsole, make_table, one_line, path
 from autoaccum.reporting.fit_report import format_seconds
 from autoaccum.reporting.plan_report import PlanProgress
 from autoaccum.serialization import to_plain
+from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_result import (
-    Noted,
-    Reported,
+    LossReported,
     Row,
-    SearchBegan,
+    RowState,
+    SearchSpace,
+    SearchStarted,
     Setting,
-    Space,
+    SettingResult,
     Speed,
-    Standing,
-    State,
     StudyOpened,
-    TrialBegan,
     TrialEnded,
+    TrialStarted,
     Tuning,
 )
 from autoaccum.units import percent
 
-STYLES: dict[State, str] = {
+STYLES: dict[RowState, str] = {
     "complete": "green",
     "pruned": "",
     "diverged": "magenta",
@@ -58,7 +58,7 @@ def tuning_record(tuning: Tuning) -> dict[str, Any]:
     return {"schema": tuning.schema, **to_plain(dataclasses.replace(tuning, plan=None)), "plan": plan}
 
 
-def row_cells(row: Row, space: Space) -> tuple[str, str, str, str, str]:
+def row_cells(row: Row, space: SearchSpace) -> tuple[str, str, str, str, str]:
     """Return a trial's number, outcome, loss, time, and what it trained with."""
     loss = row.loss if row.loss is not None or not row.losses else row.losses[-1][1]
     took = "-" if row.seconds is None else f"{row.seconds:.1f} s"
@@ -79,13 +79,13 @@ def _remarks(row: Row) -> Iterator[str]:
         yield f"loss after {row.losses[-1][0]} %"
     if row.repeats is not None:
         yield f"trial {row.repeats} again, whose process died"
-    if row.shortages:
-        yield f"memory ran out {counted(row.shortages, 'time')}"
+    if row.oom_retries:
+        yield f"memory ran out {counted(row.oom_retries, 'time')}"
     if row.reason is not None:
         yield row.reason
 
 
-def setting_words(setting: Setting, space: Space) -> str:
+def setting_words(setting: Setting, space: SearchSpace) -> str:
     """Say what a trial trains with, as far as trials differ by it."""
     words = [f"learning rate {setting.learning_rate:.3g}"]
     if len(space.target_batches.sizes) > 1:
@@ -95,7 +95,7 @@ def setting_words(setting: Setting, space: Space) -> str:
     return ", ".join(words)
 
 
-def space_words(space: Space) -> str:
+def space_words(space: SearchSpace) -> str:
     """Say what is searched."""
     rates, targets = space.learning_rates, space.target_batches
     words = [f"learning rates {rates.low:.3g} to {rates.high:.3g}"]
@@ -159,7 +159,7 @@ def _rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
         yield "warning", Text(warning, "yellow")
 
 
-def _loss_words(best: Standing, noise: float | None) -> str:
+def _loss_words(best: SettingResult, noise: float | None) -> str:
     loss = f"{format_loss(best.losses[0] if best.mean is None else best.mean)} on held-out data"
     if best.failed:
         return f"{loss}, in one run; {counted(best.failed, 'run')} of it failed"
@@ -169,9 +169,9 @@ def _loss_words(best: Standing, noise: float | None) -> str:
     return f"{seeds}; differences of single runs up to {format_loss(noise)} may be chance"
 
 
-def _own_words(tuning: Tuning, best: Standing) -> str:
+def _own_words(tuning: Tuning, best: SettingResult) -> str:
     """Compare with the workload's own rate, by runs of the search's seed."""
-    own, rate = tuning.own, f"{tuning.space.own_rate:.3g}"
+    own, rate = tuning.own, f"{tuning.space.default_learning_rate:.3g}"
     if own is None:
         return f"{rate}: not run to the end"
     if own.trial == best.trial:
@@ -250,7 +250,7 @@ class TuneProgress(PlanProgress):
         quiet: Draw nothing but warnings.
     """
 
-    _space: Space
+    _space: SearchSpace
     _finished = _trials = 0
     _running = ""
     _headed = False
@@ -263,21 +263,21 @@ class TuneProgress(PlanProgress):
         match event:
             case StudyOpened():
                 self._open(event)
-            case SearchBegan(space, throughput, remembered):
+            case SearchStarted(space, throughput, remembered):
                 self._space = space
                 how = "was measured for this study before" if remembered else "is measured once for a study"
                 self.say(f"throughput {how}: knee at {throughput.knee}, fastest is {throughput.fastest}")
                 self.say(f"searching {space_words(space)}")
-            case TrialBegan(number, setting):
+            case TrialStarted(number, setting):
                 again = "" if event.confirms is None else f", trial {event.confirms} again with seed {event.seed}"
                 done = f"{self._finished} of {self._trials} are done"
                 self._running = f"trial {number}{again}, {done}: {setting_words(setting, self._space)}"
                 self.show(f"{self._running} ...")
-            case Reported(_, percent, loss):
+            case LossReported(_, percent, loss):
                 self.show(f"{self._running}, loss {format_loss(loss)} after {percent} % ...")
             case TrialEnded(row):
                 self._end_run(row)
-            case Noted(text):
+            case Notice(text):
                 self.warn(text)
             case _:
                 super().notify(event)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from autoaccum.checks import describe_type
 from autoaccum.errors import CheckpointError, UsageError, first_line
-from autoaccum.training.fit_events import CheckpointFailed, CheckpointWritten, Noted
+from autoaccum.training.fit_events import CheckpointFailed, CheckpointWritten, Notice
 from autoaccum.training.training_state import Progress
 
 FORMAT = "autoaccum checkpoint"
-VERSION = 2
+VERSION = 3
 _NAME = re.compile(r"checkpoint-(\d{8,})\.pt")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _MAPPINGS = (dict, OrderedDict, Counter)
@@ -194,7 +194,7 @@ class Checkpoints:
                 damaged.append(str(error))
                 continue
             for reason in damaged:
-                tell(Noted(f"{reason} and was passed over: training goes on from the one before"))
+                tell(Notice(f"{reason} and was passed over: training goes on from the one before"))
             return path, record
         if not damaged:
             return None
@@ -204,7 +204,7 @@ class Checkpoints:
         )
 
 
-class Keeper:
+class CheckpointWriter:
     """Writes checkpoints: one before the first update, one every so many updates, one in the end.
 
     The first must succeed: a folder that cannot be written, or a state that cannot be kept, is better known before

@@ -32,7 +32,7 @@ def open_source(data: Any, settings: DataSettings) -> Source:
     Raises:
         UsageError: It is nothing of these, or has fewer samples than a window.
     """
-    if isinstance(data, DataLoader) and is_taken_apart(data):
+    if isinstance(data, DataLoader) and can_fetch_samples(data):
         return MapStyleSource(data.dataset, settings, data)
     if is_map_style(data):
         return MapStyleSource(data, settings)
@@ -44,7 +44,7 @@ def open_source(data: Any, settings: DataSettings) -> Source:
     return BatchesSource(data, settings)
 
 
-def is_taken_apart(loader: DataLoader[Any]) -> bool:
+def can_fetch_samples(loader: DataLoader[Any]) -> bool:
     """Whether its samples can be fetched without it: not where a class of the user's own iterates in its own way."""
     gives_indices = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
     iterates_plainly = type(loader).__iter__ is DataLoader.__iter__ or hasattr(loader, "state_dict")

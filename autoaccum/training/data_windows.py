@@ -26,7 +26,7 @@ class DataSettings:
     Attributes:
         target_batch: Samples of a window.
         seed: What order and augmentation depend on, with the epoch.
-        workers: Processes that read ahead, where the data is no DataLoader with workers of its own.
+        workers: TrialProcesses that read ahead, where the data is no DataLoader with workers of its own.
         collate: From a list of samples to a batch; None: torch's `default_collate`. A DataLoader has its own.
         batching: How batches are counted and cut; None: by their rows.
         card: The card for whose copies parts are put into pinned memory; None: they are not.
@@ -79,14 +79,14 @@ class WindowSource(abc.ABC):
         multiple_of: What the sizes of parts are multiples of; what an epoch has left over is a part of its own.
         interruptible: Entered where `next_window` waits, or runs the user's code: what is raised there at any moment
             loses nothing. Random states are put back outside of it.
-        keeps_place: Whether `state_dict` will be asked for.
+        saves_position: Whether `state_dict` will be asked for.
         samples_per_epoch: None where the data does not tell.
     """
 
     def __init__(self, settings: DataSettings, name: str) -> None:
         self.part_size, self.multiple_of = settings.target_batch, 1
         self.interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.keeps_place = True
+        self.saves_position = True
         self.samples_per_epoch: int | None = None
         self._settings, self._name = settings, name
         self._epoch, self._is_restored = 0, False
@@ -166,17 +166,17 @@ class WindowSource(abc.ABC):
         return [whole] if batch_size(whole) == total else parts
 
 
-def tell_epoch(thing: Any, epoch: int) -> None:
+def set_epoch(thing: Any, epoch: int) -> None:
     """Tell a sampler, a dataset or another iterable its epoch, where it has a `set_epoch`."""
     tell = getattr(thing, "set_epoch", None)
     if callable(tell):
         tell(epoch)
 
 
-def begin_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:
+def start_loader_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:
     """Tell a loader and its samplers their epoch, and seed the generators they were given."""
     for thing in (loader, loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-        tell_epoch(thing, epoch)
+        set_epoch(thing, epoch)
         generator = getattr(thing, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)

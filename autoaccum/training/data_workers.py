@@ -84,11 +84,11 @@ def worker_options(settings: DataSettings, loader: DataLoader[Any] | None = None
     options: dict[str, Any] = {"num_workers": settings.workers}
     if loader is not None and loader.num_workers > 0:
         options = {name: getattr(loader, name) for name in _OPTIONS}
-    start = WorkerStart(None if loader is None else loader.worker_init_fn, options.get("multiprocessing_context"))
+    start = WorkerInit(None if loader is None else loader.worker_init_fn, options.get("multiprocessing_context"))
     return {**options, "worker_init_fn": start, "pin_memory": pins and torch.accelerator.is_available()}
 
 
-def handed_over(part: Any) -> Any:
+def to_shared_memory(part: Any) -> Any:
     """A part, or a list of samples, as a worker gives it away: in shared memory, or an error that says why not.
 
     The queue would move it there in a thread of its own, where a lack of it is printed and the reader waits for ever.
@@ -108,7 +108,7 @@ def _what_failed(error: Exception) -> str | None:
     return None if _OF_THE_USERS in text else first_line(error) or type(error).__name__
 
 
-class WorkerStart:
+class WorkerInit:
     """The `worker_init_fn` of our own loaders: leave Ctrl-C to the main process, end with it, then the user's own.
 
     torch's workers look every few seconds whether their parent is still who it was when they began to look. One whose

@@ -25,7 +25,7 @@ from autoaccum.training.data_workers import Reader
 from autoaccum.training.fit_events import Evaluated, EvaluationFailed
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.seeds import seed_generators
-from autoaccum.training.training_setup import Trainee
+from autoaccum.training.training_setup import TrainingComponents
 from autoaccum.training.training_state import Progress
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.objective import Objective, match_weights
@@ -40,7 +40,7 @@ class EvaluationData:
         data: As for training. A dataset's samples are collated in parts as large as the evaluation can take; a
             DataLoader's batches, and those of another iterable, are kept unless they are too large.
         collate: `collate(samples)`; None: torch's default_collate.
-        workers: Processes that read a map-style dataset; a DataLoader has its own.
+        workers: TrialProcesses that read a map-style dataset; a DataLoader has its own.
 
     Raises:
         UsageError: It can be read only once, or is no such data.
@@ -55,7 +55,7 @@ class EvaluationData:
                 hint="give a dataset, a DataLoader or a list of batches: each evaluation reads it from the start",
             )
 
-    def check_apart(self, trained_on: Any) -> None:
+    def check_not_shared(self, trained_on: Any) -> None:
         """Raise a UsageError where training reads the same stream, which would lose what an evaluation reads."""
         for own, other in ((self._data, trained_on), (_stream(self._data), _stream(trained_on))):
             if own is other and hasattr(own, "load_state_dict"):
@@ -83,7 +83,7 @@ def _stream(data: Any) -> Any:
     return data.dataset if isinstance(data, DataLoader) else data
 
 
-class Score:
+class EvaluationMetrics:
     """Figures over all evaluation data, as if it were one batch.
 
     Without an `evaluate` they are the loss: means by their weights, sums added; its terms by name where there are
@@ -208,7 +208,7 @@ class Evaluation:
         An interruption, and being asked to stop, come through; a sys.exit() of the user's is a failure, too.
         """
         started = time.perf_counter()
-        score = Score(self._objective, self._evaluate)
+        score = EvaluationMetrics(self._objective, self._evaluate)
         failed: EvaluationFailed | None = None
         try:
             with self._put_back(model), torch.no_grad(), self._interruptible():
@@ -224,7 +224,7 @@ class Evaluation:
         release_memory(model_device(model))
         return failed
 
-    def _run_batch(self, model: nn.Module, batch: Any, score: Score) -> None:
+    def _run_batch(self, model: nn.Module, batch: Any, score: EvaluationMetrics) -> None:
         """Part by part; one that does not fit is cut further, those before it are not repeated."""
         waiting, retries = [self._objective.wrap_batch(batch)], 0
         while waiting:
@@ -244,7 +244,7 @@ class Evaluation:
             retries += 1
             waiting.insert(0, part)
 
-    def _attempt(self, model: nn.Module, part: Any, score: Score) -> Exception | None:
+    def _attempt(self, model: nn.Module, part: Any, score: EvaluationMetrics) -> Exception | None:
         """What it raises is returned: a handled exception would pin the tensors of every frame it passed through."""
         device = model_device(model)
         try:
@@ -325,7 +325,7 @@ class Evaluator:
     def __init__(
         self,
         evaluation: Evaluation | None,
-        trainee: Trainee,
+        trainee: TrainingComponents,
         request: FitRequest,
         progress: Progress,
         tell: Callable[[Any], Any],

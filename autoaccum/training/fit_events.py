@@ -22,7 +22,7 @@ class Planning:
 
 
 @dataclass(frozen=True)
-class Printed:
+class WorkloadOutput:
     """A line that the workload printed in a process of its own, while it was planned."""
 
     line: str
@@ -187,7 +187,7 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Noted:
+class Notice:
     """What a person should know, as a sentence: a damaged checkpoint was passed over, data is read forward."""
 
     text: str
@@ -207,7 +207,7 @@ class FitResult:
         samples: Samples trained on so far.
         loss: Of the last update; None when this call made none.
         evaluation: What the last evaluation gave, by name; None when there was none.
-        shortages: How often an update was repeated because memory ran out.
+        oom_retries: How often an update was repeated because memory ran out.
         skipped: Updates passed over because loss or gradient were not finite.
         seconds: What this call took, planning included.
         stopped: Why it ended before its epochs and steps: `callback`; None when it did not.
@@ -229,7 +229,7 @@ class FitResult:
     samples: int
     loss: float | None
     evaluation: Mapping[str, float] | None = None
-    shortages: int = 0
+    oom_retries: int = 0
     skipped: int = 0
     seconds: float = 0.0
     stopped: Literal["callback"] | None = None
@@ -243,7 +243,7 @@ class FitResult:
     warnings: tuple[str, ...] = ()
 
 
-class Teller:
+class EventNotifier:
     """Passes every event on: to listeners of our own, then to the user's callbacks.
 
     Args:
@@ -273,7 +273,7 @@ class Teller:
 
 
 def _warning(event: Any) -> str | None:
-    if isinstance(event, Noted):
+    if isinstance(event, Notice):
         return event.text if event.warns else None
     if isinstance(event, EvaluationFailed):
         return f"the evaluation after update {event.update} failed: {event.reason}"

@@ -15,9 +15,9 @@ from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan_request import LOOKED_AT
 from autoaccum.training.checkpoints import NotPortableError, portable
-from autoaccum.training.data_windows import DataSettings, Window, WindowSource, begin_epoch, tell_epoch
+from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
 from autoaccum.training.data_workers import END, Reader
-from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
+from autoaccum.training.seeds import derive_seed, item_seed, preserve_rng_state, seed_generators
 from autoaccum.workload.batches import batch_size, split_batch, wrap_batch
 
 
@@ -53,7 +53,7 @@ class StreamSource(WindowSource):
         """The next window; None when the epoch is over."""
         if self._ended:
             return None
-        with kept_randomness():
+        with preserve_rng_state():
             self._prepare()  # Outside of `interruptible`: processes are not left half started.
             with self.interruptible():
                 entries, sizes = self._fill()
@@ -123,7 +123,7 @@ class StreamSource(WindowSource):
         self._place = self._committed = self._here(keeps=epoch > 0)
 
     def _here(self, *, keeps: bool = True) -> dict[str, Any]:
-        keeps = keeps and self.keeps_place and self._is_stateful
+        keeps = keeps and self.saves_position and self._is_stateful
         own = {"data": copy.deepcopy(self._data.state_dict()), "rest": self._rest} if keeps else None
         return {"epoch": self._epoch, "windows": self._windows, "ended": self._ended, "own": own}
 
@@ -131,16 +131,16 @@ class StreamSource(WindowSource):
         """Open the data, unless it is open, and seed for the next window."""
         if self._reader is None:
             self._reader = self._open()
-        seed_generators(mix(self._settings.seed, "window", self._epoch, self._windows))
+        seed_generators(derive_seed(self._settings.seed, "window", self._epoch, self._windows))
 
     def _open(self) -> Reader:
-        seed = mix(self._settings.seed, "stream", self._epoch)
+        seed = derive_seed(self._settings.seed, "stream", self._epoch)
         seed_generators(seed)
         if isinstance(self._data, DataLoader):
-            tell_epoch(self._data.dataset, self._epoch)
-            begin_epoch(self._data, self._epoch, seed)
+            set_epoch(self._data.dataset, self._epoch)
+            start_loader_epoch(self._data, self._epoch, seed)
         else:
-            tell_epoch(self._data, self._epoch)
+            set_epoch(self._data, self._epoch)
         return Reader(self._data)
 
     def _take(self) -> Any:
@@ -156,7 +156,7 @@ class StreamSource(WindowSource):
         return entry
 
     def _read_forward(self, windows: int) -> None:
-        with kept_randomness():
+        with preserve_rng_state():
             for number in range(windows):
                 self._windows = number
                 self._prepare()
@@ -173,7 +173,7 @@ class StreamSource(WindowSource):
             UsageError: There are none.
         """
         state = copy.deepcopy(self._data.state_dict()) if self._is_stateful else None
-        with kept_randomness():
+        with preserve_rng_state():
             reader = self._open()
             looked = list(islice(reader, count))
             reader.close(also_kept=False)
@@ -221,7 +221,7 @@ class SamplesSource(StreamSource):
 
     def _made(self, entries: list[Any], sizes: list[int]) -> list[Any]:
         parts, following = [], iter(entries)
-        base, place = mix(self._settings.seed, "collate", self._epoch, self._windows), 0
+        base, place = derive_seed(self._settings.seed, "collate", self._epoch, self._windows), 0
         for size in split_evenly(len(entries), self.part_size, self.multiple_of) if entries else ():
             seed_generators(item_seed(base, place))
             parts.append(self._counted(self._collate(list(islice(following, size))), size))

@@ -14,18 +14,18 @@ from autoaccum.accumulation.reachable_objects import find_python_attributes, fin
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.accumulation.transaction import TorchState
 from autoaccum.errors import AutoaccumError
-from autoaccum.training.checkpoints import Keeper
+from autoaccum.training.checkpoints import CheckpointWriter
 from autoaccum.training.data_source import Source
 from autoaccum.training.data_windows import Window
 from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
-from autoaccum.training.fit_events import EpochEnded, Noted, Teller, Updated
+from autoaccum.training.fit_events import EpochEnded, EventNotifier, Notice, Updated
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.resume import Choice
+from autoaccum.training.resume import MicroBatchChoice
 from autoaccum.training.run_folder import RunFolder
-from autoaccum.training.seeds import mix
+from autoaccum.training.seeds import derive_seed
 from autoaccum.training.stepper import Stepper
-from autoaccum.training.stop_signals import Stopping
-from autoaccum.training.training_setup import Subject, Trainee
+from autoaccum.training.stop_signals import StopSignals
+from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
 from autoaccum.training.training_state import Goal, Progress, capture_settings, capture_training, restore_training
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.model_copies import is_large
@@ -50,15 +50,15 @@ class Loop:
     def __init__(
         self,
         request: FitRequest,
-        subject: Subject,
-        trainee: Trainee,
+        subject: TrainingSetup,
+        trainee: TrainingComponents,
         source: Source,
-        choice: Choice,
+        choice: MicroBatchChoice,
         *,
         folder: RunFolder | None,
         run: Mapping[str, Any],
-        stopping: Stopping,
-        teller: Teller,
+        stopping: StopSignals,
+        teller: EventNotifier,
     ) -> None:
         self.trainee, self.choice, self.progress = trainee, choice, Progress()
         self._source, self._stopping, self._teller = source, stopping, teller
@@ -67,12 +67,12 @@ class Loop:
         self._has_left_out = self._has_told_of_coupling = False
         source.part_size, source.multiple_of = choice.micro_batch, choice.multiple_of
         source.interruptible = stopping.interruptible
-        source.keeps_place = folder is not None
+        source.saves_position = folder is not None
         self.goal = Goal(request.epochs, request.steps, _updates_per_epoch(source, request.target_batch))
         self.stepper = Stepper(request, trainee, choice, self.progress, stopping.check, teller.tell)
         self._evaluator = self._make_evaluator(request, subject)
         store = None if folder is None else folder.checkpoints
-        self.keeper = Keeper(store, request.checkpoint_every, self.progress, self.compose, teller.tell)
+        self.keeper = CheckpointWriter(store, request.checkpoint_every, self.progress, self.compose, teller.tell)
 
     def run(self) -> None:
         """Train to the goal, or until a callback ends it.
@@ -81,7 +81,7 @@ class Loop:
         UpdateInterrupted.
 
         Raises:
-            StopAsked: A signal asked for it.
+            StopRequested: A signal asked for it.
         """
         self._evaluator.run_missed()
         if not self.goal.is_reached(self.progress):
@@ -132,7 +132,7 @@ class Loop:
         self._evaluator.restore(record["evaluation"])
         how = self._source.load_state_dict(record["data"])
         if how is not None:
-            self._teller.tell(Noted(how, warns=False))
+            self._teller.tell(Notice(how, warns=False))
 
     def _whole(self, window: Window) -> Window:
         """The window without what is left over at the end of an epoch, which is told once."""
@@ -140,7 +140,7 @@ class Loop:
         if not self._has_left_out:
             self._has_left_out = True
             left = f"samples that are left over at the end of an epoch ({window.samples % each} here) are left out"
-            self._teller.tell(Noted(f"{left}: micro-batches are multiples of {each}", warns=False))
+            self._teller.tell(Notice(f"{left}: micro-batches are multiples of {each}", warns=False))
         whole = window.whole(each)
         if not whole.samples:
             self._source.commit()
@@ -188,11 +188,11 @@ class Loop:
         self._teller.tell(ended)
         self._evaluator.run_after_epoch()
 
-    def _make_evaluator(self, request: FitRequest, subject: Subject) -> Evaluator:
+    def _make_evaluator(self, request: FitRequest, subject: TrainingSetup) -> Evaluator:
         trainee, evaluation = self.trainee, None
         if subject.eval_data is not None:
             data = EvaluationData(subject.eval_data, collate=subject.collate, workers=request.workers)
-            data.check_apart(subject.data)
+            data.check_not_shared(subject.data)
             evaluation = Evaluation(
                 trainee.objective,
                 trainee.evaluate,
@@ -200,7 +200,7 @@ class Loop:
                 data,
                 micro_batch=subject.evaluation_batch or self.choice.micro_batch,
                 beside=trainee.beside,
-                seed=mix(request.seed, "evaluation"),
+                seed=derive_seed(request.seed, "evaluation"),
                 interruptible=self._stopping.interruptible,
             )
         return Evaluator(evaluation, trainee, request, self.progress, self._teller.tell)
@@ -212,7 +212,7 @@ def _updates_per_epoch(source: Source, target_batch: int) -> int | None:
 
 
 def _tell_of_coupling(
-    trainee: Trainee, known: Coupling | None, parts: Sequence[Any], tell: Callable[[Any], None]
+    trainee: TrainingComponents, known: Coupling | None, parts: Sequence[Any], tell: Callable[[Any], None]
 ) -> None:
     """Say what couples the samples of an update: what its plan knows, else what an experiment on a copy finds.
 
@@ -223,7 +223,7 @@ def _tell_of_coupling(
     # Of BatchNorms the Accumulator itself warns, and knows more.
     told = () if trainee.batchnorm == "frozen" else batchnorm_names(trainee.model)
     for sentence in found.warnings(told):
-        tell(Noted(sentence))
+        tell(Notice(sentence))
 
 
 def _take(parts: Sequence[Any]) -> Any:
@@ -238,7 +238,7 @@ def _take(parts: Sequence[Any]) -> Any:
         return None
 
 
-def _find_out(trainee: Trainee, batch: Any) -> Coupling:
+def _find_out(trainee: TrainingComponents, batch: Any) -> Coupling:
     if batch is None:
         return Coupling(reason="the first update has too few samples, or parts of several forms")
     model, objective = trainee.model, trainee.objective

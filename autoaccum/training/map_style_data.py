@@ -17,9 +17,9 @@ from autoaccum.accumulation.rng_state import GENERATORS
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.planning.plan_request import LOOKED_AT
-from autoaccum.training.data_windows import DataSettings, Window, WindowSource, begin_epoch, tell_epoch
-from autoaccum.training.data_workers import END, Reader, handed_over, worker_options
-from autoaccum.training.seeds import item_seed, kept_randomness, mix, seed_generators
+from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
+from autoaccum.training.data_workers import END, Reader, to_shared_memory, worker_options
+from autoaccum.training.seeds import derive_seed, item_seed, preserve_rng_state, seed_generators
 from autoaccum.workload.model_copies import fixed_seeds
 from autoaccum.workload.samples import spread_indices
 
@@ -53,7 +53,7 @@ class MapStyleSource(WindowSource):
         self._loader: DataLoader[Any] = DataLoader(
             PartFetcher(dataset, self._collate, settings.seed),  # type: ignore[arg-type]
             batch_sampler=self,  # type: ignore[arg-type]
-            collate_fn=handed_over,
+            collate_fn=to_shared_memory,
             generator=torch.Generator(),
             **worker_options(settings, loader),
         )
@@ -86,9 +86,9 @@ class MapStyleSource(WindowSource):
             WorkloadError: `collate` makes another number of samples.
             DataWorkerError: A worker died. What the data raises comes through.
         """
-        with _current(self._settings.card), kept_randomness():
+        with _current(self._settings.card), preserve_rng_state():
             if self._reader is None:  # Outside of `interruptible`: processes are not left half started.
-                self._loader.generator.manual_seed(mix(self._settings.seed, "workers", self._epoch))
+                self._loader.generator.manual_seed(derive_seed(self._settings.seed, "workers", self._epoch))
                 self._reader = Reader(self._loader)
             with self.interruptible():
                 parts, sizes = self._read_parts(self._reader)
@@ -113,7 +113,7 @@ class MapStyleSource(WindowSource):
         """Go to a place; no item is read. Says so where the order, or what is drawn, is not known to be the same."""
         self._begin(state["epoch"])
         self._is_restored = True
-        with kept_randomness():
+        with preserve_rng_state():
             while self._read < state["samples"] and (following := next(self._windows, None)):
                 self._read += sum(map(len, following[0]))
                 self._digest = following[1]
@@ -206,7 +206,7 @@ class PartFetcher:
         """The collated part."""
         if request.epoch != self._epoch:
             self._epoch = request.epoch
-            tell_epoch(self.users_dataset, request.epoch)
+            set_epoch(self.users_dataset, request.epoch)
         try:
             return self._part(request)
         except StopIteration as error:  # A DataLoader would take it for its own end.
@@ -219,12 +219,12 @@ class PartFetcher:
             return list(
                 self.users_dataset[torch.as_tensor(request.indices)]
             )  # The same as row by row, and draws nothing.
-        base, items = mix(self._seed, "item", request.epoch), []
+        base, items = derive_seed(self._seed, "item", request.epoch), []
         for place, index in enumerate(request.indices, request.place):
             seed_generators(item_seed(base, place))
             items.append(self.users_dataset[index])
         if not is_plain:
-            seed_generators(item_seed(mix(self._seed, "collate", request.epoch), request.place))
+            seed_generators(item_seed(derive_seed(self._seed, "collate", request.epoch), request.place))
         return self._collate(items)
 
 
@@ -236,11 +236,11 @@ def _windows(
     rest: list[Any] = []
     digest = 0
     for number in count():
-        seed = mix(settings.seed, "order", epoch, number)
+        seed = derive_seed(settings.seed, "order", epoch, number)
         seed_generators(seed)
         if number == 0:
             if loader is not None:
-                begin_epoch(loader, epoch, seed)
+                start_loader_epoch(loader, epoch, seed)
             lists = iter(sampler)
         window, room = [], settings.target_batch
         while room > 0:

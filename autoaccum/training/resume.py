@@ -22,10 +22,10 @@ from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.plan import Plan
 from autoaccum.training.data_source import Source
-from autoaccum.training.fit_events import Noted, Planning
+from autoaccum.training.fit_events import Notice, Planning
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.run_folder import RunFolder
-from autoaccum.training.training_setup import Subject, Trainee
+from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
 from autoaccum.units import format_bytes
 
 _ROUNDING = 1e-6
@@ -33,7 +33,7 @@ _ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
-class Saved:
+class LoadedCheckpoint:
     """A checkpoint to go on from.
 
     Attributes:
@@ -51,7 +51,7 @@ class Saved:
         return None if text is None else Plan.from_json(text, source=f"the plan in {self.path}")
 
 
-def find_saved(folder: RunFolder | None, resume: str, tell: Callable[[Any], Any]) -> Saved | None:
+def find_checkpoint(folder: RunFolder | None, resume: str, tell: Callable[[Any], Any]) -> LoadedCheckpoint | None:
     """The newest whole checkpoint of the folder, as `resume` has it; None for a run that begins anew.
 
     Raises:
@@ -69,7 +69,7 @@ def find_saved(folder: RunFolder | None, resume: str, tell: Callable[[Any], Any]
     found = folder.checkpoints.newest(tell)
     if found is None and resume == "must":
         raise UsageError(f"{folder.path} holds no checkpoint to resume", hint="begin the run without --resume must")
-    return None if found is None else Saved(*found)
+    return None if found is None else LoadedCheckpoint(*found)
 
 
 def describe_request(request: FitRequest, source: Source) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def describe_request(request: FitRequest, source: Source) -> dict[str, Any]:
     return {"target batch": request.target_batch, "seed": request.seed, "data": source.fingerprint()}
 
 
-def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[str, Any]:
+def describe_run(request: FitRequest, trainee: TrainingComponents, source: Source) -> dict[str, Any]:
     """All that must be the same, but for the names and settings that `restore_training` compares."""
     return {
         **describe_request(request, source),
@@ -92,7 +92,7 @@ def describe_run(request: FitRequest, trainee: Trainee, source: Source) -> dict[
     }
 
 
-def check_same_run(saved: Saved, here: Mapping[str, Any]) -> None:
+def check_same_run(saved: LoadedCheckpoint, here: Mapping[str, Any]) -> None:
     """Refuse to go on with another training than the one that was interrupted.
 
     Raises:
@@ -116,15 +116,15 @@ def _differences(of: str, then: Mapping[str, Any], here: Mapping[str, Any]) -> I
             yield f"{of}{name} was {was!r}, is {value!r}"
 
 
-def tell_of_changes(saved: Saved, name: str, digest: str, tell: Callable[[Any], Any]) -> None:
+def warn_of_changes(saved: LoadedCheckpoint, name: str, digest: str, tell: Callable[[Any], Any]) -> None:
     """Say so where the workload's files are not those the run began with."""
     then = saved.record["digest"]
     if then and digest and then != digest:
-        tell(Noted(f"{name} was changed since the checkpoint was written: what follows trains what it says now"))
+        tell(Notice(f"{name} was changed since the checkpoint was written: what follows trains what it says now"))
 
 
 @dataclass(frozen=True)
-class Choice:
+class MicroBatchChoice:
     """A micro-batch, the plan it is from (None where it was given as a number), and what it is a multiple of."""
 
     micro_batch: int
@@ -133,8 +133,12 @@ class Choice:
 
 
 def choose_micro_batch(
-    request: FitRequest, subject: Subject, source: Source, saved: Saved | None, tell: Callable[[Any], Any]
-) -> Choice:
+    request: FitRequest,
+    subject: TrainingSetup,
+    source: Source,
+    saved: LoadedCheckpoint | None,
+    tell: Callable[[Any], Any],
+) -> MicroBatchChoice:
     """What was given, else what the interrupted run had, else what a plan finds out now.
 
     Raises:
@@ -147,7 +151,7 @@ def choose_micro_batch(
         unused = [name for name in ("memory", "reserve", "worst_of") if getattr(asked, name) is not None]
         if unused:
             verb = "is" if len(unused) == 1 else "are"
-            tell(Noted(f"{' and '.join(unused)} {verb} not used: the micro-batch is known without planning"))
+            tell(Notice(f"{' and '.join(unused)} {verb} not used: the micro-batch is known without planning"))
         each = max(subject.multiple_of, 1 if found.plan is None else found.plan.multiple_of)
         check_multiple(request.target_batch, each, "the target batch")
         return replace(found, multiple_of=each)
@@ -160,7 +164,7 @@ def choose_micro_batch(
     kept = None if saved is None else saved.plan
     if kept is not None:  # A tuned plan has no trials of its learning rate: it holds for the next one, too.
         made = replace(made, learning_rate=kept.learning_rate)
-    return Choice(made.micro_batch, made, made.multiple_of)
+    return MicroBatchChoice(made.micro_batch, made, made.multiple_of)
 
 
 def choose_learning_rate(request: FitRequest, plan: Plan | None) -> float | None:
@@ -169,7 +173,11 @@ def choose_learning_rate(request: FitRequest, plan: Plan | None) -> float | None
 
 
 def check_choice(
-    request: FitRequest, subject: Subject, trainee: Trainee, choice: Choice, tell: Callable[[Any], Any]
+    request: FitRequest,
+    subject: TrainingSetup,
+    trainee: TrainingComponents,
+    choice: MicroBatchChoice,
+    tell: Callable[[Any], Any],
 ) -> None:
     """Refuse a plan for something else than is trained; then say what of the choice is worth knowing.
 
@@ -186,42 +194,42 @@ def check_choice(
         digest = plan.workload.get("digest")
         if request.plan is not None and digest and subject.digest and digest != subject.digest:
             changed = f"{subject.name} is not what the plan was made for, or has changed since"
-            tell(Noted(f"{changed}: should memory run out, plan again"))
+            tell(Notice(f"{changed}: should memory run out, plan again"))
         if rate is not None and request.learning_rate is None:
-            tell(Noted(f"the learning rate is {rate:.6g}: the plan was tuned with it", warns=False))
+            tell(Notice(f"the learning rate is {rate:.6g}: the plan was tuned with it", warns=False))
         if trainee.averages is not None and "ema" not in (plan.workload.get("keeps") or ()):
             size = format_bytes(sum(tensor.nbytes for tensor in trainee.averages.tensors))
             hint = 'should memory run out, plan again with keeps="ema" (--keeps ema)'
-            tell(Noted(f"an average of the weights is kept, {size} that the plan does not count: {hint}"))
+            tell(Notice(f"an average of the weights is kept, {size} that the plan does not count: {hint}"))
     if rate is not None and trainee.scheduler is not None:
         begins = float(trainee.optimizer.param_groups[0].get("initial_lr", rate))
         if not math.isclose(begins, rate, rel_tol=_ROUNDING):  # Some, such as OneCycleLR, have rates of their own.
             name = type(trainee.scheduler).__name__
-            tell(Noted(f"the learning rate is to be {rate:.6g}, and {name} begins at {begins:.6g}", warns=False))
+            tell(Notice(f"the learning rate is to be {rate:.6g}, and {name} begins at {begins:.6g}", warns=False))
 
 
 def _without_trials(
-    request: FitRequest, subject: Subject, saved: Saved | None, tell: Callable[[Any], Any]
-) -> Choice | None:
+    request: FitRequest, subject: TrainingSetup, saved: LoadedCheckpoint | None, tell: Callable[[Any], Any]
+) -> MicroBatchChoice | None:
     if request.micro_batch is not None:
-        return Choice(request.micro_batch)
+        return MicroBatchChoice(request.micro_batch)
     if request.plan is not None:
         given = Plan.load(request.plan) if isinstance(request.plan, (str, os.PathLike)) else request.plan
         _check_given(given, request, subject)
-        return Choice(given.micro_batch, given)
+        return MicroBatchChoice(given.micro_batch, given)
     if saved is None:
         return None
     kept = saved.plan
     if kept is None:
-        return Choice(int(saved.record["micro_batch"]))
+        return MicroBatchChoice(int(saved.record["micro_batch"]))
     different = _elsewhere(kept, subject.device)
     if not different:
-        return Choice(kept.micro_batch, kept)
-    tell(Noted(f"the run was planned for {different[0][0]}, and here is {different[0][1]}: it is planned again"))
+        return MicroBatchChoice(kept.micro_batch, kept)
+    tell(Notice(f"the run was planned for {different[0][0]}, and here is {different[0][1]}: it is planned again"))
     return None
 
 
-def _check_given(plan: Plan, request: FitRequest, subject: Subject) -> None:
+def _check_given(plan: Plan, request: FitRequest, subject: TrainingSetup) -> None:
     """What can be seen before anything is built; `check_choice` compares the rest."""
     if not isinstance(plan, Plan):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')

@@ -20,7 +20,7 @@ from torch import nn
 from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import Checkpoints, portable, write_file
-from autoaccum.training.fit_events import Evaluated, Noted, Updated
+from autoaccum.training.fit_events import Evaluated, Notice, Updated
 
 _ANOTHER = "give another folder"
 _LOCK = "autoaccum.lock"
@@ -99,7 +99,7 @@ class RunFolder:
             self._lock = None
 
 
-class Logs:
+class MetricsLog:
     """Writes a line for each update and each evaluation; begins behind the update that a run goes on from.
 
     What cannot be written (a full disk) is lost, and training goes on: later lines follow when there is room again.
@@ -140,7 +140,7 @@ class Logs:
                     if value is not None:
                         self._board.add_scalar(name, value, event.update)
 
-    def __enter__(self) -> Logs:
+    def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(
@@ -171,7 +171,7 @@ class Logs:
         if not self._has_failed:
             self._has_failed = True
             reason = error.strerror or error
-            self._tell(Noted(f"{self._path} cannot be written ({reason}): lines of it are missing"))
+            self._tell(Notice(f"{self._path} cannot be written ({reason}): lines of it are missing"))
 
 
 def _lock(path: Path) -> int:

@@ -19,17 +19,17 @@ _BITS = 32
 _WORD = 2**64 - 1
 
 
-def mix(*numbers: int | str) -> int:
+def derive_seed(*numbers: int | str) -> int:
     """A seed from what it shall depend on, the same in every process and release.
 
-    >>> mix(0, 1) == mix(0, 1), mix(0, 1) == mix(1, 0)
+    >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)
     (True, False)
     """
     return int.from_bytes(blake2b(repr(numbers).encode(), digest_size=_BITS // 8).digest(), "little")
 
 
 def item_seed(base: int, place: int) -> int:
-    """As `mix`, for what is needed for every item: SplitMix64's finaliser (Steele et al. 2014), a few operations.
+    """Derive the seed of one item, cheaply: SplitMix64's finaliser (Steele et al. 2014).
 
     >>> item_seed(1, 0) != item_seed(1, 5)
     True
@@ -48,7 +48,7 @@ def seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def kept_randomness() -> Iterator[None]:
+def preserve_rng_state() -> Iterator[None]:
     """Put the generators of Python, NumPy and torch on the CPU back, whatever is drawn or seeded meanwhile."""
     caller = RngState()
     try:
@@ -57,7 +57,7 @@ def kept_randomness() -> Iterator[None]:
         caller.restore()
 
 
-def capture_random(devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
+def capture_rng_state(devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()) -> dict[str, Any]:
     """The states of Python's and NumPy's generators, of torch's on the CPU and `devices`, and of `generators`.
 
     All of it is what `torch.load` takes with `weights_only=True`; NumPy's own array it does not.
@@ -72,10 +72,10 @@ def capture_random(devices: Iterable[torch.device], generators: Iterable[torch.G
     }
 
 
-def restore_random(
+def restore_rng_state(
     states: Mapping[str, Any], devices: Iterable[torch.device], generators: Iterable[torch.Generator] = ()
 ) -> None:
-    """Put the generators where `states` of `capture_random` has them; cards in order, whatever their numbers."""
+    """Put the generators where `states` of `capture_rng_state` has them; cards in order, whatever their numbers."""
     random.setstate(states["python"])
     np.random.set_state(tuple(states["numpy"]))
     torch.set_rng_state(states["torch"])

@@ -15,8 +15,8 @@ from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
 from autoaccum.training.fit_events import CeilingRaised, OutOfMemoryRetry, Skipped
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.resume import Choice
-from autoaccum.training.training_setup import Trainee
+from autoaccum.training.resume import MicroBatchChoice
+from autoaccum.training.training_setup import TrainingComponents
 from autoaccum.training.training_state import Progress
 from autoaccum.workload.batches import batch_size
 
@@ -111,7 +111,7 @@ class Stepper(StepObserver):
     Args:
         progress: How far it is; counts what is skipped.
         check: Called as each phase of a step begins; what it raises rolls the step back.
-        tell: Told of shortages, raises of the ceiling and skipped windows.
+        tell: Told of oom_retries, raises of the ceiling and skipped windows.
 
     Attributes:
         ceiling: How large micro-batches may be by now.
@@ -123,8 +123,8 @@ class Stepper(StepObserver):
     def __init__(
         self,
         request: FitRequest,
-        trainee: Trainee,
-        choice: Choice,
+        trainee: TrainingComponents,
+        choice: MicroBatchChoice,
         progress: Progress,
         check: Callable[[], None],
         tell: Callable[[Any], None],

@@ -15,7 +15,7 @@ _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 _ONE_PRESS_SECONDS = 0.5
 
 
-class StopAsked(BaseException):
+class StopRequested(BaseException):
     """A run is asked to stop; no `Exception`, so that nobody's `except Exception` eats it.
 
     Attributes:
@@ -27,7 +27,7 @@ class StopAsked(BaseException):
         self.number = number
 
 
-class Stopping:
+class StopSignals:
     """Within it SIGINT, SIGTERM and SIGHUP ask the run to stop; one that was ignored before (nohup) stays ignored.
 
     A first signal is noted, nothing more: `check` raises where the run can be left. Within `interruptible` it raises
@@ -60,7 +60,7 @@ class Stopping:
         self._is_open = False
         self._previous: dict[int, Any] = {}
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
             handlers = {int(number): signal.getsignal(number) for number in numbers}
@@ -75,7 +75,7 @@ class Stopping:
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self:
                 signal.signal(number, handler)
-        if error is None or isinstance(error, StopAsked):
+        if error is None or isinstance(error, StopRequested):
             self.leave()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -86,7 +86,7 @@ class Stopping:
             self.asked, self._asked_at = number, time.monotonic()
             if self._is_open:
                 self._is_open = False
-                raise StopAsked(number)
+                raise StopRequested(number)
         elif time.monotonic() - self._asked_at >= self._one_press_seconds:
             raise _end_by(number)
 
@@ -94,10 +94,10 @@ class Stopping:
         """Leave the run here if it was asked to stop.
 
         Raises:
-            StopAsked: It was.
+            StopRequested: It was.
         """
         if self.asked is not None:
-            raise StopAsked(self.asked)
+            raise StopRequested(self.asked)
 
     def leave(self) -> None:
         """End the program as the signal would have, after the last checkpoint; nothing if none came.
@@ -120,7 +120,7 @@ class Stopping:
         """Where nothing is lost by leaving at any moment: waiting for data, evaluating.
 
         Raises:
-            StopAsked: The run is asked to stop, or was before; also in place of an error that came with it, such as
+            StopRequested: The run is asked to stop, or was before; also in place of an error that came with it, such as
                 that of a worker which the same signal ended.
         """
         self.check()
@@ -129,7 +129,7 @@ class Stopping:
             yield
         except Exception as error:
             if self.asked is not None:
-                raise StopAsked(self.asked) from error
+                raise StopRequested(self.asked) from error
             raise
         finally:
             self._is_open = False

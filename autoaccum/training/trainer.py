@@ -16,7 +16,7 @@ from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.data_source import open_source
 from autoaccum.training.data_windows import DataSettings
-from autoaccum.training.fit_events import FitResult, Noted, Started, Teller
+from autoaccum.training.fit_events import EventNotifier, FitResult, Notice, Started
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.loop import Loop
 from autoaccum.training.resume import (
@@ -26,14 +26,14 @@ from autoaccum.training.resume import (
     choose_micro_batch,
     describe_request,
     describe_run,
-    find_saved,
-    tell_of_changes,
+    find_checkpoint,
+    warn_of_changes,
 )
-from autoaccum.training.run_folder import Logs, RunFolder
-from autoaccum.training.seeds import mix, seed_generators
-from autoaccum.training.stop_signals import StopAsked, Stopping
-from autoaccum.training.training_setup import Subject
-from autoaccum.training.training_state import restore_randomness
+from autoaccum.training.run_folder import MetricsLog, RunFolder
+from autoaccum.training.seeds import derive_seed, seed_generators
+from autoaccum.training.stop_signals import StopRequested, StopSignals
+from autoaccum.training.training_setup import TrainingSetup
+from autoaccum.training.training_state import restore_training_rng
 
 
 def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> FitResult:
@@ -49,11 +49,11 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
     """
     began = time.monotonic()
     check_launch()
-    teller = Teller([] if on_event is None else [on_event], request.callbacks)
+    teller = EventNotifier([] if on_event is None else [on_event], request.callbacks)
     tell = teller.tell
     with ExitStack() as stack:
         stack.callback(RngState(initialized_cuda_devices()).restore)
-        subject = Subject(request)
+        subject = TrainingSetup(request)
         folder = None
         if request.run_dir is not None:
             folder = stack.enter_context(RunFolder(request.run_dir, keep=request.keep))
@@ -67,15 +67,15 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         )
         source = open_source(subject.data, settings)
         stack.callback(source.close)
-        saved = find_saved(folder, request.resume, tell)
+        saved = find_checkpoint(folder, request.resume, tell)
         if saved is not None:
             check_same_run(saved, describe_request(request, source))  # Before a plan that may take minutes.
-            tell_of_changes(saved, subject.name, subject.digest, tell)
+            warn_of_changes(saved, subject.name, subject.digest, tell)
         resumed_from = None if saved is None else saved.path
         choice = choose_micro_batch(request, subject, source, saved, tell)
         if subject.device.type == "cuda":  # Which may have started only while it was planned.
             stack.callback(RngState([subject.device]).restore)
-        own = mix(request.seed, "training")
+        own = derive_seed(request.seed, "training")
         seed_generators(own)
         torch.cuda.manual_seed_all(own)
         trainee = subject.build(choice.plan, choose_learning_rate(request, choice.plan))
@@ -83,7 +83,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         if saved is not None:
             check_same_run(saved, run)
         check_choice(request, subject, trainee, choice, tell)
-        stopping = stack.enter_context(Stopping())
+        stopping = stack.enter_context(StopSignals())
         stack.callback(source.close)  # In here, where torch's word on workers that a signal ended is held back.
         loop = Loop(request, subject, trainee, source, choice, folder=folder, run=run, stopping=stopping, teller=teller)
         if saved is not None:
@@ -93,24 +93,24 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         loop.keeper.keep_first()  # Before all other files: they are known for a run's by a checkpoint beside them.
         if folder is not None:
             place = loop.progress
-            logs = stack.enter_context(Logs(folder.path, place.update, place.evaluated_at, tell))
+            logs = stack.enter_context(MetricsLog(folder.path, place.update, place.evaluated_at, tell))
             teller.listeners.append(logs.hear)
             if choice.plan is not None:
                 choice.plan.save(folder.plan_path, force=True)
         if saved is not None:
-            restore_randomness(saved.record["training"], trainee)
+            restore_training_rng(saved.record["training"], trainee)
             saved = None  # As large as model and optimizer, in host memory.
         _run(loop, stopping)
         return _result(loop, folder, teller, resumed_from, time.monotonic() - began)
 
 
-def _run(loop: Loop, stopping: Stopping) -> None:
+def _run(loop: Loop, stopping: StopSignals) -> None:
     """Train; whatever ends it, the state of the last whole update is kept, unless nobody knows what it is."""
     try:
         loop.run()
     except BaseException as error:
         # After a second signal nothing should be written; what else is no Exception comes from the user's own code.
-        at_once = stopping.asked is not None and not isinstance(error, (StopAsked, Exception))
+        at_once = stopping.asked is not None and not isinstance(error, (StopRequested, Exception))
         if loop.stepper.is_whole and not is_context_dead(error) and not at_once and not _is_spoilt(error, loop):
             loop.keeper.keep()
         if isinstance(error, UpdateInterrupted) and loop.keeper.newest is not None:
@@ -141,11 +141,11 @@ def _started(request: FitRequest, loop: Loop, resumed_from: Path | None) -> Star
 
 
 def _result(
-    loop: Loop, folder: RunFolder | None, teller: Teller, resumed_from: Path | None, seconds: float
+    loop: Loop, folder: RunFolder | None, teller: EventNotifier, resumed_from: Path | None, seconds: float
 ) -> FitResult:
     progress, averages = loop.progress, loop.trainee.averages
     if progress.update and not progress.made:
-        teller.tell(Noted(f"of {progress.update} updates none was made: the weights are those it began with"))
+        teller.tell(Notice(f"of {progress.update} updates none was made: the weights are those it began with"))
     unsaved = loop.keeper.failure
     model_path = ema_path = None
     if folder is not None:
@@ -163,7 +163,7 @@ def _result(
         samples=progress.samples,
         loss=progress.loss,
         evaluation=progress.evaluation,
-        shortages=progress.shortages,
+        oom_retries=progress.oom_retries,
         skipped=progress.skipped,
         seconds=seconds,
         stopped="callback" if teller.ended else None,

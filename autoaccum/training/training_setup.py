@@ -31,7 +31,7 @@ from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_request import LOOKED_AT
 from autoaccum.planning.planner import plan as make_plan
-from autoaccum.training.fit_events import Printed
+from autoaccum.training.fit_events import WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.workload.batches import read_batching
 from autoaccum.workload.loading import load_workload
@@ -42,7 +42,7 @@ from autoaccum.workload.spec import Workload, no_batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainee:
+class TrainingComponents:
     """What is trained, in place on its device.
 
     Attributes:
@@ -98,7 +98,7 @@ def find_device(asked: str) -> torch.device:
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
-class Subject:
+class TrainingSetup:
     """What is to be trained: a workload, whose model is built when training begins, or a model that is there already.
 
     A live model is trained where it is or on the card that is asked for.
@@ -165,14 +165,14 @@ class Subject:
         if is_file and all(value is None for value in in_code):
             worst_of = options.worst_of or (LOOKED_AT if workload.batch is no_batch else None)
             asked |= {**options.overrides, "worst_of": worst_of}
-            said = None if on_event is None else lambda line: on_event(Printed(line))
+            said = None if on_event is None else lambda line: on_event(WorkloadOutput(line))
             return make_plan(os.fspath(request.subject), on_output=said, **asked)
         if workload.batch is no_batch or options.worst_of is not None:
             batches = make_batches(planning_batch(options.worst_of))
             workload = replace_fields(workload, batch=batches, worst_of=options.worst_of)
         return make_plan(workload, **asked)
 
-    def build(self, plan: Plan | None, learning_rate: float | None = None) -> Trainee:
+    def build(self, plan: Plan | None, learning_rate: float | None = None) -> TrainingComponents:
         """The model and what goes with it, from the random states as they are.
 
         Args:
@@ -199,7 +199,7 @@ class Subject:
         ema_decay = _choose_ema_decay(self._request.ema_decay, self._keeps)
         if not model.training:  # As `from_pretrained` leaves it; single modules that are at rest stay so otherwise.
             model.train()
-        return Trainee(
+        return TrainingComponents(
             model=model,
             objective=self.objective,
             optimizer=optimizer,

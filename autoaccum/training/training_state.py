@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.errors import UsageError, first_line
-from autoaccum.training.fit_events import Noted
-from autoaccum.training.seeds import capture_random, restore_random
-from autoaccum.training.training_setup import Trainee
+from autoaccum.training.fit_events import Notice
+from autoaccum.training.seeds import capture_rng_state, restore_rng_state
+from autoaccum.training.training_setup import TrainingComponents
 
 _TOLD = 3
 """Differences that a message names."""
@@ -36,7 +36,7 @@ class Progress:
         samples: Samples of those windows.
         epoch_samples: Those of the epoch that is under way.
         made: Updates that were made; the others had no weight, were skipped, or overflowed in fp16.
-        shortages: How often an update was repeated because memory ran out.
+        oom_retries: How often an update was repeated because memory ran out.
         skipped: Windows passed over because loss or gradient were not finite.
         loss: Of the last update.
         evaluation: What the last evaluation gave.
@@ -47,7 +47,7 @@ class Progress:
     epoch: int = 0
     samples: int = 0
     epoch_samples: int = 0
-    shortages: int = 0
+    oom_retries: int = 0
     made: int = 0
     skipped: int = 0
     loss: float | None = None
@@ -59,7 +59,7 @@ class Progress:
         self.update += 1
         self.samples += samples
         self.epoch_samples += samples
-        self.shortages += result.retries
+        self.oom_retries += result.retries
         self.made += result.updated
         self.loss = result.loss
 
@@ -104,14 +104,14 @@ class Goal:
         return updates if self.steps is None else min(updates, self.steps)
 
 
-def capture_settings(trainee: Trainee) -> dict[str, Any]:
+def capture_settings(trainee: TrainingComponents) -> dict[str, Any]:
     """What optimizer and schedule are set to, to be taken before any update: a resumed run must have the same."""
     groups = trainee.optimizer.param_groups
     plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     return {"groups": copy.deepcopy(plain), "schedule": copy.deepcopy(_schedule(trainee))}
 
 
-def capture_training(trainee: Trainee) -> dict[str, Any]:
+def capture_training(trainee: TrainingComponents) -> dict[str, Any]:
     """What changes as `trainee` is trained, but for the place in the data; its tensors are no copies.
 
     Raises:
@@ -133,12 +133,12 @@ def capture_training(trainee: Trainee) -> dict[str, Any]:
         "scheduler": _schedule(trainee),
         "scaler": None if trainee.scaler is None else trainee.scaler.state_dict(),
         "ema": None if averages is None else {"updates": averages.updates, "model": averages.model.state_dict()},
-        "random": capture_random(trainee.devices, _generators(root)),
+        "random": capture_rng_state(trainee.devices, _generators(root)),
     }
 
 
 def restore_training(
-    state: Mapping[str, Any], settings: Mapping[str, Any], trainee: Trainee, tell: Callable[[Any], Any]
+    state: Mapping[str, Any], settings: Mapping[str, Any], trainee: TrainingComponents, tell: Callable[[Any], Any]
 ) -> None:
     """Put back what `capture_training` took, bit for bit, but for random states, which come last of all.
 
@@ -176,7 +176,7 @@ def restore_training(
         _attempt("the scheduler", lambda: trainee.scheduler.load_state_dict(state["scheduler"]))
         if changed:
             tell(
-                Noted(f"the schedule goes on as it was kept: {', '.join(changed)} of it are others here, and not used")
+                Notice(f"the schedule goes on as it was kept: {', '.join(changed)} of it are others here, and not used")
             )
     if trainee.scaler is not None:
         trainee.scaler.load_state_dict(state["scaler"])
@@ -185,12 +185,12 @@ def restore_training(
         trainee.averages.updates = state["ema"]["updates"]
 
 
-def restore_randomness(state: Mapping[str, Any], trainee: Trainee) -> None:
+def restore_training_rng(state: Mapping[str, Any], trainee: TrainingComponents) -> None:
     """Go on drawing where the interrupted run did."""
-    restore_random(state["random"], trainee.devices, _generators(_root(trainee)))
+    restore_rng_state(state["random"], trainee.devices, _generators(_root(trainee)))
 
 
-def _root(trainee: Trainee) -> nn.Module:
+def _root(trainee: TrainingComponents) -> nn.Module:
     """One module of all that is trained: the model, what the loss holds, and what the optimizer alone knows."""
     root = nn.Module()
     root.model = unwrap_model(trainee.model)
@@ -209,7 +209,7 @@ def _can_be_kept(module: nn.Module) -> bool:
     return not any(tensor.is_meta or tensor.is_quantized for tensor in tensors)
 
 
-def _schedule(trainee: Trainee) -> Any:
+def _schedule(trainee: TrainingComponents) -> Any:
     scheduler = trainee.scheduler
     for name in ("state_dict", "load_state_dict"):
         if scheduler is not None and not callable(getattr(scheduler, name, None)):

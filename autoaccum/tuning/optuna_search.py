@@ -9,20 +9,20 @@ import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from autoaccum.errors import WorkloadError
+from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.ranking import rank
-from autoaccum.tuning.study import MICRO, RATE, TARGET, Study, reaching, row_of
-from autoaccum.tuning.trial_processes import Processes
+from autoaccum.tuning.study import MICRO, RATE, TARGET, Study, read_trial, storage_errors
+from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.tune_request import Budget
 from autoaccum.tuning.tuning_result import (
     Listener,
-    Noted,
+    LossReported,
     Outcome,
-    Reported,
     Row,
+    SearchSpace,
     Setting,
-    Space,
-    TrialBegan,
     TrialEnded,
+    TrialStarted,
 )
 
 _CONFIRMING_SEEDS = 2
@@ -40,7 +40,7 @@ class Search:
     """Runs trials of a study, in processes of their own; `ceiling` is the micro-batch of every evaluation."""
 
     def __init__(
-        self, study: Study, space: Space, budget: Budget, ceiling: int, processes: Processes, tell: Listener
+        self, study: Study, space: SearchSpace, budget: Budget, ceiling: int, processes: TrialProcesses, tell: Listener
     ) -> None:
         self._study, self._space, self._budget, self._ceiling = study, space, budget, ceiling
         self._processes, self._tell = processes, tell
@@ -60,8 +60,10 @@ class Search:
         rows = self._study.rows()
         if count_finished(rows) >= request.trials:
             return None
-        if rates.low <= self._space.own_rate <= rates.high and not any(row.own and not row.lost for row in rows):
-            with reaching(self._study.address):
+        if rates.low <= self._space.default_learning_rate <= rates.high and not any(
+            row.own and not row.lost for row in rows
+        ):
+            with storage_errors(self._study.address):
                 self._study.optuna.enqueue_trial(_own_parameters(self._space), user_attrs={"own": True})
         self._optimize(None, request.options.time_limit)
         is_over = count_finished(self._study.rows()) >= request.trials
@@ -82,7 +84,7 @@ class Search:
                 break
             known = {(row.confirms, row.seed) for row in self._study.rows() if not row.lost}
             runs = {(one.trial, seed) for one in chosen for seed in seeds} - known
-            with reaching(self._study.address):
+            with storage_errors(self._study.address):
                 trials = self._study.optuna.get_trials(deepcopy=False)
                 for trial, seed in sorted(runs):
                     self._study.optuna.enqueue_trial(trials[trial].params, {"confirms": trial, "seed": seed})
@@ -91,7 +93,7 @@ class Search:
             chosen = [one for one in rank(self._study.rows())[:1] if len(one.losses) + one.failed == 1]
 
     def _optimize(self, trials: int | None, time_limit: float | None) -> None:
-        with reaching(self._study.address):
+        with storage_errors(self._study.address):
             self._study.optuna.optimize(
                 self._train, n_trials=trials, timeout=time_limit, catch=(_TrialFailed,), callbacks=[self._end]
             )
@@ -104,17 +106,17 @@ class Search:
         told = {TARGET: setting.target_batch, MICRO: setting.micro_batch, "seed": seed}
         for name, value in told.items():
             trial.set_user_attr(name, value)
-        self._tell(TrialBegan(trial.number, setting, seed, confirms=confirms))
+        self._tell(TrialStarted(trial.number, setting, seed, confirms=confirms))
 
-        def go_on(percent: int, loss: float) -> bool:
-            self._tell(Reported(trial.number, percent, loss))
+        def should_continue(percent: int, loss: float) -> bool:
+            self._tell(LossReported(trial.number, percent, loss))
             trial.report(loss, percent)
             return confirms is not None or not trial.should_prune()
 
-        outcome = self._processes.train(setting, self._budget, seed, self._ceiling, go_on)
+        outcome = self._processes.train(setting, self._budget, seed, self._ceiling, should_continue)
         self._last = outcome
         for text in outcome.warnings:
-            self._tell(Noted(f"trial {trial.number}: {text}"))
+            self._tell(Notice(f"trial {trial.number}: {text}"))
         for name, value in dataclasses.asdict(outcome).items():
             if name not in ("loss", "user_traceback", "warnings") and value is not None:
                 trial.set_user_attr(name, value)
@@ -127,7 +129,7 @@ class Search:
 
     def _end(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Tell what a trial came to, and end the search where that is enough."""
-        self._tell(TrialEnded(row_of(trial)))
+        self._tell(TrialEnded(read_trial(trial)))
         finished = count_finished(self._study.rows())
         if trial.state != TrialState.FAIL:
             self._failures = 0
@@ -150,7 +152,7 @@ def count_finished(rows: tuple[Row, ...]) -> int:
     return sum(row.confirms is None and not row.lost and row.state not in ("running", "waiting") for row in rows)
 
 
-def _draw(trial: Trial, space: Space) -> Setting:
+def _draw(trial: Trial, space: SearchSpace) -> Setting:
     rates, targets = space.learning_rates, space.target_batches
     rate = trial.suggest_float(RATE, rates.low, rates.high, log=True)
     target = targets.low if len(targets.sizes) == 1 else trial.suggest_categorical(TARGET, targets.sizes)
@@ -158,10 +160,10 @@ def _draw(trial: Trial, space: Space) -> Setting:
     return Setting(learning_rate=rate, target_batch=target, micro_batch=micro)
 
 
-def _own_parameters(space: Space) -> dict[str, float | int]:
+def _own_parameters(space: SearchSpace) -> dict[str, float | int]:
     """Take the workload's own rate, the smallest batch, and a micro-batch that it holds."""
     low = space.target_batches.low
-    found: dict[str, float | int] = {RATE: space.own_rate}
+    found: dict[str, float | int] = {RATE: space.default_learning_rate}
     if len(space.target_batches.sizes) > 1:
         found[TARGET] = low
     if space.coupled is not None:

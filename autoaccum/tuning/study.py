@@ -21,8 +21,8 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from autoaccum.errors import PlanFileError, StudyError, UsageError, first_line
 from autoaccum.planning.plan import Plan
 from autoaccum.serialization import RecordError, read_record, to_plain
-from autoaccum.tuning.tune_request import Budget, RateSpan, TuneRequest
-from autoaccum.tuning.tuning_result import MILESTONES, Ending, Facts, Row, Setting, State, Throughput
+from autoaccum.tuning.tune_request import Budget, LearningRateRange, TuneRequest
+from autoaccum.tuning.tuning_result import MILESTONES, FinalState, Row, RowState, Setting, Throughput, WorkloadFacts
 
 RATE, TARGET, MICRO = "learning_rate", "target_batch", "micro_batch"
 _DATABASES, _JOURNALS = (".db", ".sqlite", ".sqlite3"), (".journal", ".log")
@@ -34,10 +34,10 @@ _PATIENCE_SECONDS = 60
 _TERMS, _MEASURED = "autoaccum", "autoaccum_measured"
 
 
-def read_address(name: str | None) -> URL:
+def parse_storage_address(name: str | None) -> URL:
     """Read where a study is kept: `tune.db`, `tune.journal`, or a URL of SQLAlchemy's; None: `tune.db` here.
 
-    >>> str(read_address("x.db")), str(read_address("x.journal"))
+    >>> str(parse_storage_address("x.db")), str(parse_storage_address("x.journal"))
     ('sqlite:///x.db', 'journal:///x.journal')
 
     Raises:
@@ -57,7 +57,7 @@ def read_address(name: str | None) -> URL:
     raise UsageError(f"storage is {name!r}", hint=hint)
 
 
-def file_of(address: URL) -> str | None:
+def storage_file(address: URL) -> str | None:
     """Return the file that a study is kept in; None for a server."""
     return address.database if address.drivername == _JOURNAL or address.get_backend_name() == "sqlite" else None
 
@@ -70,7 +70,7 @@ def open_storage(address: URL, heartbeat: int = 1) -> Iterator[RDBStorage | Jour
         UsageError: The database's driver is not installed.
         StudyError: It cannot be opened.
     """
-    with reaching(address):
+    with storage_errors(address):
         try:
             storage = _open(address, heartbeat)
         except (ImportError, NoSuchModuleError) as error:
@@ -91,14 +91,14 @@ def _open(address: URL, heartbeat: int) -> RDBStorage | JournalStorage:
     return RDBStorage(
         # Optuna fills a template with its version; braces of a name or a password are no part of one.
         address.render_as_string(hide_password=False).replace("{", "{{").replace("}", "}}"),
-        engine_kwargs={"connect_args": {"timeout": _PATIENCE_SECONDS}} if file_of(address) else None,
+        engine_kwargs={"connect_args": {"timeout": _PATIENCE_SECONDS}} if storage_file(address) else None,
         heartbeat_interval=heartbeat,
         heartbeat_stale_trial_callback=RetryHeartbeatStaleTrialCallback(max_retry=_MAX_RETRIES),
     )
 
 
 @contextmanager
-def reaching(address: URL) -> Iterator[None]:
+def storage_errors(address: URL) -> Iterator[None]:
     """Within, what a storage raises becomes a `StudyError`, and Optuna logs errors only."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -119,7 +119,9 @@ def reaching(address: URL) -> Iterator[None]:
         optuna.logging.set_verbosity(before)
 
 
-def make_terms(request: TuneRequest, facts: Facts, budget: Budget, rates: RateSpan) -> dict[str, Any]:
+def study_config(
+    request: TuneRequest, facts: WorkloadFacts, budget: Budget, rates: LearningRateRange
+) -> dict[str, Any]:
     """Collect what must be the same for all trials of a study, as JSON has it."""
     return {
         "workload": facts.name,
@@ -148,7 +150,7 @@ class Study:
 
     def __init__(self, storage: RDBStorage | JournalStorage, address: URL, name: str, terms: dict[str, Any]) -> None:
         self.address = address
-        with reaching(address):
+        with storage_errors(address):
             try:
                 self.optuna = optuna.create_study(storage=storage, study_name=name)
                 is_new = True
@@ -183,16 +185,16 @@ class Study:
 
     def rows(self) -> tuple[Row, ...]:
         """Return all trials."""
-        with reaching(self.address):
-            return tuple(map(row_of, self.optuna.get_trials(deepcopy=False)))
+        with storage_errors(self.address):
+            return tuple(map(read_trial, self.optuna.get_trials(deepcopy=False)))
 
-    def recall(self) -> tuple[Plan, Throughput] | None:
+    def load_measurements(self) -> tuple[Plan, Throughput] | None:
         """Return the plan whose ceiling holds for all trials, and the throughput; None before they are known.
 
         Raises:
             StudyError: They are damaged.
         """
-        with reaching(self.address):
+        with storage_errors(self.address):
             kept = self.optuna.user_attrs.get(_MEASURED)
         if kept is None:
             return None
@@ -206,7 +208,7 @@ class Study:
 
     def keep(self, plan: Plan, throughput: Throughput) -> None:
         """Write down what was measured once for all trials."""
-        with reaching(self.address):
+        with storage_errors(self.address):
             self.optuna.set_user_attr(_MEASURED, {"plan": plan.to_json(), "throughput": to_plain(throughput)})
 
 
@@ -231,12 +233,12 @@ def _shown(value: Any) -> str:
     return str(value)[:40]
 
 
-def row_of(trial: FrozenTrial) -> Row:
+def read_trial(trial: FrozenTrial) -> Row:
     """Read one trial of Optuna's. A trial has ended by itself where its user attributes have its `state`."""
     told = trial.user_attrs
     ended = told.get("state") if trial.state.is_finished() else None
     of_optuna = "failed" if trial.state == TrialState.FAIL else trial.state.name.lower()
-    state = cast(State, ended if ended in get_args(Ending) else of_optuna)
+    state = cast(RowState, ended if ended in get_args(FinalState) else of_optuna)
     return Row(
         number=trial.number,
         state=state,
@@ -246,7 +248,7 @@ def row_of(trial: FrozenTrial) -> Row:
         losses=tuple((at, trial.intermediate_values[at]) for at in MILESTONES if at in trial.intermediate_values),
         samples=int(told.get("samples", 0)),
         seconds=told.get("seconds"),
-        shortages=int(told.get("shortages", 0)),
+        oom_retries=int(told.get("oom_retries", 0)),
         repeats=trial.system_attrs.get("failed_trial"),
         confirms=told.get("confirms"),
         own=bool(told.get("own")),

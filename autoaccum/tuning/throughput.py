@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from autoaccum.accumulation.schedule import make_schedule, split_evenly
 from autoaccum.errors import UsageError
-from autoaccum.tuning.trial_processes import Processes
+from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.tuning_result import Speed, Throughput
 
 KNEE_SHARE = 0.02
@@ -19,7 +19,7 @@ _LEAST, _MOST, _ENOUGH_SECONDS = 3, 200, 0.5
 _FAR_BEHIND, _IN_A_ROW = 2.0, 2
 
 
-def measure_throughput(processes: Processes, target_batch: int, sizes: Sequence[int], device: str) -> Throughput:
+def measure_throughput(processes: TrialProcesses, target_batch: int, sizes: Sequence[int], device: str) -> Throughput:
     """Time real updates with each of `sizes`, none of which is above the plan's ceiling.
 
     Raises:

@@ -15,7 +15,7 @@ from autoaccum.devices.child.worker import death_error
 from autoaccum.errors import WorkloadError
 from autoaccum.planning.device_choice import check_device
 from autoaccum.tuning.tune_request import Budget, TuneRequest
-from autoaccum.tuning.tuning_result import Ending, Facts, Outcome, Setting
+from autoaccum.tuning.tuning_result import FinalState, Outcome, Setting, WorkloadFacts
 
 _LEAVE_SECONDS = 5.0
 """A child that is done may leave by itself, so that what the workload registered at exit runs."""
@@ -26,7 +26,7 @@ _LEAST_SECONDS = 60.0
 _MODULE = "autoaccum.tuning.tuning_child"
 
 
-class Processes:
+class TrialProcesses:
     """Starts children, asks them, and ends them.
 
     Args:
@@ -42,7 +42,7 @@ class Processes:
         self.request, self._on_output = request, on_output
         self._digest: str | None = None
 
-    def describe(self) -> Facts:
+    def describe(self) -> WorkloadFacts:
         """Load the workload in a child, and build what it trains.
 
         Raises:
@@ -54,7 +54,7 @@ class Processes:
         with self._loaded() as process:
             facts = _ask(process, order, self._limit_seconds())["facts"]
         self._digest = facts["digest"]
-        return Facts(**{**facts, "batchnorms": tuple(facts["batchnorms"])})
+        return WorkloadFacts(**{**facts, "batchnorms": tuple(facts["batchnorms"])})
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[int], float]]:
@@ -75,11 +75,16 @@ class Processes:
             yield time_update
 
     def train(
-        self, setting: Setting, budget: Budget, seed: int, evaluation_batch: int, go_on: Callable[[int, float], bool]
+        self,
+        setting: Setting,
+        budget: Budget,
+        seed: int,
+        evaluation_batch: int,
+        should_continue: Callable[[int, float], bool],
     ) -> Outcome:
         """Train in a fresh process, which is gone afterwards; what goes wrong in it is an `Outcome`.
 
-        At each milestone `go_on` is told the percent of the budget and the loss, and says whether to go on.
+        At each milestone `should_continue` is told the percent of the budget and the loss, and says whether to go on.
 
         Raises:
             NotMeasuredError: No process can be started.
@@ -100,7 +105,7 @@ class Processes:
                 asked = {"evaluation_batch": evaluation_batch, **self._asked()}
                 reply = ask({"job": "train", "doing": "training", **order, **asked})
             while "percent" in reply:
-                reply = ask({"goes_on": go_on(reply["percent"], reply["loss"])})
+                reply = ask({"goes_on": should_continue(reply["percent"], reply["loss"])})
         except ChildDied as death:
             reason = f"its process {death}"
             if death.kind == "limit":
@@ -110,7 +115,7 @@ class Processes:
             process.end(grace_seconds=_LEAVE_SECONDS)
         if "failure" in reply:
             failure = Failure(**reply["failure"])
-            state: Ending = "out_of_memory" if failure.outcome == "oom" else "failed"
+            state: FinalState = "out_of_memory" if failure.outcome == "oom" else "failed"
             return Outcome(state=state, reason=failure.message, user_traceback=failure.traceback)
         return Outcome(**{**reply["outcome"], "warnings": tuple(reply["outcome"]["warnings"])})
 

@@ -28,13 +28,13 @@ from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.training.training_setup import find_device
 from autoaccum.tuning.tune_request import Budget
-from autoaccum.tuning.tuning_result import MILESTONES, Ending, Facts, Outcome, Setting
+from autoaccum.tuning.tuning_result import MILESTONES, FinalState, Outcome, Setting, WorkloadFacts
 from autoaccum.workload.optimizers import get_learning_rate, scheduler_follows_rate
 from autoaccum.workload.samples import apply_settings
 from autoaccum.workload.spec import Workload, no_batch
 from autoaccum.workload.tracebacks import blame_exit
 
-GoOn = Callable[[int, float], bool]
+ShouldContinue = Callable[[int, float], bool]
 """Told of a milestone (percent of the budget) and the held-out loss there; whether the training shall go on."""
 
 _HELD_OUT_SHARE = 10
@@ -45,10 +45,17 @@ _WITHOUT_END = 10**12
 
 
 def train_setting(
-    workload: Workload, setting: Setting, budget: Budget, *, seed: int, evaluation_batch: int, device: str, go_on: GoOn
+    workload: Workload,
+    setting: Setting,
+    budget: Budget,
+    *,
+    seed: int,
+    evaluation_batch: int,
+    device: str,
+    should_continue: ShouldContinue,
 ) -> Outcome:
-    """Train in this process; whatever goes wrong within it is in the outcome. `go_on` is asked at each milestone."""
-    course = Course(budget, go_on)
+    """Train in this process, and ask `should_continue` at each milestone; a failure becomes an `Outcome`."""
+    course = TrialMonitor(budget, should_continue)
     noted: tuple[str, ...] = ()
     try:
         training, held_out, _, _ = split_data(workload)
@@ -75,14 +82,14 @@ def train_setting(
         loss=course.loss if ending in ("complete", "pruned") else None,
         samples=course.samples,
         seconds=course.seconds,
-        shortages=course.shortages,
+        oom_retries=course.oom_retries,
         reason=reason,
         user_traceback=user_traceback,
         warnings=noted,
     )
 
 
-def _judge(error: Exception) -> tuple[Ending, str, str | None]:
+def _judge(error: Exception) -> tuple[FinalState, str, str | None]:
     """Tell what an error of a training is, why, and the user's own frames where they are to blame."""
     if isinstance(error, NonFiniteError):
         return "diverged", error.message, None
@@ -92,19 +99,19 @@ def _judge(error: Exception) -> tuple[Ending, str, str | None]:
     return "out_of_memory" if failure.outcome == "oom" else "failed", failure.message, failure.traceback
 
 
-class Course:
+class TrialMonitor:
     """Follows a training: `hear` is its callback, `is_due` tells when it evaluates.
 
     Its attributes are those of `Outcome`, so far; `ending` is None as long as nothing ended it before its budget.
     """
 
-    def __init__(self, budget: Budget, go_on: GoOn) -> None:
-        self.samples = self.shortages = 0
+    def __init__(self, budget: Budget, should_continue: ShouldContinue) -> None:
+        self.samples = self.oom_retries = 0
         self.seconds = 0.0
         self.loss: float | None = None
-        self.ending: Ending | None = None
+        self.ending: FinalState | None = None
         self.reason: str | None = None
-        self._budget, self._go_on = budget, go_on
+        self._budget, self._go_on = budget, should_continue
         self._left = list(MILESTONES)
         self._since = time.perf_counter()
 
@@ -126,7 +133,7 @@ class Course:
             self.ending = "out_of_memory" if event.out_of_memory else "failed"
             self.reason = f"the evaluation after update {event.update} failed: {event.reason}"
         elif isinstance(event, OutOfMemoryRetry):
-            self.shortages += 1
+            self.oom_retries += 1
         if isinstance(event, (Started, Evaluated, EvaluationFailed)):
             self._since = time.perf_counter()
         return self.ending is not None
@@ -181,7 +188,7 @@ class UpdateTimer:
         return time.perf_counter() - began
 
 
-def find_facts(workload: Workload, device: str, target_batch: int) -> Facts:
+def describe_workload(workload: Workload, device: str, target_batch: int) -> WorkloadFacts:
     """Build model, optimizer and schedule, to say what a study has to know of them; nothing is trained.
 
     Raises:
@@ -207,7 +214,7 @@ def find_facts(workload: Workload, device: str, target_batch: int) -> Facts:
             f"{type_name(schedule)} sets learning rates of its own: there is nothing to tune",
             hint='have it begin with the optimizer\'s: max_lr=optimizer.param_groups[0]["lr"]',
         )
-    return Facts(
+    return WorkloadFacts(
         name=workload.name,
         digest=workload.digest,
         model=type_name(unwrap_model(model)),

@@ -21,7 +21,7 @@ _BATCHES = "give a whole number of at least 1, or a range with the smaller first
 
 
 @dataclass(frozen=True)
-class RateSpan:
+class LearningRateRange:
     """Learning rates, both ends included."""
 
     low: float
@@ -29,10 +29,10 @@ class RateSpan:
 
 
 @dataclass(frozen=True)
-class BatchSpan:
+class BatchSizeRange:
     """Effective batches in samples, both ends included; equal ends where only one is asked for.
 
-    >>> BatchSpan(64, 1024).sizes, BatchSpan(48, 100).sizes, BatchSpan(7, 7).sizes
+    >>> BatchSizeRange(64, 1024).sizes, BatchSizeRange(48, 100).sizes, BatchSizeRange(7, 7).sizes
     ((64, 128, 256, 512, 1024), (48, 96, 100), (7,))
     """
 
@@ -62,10 +62,10 @@ class TuneRequest:
     """
 
     reference: str
-    target_batch: BatchSpan
+    target_batch: BatchSizeRange
     options: Options = Options()
     trials: int = 30
-    learning_rate: RateSpan | None = None
+    learning_rate: LearningRateRange | None = None
     budget_samples: int | None = None
     budget_seconds: float | None = None
     confirm: int = 3
@@ -102,7 +102,7 @@ class TuneRequest:
         return None if self.budget_samples is None else Budget(self.budget_samples, "samples")
 
 
-def read_rates(given: Any) -> RateSpan | None:
+def read_rates(given: Any) -> LearningRateRange | None:
     """Read learning rates: `1e-4..1e-1`, or two numbers.
 
     Raises:
@@ -113,11 +113,11 @@ def read_rates(given: Any) -> RateSpan | None:
     with suppress(TypeError, ValueError):
         low, high = map(float, given.split("..") if isinstance(given, str) else given)
         if 0 < low < high < math.inf:
-            return RateSpan(low, high)
+            return LearningRateRange(low, high)
     raise UsageError(f"the learning rate is {given!r}", hint=_RATES)
 
 
-def read_batches(given: Any) -> BatchSpan:
+def read_batches(given: Any) -> BatchSizeRange:
     """Read effective batches: `256`, `64..1024`, a number, or two.
 
     Raises:
@@ -127,5 +127,5 @@ def read_batches(given: Any) -> BatchSpan:
     with suppress(TypeError, ValueError):
         low, high = (int(end) if isinstance(end, str) else operator.index(end) for end in (ends[0], ends[-1]))
         if len(ends) <= 2 and 1 <= low <= high:
-            return BatchSpan(low, high)
+            return BatchSizeRange(low, high)
     raise UsageError(f"the target batch is {given!r}", hint=_BATCHES)

@@ -12,20 +12,20 @@ from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_request import LOOKED_AT
 from autoaccum.planning.planner import plan as make_plan
-from autoaccum.tuning.ranking import find_caution, find_coupling, find_noise, own_standing, rank
+from autoaccum.training.fit_events import Notice
+from autoaccum.tuning.ranking import describe_coupling, find_default_result, find_noise, find_range_warning, rank
 from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
-from autoaccum.tuning.trial_processes import Processes
-from autoaccum.tuning.tune_request import Budget, RateSpan, TuneRequest
+from autoaccum.tuning.trial_processes import TrialProcesses
+from autoaccum.tuning.tune_request import Budget, LearningRateRange, TuneRequest
 from autoaccum.tuning.tuning_result import (
-    Facts,
     Listener,
-    Noted,
-    SearchBegan,
+    SearchSpace,
+    SearchStarted,
     Setting,
-    Space,
     StudyOpened,
     Throughput,
     Tuning,
+    WorkloadFacts,
 )
 
 if TYPE_CHECKING:
@@ -47,61 +47,61 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
     Raises:
         AutoaccumError: As `autoaccum.tune` says.
     """
-    from autoaccum.tuning.study import open_storage, read_address
+    from autoaccum.tuning.study import open_storage, parse_storage_address
 
     check_launch()
     began = time.monotonic()
     noted: list[str] = []
 
     def tell(event: Any) -> None:
-        if isinstance(event, Noted):
+        if isinstance(event, Notice):
             noted.append(event.text)
         if on_event is not None:
             on_event(event)
 
-    address = read_address(request.storage)
+    address = parse_storage_address(request.storage)
     with open_storage(address, request.heartbeat) as storage:
-        tuning = _Tuner(Processes(request, on_output), tell, on_output).run(storage, address)
+        tuning = _Tuner(TrialProcesses(request, on_output), tell, on_output).run(storage, address)
     return dataclasses.replace(tuning, seconds=time.monotonic() - began, warnings=tuple(dict.fromkeys(noted)))
 
 
 class _Tuner:
     """Takes the steps of one call, one after the other."""
 
-    _facts: Facts
+    _facts: WorkloadFacts
 
-    def __init__(self, processes: Processes, tell: Listener, on_output: Output | None) -> None:
+    def __init__(self, processes: TrialProcesses, tell: Listener, on_output: Output | None) -> None:
         self._processes, self._tell, self._on_output = processes, tell, on_output
 
     def run(self, storage: Any, address: Any) -> Tuning:
         from autoaccum.tuning.optuna_search import Search, count_finished
-        from autoaccum.tuning.study import Study, make_terms
+        from autoaccum.tuning.study import Study, study_config
 
         request = self._processes.request
         facts = self._facts = self._processes.describe()
         budget, own = request.budget or _once_over(facts), facts.learning_rate
-        rates = request.learning_rate or RateSpan(own / _OWN_FACTOR, own * _OWN_FACTOR)
-        study = Study(storage, address, request.study or facts.name, make_terms(request, facts, budget, rates))
+        rates = request.learning_rate or LearningRateRange(own / _OWN_FACTOR, own * _OWN_FACTOR)
+        study = Study(storage, address, request.study or facts.name, study_config(request, facts, budget, rates))
         self._tell(StudyOpened(facts, study.name, repr(address), count_finished(study.rows()), request.trials))
-        known = study.recall()
+        known = study.load_measurements()
         plan, throughput, coupled = self._measure(study, known)
-        space = Space(
+        space = SearchSpace(
             learning_rates=rates,
             target_batches=request.target_batch,
             micro_batches=tuple(speed.micro_batch for speed in throughput.speeds),
             # Sums of other parts differ in rounding: which is fastest is measured, and may be another the next time.
             micro_batch=plan.micro_batch if budget.unit == "samples" else throughput.knee,
             coupled=coupled,
-            own_rate=own,
+            default_learning_rate=own,
         )
-        self._tell(SearchBegan(space, throughput, remembered=known is not None))
+        self._tell(SearchStarted(space, throughput, remembered=known is not None))
         search = Search(study, space, budget, plan.largest_fit, self._processes, self._tell)
         ended = search.run()
         search.confirm()
         rows = study.rows()
         standings = rank(rows)
-        if standings and (caution := find_caution(standings[0].setting.learning_rate, rates)):
-            self._tell(Noted(caution))
+        if standings and (caution := find_range_warning(standings[0].setting.learning_rate, rates)):
+            self._tell(Notice(caution))
         tuning = Tuning(
             study=study.name,
             storage=repr(address),
@@ -116,7 +116,7 @@ class _Tuner:
             rows=rows,
             standings=standings,
             best=standings[0] if standings else None,
-            own=own_standing(rows),
+            own=find_default_result(rows),
             noise=find_noise(standings),
             ended=ended,
         )
@@ -130,9 +130,9 @@ class _Tuner:
         if each > 1:
             options = dataclasses.replace(request.options, multiple_of=each)
             self._processes.request = dataclasses.replace(request, options=options)
-        coupled, doubt = find_coupling(plan, facts)
+        coupled, doubt = describe_coupling(plan, facts)
         if doubt is not None:
-            self._tell(Noted(doubt))
+            self._tell(Notice(doubt))
         if known is not None:
             return plan, known[1], coupled
         # A BatchNorm has nothing to normalise one sample by.
@@ -140,7 +140,7 @@ class _Tuner:
         sizes = micro_batch_ladder(plan.largest_fit, request.target_batch.sizes, least, each)
         device = facts.card or facts.device
         throughput = measure_throughput(self._processes, request.target_batch.high, sizes, device)
-        others = study.recall()  # Another worker may have been first: one ceiling for all.
+        others = study.load_measurements()  # Another worker may have been first: one ceiling for all.
         if others is not None:
             return *others, coupled
         study.keep(plan, throughput)
@@ -174,14 +174,14 @@ class _Tuner:
             try:
                 plan = self._make_plan(setting.target_batch, max(parts))
             except AutoaccumError as error:
-                self._tell(Noted(f"the best setting has no plan: {error}"))
+                self._tell(Notice(f"the best setting has no plan: {error}"))
                 return None
         if plan.micro_batches != parts:
-            self._tell(Noted(f"micro-batches of {max(parts)} do not fit any more: the plan has {plan.micro_batch}"))
+            self._tell(Notice(f"micro-batches of {max(parts)} do not fit any more: the plan has {plan.micro_batch}"))
         return dataclasses.replace(plan, learning_rate=setting.learning_rate)
 
 
-def _once_over(facts: Facts) -> Budget:
+def _once_over(facts: WorkloadFacts) -> Budget:
     if facts.training_samples is None:
         raise UsageError(
             f"the dataset of {facts.name} does not tell its length, and no budget is given",

@@ -56,10 +56,12 @@ class Child:
         return {"digest": self._workload.digest}
 
     def _describe(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        from autoaccum.tuning.trial_training import find_facts
+        from autoaccum.tuning.trial_training import describe_workload
 
         assert self._workload is not None
-        return {"facts": dataclasses.asdict(find_facts(self._workload, request["device"], request["target_batch"]))}
+        return {
+            "facts": dataclasses.asdict(describe_workload(self._workload, request["device"], request["target_batch"]))
+        }
 
     def _update(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from autoaccum.tuning.trial_training import UpdateTimer
@@ -72,7 +74,7 @@ class Child:
     def _train(self, request: Mapping[str, Any]) -> dict[str, Any]:
         from autoaccum.tuning.trial_training import train_setting
 
-        def go_on(percent: int, loss: float) -> bool:
+        def should_continue(percent: int, loss: float) -> bool:
             self._lifeline.answer({"percent": percent, "loss": loss})
             reply = self._lifeline.read()
             if reply is None:  # Nobody listens any more.
@@ -82,7 +84,11 @@ class Child:
         assert self._workload is not None
         setting, budget = Setting(**request["setting"]), Budget(**request["budget"])
         asked = {name: request[name] for name in ("seed", "evaluation_batch", "device")}
-        return {"outcome": dataclasses.asdict(train_setting(self._workload, setting, budget, go_on=go_on, **asked))}
+        return {
+            "outcome": dataclasses.asdict(
+                train_setting(self._workload, setting, budget, should_continue=should_continue, **asked)
+            )
+        }
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.planning.plan import Plan
-from autoaccum.tuning.tune_request import BatchSpan, Budget, RateSpan
+from autoaccum.tuning.tune_request import BatchSizeRange, Budget, LearningRateRange
 
 MILESTONES = (25, 50)
 """Percent of the budget at which a trial's loss is reported before its end."""
 
-Ending = Literal["complete", "pruned", "diverged", "out_of_memory", "failed"]
-State = Literal["complete", "pruned", "diverged", "out_of_memory", "failed", "running", "waiting"]
+FinalState = Literal["complete", "pruned", "diverged", "out_of_memory", "failed"]
+RowState = Literal["complete", "pruned", "diverged", "out_of_memory", "failed", "running", "waiting"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,26 +38,26 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
+class SearchSpace:
     """What settings are drawn from.
 
     Attributes:
         micro_batches: Sizes at or below the plan's ceiling, ascending; searched only where they are `coupled`.
         micro_batch: What uncoupled trials run with.
         coupled: Why the micro-batch changes the training, as a clause; None where it changes speed and memory only.
-        own_rate: The workload's own learning rate.
+        default_learning_rate: The workload's own learning rate.
     """
 
-    learning_rates: RateSpan
-    target_batches: BatchSpan
+    learning_rates: LearningRateRange
+    target_batches: BatchSizeRange
     micro_batches: tuple[int, ...]
     micro_batch: int
     coupled: str | None
-    own_rate: float
+    default_learning_rate: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class WorkloadFacts:
     """What a child process has found of a workload.
 
     Attributes:
@@ -97,16 +97,16 @@ class Outcome:
             do. `failed`: by the user's code, or its process died.
         loss: On held-out data at the end; None unless complete or pruned.
         seconds: Of training, without evaluations and starts.
-        shortages: How often an update was repeated in smaller micro-batches because memory ran out.
+        oom_retries: How often an update was repeated in smaller micro-batches because memory ran out.
         reason: Why it ended early, as a sentence without a full stop.
         user_traceback: The user's own frames, where their code failed.
     """
 
-    state: Ending
+    state: FinalState
     loss: float | None = None
     samples: int = 0
     seconds: float | None = None
-    shortages: int = 0
+    oom_retries: int = 0
     reason: str | None = None
     user_traceback: str | None = None
     warnings: tuple[str, ...] = ()
@@ -126,14 +126,14 @@ class Row:
     """
 
     number: int
-    state: State
+    state: RowState
     setting: Setting | None
     seed: int
     loss: float | None = None
     losses: tuple[tuple[int, float], ...] = ()
     samples: int = 0
     seconds: float | None = None
-    shortages: int = 0
+    oom_retries: int = 0
     repeats: int | None = None
     confirms: int | None = None
     own: bool = False
@@ -171,7 +171,7 @@ class Throughput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class SettingResult:
     """A setting with all its runs.
 
     Attributes:
@@ -208,7 +208,7 @@ class Tuning:
     study: str
     storage: str
     workload: Mapping[str, Any]
-    space: Space
+    space: SearchSpace
     budget: Budget
     held_out: str
     sampler: str
@@ -216,22 +216,22 @@ class Tuning:
     seed: int
     throughput: Throughput
     rows: tuple[Row, ...]
-    standings: tuple[Standing, ...]
-    best: Standing | None
-    own: Standing | None
+    standings: tuple[SettingResult, ...]
+    best: SettingResult | None
+    own: SettingResult | None
     noise: float | None
     plan: Plan | None = None
     ended: str | None = None
     seconds: float = 0.0
     warnings: tuple[str, ...] = ()
-    schema: int = 2
+    schema: int = 3
 
 
 @dataclass(frozen=True)
 class StudyOpened:
     """The workload was described, and the study is there: its name, its storage, and the trials finished already."""
 
-    facts: Facts
+    facts: WorkloadFacts
     name: str
     storage: str
     finished: int
@@ -239,16 +239,16 @@ class StudyOpened:
 
 
 @dataclass(frozen=True)
-class SearchBegan:
+class SearchStarted:
     """Trials come next; `remembered` is whether the throughput was measured before."""
 
-    space: Space
+    space: SearchSpace
     throughput: Throughput
     remembered: bool
 
 
 @dataclass(frozen=True)
-class TrialBegan:
+class TrialStarted:
     """A trial trains from now on; `confirms` as in `Row`."""
 
     number: int
@@ -258,7 +258,7 @@ class TrialBegan:
 
 
 @dataclass(frozen=True)
-class Reported:
+class LossReported:
     """A trial's loss on held-out data at a milestone."""
 
     number: int
@@ -271,13 +271,6 @@ class TrialEnded:
     """A trial is finished, and kept."""
 
     row: Row
-
-
-@dataclass(frozen=True)
-class Noted:
-    """A warning, as a sentence."""
-
-    text: str
 
 
 Listener = Callable[[Any], Any]

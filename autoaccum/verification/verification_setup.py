@@ -22,7 +22,7 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, 
 from autoaccum.options import OptionArguments, Options
 from autoaccum.planning.device_choice import check_device
 from autoaccum.planning.plan_setup import choose_way
-from autoaccum.training.seeds import kept_randomness
+from autoaccum.training.seeds import preserve_rng_state
 from autoaccum.verification.verification_result import Event, Verification
 from autoaccum.verification.verifier import Verifier
 from autoaccum.workload.loading import load_workload
@@ -105,7 +105,7 @@ def verify(
             with interruptions.window():
                 return _run(Verifier(tried, reference, asked, target, micro, on_event), began)
 
-    with kept_randomness(), blame_exit("the workload"):
+    with preserve_rng_state(), blame_exit("the workload"):
         tried, reference = _find_subject(workload, parts, asked, accumulate, target)
         from_file = isinstance(workload, (str, os.PathLike))
         return StateKeeper(tried, at_once=True).run(work)

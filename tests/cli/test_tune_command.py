@@ -21,7 +21,7 @@ import autoaccum
 from autoaccum.cli import main
 from autoaccum.errors import DoesNotFitError, UsageError
 from autoaccum.tuning import tuner as studies
-from autoaccum.tuning.tune_request import BatchSpan, RateSpan, TuneRequest
+from autoaccum.tuning.tune_request import BatchSizeRange, LearningRateRange, TuneRequest
 from autoaccum.tuning.tuning_result import Tuning
 
 ROOT = Path(__file__).parents[2]
@@ -230,6 +230,6 @@ def test_the_function_takes_what_the_command_takes(study: Stand, capsys: pytest.
     assert tuning is study.answer
     assert isinstance(tuning, autoaccum.Tuning)
     (asked,) = study.asked
-    assert (asked.reference, asked.target_batch, asked.storage) == ("model.py", BatchSpan(64, 128), "x.db")
-    assert asked.learning_rate == RateSpan(0.1, 1)
+    assert (asked.reference, asked.target_batch, asked.storage) == ("model.py", BatchSizeRange(64, 128), "x.db")
+    assert asked.learning_rate == LearningRateRange(0.1, 1)
     assert capsys.readouterr() == ("", "")

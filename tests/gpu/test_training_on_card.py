@@ -111,7 +111,7 @@ def test_a_limit_lowered_in_mid_run_changes_no_result() -> None:
         result = fit(limited, data, limit, micro_batch=TARGET, steps=60)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, place)
-    assert result.shortages == sum(isinstance(event, OutOfMemoryRetry) for event in heard) > 0
+    assert result.oom_retries == sum(isinstance(event, OutOfMemoryRetry) for event in heard) > 0
     assert any(isinstance(event, CeilingRaised) for event in heard)
     for mine, theirs in zip(weights(plain), weights(limited), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-9)

@@ -20,9 +20,9 @@ from autoaccum.training.fit_events import Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
-from autoaccum.tuning.trial_processes import Processes
+from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.trial_training import train_setting
-from autoaccum.tuning.tune_request import BatchSpan, Budget, TuneRequest
+from autoaccum.tuning.tune_request import BatchSizeRange, Budget, TuneRequest
 from autoaccum.tuning.tuning_result import Outcome, Setting, Throughput
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.optimizers import get_learning_rate, set_learning_rate
@@ -72,20 +72,22 @@ def train_here(
     place: torch.device,
     rate: float = RATE,
     micro_batch: int = 16,
-    go_on: Callable[[int, float], bool] = lambda percent, loss: True,
+    should_continue: Callable[[int, float], bool] = lambda percent, loss: True,
 ) -> Outcome:
     setting = Setting(learning_rate=rate, target_batch=TARGET, micro_batch=micro_batch)
     budget = Budget(SAMPLES, "samples")
-    return train_setting(workload, setting, budget, seed=0, evaluation_batch=32, device=str(place), go_on=go_on)
+    return train_setting(
+        workload, setting, budget, seed=0, evaluation_batch=32, device=str(place), should_continue=should_continue
+    )
 
 
 def measured(reference: str, device: str, target: int, ceiling: int, **options: Any) -> tuple[Throughput, list[int]]:
     """Throughput, and the micro-batches that the model was given meanwhile."""
-    batches, asked = BatchSpan(target, target), Options.of("tune", {"device": device, **options})
+    batches, asked = BatchSizeRange(target, target), Options.of("tune", {"device": device, **options})
     request = TuneRequest(reference=reference, target_batch=batches, options=asked)
     lines: list[str] = []
     sizes = micro_batch_ladder(ceiling, (target,))
-    processes = Processes(request, lines.append)
+    processes = TrialProcesses(request, lines.append)
     facts = processes.describe()
     found = measure_throughput(processes, target, sizes, facts.card or facts.device)
     assert [speed.micro_batch for speed in found.speeds] == list(sizes)
@@ -111,11 +113,13 @@ def test_a_setting_trains_alike_in_whatever_micro_batches(place: torch.device, r
     workload = load_workload(reference)
     looked: list[tuple[int, float]] = []
 
-    def go_on(percent: int, loss: float) -> bool:
+    def should_continue(percent: int, loss: float) -> bool:
         looked.append((percent, loss))
         return True
 
-    outcomes = [train_here(workload, place, micro_batch=size, go_on=go_on) for size in (16, 16, 5, TARGET)]
+    outcomes = [
+        train_here(workload, place, micro_batch=size, should_continue=should_continue) for size in (16, 16, 5, TARGET)
+    ]
     assert {outcome.state for outcome in outcomes} == {"complete"}
     assert {outcome.samples for outcome in outcomes} == {SAMPLES}
     assert [percent for percent, _ in looked] == [25, 50] * 4
@@ -157,7 +161,7 @@ def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_worklo
     flops = 6 * (depth + 1) * width**2
     assert all((speed.samples_per_second or 0) * flops < MOST_FLOPS for speed in found.speeds)
 
-    batches = BatchSpan(target, target)
+    batches = BatchSizeRange(target, target)
     request = TuneRequest(reference=reference, target_batch=batches, options=Options(device="cuda"))
     setting = Setting(learning_rate=RATE, target_batch=target, micro_batch=found.knee)
     asked: list[int] = []
@@ -167,7 +171,7 @@ def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_worklo
         return len(asked) < 5  # The first two go on to the end, the last is told to leave.
 
     budget = Budget(2 * target, "samples")
-    processes = Processes(request)
+    processes = TrialProcesses(request)
     first = processes.train(setting, budget, 0, found.knee, ending)
     wild = processes.train(replace(setting, learning_rate=1e30), budget, 0, found.knee, lambda percent, loss: True)
     again = processes.train(setting, budget, 0, found.knee, ending)
@@ -176,7 +180,7 @@ def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_worklo
     assert first.loss is not None
     assert math.isfinite(first.loss)
     assert again.loss == pytest.approx(first.loss, rel=1e-3)
-    assert first.shortages == 0
+    assert first.oom_retries == 0
 
     rates: list[float | None] = []
     best = replace(made, learning_rate=RATE)
@@ -185,4 +189,4 @@ def test_a_plan_of_the_card_is_timed_trained_in_children_and_by_fit(write_worklo
         on_event=lambda event: rates.append(event.learning_rate) if isinstance(event, Updated) else None,
     )
     assert rates == [RATE] * 3
-    assert (result.shortages, result.plan) == (0, best)
+    assert (result.oom_retries, result.plan) == (0, best)

@@ -18,7 +18,7 @@ from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan import Plan
 from autoaccum.reporting.emit import emit_wrapper
-from autoaccum.training.fit_events import Noted
+from autoaccum.training.fit_events import Notice
 from autoaccum.workload.spec import Workload
 
 FILE = """
@@ -156,7 +156,7 @@ def test_training_leaves_out_what_makes_no_multiple(form: str) -> None:
         callbacks=[told.append],
     )
     assert (found.updates, found.samples) == (8, 56)
-    assert [one.text for one in told if isinstance(one, Noted)] == [
+    assert [one.text for one in told if isinstance(one, Notice)] == [
         "samples that are left over at the end of an epoch (1 here) are left out: micro-batches are multiples of 2"
     ]
     alone = autoaccum.fit(

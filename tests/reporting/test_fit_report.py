@@ -70,7 +70,7 @@ def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
         RESULT,
         plan=PLAN,
         evaluation={"loss": 0.25, "accuracy": 0.97},
-        shortages=12,
+        oom_retries=12,
         skipped=1,
         checkpoint=Path("runs") / ("deep/" * 20) / "2.pt",
         model_path=Path("a/model.pt"),
@@ -81,7 +81,7 @@ def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
         "updates      3000 in 3 epochs, 768,000 samples\n",
         "evaluation   loss 0.25, accuracy 0.97\n",
         "micro-batch  64 in the last update, planned were 86\n",
-        "shortages    out of memory 12 times, repeated in smaller micro-batches\n",
+        "OOM retries  12, in smaller micro-batches\n",
         "skipped      1 update, not finite\n",
         f"checkpoint   {told.checkpoint}\n",
         "  model.load_state_dict(torch.load('a/model.pt', weights_only=True))\n",
@@ -101,7 +101,7 @@ def test_a_record_for_programs() -> None:
         warnings=("careful",),
     )
     record = json.loads(json.dumps(fit_record(result, target_batch=256, last=LAST), allow_nan=False))
-    assert record["schema"] == 1
+    assert record["schema"] == 2
     assert record["evaluation"] == {"loss": None, "accuracy": 0.5}
     assert (record["target_batch"], record["micro_batch"], record["iter_size"]) == (256, 64, 4)
     assert record["planned_micro_batch"] == 86

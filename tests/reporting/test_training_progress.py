@@ -20,7 +20,7 @@ from autoaccum.training.fit_events import (
     CheckpointWritten,
     Evaluated,
     EvaluationFailed,
-    Noted,
+    Notice,
     OutOfMemoryRetry,
     Planning,
     Skipped,
@@ -108,8 +108,8 @@ EVENTS = [
         "warning: update 500: no checkpoint could be written, earlier ones are as they were: no space left on device",
     ),
     (Skipped(12, "the loss is nan"), "update 12 is skipped: the loss is nan"),
-    (Noted("a damaged checkpoint was passed over"), "warning: a damaged checkpoint was passed over"),
-    (Noted("data is read forward", warns=False), "note: data is read forward"),
+    (Notice("a damaged checkpoint was passed over"), "warning: a damaged checkpoint was passed over"),
+    (Notice("data is read forward", warns=False), "note: data is read forward"),
 ]
 
 
@@ -129,7 +129,7 @@ def test_quiet_leaves_warnings_each_of_them_once() -> None:
 
 
 def test_a_terminal_has_one_live_line_that_goes_away() -> None:
-    text = "\n".join(draw(started(), updated(1), updated(2), Noted("careful"), updated(3), terminal=True))
+    text = "\n".join(draw(started(), updated(1), updated(2), Notice("careful"), updated(3), terminal=True))
     assert "update 2 of 30  loss" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     assert text.index("warning: careful") < text.index("update 3 of 30  loss")

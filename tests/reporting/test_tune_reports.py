@@ -16,7 +16,8 @@ from autoaccum.planning.plan import Plan
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.figures.tuning_figure import draw_tuning
 from autoaccum.reporting.tune_report import TuneProgress, print_tuning, tuning_record
-from autoaccum.tuning.tuning_result import Noted, Row, SearchBegan, StudyOpened, Tuning
+from autoaccum.training.fit_events import Notice
+from autoaccum.tuning.tuning_result import Row, SearchStarted, StudyOpened, Tuning
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +82,9 @@ def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: An
     _, told, tuning = studied
     begun = [
         StudyOpened(FACTS, "line", "sqlite:///tune.db", 3, 8),
-        SearchBegan(SPACE, tuning.throughput, remembered=True),
-        Noted("odd"),
-        Noted("odd"),
+        SearchStarted(SPACE, tuning.throughput, remembered=True),
+        Notice("odd"),
+        Notice("odd"),
     ]
     text = told_lines([*begun, *told])
     assert "line: Linear, 4 parameters, fp32, SGD at a learning rate of 0.05; on cpu; losses on 8 of 80" in text
@@ -99,7 +100,7 @@ def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: An
 def test_the_record_is_json_and_its_plan_is_one(studied: Any) -> None:
     tuning = studied[2]
     record = json.loads(json.dumps(tuning_record(tuning), allow_nan=False))
-    assert record["schema"] == 2
+    assert record["schema"] == 3
     assert [row["number"] for row in record["rows"]] == [row.number for row in tuning.rows]
     assert record["best"]["setting"]["learning_rate"] == tuning.best.setting.learning_rate
     assert Plan.from_json(json.dumps(record["plan"])) == plan_of(tuning.best.setting)

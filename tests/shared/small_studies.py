@@ -17,14 +17,14 @@ from autoaccum.devices.base import Trial
 from autoaccum.options import Options
 from autoaccum.planning.plan import Plan
 from autoaccum.tuning.optuna_search import Search
-from autoaccum.tuning.ranking import find_noise, own_standing, rank
-from autoaccum.tuning.study import Study, make_terms, open_storage, read_address
+from autoaccum.tuning.ranking import find_default_result, find_noise, rank
+from autoaccum.tuning.study import Study, open_storage, parse_storage_address, study_config
 from autoaccum.tuning.trial_training import train_setting
-from autoaccum.tuning.tune_request import BatchSpan, Budget, RateSpan, TuneRequest
-from autoaccum.tuning.tuning_result import Facts, Outcome, Row, Setting, Space, Speed, Throughput, Tuning
+from autoaccum.tuning.tune_request import BatchSizeRange, Budget, LearningRateRange, TuneRequest
+from autoaccum.tuning.tuning_result import Outcome, Row, SearchSpace, Setting, Speed, Throughput, Tuning, WorkloadFacts
 
 SAMPLES, FEATURES, OWN_RATE = 80, 3, 0.05
-FACTS = Facts(
+FACTS = WorkloadFacts(
     name="line",
     digest="0123456789abcdef",
     model="Linear",
@@ -39,13 +39,13 @@ FACTS = Facts(
     held_out="8 of 80 samples of dataset, drawn by seed 0",
     device="cpu",
 )
-SPACE = Space(
-    learning_rates=RateSpan(OWN_RATE / 100, OWN_RATE * 100),
-    target_batches=BatchSpan(16, 16),
+SPACE = SearchSpace(
+    learning_rates=LearningRateRange(OWN_RATE / 100, OWN_RATE * 100),
+    target_batches=BatchSizeRange(16, 16),
     micro_batches=(8, 16),
     micro_batch=16,
     coupled=None,
-    own_rate=OWN_RATE,
+    default_learning_rate=OWN_RATE,
 )
 
 
@@ -94,25 +94,38 @@ class Trainer:
     workload: Workload
     before: Callable[[Setting], object] = lambda setting: None
 
-    def train(self, setting: Setting, budget: Budget, seed: int, evaluation_batch: int, go_on: Any) -> Outcome:
+    def train(
+        self, setting: Setting, budget: Budget, seed: int, evaluation_batch: int, should_continue: Any
+    ) -> Outcome:
         self.before(setting)
         return train_setting(
-            self.workload, setting, budget, seed=seed, evaluation_batch=evaluation_batch, device="cpu", go_on=go_on
+            self.workload,
+            setting,
+            budget,
+            seed=seed,
+            evaluation_batch=evaluation_batch,
+            device="cpu",
+            should_continue=should_continue,
         )
 
 
 def request_of(**asked: Any) -> TuneRequest:
     options = Options(**{name: asked.pop(name) for name in ("device", "time_limit", "trial_limit") if name in asked})
-    known: dict[str, Any] = {"reference": "line.py", "target_batch": BatchSpan(16, 16), "trials": 6, "options": options}
+    known: dict[str, Any] = {
+        "reference": "line.py",
+        "target_batch": BatchSizeRange(16, 16),
+        "trials": 6,
+        "options": options,
+    }
     return TuneRequest(**known | asked)
 
 
 @contextmanager
-def study_in(file: Path, request: TuneRequest, facts: Facts = FACTS) -> Iterator[Study]:
+def study_in(file: Path, request: TuneRequest, facts: WorkloadFacts = FACTS) -> Iterator[Study]:
     """A study in a file, made or gone on with."""
-    address = read_address(str(file))
+    address = parse_storage_address(str(file))
     with open_storage(address, request.heartbeat) as storage:
-        yield Study(storage, address, "line", make_terms(request, facts, Budget(64, "samples"), SPACE.learning_rates))
+        yield Study(storage, address, "line", study_config(request, facts, Budget(64, "samples"), SPACE.learning_rates))
 
 
 def search_in(
@@ -121,7 +134,7 @@ def search_in(
     *,
     workload: Workload | None = None,
     before: Callable[[Setting], object] = lambda setting: None,
-    space: Space = SPACE,
+    space: SearchSpace = SPACE,
     budget: Budget | None = None,
     tell: Callable[[Any], object] = lambda event: None,
     confirm: bool = False,
@@ -160,7 +173,7 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
         "rows": rows,
         "standings": standings,
         "best": best,
-        "own": own_standing(rows),
+        "own": find_default_result(rows),
         "noise": find_noise(standings),
         "plan": None if best is None else plan_of(best.setting),
     }

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import autoaccum
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.state_hash import StateHasher
-from autoaccum.training.fit_events import FitResult, Noted, Updated
+from autoaccum.training.fit_events import FitResult, Notice, Updated
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch"),
@@ -31,7 +31,7 @@ def fit(model: nn.Module, loss: Any, *, micro_batch: int = 4, **more: Any) -> Fi
 def test_says_once_and_first_what_couples() -> None:
     events: list[Any] = []
     done = fit(small.normed_mlp(small.Normaliser()), small.root_loss, callbacks=[events.append])
-    notes = [event for event in events if isinstance(event, Noted)]
+    notes = [event for event in events if isinstance(event, Notice)]
     assert [note.text for note in notes] == list(done.warnings)
     assert len(notes) == 2
     assert notes[0].text.startswith("what module 1 gives for a sample depends on the others of its micro-batch")

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from autoaccum.errors import DataWorkerError, UsageError
 from autoaccum.training.data_source import Source
-from autoaccum.training.data_workers import WorkerStart
+from autoaccum.training.data_workers import WorkerInit
 
 COUNT = 37
 
@@ -97,7 +97,7 @@ class Started:
         info.dataset.note = f"worker {worker_id}"  # type: ignore[attr-defined]
 
 
-class Noted(DrawingRows):
+class Notice(DrawingRows):
     note = ""
 
     def __getitem__(self, index: int) -> Tensor:
@@ -108,7 +108,7 @@ class Noted(DrawingRows):
 def test_workers_may_be_spawned_and_the_users_start_of_them_is_kept() -> None:
     more: dict[str, Any] = {"persistent_workers": True, "timeout": 90, "prefetch_factor": 3}
     spawned = DataLoader(
-        Noted(COUNT), 4, num_workers=1, multiprocessing_context="spawn", worker_init_fn=Started(), **more
+        Notice(COUNT), 4, num_workers=1, multiprocessing_context="spawn", worker_init_fn=Started(), **more
     )
     assert_same(windows_of(opened(spawned), range(2)), windows_of(opened(DataLoader(DrawingRows(COUNT), 4)), range(2)))
 
@@ -171,7 +171,7 @@ def test_a_worker_whose_parent_is_gone_before_it_begins_ends() -> None:
     ends, held = os.pipe()
     parent = os.fork()
     if parent == 0:
-        start = WorkerStart(None)
+        start = WorkerInit(None)
         if os.fork() == 0:
             time.sleep(0.2)
             start(0)

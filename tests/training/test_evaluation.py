@@ -234,9 +234,9 @@ def test_a_stream_that_keeps_its_place_is_not_read_by_both() -> None:
     one = Placed()
     for trained_on, data in ((one, one), (DataLoader(one), one), (one, DataLoader(one))):
         with pytest.raises(UsageError, match="the same Placed, which keeps its place in itself"):
-            EvaluationData(data).check_apart(trained_on)
-        EvaluationData(DataLoader(Placed())).check_apart(trained_on)
-    EvaluationData(samples := TensorDataset(torch.ones(2))).check_apart(samples)
+            EvaluationData(data).check_not_shared(trained_on)
+        EvaluationData(DataLoader(Placed())).check_not_shared(trained_on)
+    EvaluationData(samples := TensorDataset(torch.ones(2))).check_not_shared(samples)
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

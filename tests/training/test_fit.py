@@ -22,7 +22,7 @@ SAMPLES, TARGET, EPOCHS = 155, 16, 3
 UPDATES = EPOCHS * 10  # nine windows of 16 and one of 11
 
 
-class Noted(Dataset[Any]):
+class Notice(Dataset[Any]):
     """Texts of uneven length, and a note of which were fetched."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ def model() -> Words:
 def test_thirty_updates_are_those_of_full_batches(
     model: Words, optimizer: Any, micro_batch: int, clip_norm: float | None
 ) -> None:
-    data, other = Noted(), copy.deepcopy(model)
+    data, other = Notice(), copy.deepcopy(model)
     result = autoaccum.fit(
         model,
         data,
@@ -153,7 +153,7 @@ def test_thirty_updates_are_those_of_full_batches(
 
 
 def test_a_summed_loss_is_not_divided(model: Words) -> None:
-    data, other = Noted(), copy.deepcopy(model)
+    data, other = Notice(), copy.deepcopy(model)
     autoaccum.fit(
         model,
         data,
@@ -201,7 +201,7 @@ KINDS: dict[str, Callable[[list[Tensor]], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_of_any_kind_is_regrouped_to_the_target_batch(model: Words, kind: str) -> None:
-    texts, other = Noted().texts, copy.deepcopy(model)
+    texts, other = Notice().texts, copy.deepcopy(model)
     sizes: list[int] = []
     autoaccum.fit(
         model,

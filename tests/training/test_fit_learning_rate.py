@@ -16,7 +16,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan import Plan
 from autoaccum.training.checkpoints import Checkpoints, read_checkpoint
-from autoaccum.training.fit_events import FitResult, Noted, Updated
+from autoaccum.training.fit_events import FitResult, Notice, Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.workload.spec import Workload
@@ -61,12 +61,12 @@ class Heard:
 
     def __init__(self) -> None:
         self.rates: list[float | None] = []
-        self.notes: list[Noted] = []
+        self.notes: list[Notice] = []
 
     def __call__(self, event: Any) -> None:
         if isinstance(event, Updated):
             self.rates.append(event.learning_rate)
-        if isinstance(event, Noted):
+        if isinstance(event, Notice):
             self.notes.append(event)
 
     @property

@@ -57,7 +57,7 @@ updates = [event for event in heard if isinstance(event, Updated)]
 scale = max(float(p.detach().abs().max()) for p in plain.parameters())
 print(json.dumps({
     "error": max(float((a - b).detach().abs().max()) for a, b in zip(plain.parameters(), model.parameters())) / scale,
-    "shortages": result.shortages,
+    "oom_retries": result.oom_retries,
     "told": sum(isinstance(event, OutOfMemoryRetry) for event in heard),
     "largest": [event.micro_batch for event in updates],
     "samples": sorted({event.micro_batches * 0 + event.samples - 2048 * (event.update - 1) for event in updates}),
@@ -88,7 +88,7 @@ def test_a_limit_lowered_in_mid_run_changes_no_result(tmp_path: Path) -> None:
     assert child.returncode == 0, child.stderr
     seen = json.loads(child.stdout)
     assert seen["error"] < 1e-9
-    assert seen["shortages"] == seen["told"] >= 1
+    assert seen["oom_retries"] == seen["told"] >= 1
     assert seen["samples"] == [2048], "the effective batch is the same in every update"
     assert seen["largest"][2] == 2048
     assert seen["largest"][3] < 2048, "with the limit on, it goes on with smaller micro-batches"
@@ -96,7 +96,7 @@ def test_a_limit_lowered_in_mid_run_changes_no_result(tmp_path: Path) -> None:
     assert seen["raised"]
     assert seen["evaluations"] == 10, "the evaluation under the limit shrinks, too"
     assert seen["warnings"] == []
-    assert sum(retries or 0 for retries in seen["retries"]) == seen["shortages"]
+    assert sum(retries or 0 for retries in seen["retries"]) == seen["oom_retries"]
 
 
 class Crowded(nn.Linear):
@@ -137,7 +137,7 @@ def test_the_ceiling_falls_rises_and_outlives_a_stop(tmp_path: Path) -> None:
     assert [event.micro_batch for event in started] == [32, 7]
     assert sizes[-1] == 32, "after a calm stretch all of it is used again"
     assert [event.micro_batch for event in heard if isinstance(event, CeilingRaised)][-1] == 32
-    assert result.shortages == sum(isinstance(event, OutOfMemoryRetry) for event in heard) > 0
+    assert result.oom_retries == sum(isinstance(event, OutOfMemoryRetry) for event in heard) > 0
 
 
 def test_where_not_even_one_sample_fits_it_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:

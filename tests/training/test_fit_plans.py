@@ -16,7 +16,7 @@ from torch import nn
 import autoaccum
 from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.errors import AutoaccumError
-from autoaccum.training.fit_events import Noted, Planning, Started
+from autoaccum.training.fit_events import Notice, Planning, Started
 
 torch.set_num_threads(1)
 folder = sys.argv[1]

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import autoaccum
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.training_setup import Subject
+from autoaccum.training.training_setup import TrainingSetup
 from autoaccum.workload.spec import Workload
 
 DATA = TensorDataset(torch.ones(16, 3), torch.ones(16, 2))
@@ -81,7 +81,7 @@ def test_arguments_that_cannot_be_honoured(options: dict[str, Any], message: str
 )
 def test_subjects_that_cannot_be_trained(subject: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(AutoaccumError) as caught:
-        Subject(FitRequest.of(subject, {"target_batch": 8, "epochs": 1, **options}))
+        TrainingSetup(FitRequest.of(subject, {"target_batch": 8, "epochs": 1, **options}))
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import autoaccum
 from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.errors import UsageError
-from autoaccum.training.fit_events import CheckpointWritten, Noted, Updated
+from autoaccum.training.fit_events import CheckpointWritten, Notice, Updated
 
 pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
 SAMPLES, TARGET, EPOCHS = 44, 12, 2
@@ -208,7 +208,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path
     newest.write_bytes(newest.read_bytes()[:-1000])
     heard: list[Any] = []
     resumed = run(tmp_path / "parts", checkpoint_every=2, heard=heard.append)
-    texts = [event.text for event in heard if isinstance(event, Noted)]
+    texts = [event.text for event in heard if isinstance(event, Notice)]
     assert any("is damaged" in text and "passed over" in text for text in texts)
     assert resumed.resumed_from is not None
     assert resumed.resumed_from.name == "checkpoint-00000004.pt"

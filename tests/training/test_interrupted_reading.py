@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 import autoaccum
 from autoaccum.accumulation.rng_state import RngState
 from autoaccum.training.data_source import Source
-from autoaccum.training.stop_signals import StopAsked, Stopping
+from autoaccum.training.stop_signals import StopRequested, StopSignals
 
 PACKAGE = str(Path(autoaccum.__file__).parent)
 
@@ -76,12 +76,12 @@ class SignalAtLine:
 def was_stopped(source: Source, number: int) -> bool:
     """Whether reading windows was cut short by a signal at line `number`."""
     outer, cut = sys.gettrace(), False
-    with suppress(SystemExit), Stopping() as stopping:
+    with suppress(SystemExit), StopSignals() as stopping:
         source.interruptible = stopping.interruptible
         sys.settrace(SignalAtLine(number))
         try:
             source.next_window()
-        except StopAsked:
+        except StopRequested:
             cut = True
         finally:
             sys.settrace(outer)

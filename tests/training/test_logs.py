@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autoaccum.training.fit_events import Evaluated, Updated
-from autoaccum.training.run_folder import Logs
+from autoaccum.training.run_folder import MetricsLog
 
 
 def updated(update: int, **figures: Any) -> Updated:
@@ -38,7 +38,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_lines_have_their_figures_in_order(tmp_path: Path) -> None:
     nan = float("nan")
-    with Logs(tmp_path, 0, 0, never) as logs:
+    with MetricsLog(tmp_path, 0, 0, never) as logs:
         logs.hear(updated(1))
         logs.hear(updated(2, loss=nan, grad_norm=float("inf"), terms={"a": nan, "b": 1.0}))
         logs.hear(evaluated(2))
@@ -55,14 +55,14 @@ def test_lines_have_their_figures_in_order(tmp_path: Path) -> None:
 
 def test_resuming_drops_what_is_made_again_and_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with Logs(tmp_path, 0, 0, never) as logs:
+    with MetricsLog(tmp_path, 0, 0, never) as logs:
         for update in range(1, 6):
             logs.hear(updated(update))
             logs.hear(evaluated(update))
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
     for update, evaluated_at, count in ((5, 5, 9), (5, 5, 9), (3, 3, 6), (9, 9, 6), (3, 2, 5), (0, 0, 0)):
-        with Logs(tmp_path, update, evaluated_at, never) as logs:
+        with MetricsLog(tmp_path, update, evaluated_at, never) as logs:
             assert len(lines(tmp_path)) == count
             assert whole.startswith(path.read_bytes())
             if not count:
@@ -74,9 +74,9 @@ FULL = """
 import resource, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from test_logs import Logs, updated
+from test_logs import MetricsLog, updated
 folder = Path(sys.argv[1])
-logs = Logs(folder, 0, 0, lambda event: print(event.text))
+logs = MetricsLog(folder, 0, 0, lambda event: print(event.text))
 logs.hear(updated(1))
 size = (folder / "metrics.jsonl").stat().st_size
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size - 20, resource.RLIM_INFINITY))
@@ -104,11 +104,11 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_shows_the_same_where_it_is_installed(tmp_path: Path) -> None:
-    with Logs(tmp_path, 0, 0, never) as logs:
+    with MetricsLog(tmp_path, 0, 0, never) as logs:
         for update in (1, 2, 3):
             logs.hear(updated(update, loss=float(update), terms={"a": 1.5}))
         logs.hear(evaluated(3))
-    with Logs(tmp_path, 2, 2, never) as logs:
+    with MetricsLog(tmp_path, 2, 2, never) as logs:
         logs.hear(updated(3, loss=9.0))
     shown = scalars(tmp_path / "tensorboard")
     assert shown["train/loss"] == [(1, 1.0), (2, 2.0), (3, 9.0)]

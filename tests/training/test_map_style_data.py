@@ -241,12 +241,15 @@ def test_what_the_dataset_raises_comes_through_and_a_stop_iteration_is_no_end(wo
         def __getitem__(self, index: int) -> Any:
             raise self.raises
 
-    class Ending(Broken):
+    class Stopping(Broken):
         raises = StopIteration()
 
     random.seed(1)
     state = random.getstate()
-    for data, error, said in ((Broken(COUNT), KeyError, "mine"), (Ending(COUNT), RuntimeError, "end the epoch early")):
+    for data, error, said in (
+        (Broken(COUNT), KeyError, "mine"),
+        (Stopping(COUNT), RuntimeError, "end the epoch early"),
+    ):
         source = opened(data, workers=workers)
         source.start_epoch(0)
         with pytest.raises(error, match=said):

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from autoaccum.training.seeds import (
-    capture_random,
+    capture_rng_state,
+    derive_seed,
     item_seed,
-    mix,
-    restore_random,
+    restore_rng_state,
     seed_generators,
 )
 
@@ -20,16 +20,16 @@ def drawn() -> tuple[float, float, float]:
 
 
 def test_seeds_are_the_same_in_every_process() -> None:
-    assert mix(0, "order", 1) == 2890303216
-    assert item_seed(mix(0, "item", 1), 2) == 3168020664
+    assert derive_seed(0, "order", 1) == 2890303216
+    assert item_seed(derive_seed(0, "item", 1), 2) == 3168020664
 
 
 def test_every_generator_goes_on_from_a_file_that_can_run_no_code() -> None:
     own, file = torch.Generator().manual_seed(3), io.BytesIO()
     drawn()  # Leaves the second of a pair of normal values waiting, in NumPy's.
-    torch.save(capture_random([torch.device("cpu")], [own]), file)
+    torch.save(capture_rng_state([torch.device("cpu")], [own]), file)
     expected = *drawn(), torch.rand(3, generator=own).tolist()
     file.seek(0)
     seed_generators(9)
-    restore_random(torch.load(file, weights_only=True), [torch.device("cpu")], [own])
+    restore_rng_state(torch.load(file, weights_only=True), [torch.device("cpu")], [own])
     assert (*drawn(), torch.rand(3, generator=own).tolist()) == expected

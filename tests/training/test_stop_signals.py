@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.training.stop_signals import StopAsked, Stopping
+from autoaccum.training.stop_signals import StopRequested, StopSignals
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -26,10 +26,10 @@ def handlers() -> Iterator[None]:
     assert after == before
 
 
-def end_of(body: Callable[[Stopping], None], one_press_seconds: float = 60) -> BaseException | None:
-    """What comes out when `body` runs within a Stopping."""
+def end_of(body: Callable[[StopSignals], None], one_press_seconds: float = 60) -> BaseException | None:
+    """What comes out when `body` runs within a StopSignals."""
     try:
-        with Stopping(one_press_seconds) as stopping:
+        with StopSignals(one_press_seconds) as stopping:
             body(stopping)
     except BaseException as error:
         return error
@@ -44,7 +44,7 @@ def code_of(error: BaseException | None) -> Any:
 def test_a_first_signal_is_noted_and_raised_where_it_is_asked_for(number: signal.Signals) -> None:
     reached = []
 
-    def run(stopping: Stopping) -> None:
+    def run(stopping: StopSignals) -> None:
         stopping.check()
         stopping.leave()
         signal.raise_signal(number)
@@ -59,7 +59,7 @@ def test_a_first_signal_is_noted_and_raised_where_it_is_asked_for(number: signal
 def test_while_it_waits_it_is_raised_at_once_past_every_except_exception() -> None:
     reached = []
 
-    def wait(stopping: Stopping) -> None:
+    def wait(stopping: StopSignals) -> None:
         with stopping.interruptible():
             try:
                 signal.raise_signal(signal.SIGTERM)
@@ -67,8 +67,8 @@ def test_while_it_waits_it_is_raised_at_once_past_every_except_exception() -> No
                 pytest.fail("eaten")
             pytest.fail("not at once")
 
-    def run(stopping: Stopping) -> None:
-        with pytest.raises(StopAsked):
+    def run(stopping: StopSignals) -> None:
+        with pytest.raises(StopRequested):
             wait(stopping)
         signal.raise_signal(signal.SIGTERM)
         reached.append("the last checkpoint")
@@ -78,9 +78,9 @@ def test_while_it_waits_it_is_raised_at_once_past_every_except_exception() -> No
 
 
 def test_an_error_that_comes_with_it_is_not_what_ended_the_run() -> None:
-    def run(stopping: Stopping) -> None:
+    def run(stopping: StopSignals) -> None:
         with stopping.interruptible():
-            with suppress(StopAsked):
+            with suppress(StopRequested):
                 signal.raise_signal(signal.SIGTERM)
             raise RuntimeError("DataLoader worker is killed by signal: Terminated")
 
@@ -91,7 +91,7 @@ def test_an_error_that_comes_with_it_is_not_what_ended_the_run() -> None:
 def test_a_second_one_acts_at_once(second: signal.Signals) -> None:
     reached = []
 
-    def run(stopping: Stopping) -> None:
+    def run(stopping: StopSignals) -> None:
         signal.raise_signal(signal.SIGTERM)
         reached.append(stopping.asked)
         signal.raise_signal(second)
@@ -105,7 +105,7 @@ def test_what_comes_twice_within_a_moment_is_one() -> None:
     """As timeout(1) sends it: to its child, then to the group."""
     reached = []
 
-    def run(stopping: Stopping) -> None:
+    def run(stopping: StopSignals) -> None:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
         reached.append(True)
@@ -116,7 +116,7 @@ def test_what_comes_twice_within_a_moment_is_one() -> None:
 
 def test_what_is_ignored_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with Stopping() as stopping:
+    with StopSignals() as stopping:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signal.raise_signal(signal.SIGHUP)
         assert stopping.asked is None
@@ -133,7 +133,7 @@ def wait_for_ever(ready: Any) -> None:
 def test_a_forked_child_is_ended_by_sigterm_and_leaves_the_others_to_its_parent() -> None:
     context = multiprocessing.get_context("fork")
     ready = context.Event()
-    with Stopping() as stopping:
+    with StopSignals() as stopping:
         child = context.Process(target=wait_for_ever, args=(ready,))
         child.start()
         assert ready.wait(30)
@@ -151,7 +151,7 @@ def test_a_handler_of_the_user_s_own_is_called_after_the_last_checkpoint() -> No
     called: list[Any] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
     try:
-        with pytest.raises(SystemExit) as leaving, Stopping():
+        with pytest.raises(SystemExit) as leaving, StopSignals():
             os.kill(os.getpid(), signal.SIGTERM)
         assert leaving.value.code == 143
         assert called == [signal.SIGTERM]

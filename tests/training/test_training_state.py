@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedules
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import portable
-from autoaccum.training.training_setup import Trainee
+from autoaccum.training.training_setup import TrainingComponents
 from autoaccum.training.training_state import capture_settings, capture_training, restore_training
 from autoaccum.workload.objective import resolve_objective
 
@@ -83,7 +83,7 @@ class Training:
         self.scheduler = None if scheduler is None else SCHEDULERS[scheduler](self.optimizer)
         self.scaler = GradScaler("cpu", growth_interval=2)
 
-    def trainee(self) -> Trainee:
+    def trainee(self) -> TrainingComponents:
         return trainee(self.net, self.criterion, self.optimizer, self.scheduler, self.scaler)
 
     def train(self, first: int, last: int) -> None:
@@ -104,8 +104,8 @@ class Training:
 
 def trainee(
     model: nn.Module, criterion: Any, optimizer: Optimizer, scheduler: Any = None, scaler: Any = None
-) -> Trainee:
-    return Trainee(
+) -> TrainingComponents:
+    return TrainingComponents(
         model=model,
         objective=resolve_objective(criterion=criterion),
         optimizer=optimizer,
@@ -118,7 +118,7 @@ def trainee(
     )
 
 
-def moved(whole: Trainee, resumed: Trainee, settings: Any = None) -> list[str]:
+def moved(whole: TrainingComponents, resumed: TrainingComponents, settings: Any = None) -> list[str]:
     """What one has learnt goes to the other, through a file that can run no code."""
     file, told = io.BytesIO(), list[Any]()
     settings = capture_settings(whole) if settings is None else settings
@@ -254,7 +254,7 @@ def test_a_state_of_another_training_changes_nothing(change: Callable[[Training]
 
 
 def test_a_parameter_that_only_the_optimizer_knows_comes_back() -> None:
-    weights, made = [torch.randn(2).requires_grad_() for _ in range(2)], list[Trainee]()
+    weights, made = [torch.randn(2).requires_grad_() for _ in range(2)], list[TrainingComponents]()
     for weight in weights:
         model = nn.Linear(2, 2)
         groups: list[dict[str, Any]] = [{"params": model.parameters()}, {"params": [weight]}]

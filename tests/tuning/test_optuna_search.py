@@ -16,9 +16,9 @@ from torch import nn
 from autoaccum import Workload
 from autoaccum.errors import StudyError, UsageError, WorkloadError
 from autoaccum.tuning.ranking import rank
-from autoaccum.tuning.study import open_storage, read_address
-from autoaccum.tuning.tune_request import BatchSpan, Budget, RateSpan
-from autoaccum.tuning.tuning_result import Reported, Setting, TrialEnded
+from autoaccum.tuning.study import open_storage, parse_storage_address
+from autoaccum.tuning.tune_request import BatchSizeRange, Budget, LearningRateRange
+from autoaccum.tuning.tuning_result import LossReported, Setting, TrialEnded
 
 
 @pytest.fixture(params=["tune.db", "tune.journal"])
@@ -48,7 +48,7 @@ def test_a_study_tries_its_own_rate_first_and_repeats_the_best(file: Path) -> No
     assert {(row.confirms, row.seed) for row in repeated} == {(one.trial, seed) for one in best for seed in (1, 2)}
     assert [len(one.losses) for one in rank(rows)[:2]] == [3, 3]
     assert [event.row.number for event in told if isinstance(event, TrialEnded)] == [row.number for row in rows]
-    assert {event.percent for event in told if isinstance(event, Reported)} == {25, 50}
+    assert {event.percent for event in told if isinstance(event, LossReported)} == {25, 50}
     assert {row.state for row in rows} <= {"complete", "pruned", "diverged"}
     assert search_in(file, request_of(confirm=2), confirm=True)[0] == rows
 
@@ -74,7 +74,7 @@ def test_an_interrupted_trial_does_not_count_and_the_study_goes_on(file: Path) -
 
 
 def test_training_that_diverges_is_a_finished_trial_that_does_not_win(tmp_path: Path) -> None:
-    space = replace(SPACE, learning_rates=RateSpan(1e-3, 1e6), own_rate=1e5)
+    space = replace(SPACE, learning_rates=LearningRateRange(1e-3, 1e6), default_learning_rate=1e5)
     workload = line_workload(model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, 1)))
     rows, _ = search_in(tmp_path / "tune.db", request_of(), space=space, workload=workload)
     assert (rows[0].state, rows[0].loss) == ("diverged", None)
@@ -93,7 +93,7 @@ def test_a_trial_that_runs_out_of_memory_is_told_and_the_next_one_runs(tmp_path:
     rows, _ = search_in(tmp_path / "tune.db", request_of(pruner="none"), workload=line_workload(model=model))
     assert [row.state for row in rows] == ["out_of_memory"] + ["complete"] * 5
     assert rows[0].loss is None
-    assert all(row.shortages for row in rows[1:])
+    assert all(row.oom_retries for row in rows[1:])
 
 
 def test_pruning_is_optuna_s_successive_halving(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_no_trial_begins_after_the_limit_on_time(tmp_path: Path) -> None:
 
 
 def test_batches_and_coupled_micro_batches_are_searched(tmp_path: Path) -> None:
-    space = replace(SPACE, target_batches=BatchSpan(8, 32), coupled="the loss mixes", micro_batches=(4, 8, 16))
+    space = replace(SPACE, target_batches=BatchSizeRange(8, 32), coupled="the loss mixes", micro_batches=(4, 8, 16))
     rows, _ = search_in(tmp_path / "tune.db", request_of(trials=8), space=space)
     settings = [row.setting for row in rows if row.setting is not None]
     assert len(settings) == 8
@@ -158,7 +158,7 @@ def test_a_study_asked_for_something_else_is_refused(file: Path) -> None:
 
 
 def test_a_study_of_somebody_else_is_refused(file: Path) -> None:
-    with open_storage(read_address(str(file))) as storage:
+    with open_storage(parse_storage_address(str(file))) as storage:
         optuna.create_study(storage=storage, study_name="line").optimize(lambda trial: 1.0, n_trials=1)
     with pytest.raises(UsageError, match="is there already, and not of autoaccum"):
         search_in(file, request_of())
@@ -183,12 +183,12 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
     [("best", "storage is 'best'"), ("model.py", "storage is 'model.py'"), ("odd://x y", "storage is no URL|opens")],
 )
 def test_an_address_that_is_none_is_refused(name: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says), open_storage(read_address(name)):
+    with pytest.raises(UsageError, match=says), open_storage(parse_storage_address(name)):
         pass
 
 
 def test_a_password_is_never_shown() -> None:
-    address = read_address("postgresql://me:secret@host/db")
+    address = parse_storage_address("postgresql://me:secret@host/db")
     assert repr(address) == "postgresql://me:***@host/db"
     with pytest.raises((StudyError, UsageError)) as caught, open_storage(address):
         pass
@@ -205,14 +205,14 @@ def test_studies_find_the_learning_rate_that_is_known_to_be_best(tmp_path: Path)
         optimizer=quadratic.optimizer,
     )
     own, batch = quadratic.OWN_RATE, quadratic.TARGET_BATCH
-    rates = RateSpan(own / 100, own * 100)
+    rates = LearningRateRange(own / 100, own * 100)
     space = replace(
         SPACE,
         learning_rates=rates,
-        target_batches=BatchSpan(batch, batch),
+        target_batches=BatchSizeRange(batch, batch),
         micro_batches=(batch,),
         micro_batch=batch,
-        own_rate=own,
+        default_learning_rate=own,
     )
     request = request_of(trials=30, seed=0)
     budget = Budget(quadratic.BUDGET, "samples")

@@ -9,18 +9,18 @@ import pytest
 from small_studies import FACTS
 
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.tuning.ranking import find_caution, find_coupling, find_noise, own_standing, rank
-from autoaccum.tuning.tune_request import RateSpan
-from autoaccum.tuning.tuning_result import Row, Setting, State
+from autoaccum.tuning.ranking import describe_coupling, find_default_result, find_noise, find_range_warning, rank
+from autoaccum.tuning.tune_request import LearningRateRange
+from autoaccum.tuning.tuning_result import Row, RowState, Setting
 
 
-def row(number: int, rate: float, loss: float | None, state: State = "complete", **more: Any) -> Row:
+def row(number: int, rate: float, loss: float | None, state: RowState = "complete", **more: Any) -> Row:
     setting = Setting(learning_rate=rate, target_batch=64, micro_batch=16)
     known: dict[str, Any] = {"setting": setting, "seed": 0, "loss": loss}
     return Row(number=number, state=state, **known | more)
 
 
-def again(number: int, of: Row, seed: int, loss: float | None, state: State = "complete", **more: Any) -> Row:
+def again(number: int, of: Row, seed: int, loss: float | None, state: RowState = "complete", **more: Any) -> Row:
     return Row(number=number, state=state, setting=of.setting, seed=seed, loss=loss, confirms=of.number, **more)
 
 
@@ -47,16 +47,16 @@ def test_a_setting_of_which_a_run_failed_or_ran_short_comes_last() -> None:
     ranked = rank([LUCKY, STEADY, WORSE, failed, lost])
     assert [one.trial for one in ranked] == [1, 2, 0]
     assert (ranked[2].failed, ranked[2].mean) == (1, None)
-    short = row(5, 0.5, 0.01, shortages=1)
+    short = row(5, 0.5, 0.01, oom_retries=1)
     assert [one.trial for one in rank([LUCKY, short])] == [0, 5]
 
 
 def test_the_workload_s_own_setting_is_found() -> None:
     rows = [row(0, 0.1, 0.5, own=True), STEADY]
-    found = own_standing(rows)
+    found = find_default_result(rows)
     assert found is not None
     assert found.losses == (0.5,)
-    assert own_standing([row(0, 0.1, None, "diverged", own=True), STEADY]) is None
+    assert find_default_result([row(0, 0.1, None, "diverged", own=True), STEADY]) is None
 
 
 def test_noise_is_two_deviations_of_a_difference_pooled_over_settings() -> None:
@@ -69,7 +69,7 @@ def test_noise_is_two_deviations_of_a_difference_pooled_over_settings() -> None:
     ("rate", "says"), [(0.1, None), (0.015, "search below 0.01, too"), (0.9, "search above 1, too")]
 )
 def test_a_best_rate_near_an_end_is_told(rate: float, says: str | None) -> None:
-    said = find_caution(rate, RateSpan(0.01, 1.0))
+    said = find_range_warning(rate, LearningRateRange(0.01, 1.0))
     assert said is None if says is None else str(said).endswith(says)
 
 
@@ -84,7 +84,12 @@ class Planned:
         (Coupling(loss=False), (), "micro", None),
         (Coupling(loss=False), ("1", "4"), "micro", "BatchNorm in modules 1 and 4 normalises by the micro-batch"),
         (Coupling(loss=False), ("1",), "frozen", None),
-        (Coupling(modules=("1", "mix"), loss=False), ("1",), "micro", "BatchNorm in module 1 .* in module mix"),
+        (
+            Coupling(modules=("1", "mix"), loss=False),
+            ("1",),
+            "micro",
+            "BatchNorm in module 1 .* in module mix",
+        ),
         (Coupling(loss=True), (), "micro", "the loss mixes the samples of a batch"),
     ],
 )
@@ -93,7 +98,7 @@ def test_what_couples_samples_is_named(
 ) -> None:
     facts = type(FACTS)(**{**vars(FACTS), "batchnorms": batchnorms, "batchnorm": mode})
     plan: Any = Planned(coupling)
-    found, doubt = find_coupling(plan, facts)
+    found, doubt = describe_coupling(plan, facts)
     assert doubt is None
     assert (found is None) == (says is None)
     assert re.search(says or "None", str(found))
@@ -102,6 +107,6 @@ def test_what_couples_samples_is_named(
 @pytest.mark.parametrize("coupling", [None, Coupling(), Coupling(reason="the model is too large", loss=False)])
 def test_what_was_not_looked_at_is_a_doubt(coupling: Coupling | None) -> None:
     plan: Any = Planned(coupling)
-    found, doubt = find_coupling(plan, FACTS)
+    found, doubt = describe_coupling(plan, FACTS)
     assert found is None
     assert "could not be told" in str(doubt)

@@ -9,7 +9,7 @@ from small_studies import request_of
 
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
 from autoaccum.tuning.throughput import measure_throughput
-from autoaccum.tuning.trial_processes import Processes
+from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.tune_request import Budget
 from autoaccum.tuning.tuning_result import Outcome, Setting
 
@@ -53,33 +53,33 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def processes(reference: str) -> Processes:
-    made = Processes(request_of(reference=reference, device="cpu"))
+def processes(reference: str) -> TrialProcesses:
+    made = TrialProcesses(request_of(reference=reference, device="cpu"))
     facts = made.describe()
     assert (facts.name, facts.model, facts.learning_rate, facts.training_samples) == ("line", "Line", 0.01, 72)
     return made
 
 
-def train(processes: Processes, rate: float) -> Outcome:
+def train(processes: TrialProcesses, rate: float) -> Outcome:
     setting = Setting(learning_rate=rate, target_batch=16, micro_batch=8)
     return processes.train(setting, Budget(64, "samples"), 0, 8, lambda percent, loss: percent < 50 or rate < 1)
 
 
-def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: Processes) -> None:
+def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialProcesses) -> None:
     one, again, pruned = train(processes, 0.5), train(processes, 0.5), train(processes, 2.0)
     assert (one.state, one.samples) == ("complete", 64)
     assert one.loss == again.loss
     assert (pruned.state, pruned.samples) == ("pruned", 32)
 
 
-def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: Processes, reference: str) -> None:
+def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: TrialProcesses, reference: str) -> None:
     killed = train(processes, 7.0)
     assert (killed.state, killed.reason) == ("failed", "its process was ended by SIGKILL")
-    hung = train(Processes(request_of(reference=reference, device="cpu", trial_limit=8.0)), 8.0)
+    hung = train(TrialProcesses(request_of(reference=reference, device="cpu", trial_limit=8.0)), 8.0)
     assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (8 s), and was ended")
 
 
-def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(processes: Processes) -> None:
+def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(processes: TrialProcesses) -> None:
     known = measure_throughput(processes, 16, (4, 8), "cpu")
     assert known.knee in (4, 8)
     assert all(speed.low <= speed.samples_per_second <= speed.high for speed in known.speeds)  # type: ignore
@@ -87,7 +87,7 @@ def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(process
         measure_throughput(processes, 16, (8, 16), "cpu")
 
 
-def test_a_workload_that_is_changed_meanwhile_is_told(processes: Processes, reference: str) -> None:
+def test_a_workload_that_is_changed_meanwhile_is_told(processes: TrialProcesses, reference: str) -> None:
     Path(reference).write_text(f"{WORKLOAD}\n# changed\n")
     try:
         with pytest.raises(WorkloadError, match="was changed while it is tuned"):
@@ -98,4 +98,4 @@ def test_a_workload_that_is_changed_meanwhile_is_told(processes: Processes, refe
 
 def test_there_has_to_be_such_a_device() -> None:
     with pytest.raises(UsageError):
-        Processes(request_of(device="tpu"))
+        TrialProcesses(request_of(device="tpu"))

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
-from autoaccum.tuning.trial_training import UpdateTimer, find_facts, split_data, train_setting
+from autoaccum.tuning.trial_training import UpdateTimer, describe_workload, split_data, train_setting
 from autoaccum.tuning.tune_request import Budget
 from autoaccum.tuning.tuning_result import Outcome, Setting
 
@@ -34,21 +34,23 @@ def run(
     micro: int = 8,
     seed: int = 0,
     budget: Budget | None = None,
-    go_on: Callable[[int, float], bool] = lambda percent, loss: True,
+    should_continue: Callable[[int, float], bool] = lambda percent, loss: True,
 ) -> Outcome:
     setting = Setting(learning_rate=rate, target_batch=16, micro_batch=micro)
     budget = budget or Budget(64, "samples")
-    return train_setting(workload, setting, budget, seed=seed, evaluation_batch=8, device="cpu", go_on=go_on)
+    return train_setting(
+        workload, setting, budget, seed=seed, evaluation_batch=8, device="cpu", should_continue=should_continue
+    )
 
 
 def test_it_trains_for_its_budget_and_looks_at_the_milestones() -> None:
     told: list[tuple[int, float]] = []
 
-    def go_on(percent: int, loss: float) -> bool:
+    def should_continue(percent: int, loss: float) -> bool:
         told.append((percent, loss))
         return True
 
-    outcome = run(line_workload(), go_on=go_on)
+    outcome = run(line_workload(), should_continue=should_continue)
     assert (outcome.state, outcome.samples) == ("complete", 64)
     assert [percent for percent, _ in told] == [25, 50]
     assert outcome.loss is not None
@@ -63,7 +65,7 @@ def test_the_same_seed_is_the_same_training_in_micro_batches_of_any_size() -> No
 
 
 def test_a_trial_that_is_told_to_stop_is_pruned() -> None:
-    outcome = run(line_workload(), go_on=lambda percent, loss: percent < 50)
+    outcome = run(line_workload(), should_continue=lambda percent, loss: percent < 50)
     assert (outcome.state, outcome.samples) == ("pruned", 32)
 
 
@@ -85,7 +87,7 @@ def test_a_budget_of_seconds_ends_a_training_and_counts_no_evaluation() -> None:
 
 def test_memory_that_runs_out_is_met_by_smaller_parts_or_ends_the_trial() -> None:
     short = run(line_workload(model=lambda: Greedy(4)))
-    assert (short.state, short.shortages > 0) == ("complete", True)
+    assert (short.state, short.oom_retries > 0) == ("complete", True)
     ended = run(line_workload(model=lambda: Greedy(0)))
     assert (ended.state, ended.loss) == ("out_of_memory", None)
     assert str(ended.reason).startswith("not even one sample at a time fits")
@@ -123,7 +125,7 @@ def test_the_workload_s_own_evaluation_data_is_taken() -> None:
 )
 def test_a_workload_that_cannot_be_tuned_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(WorkloadError, match=says):
-        find_facts(line_workload(**given), "cpu", 16)
+        describe_workload(line_workload(**given), "cpu", 16)
 
 
 def test_facts_are_those_of_what_is_built() -> None:
@@ -131,7 +133,7 @@ def test_facts_are_those_of_what_is_built() -> None:
         model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
         scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 1 / (1 + update)),
     )
-    facts = find_facts(workload, "cpu", 16)
+    facts = describe_workload(workload, "cpu", 16)
     assert (facts.model, facts.optimizer, facts.learning_rate, facts.schedule) == (
         *("Sequential", "SGD", OWN_RATE),
         "LambdaLR",

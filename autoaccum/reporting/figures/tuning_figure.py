@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from autoaccum.tuning.study import open_storage, reaching, read_address
+from autoaccum.tuning.study import open_storage, parse_storage_address, storage_errors
 from autoaccum.tuning.tuning_result import Throughput, Tuning
 
 
@@ -23,11 +23,11 @@ def draw_tuning(tuning: Tuning, storage: str | None) -> dict[str, bytes]:
     from optuna.visualization import matplotlib as of_optuna
 
     matplotlib.use("agg")
-    address, loss = read_address(storage), "held-out loss"
+    address, loss = parse_storage_address(storage), "held-out loss"
     with (
         matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "autoaccum"}),
         open_storage(address) as opened,
-        reaching(address),
+        storage_errors(address),
     ):
         study = optuna.load_study(storage=opened, study_name=tuning.study)
         with warnings.catch_warnings():
