@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from autoaccum.accumulation.step_result import AccumulationWarning as AccumulationWarning
     from autoaccum.accumulation.step_result import StepResult as StepResult
     from autoaccum.api import fit as fit
+    from autoaccum.api import guard as guard
+    from autoaccum.api import plan as plan
     from autoaccum.api import tune as tune
+    from autoaccum.api import verify as verify
     from autoaccum.planning.plan import Plan as Plan
-    from autoaccum.planning.planner import plan as plan
     from autoaccum.training.fit_events import FitResult as FitResult
     from autoaccum.tuning.tuning_result import Tuning as Tuning
     from autoaccum.verification.verification_result import Verification as Verification
-    from autoaccum.verification.verification_setup import verify as verify
     from autoaccum.workload.spec import Workload as Workload
 
 __version__ = "0.1.0"
@@ -29,14 +30,15 @@ _HOMES = {
     "Accumulator": "autoaccum.accumulation.accumulator",
     "StepResult": "autoaccum.accumulation.step_result",
     "windows": "autoaccum.accumulation.schedule",
-    "FitResult": "autoaccum.training.fit_events",
+    "plan": "autoaccum.api",
     "fit": "autoaccum.api",
-    "Plan": "autoaccum.planning.plan",
-    "plan": "autoaccum.planning.planner",
-    "Tuning": "autoaccum.tuning.tuning_result",
+    "verify": "autoaccum.api",
     "tune": "autoaccum.api",
+    "guard": "autoaccum.api",
+    "Plan": "autoaccum.planning.plan",
+    "FitResult": "autoaccum.training.fit_events",
+    "Tuning": "autoaccum.tuning.tuning_result",
     "Verification": "autoaccum.verification.verification_result",
-    "verify": "autoaccum.verification.verification_setup",
     "Workload": "autoaccum.workload.spec",
 }
 

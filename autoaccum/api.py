@@ -1,30 +1,118 @@
-"""The public `fit`: `training.fitting.train`, drawn on the terminal."""
+"""The public functions `plan`, `fit`, `verify`, `tune` and `guard`: each makes its request and calls its room.
+
+Rooms are imported on the first call, so that importing this module loads neither torch nor optuna.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.options import Options
-from autoaccum.reporting.console import make_console
-from autoaccum.reporting.fit_report import TrainingProgress
-from autoaccum.reporting.tune_report import TuneProgress
-from autoaccum.training.fit_events import FitResult
-from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.trainer import train
-from autoaccum.tuning.tune_request import TuneRequest, read_batches, read_rates
-from autoaccum.tuning.tuning_result import Tuning
 
 if TYPE_CHECKING:
-    import os
-
     from torch import nn
     from typing_extensions import Unpack
 
+    from autoaccum.guarding.guard_result import Listener as GuardListener
+    from autoaccum.guarding.guard_result import Report
     from autoaccum.options import OptionArguments
     from autoaccum.planning.plan import Plan
+    from autoaccum.planning.plan_events import Listener as PlanListener
+    from autoaccum.training.fit_events import FitResult
+    from autoaccum.tuning.tuning_result import Tuning
+    from autoaccum.verification.verification_result import Event as VerificationEvent
+    from autoaccum.verification.verification_result import Verification
     from autoaccum.workload.spec import Workload
+
+
+def plan(
+    workload: str | os.PathLike[str] | Workload | None = None,
+    *,
+    target_batch: int,
+    model: nn.Module | None = None,
+    batch: Any = None,
+    loss: Any = None,
+    criterion: Any = None,
+    weight: Callable[[Any], Any] | None = None,
+    split: Callable[[Any, list[int]], Any] | None = None,
+    size: Callable[[Any], int] | None = None,
+    reduction: str | None = None,
+    evaluate: Callable[[nn.Module, Any], Any] | None = None,
+    max_micro_batch: int | None = None,
+    max_trials: int | None = None,
+    least: bool = False,
+    explain: bool = False,
+    picture: bool = False,
+    on_event: PlanListener | None = None,
+    on_output: Callable[[str], None] | None = None,
+    **options: Unpack[OptionArguments],
+) -> Plan:
+    """Find the largest micro-batch that fits, and the schedule of an update of `target_batch` samples.
+
+        plan = autoaccum.plan("model.py", target_batch=256, gpu="rtx3090")
+        plan = autoaccum.plan(model=model, batch=batch, loss=nn.MSELoss(), optimizer=optimizer, target_batch=256)
+
+    Trials of a file or module run in processes of their own. Trials of a `Workload` made in code, or of the live
+    objects `model`, `batch`, `loss` and `optimizer`, run in this process and restore everything they change (see
+    `devices.in_place`). Trials in this process share its memory, so on the CPU they may find a slightly smaller
+    micro-batch than a plan of the same code in a file.
+
+    Args:
+        workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
+        target_batch: Samples per update, over all ranks.
+        model: A live model, on the device it is to be trained on. The arguments up to `evaluate` go with it.
+        batch: `batch(size)`; or a batch, which is repeated and cut to size.
+        loss: `loss(model, batch)`, or a criterion.
+        criterion: `criterion(outputs, targets)`, in place of `loss`.
+        weight: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
+        split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples
+            are not rows of tensors; needs `size`.
+        size: `size(batch)`: returns the number of samples.
+        reduction: `mean` (when None) or `sum`.
+        evaluate: `evaluate(model, batch)`: one evaluation pass (`evaluation_batch`); the loss in eval mode when None.
+        max_micro_batch: Try no larger size, in samples.
+        max_trials: End the search after this many trials. The largest size that ran by then is confirmed by one more
+            trial, and `Plan.stopped` is set.
+        least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %. A
+            predicted plan always has it.
+        explain: Add `Plan.explanation`: the memory at the peak by purpose and by module, and changes that would save
+            some. It is simulated, even where the trials were real; not available for trials in this process.
+        picture: Send listeners the data of a memory picture (`plan_events.Explained`), where the device has it.
+        on_event: Called with each record of `autoaccum.planning.plan_events`.
+        on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
+        options: Fields of `autoaccum.options.Options`. `optimizer`, `precision`, `batchnorm`, `accumulate_in`,
+            `keeps`, `evaluation_batch`, `worst_of` and `multiple_of` replace the workload's own. `device` or `gpu`,
+            `memory`, `reserve`, `world_size`, `equal`, `time_limit` and `trial_limit` say where and how trials run.
+            For a live model, `optimizer` may be its live optimizer, whose state is restored, or a function that makes
+            one. With a `gpu` nothing runs on a card and the plan's kind is `predicted`; live objects are pickled by
+            `cloudpickle`, weights without their values, into a process of their own. `time_limit` counts from this
+            call; loading and checking the workload may take half a minute whatever the limit is, and the confirmation
+            of the schedule comes on top.
+
+    Raises:
+        UsageError: An argument cannot be honoured.
+        WorkloadError: The workload cannot be used as it is.
+        DoesNotFitError: Not even a micro-batch of 1 runs.
+        NotMeasuredError: The trials gave no answer.
+    """
+    from autoaccum.planning.plan_request import PlanRequest
+    from autoaccum.planning.planner import make_plan
+
+    request = PlanRequest(
+        target_batch,
+        Options.of("plan", options),
+        max_micro_batch=max_micro_batch,
+        max_trials=max_trials,
+        least=least,
+        explain=explain,
+        picture=picture,
+    )
+    live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
+    live |= {"reduction": reduction, "evaluate": evaluate, "split": split, "size": size}
+    return make_plan(workload, request, live=live, on_event=on_event, on_output=on_output)
 
 
 def fit(
@@ -61,83 +149,156 @@ def fit(
     callbacks: Sequence[Callable[[Any], Any]] = (),
     **options: Unpack[OptionArguments],
 ) -> FitResult:
-    """Train with batches of `target_batch` samples, in micro-batches that fit: each update is the full batch's.
+    """Train with batches of `target_batch` samples in micro-batches that fit; every update equals the full batch's.
 
         result = autoaccum.fit(model, dataset, target_batch=256, loss=nn.CrossEntropyLoss(), epochs=3, run_dir="runs/a")
 
-    Where neither `plan` nor `micro_batch` is given, it plans first, by trials that leave no trace. Where memory runs
-    out while it trains, an update is repeated in smaller micro-batches and is still the full batch's; after a calm
-    stretch they grow back. With a `run_dir` it writes checkpoints, and the same call goes on where an interrupted one
-    ended: for map-style data on the CPU, with equal threads and micro-batches, to the same weights bit for bit.
+    Without `plan` or `micro_batch` it plans first, by trials that leave no trace. When memory runs out during
+    training, the update is repeated in smaller micro-batches, and is still the full batch's; after a number of updates
+    without trouble the micro-batches grow again. With a `run_dir` it writes checkpoints, and the same call resumes an
+    interrupted run: for map-style data on the CPU, with equal threads and micro-batches, to bit-identical weights.
 
-    It draws from random states of its own (`seed`); the caller's are put back. SIGTERM, SIGHUP and Ctrl-C end it after
-    a checkpoint. An exception of a callback or of the data comes as it is, after a checkpoint too.
+    Random numbers come from generators of its own (`seed`); the caller's random state is restored. SIGTERM, SIGHUP and
+    Ctrl-C end the run after a checkpoint. So do exceptions of a callback or of the data, which are raised unchanged.
 
     Args:
-        model_or_workload: A model, which is trained in place and moved to `device`; or a Workload, or the file of one.
-        data: What to train on; a workload's own `dataset` when None. A map-style dataset is shuffled anew in each
-            epoch and its samples collated for each micro-batch; so are those of an IterableDataset, as they come. A
-            DataLoader keeps its order, sampler and collate function, but its batch size is not the effective batch:
-            what it yields is regrouped. Anything else that can be iterated yields batches, a list included,
-            each in memory of its own.
-        target_batch: Samples per update. The last update of an epoch has what is left.
+        model_or_workload: A model, which is trained in place and moved to `device`; or a Workload, or its file.
+        data: The training data; the workload's own `dataset` when None. A map-style dataset is shuffled in each
+            epoch, and each micro-batch is collated from its samples; samples of an IterableDataset keep their order. A
+            DataLoader keeps its order, sampler and collate function, but not its batch size: its batches are
+            regrouped. Any other iterable, such as a list, must yield batches that do not share memory.
+        target_batch: Samples per update. The last update of an epoch has the samples that are left.
         loss: For a model: `loss(model, batch)`, or a criterion.
         criterion: For a model: `criterion(outputs, targets)`, in place of `loss`.
-        weight: For a model: `weight(batch)`, what the mean in `loss` divides by; the number of samples when None.
+        weight: For a model: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
         reduction: For a model: `mean` or `sum`.
-        split: `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows of tensors;
-            a workload's own when None. `size` goes with it.
-        size: `size(batch)`: the number of its samples.
-        epochs: How often to go through the data.
-        steps: How many updates to make; with `epochs`, whichever is reached first.
-        plan: A plan or the file of one; it must be for this model, batch and device.
+        split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples
+            are not rows of tensors; needs `size`. The workload's own when None.
+        size: `size(batch)`: returns the number of samples.
+        epochs: Passes over the data.
+        steps: Updates to make; with `epochs`, training ends at whichever comes first.
+        plan: A plan or its file; it must be for this model, batch and device.
         micro_batch: The most samples to run at once, in place of a plan.
-        ema_decay: What is left of that average at each update; 0.999 when None.
+        ema_decay: The share of the average that each update keeps; 0.999 when None.
         clip_norm: The largest 2-norm of an update's gradient.
-        learning_rate: Of the first parameter group; the others keep their ratio to it, and a schedule begins there.
-            The plan's, where it was tuned, else the optimizer's own when None.
-        scheduler: A learning-rate schedule of `optimizer`, or a function that makes one of it; stepped per update.
-        collate: From a list of samples to a batch; torch's default_collate when None.
-        eval_data: What to evaluate on: a dataset, a DataLoader, or batches that can be gone through again.
-        eval_every: Updates between evaluations; after each epoch when None.
-        evaluate: `evaluate(model, batch)`: a number, or several by name, averaged over samples; the loss when None.
-        run_dir: The folder of the run: checkpoints, `metrics.jsonl`, `plan.json`, `model.pt`, `ema.pt`, and
-            TensorBoard's files where it is installed. None: nothing is written.
-        resume: `auto`: go on where the folder has a checkpoint; `must`: only that; `never`: refuse such a folder.
+        learning_rate: The rate of the first parameter group; other groups keep their ratio to it, and a schedule
+            starts from it. When None: the rate of a tuned plan, else the optimizer's own.
+        scheduler: A learning-rate schedule of `optimizer`, or a function that makes one from it; stepped per update.
+        collate: Makes a batch of a list of samples; torch's `default_collate` when None.
+        eval_data: The evaluation data: a dataset, a DataLoader, or batches that can be iterated more than once.
+        eval_every: Updates between evaluations; one after each epoch when None.
+        evaluate: `evaluate(model, batch)`: returns a number, or several by name, averaged over samples; the loss when
+            None.
+        run_dir: The folder for checkpoints, `metrics.jsonl`, `plan.json`, `model.pt`, `ema.pt`, and TensorBoard's
+            files if that is installed. None: nothing is written.
+        resume: `auto`: resume if the folder has a checkpoint; `must`: fail without one; `never`: refuse such a folder.
         checkpoint_every: Updates between checkpoints.
-        keep: How many are kept.
-        seed: Of the model that a workload builds, of the order of the data, of what the data and training draw.
-        workers: Processes that read a map-style dataset; a DataLoader has its own.
-        skip_nonfinite: Pass over a window whose loss or gradient is not finite, rather than end there.
-        progress: Draw a progress bar, or lines where there is no terminal, on stderr.
+        keep: Number of checkpoints to keep.
+        seed: Seeds the weights of a workload's model, the order of the data, and all random numbers of training.
+        workers: Processes that read a map-style dataset; a DataLoader uses its own.
+        skip_nonfinite: Skip an update with a non-finite loss or gradient instead of ending the run.
+        progress: Draw a progress bar on stderr, or print lines where stderr is no terminal.
         callbacks: Called with every event (`autoaccum.training.fit_events`); one that returns True ends the training.
         options: Fields of `autoaccum.options.Options`, each in place of the plan's or the workload's own.
-            `optimizer`: an optimizer of the model's, a function of its parameters, a class, or a name of
-            `torch.optim` (AdamW by itself). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is
-            given stays where it is. `memory` and `reserve`: the budget of the plan. `precision`: by autocast.
-            `batchnorm`, `accumulate_in` and `multiple_of`: as the Accumulator has them; what makes no multiple at the
-            end of an epoch is left out, and said. `keeps`: `ema` keeps an average of the weights, as
-            `torch.optim.swa_utils.AveragedModel` makes it, updated once per update: it is in every checkpoint,
-            evaluated beside the weights (`ema_loss`), and in the end `ema.pt` and `FitResult.ema_model`; `outputs`
-            plans for what a loop that logs them holds. `worst_of`: plan for the longest of so many samples.
-            `evaluation_batch`: the most samples to evaluate at once; the micro-batch by itself.
+            `optimizer`: an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim`
+            (AdamW by default). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is given stays
+            where it is. `memory` and `reserve`: the budget of the plan. `precision`: by autocast. `batchnorm`,
+            `accumulate_in` and `multiple_of`: as for the Accumulator; samples that make no multiple at the end of an
+            epoch are left out, with a warning. `keeps`: `ema` keeps an average of the weights, as
+            `torch.optim.swa_utils.AveragedModel` makes it, updated once per update, stored in every checkpoint,
+            evaluated beside the weights (`ema_loss`), and returned as `ema.pt` and `FitResult.ema_model`; `outputs`
+            plans for a loop that holds outputs for logging. `worst_of`: plan for the longest of this many samples.
+            `evaluation_batch`: the most samples to evaluate at once; the micro-batch by default.
 
     Raises:
-        UsageError: An argument cannot be honoured, or the folder is another run's.
+        UsageError: An argument cannot be honoured, or the folder belongs to another run.
         WorkloadError: The workload or the data cannot be used.
         DoesNotFitError: Not even one sample at a time fits.
         NotMeasuredError: No plan could be made.
         DataWorkerError: A process that reads data died.
-        NonFiniteError: Loss or gradient of an update were not finite; everything is as before it.
-        CheckpointError: The first checkpoint could not be written, or none there is can be read.
+        NonFiniteError: Loss or gradient of an update was not finite; the state is that before the update.
+        CheckpointError: The first checkpoint could not be written, or no checkpoint can be read.
         UpdateInterrupted: An update failed half-way; resume from the last checkpoint.
     """
     given = {**locals(), **options}
     for name in ("model_or_workload", "progress", "options"):
         del given[name]
+
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.fit_report import TrainingProgress
+    from autoaccum.training.fit_request import FitRequest
+    from autoaccum.training.trainer import train
+
     request = FitRequest.of(model_or_workload, given)
     with TrainingProgress(make_console(stderr=True), quiet=not progress) as shown:
-        return train(request, on_event=shown.notify)
+        return train(request, on_event=shown.tell)
+
+
+def verify(
+    workload: str | os.PathLike[str] | Workload | None = None,
+    *,
+    target_batch: int = 16,
+    micro_batch: int | None = None,
+    model: nn.Module | None = None,
+    batch: Any = None,
+    loss: Any = None,
+    criterion: Any = None,
+    weight: Callable[[Any], Any] | None = None,
+    split: Callable[[Any, list[int]], Any] | None = None,
+    size: Callable[[Any], int] | None = None,
+    reduction: str | None = None,
+    accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
+    on_event: Callable[[VerificationEvent], Any] | None = None,
+    **options: Unpack[OptionArguments],
+) -> Verification:
+    """Compare an update accumulated in micro-batches with the full batch's, and find the cause of a difference.
+
+        result = autoaccum.verify("model.py", target_batch=16)
+        result.equivalent, result.causes
+
+    Both updates start from equal copies of model, criterion and optimizer and replay the same random numbers. The
+    loss, every gradient, every buffer and every parameter after the update are compared, for a whole window and for
+    a shorter one, such as the last of an epoch. Only copies are run, and random states are restored; but what the
+    caller's code counts or collects in globals and closures stays changed.
+
+    Args:
+        workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
+        target_batch: Samples of the full batch.
+        micro_batch: The most samples to run at once; a quarter of the target when None.
+        model: A live model, in place of a workload. The arguments up to `reduction` go with it.
+        batch: `batch(size)`; or a batch, which is repeated and cut to size.
+        loss: `loss(model, batch)`, or a criterion.
+        criterion: `criterion(outputs, targets)`, in place of `loss`.
+        weight: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
+        split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples
+            are not rows of tensors; needs `size`.
+        size: `size(batch)`: returns the number of samples.
+        reduction: `mean` (when None) or `sum`.
+        accumulate: `accumulate(model, micro_batches)`: a loop of your own that leaves the gradient of an update in
+            `.grad`; it is compared with the full batch too. The workload's own when None.
+        on_event: Called with each event of `autoaccum.verification.verification_result`.
+        options: Fields of `autoaccum.options.Options`: `optimizer` (a live one is copied with its state), `precision`
+            (when None float64, whatever the workload trains in, or float32 with a note where float64 does not run),
+            `batchnorm`, `multiple_of`, `worst_of` and `device` (the CPU by default).
+
+    Raises:
+        UsageError: An argument cannot be honoured.
+        WorkloadError: The workload cannot be used as it is.
+        NotMeasuredError: Memory ran out, or something could not be restored.
+    """
+    from autoaccum.verification.verification_setup import run_verification
+
+    live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
+    live |= {"split": split, "size": size, "reduction": reduction}
+    return run_verification(
+        workload,
+        Options.of("verify", {"device": "cpu", **options}),
+        target_batch=target_batch,
+        micro_batch=micro_batch,
+        live=live,
+        accumulate=accumulate,
+        on_event=on_event,
+    )
 
 
 def tune(
@@ -159,45 +320,51 @@ def tune(
     on_event: Callable[[Any], Any] | None = None,
     **options: Unpack[OptionArguments],
 ) -> Tuning:
-    """Search the learning rate and, on request, the effective batch that a workload trains best with, by Optuna.
+    """Search the learning rate and, on request, the effective batch that train a workload best, with Optuna.
 
         found = autoaccum.tune("model.py", target_batch=256)
         found.best.setting.learning_rate, found.plan.save("best.json")
 
-    Every trial trains in a process of its own, from the same weights and in the same order of data, and is judged by
-    its loss on held-out data. Micro-batches are searched only where samples are coupled, as by a BatchNorm in `micro`
-    mode; otherwise they change speed and memory alone, and are timed once. Nothing above the plan's ceiling is run.
+    Every trial trains in a process of its own, from the same weights and in the same order of data, and is ranked by
+    its loss on held-out data. Micro-batches are searched only where samples are coupled, such as by a BatchNorm in
+    `micro` mode; otherwise they change speed and memory alone, and each is timed once. No micro-batch above the plan's
+    ceiling is run.
 
-    The study is Optuna's: the same call goes on where an interrupted one ended, and several may work on one study. On
-    one card, give each its share as `memory`.
+    The same call resumes an interrupted Optuna study, and several processes may work on one study at the same time.
+    On one card, give each its share as `memory`.
 
     Args:
-        workload: `model.py`, `model.py:name` or `package.module:name`, with a `dataset`; losses are of its
-            `evaluation_dataset`, else of a tenth of the dataset.
-        target_batch: Samples per update; or a range, as `"64..1024"` or a pair, whose doublings are searched.
-        trials: Of the study in all, earlier ones and other workers' too.
-        learning_rate: The range, as `"1e-4..1e-1"` or a pair; the workload's own / 100 to x 100 when None.
-        budget_samples: Samples that a trial trains on; once over the data when None.
+        workload: `model.py`, `model.py:name` or `package.module:name`, with a `dataset`. Losses are measured on its
+            `evaluation_dataset`, else on a tenth of the dataset.
+        target_batch: Samples per update; or a range, `"64..1024"` or a pair, whose doublings are searched.
+        trials: The number of trials of the study, earlier ones and other workers' included.
+        learning_rate: The range, `"1e-4..1e-1"` or a pair; from a hundredth to a hundred times the workload's own
+            when None.
+        budget_samples: Samples that a trial trains on; one pass over the data when None.
         budget_seconds: Seconds that a trial trains, instead.
-        confirm: How many of the best settings are repeated with two other seeds each.
-        storage: A file of SQLite (`tune.db` when None), a `.journal`, or a URL of Optuna's `RDBStorage`.
-        study: Its name in there; the workload's when None.
-        seed: Of the sampler, and of every trial of the search.
+        confirm: The number of best settings to repeat with two more seeds each.
+        storage: An SQLite file (`tune.db` when None), a `.journal` file, or a URL of Optuna's `RDBStorage`.
+        study: The name of the study in the storage; the workload's name when None.
+        seed: Seeds the sampler and every trial of the search.
         sampler: `tpe` or `random`.
         pruner: `halving` (at a quarter and at half of the budget), or `none`.
-        heartbeat: Seconds between signs of life, by which Optuna knows of a killed trial; not in a journal.
+        heartbeat: Seconds between a trial's heartbeats, by which Optuna detects killed trials; unused by a journal.
         progress: Draw progress on stderr.
-        on_event: Called with every event (`autoaccum.tuning.tuning_result`).
-        options: Of `autoaccum.options.Options`: device, memory and reserve (of the plan), precision, batchnorm,
-            multiple_of, optimizer, time_limit (no trial of the search begins later) and trial_limit.
+        on_event: Called with each event of `autoaccum.tuning.tuning_result`.
+        options: Fields of `autoaccum.options.Options`: `device`, `memory` and `reserve` (of the plan), `precision`,
+            `batchnorm`, `multiple_of`, `optimizer`, `time_limit` (no trial of the search starts later) and
+            `trial_limit`.
 
     Raises:
-        UsageError: An argument cannot be honoured, or the study of that name is another one.
+        UsageError: An argument cannot be honoured, or the study of that name searches something else.
         StudyError: The storage cannot be read or written.
         WorkloadError: The workload cannot be tuned, or its code raised in trial after trial.
         DoesNotFitError: Not even one sample at a time fits.
         NotMeasuredError: No plan could be made, or no process started.
     """
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.tune_report import TuneProgress
+    from autoaccum.tuning.tune_request import TuneRequest, read_batches, read_rates
     from autoaccum.tuning.tuner import tune as run_study
 
     request = TuneRequest(
@@ -222,6 +389,81 @@ def tune(
         def listen(event: Any) -> None:
             if on_event is not None:
                 on_event(event)
-            shown.notify(event)
+            shown.tell(event)
 
-        return run_study(request, on_event=listen, on_output=shown.print_output if console.can_redraw else None)
+        return run_study(request, on_event=listen, on_output=shown.pass_on if console.can_redraw else None)
+
+
+def guard(
+    workload: str | os.PathLike[str] | None = None,
+    *,
+    gpus: Sequence[str] = (),
+    target_batch: int | None = None,
+    micro_batch: int | None = None,
+    tolerance: str | None = None,
+    lock: str | None = None,
+    update: bool = False,
+    baseline: str | None = None,
+    force: bool = False,
+    on_event: GuardListener | None = None,
+    on_output: Callable[[str], None] | None = None,
+    **options: Unpack[OptionArguments],
+) -> Report:
+    """Measure the memory of an update again, and compare it with the lock file or with another git revision.
+
+        autoaccum.guard("model.py", gpu="rtx3090", target_batch=256, update=True)  # Writes autoaccum.lock.
+        report = autoaccum.guard()  # Compares everything that the lock and pyproject.toml name.
+        report.exit_code, report.to_json()
+
+    A case that cannot be measured is reported as `unmeasured`; the others are still measured.
+
+    Args:
+        workload: `model.py`, `model.py:name` or `package.module:name`; None: every known case that matches the
+            other arguments.
+        gpus: Several cards to simulate, each a case of its own, in place of `gpu`.
+        target_batch: Samples per update, over all ranks.
+        micro_batch: The most samples to run at once; planned when None.
+        tolerance: The growth of the peak that passes, such as `1%` or `50MiB`; the project's, else 1 %, when None.
+        lock: The lock file; the project's `autoaccum.lock` when None.
+        update: Plan and measure anew, and write the lock instead of comparing with it.
+        baseline: Compare with this git revision, which is measured too; no lock is written.
+        force: With `update`, replace a lock that cannot be read.
+        on_event: Called with each event of `autoaccum.guarding.guard_result`.
+        on_output: Receives each line that workloads print; stderr otherwise.
+        options: Fields of `autoaccum.options.Options`: `gpu` or `device`, `precision`, `optimizer`, `memory`,
+            `reserve`, `world_size`, `equal`, `keeps`, `evaluation_batch`, `worst_of`, `batchnorm`, and `time_limit`
+            for all cases together.
+
+    Raises:
+        UsageError: Arguments contradict each other, or the lock cannot be written.
+        LockFileError: The lock cannot be read; it is left unchanged.
+        MissingLockError, NotMeasuredError: No case is known, or the revision cannot be checked out.
+    """
+    from autoaccum.guarding.cases import Case
+    from autoaccum.guarding.guard_result import parse_tolerance
+    from autoaccum.guarding.guard_run import guard as run_guard
+    from autoaccum.guarding.project import find_project
+
+    time_limit = options.pop("time_limit", None)
+    cards = gpus or (options.get("gpu"),)
+    reference = "" if workload is None else os.fspath(workload)
+    cases = [
+        Case(
+            workload=reference,
+            target_batch=target_batch,
+            micro_batch=micro_batch,
+            options=Options.of("guard", {**options, "gpu": card}),
+        )
+        for card in cards
+    ]
+    return run_guard(
+        cases,
+        find_project(Path.cwd(), lock),
+        update=update,
+        baseline=baseline,
+        tolerance=None if tolerance is None else parse_tolerance(tolerance),
+        time_limit=time_limit,
+        force=force,
+        on_event=on_event,
+        on_output=on_output,
+    )

@@ -134,7 +134,7 @@ LOADED = "import sys; print([m for m in ('torch', 'numpy', 'optuna', 'pynvml') i
     [
         "import autoaccum; dir(autoaccum)",
         "import autoaccum.accumulation.schedule, autoaccum.planning.search, autoaccum.planning.plan",
-        "import autoaccum; autoaccum.Plan",
+        "import autoaccum; autoaccum.Plan; autoaccum.plan; autoaccum.fit; autoaccum.guard",
         "import autoaccum.guarding.guard_run, autoaccum.reporting.guard_report, autoaccum.reporting.guard_github",
         "from click.testing import CliRunner; from autoaccum.cli import main; "
         "r = [CliRunner().invoke(main, a) for a in (['--help'], ['plan', '--help'], ['--version'])]; "

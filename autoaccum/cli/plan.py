@@ -76,7 +76,7 @@ def command(
     Exit code: 0 a plan was made, 1 nothing fits, 2 bad usage or workload, 3 could not be measured.
     """
     from autoaccum.accumulation.argument_checks import check_launch
-    from autoaccum.planning.planner import plan
+    from autoaccum.api import plan
     from autoaccum.reporting.console import make_console, print_labelled
     from autoaccum.reporting.plan_report import PlanProgress, print_plan
 

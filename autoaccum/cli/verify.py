@@ -48,10 +48,10 @@ def command(
 
     Exit code: 0 equivalent, 1 not equivalent, 2 bad usage or workload, 3 could not be measured.
     """
+    from autoaccum.api import verify
     from autoaccum.files import check_output, write_text
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.verify_report import VerificationProgress, print_verification
-    from autoaccum.verification.verification_setup import verify
 
     if output is not None:
         check_output(output, force=force, way_out="for the record on stdout, use --json")

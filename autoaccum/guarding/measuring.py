@@ -11,7 +11,7 @@ from typing import Any
 
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
-from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.checkout import Checkout
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
@@ -19,9 +19,9 @@ from autoaccum.guarding.cases import Case
 from autoaccum.guarding.guard_result import Measurement
 from autoaccum.planning.plan_events import Event, Inspected
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
-from autoaccum.planning.plan_request import Request
-from autoaccum.planning.plan_setup import Subject, find_subject
-from autoaccum.planning.planner import plan_on
+from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.planning.plan_setup import PlanSetup, make_setup
+from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import precise_bytes
 
 RUNS = 3
@@ -62,16 +62,10 @@ def measure(
     """
     request = request_of(case, time_limit)
     asked = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
-    settings = TrialSettings(
-        share=request.share,
-        options=request.options,
-        load_limit_seconds=request.check_limit,
-        checkout=checkout,
-        on_output=on_output,
-    )
-    task = Task(find_subject(case.workload, {}, settings, verb="guard"), request, micro_batches or asked)
+    setup = make_setup(case.workload, request, checkout=checkout, on_output=on_output, verb="guard")
+    task = Task(setup, request, micro_batches or asked)
     simulated = case.options.gpu is not None
-    with task.subject.device:
+    with task.setup.device:
         found = measure_simulated(task) if simulated else measure_by_runs(task)
     if micro_batches is None and not found.fits:
         raise _too_large(found)
@@ -82,19 +76,19 @@ def measure(
     return found
 
 
-def request_of(case: Case, time_limit: float | None = None) -> Request:
+def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
     """What a plan of a whole case is asked to do; without a target, two micro-batches of the size that is asked for."""
     doubled = 2 * (case.micro_batch or 0) * case.options.world_size
     options = dataclasses.replace(case.options, time_limit=time_limit)
-    return Request(case.target_batch or doubled, options, max_micro_batch=case.micro_batch)
+    return PlanRequest(case.target_batch or doubled, options, max_micro_batch=case.micro_batch)
 
 
 @dataclass(frozen=True)
 class Task:
     """What is to be measured: of `micro_batches`, whether they fit or not; None: of the schedule that is planned."""
 
-    subject: Subject
-    request: Request
+    setup: PlanSetup
+    request: PlanRequest
     micro_batches: tuple[int, ...] | None
 
     def trial_parts(self, micro_batches: tuple[int, ...]) -> tuple[int, ...]:
@@ -144,7 +138,7 @@ def measure_simulated(task: Task) -> Measurement:
     Raises:
         AutoaccumError: As of `measure`; or it takes other memory each time.
     """
-    device = task.subject.device
+    device = task.setup.device
     assert isinstance(device, SimulatedDevice)
     sizing = _at_the_cap(task) or _size_up(task)
     parts = task.trial_parts(sizing.micro_batches)
@@ -189,7 +183,7 @@ def measure_by_runs(task: Task) -> Measurement:
     runs = [trial for trial in sizing.proved if trial.parts == parts][-1:]
     runs += [_run(task, parts) for _ in range(len(runs), RUNS)]
     peaks = sorted(peak_bytes(run) or 0 for run in runs if run.ran)
-    device, environment = task.subject.device, sizing.inspection.environment
+    device, environment = task.setup.device, sizing.inspection.environment
     described = device.describe()
     return sizing.measurement(
         device,
@@ -203,7 +197,7 @@ def measure_by_runs(task: Task) -> Measurement:
 
 
 def _run(task: Task, parts: tuple[int, ...]) -> Trial:
-    trial = task.subject.device.trial(parts, fresh=True)
+    trial = task.setup.device.trial(parts, fresh=True)
     if trial.outcome == "error":
         raise trial_error(trial)
     return trial
@@ -223,7 +217,7 @@ def _size_up(task: Task) -> _Sizing:
             seen.append(event.inspection)
 
     try:
-        plan = plan_on(task.subject, task.request, on_event=listen)
+        plan = plan_on_device(task.setup, task.request, on_event=listen)
     except DoesNotFitError:
         if task.micro_batches is None or not seen:
             raise
@@ -247,7 +241,7 @@ def _at_the_cap(task: Task) -> _Sizing | None:
     """What a search would find, from one trial of a given schedule; None where that takes a search."""
     if task.micro_batches is None or max(task.micro_batches) != task.request.cap:
         return None
-    device = task.subject.device
+    device = task.setup.device
     inspection = device.inspect(limit_seconds=task.request.check_limit)
     if device.trial(task.trial_parts(task.micro_batches), fresh=True).outcome != "ok":
         return None

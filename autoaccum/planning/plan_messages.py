@@ -11,7 +11,7 @@ from autoaccum.accumulation.schedule import Schedule, equal_parts_cost
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import Prediction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
-from autoaccum.planning.plan_request import Request
+from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.serialization import to_plain
 from autoaccum.units import format_bytes
 
@@ -151,7 +151,7 @@ def all_warnings(
 def all_notes(
     inspection: Inspection,
     schedule: Schedule,
-    request: Request,
+    request: PlanRequest,
     ceiling: int,
     prediction: Prediction | None,
     further: Iterable[str],

@@ -18,7 +18,7 @@ _MOST_SAMPLES, _MOST_RANKS = 10_000_000, 100_000
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What a plan is asked to do.
 
     Attributes:
@@ -72,7 +72,7 @@ class Request:
         return self.max_trials is not None or self.options.time_limit is not None
 
     @property
-    def check_limit(self) -> float | None:
+    def load_limit_seconds(self) -> float | None:
         """Seconds that loading the workload may take, and checking it; None: no limit but those of every trial."""
         limit = self.options.time_limit
         return None if limit is None else max(limit, _LEAST_CHECK_SECONDS)

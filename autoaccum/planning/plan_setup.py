@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,16 @@ from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device, make_device
+from autoaccum.planning.plan_request import PlanRequest
 
 if TYPE_CHECKING:
+    from autoaccum.devices.child.checkout import Checkout
     from autoaccum.devices.in_place.live_objects import LiveObjects
     from autoaccum.workload.spec import Workload
 
 
 @dataclass(frozen=True)
-class Subject:
+class PlanSetup:
     """What is tried, and where.
 
     Attributes:
@@ -34,36 +36,53 @@ class Subject:
     isolated: bool = True
 
 
-def find_subject(workload: Any, parts: Mapping[str, Any], settings: TrialSettings, *, verb: str = "plan") -> Subject:
-    """Choose the way that trials run.
+def make_setup(
+    workload: Any,
+    request: PlanRequest,
+    *,
+    live: Mapping[str, Any] | None = None,
+    checkout: Checkout | None = None,
+    on_output: Callable[[str], None] | None = None,
+    verb: str = "plan",
+) -> PlanSetup:
+    """Resolve the workload and make the device that runs its trials.
 
     Args:
-        workload: A reference, a Workload, or None.
-        parts: `model`, `batch`, `loss`, `criterion`, `weight`, `reduction`, `evaluate`, `split` and `size` of live
-            objects; those not given are None or left out.
-        settings: How trials run; the reference is set here.
-        verb: What messages call it.
+        workload: A reference, a Workload, or None where live objects are given.
+        request: What the plan is to do.
+        live: Live objects: `model`, `batch`, `loss`, `criterion`, `weight`, `reduction`, `evaluate`, `split` and
+            `size`; those not given are None or left out.
+        checkout: The folder the workload's modules are imported from; None: this process's import path.
+        on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
+        verb: The command named in messages.
 
     Raises:
         UsageError: Not exactly one of the ways is given, or an option cannot be honoured.
         WorkloadError: The live objects do not go together.
         NotMeasuredError: Memory cannot be limited on this machine.
     """
-    options = settings.options
-    way = choose_way(workload, parts, options, share=settings.share, verb=verb)
-    if isinstance(way, str):
-        settings = dataclasses.replace(settings, reference=way)
+    options = request.options
+    resolved = resolve_workload(workload, live or {}, options, share=request.share, verb=verb)
+    settings = TrialSettings(
+        share=request.share,
+        options=options,
+        load_limit_seconds=request.load_limit_seconds,
+        checkout=checkout,
+        on_output=on_output,
+    )
+    if isinstance(resolved, str):
+        settings = dataclasses.replace(settings, reference=resolved)
     elif options.gpu is None:
-        return _in_place(way, settings)
+        return _in_place(resolved, settings)
     else:
         options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are part of the parcel.
-        reference = f"{way.name} (made in code)"
-        settings = dataclasses.replace(settings, reference=reference, parcel=_packed(way), options=options)
-    return Subject(make_device(settings), settings.reference, isolated=options.gpu is None)
+        reference = f"{resolved.name} (made in code)"
+        settings = dataclasses.replace(settings, reference=reference, parcel=_packed(resolved), options=options)
+    return PlanSetup(make_device(settings), settings.reference, isolated=options.gpu is None)
 
 
-def choose_way(
-    workload: Any, parts: Mapping[str, Any], options: Options, *, share: int, verb: str = "plan"
+def resolve_workload(
+    workload: Any, live: Mapping[str, Any], options: Options, *, share: int, verb: str = "plan"
 ) -> str | Workload | LiveObjects:
     """What is given, in one of the ways: a reference, a Workload with the options in place of its own, or live objects.
 
@@ -71,9 +90,9 @@ def choose_way(
         UsageError: Not exactly one of them is given, or what does not go with it.
         WorkloadError: The Workload or the live objects cannot be used so.
     """
-    given = [name for name, value in parts.items() if value is not None]
+    given = [name for name, value in live.items() if value is not None]
     if workload is None:
-        return _live_objects(parts, given, options, verb)
+        return _live_objects(live, given, options, verb)
     if given:
         raise UsageError(f"a workload is given, and {join_words(given)} too", hint=_ways(verb))
     if not isinstance(workload, (str, os.PathLike)):
@@ -101,7 +120,7 @@ def _packed(subject: Workload | LiveObjects) -> str:
     return pack(subject)
 
 
-def _in_place(subject: Workload | LiveObjects, settings: TrialSettings) -> Subject:
+def _in_place(subject: Workload | LiveObjects, settings: TrialSettings) -> PlanSetup:
     from autoaccum.devices.in_place import InPlaceDevice
 
     options = settings.options
@@ -109,13 +128,13 @@ def _in_place(subject: Workload | LiveObjects, settings: TrialSettings) -> Subje
     made = InPlaceDevice(
         subject, share=settings.share, device=options.device, memory=options.memory, reserve=options.reserve
     )
-    return Subject(made, f"{subject.name} (in this process)", isolated=False)
+    return PlanSetup(made, f"{subject.name} (in this process)", isolated=False)
 
 
-def _live_objects(parts: Mapping[str, Any], given: list[str], options: Options, verb: str) -> LiveObjects:
+def _live_objects(live: Mapping[str, Any], given: list[str], options: Options, verb: str) -> LiveObjects:
     if not given:
         raise UsageError(f"there is nothing to {verb}", hint=_ways(verb))
-    missing = [name for name in ("model", "batch") if parts.get(name) is None]
+    missing = [name for name in ("model", "batch") if live.get(name) is None]
     if missing:
         raise UsageError(f"{join_words(given)} given, {join_words(missing)} missing", hint=_ways(verb))
     if options.worst_of is not None:
@@ -123,7 +142,7 @@ def _live_objects(parts: Mapping[str, Any], given: list[str], options: Options, 
             f"worst_of is {options.worst_of}, and live objects have no dataset",
             hint=f"{verb} a file or a Workload with a dataset, or give a batch that is the worst case",
         )
-    if parts.get("evaluate") is not None and options.evaluation_batch is None:
+    if live.get("evaluate") is not None and options.evaluation_batch is None:
         raise UsageError("evaluate is given without evaluation_batch", hint="say how many samples a pass has")
     from torch import nn
 
@@ -132,18 +151,18 @@ def _live_objects(parts: Mapping[str, Any], given: list[str], options: Options, 
     from autoaccum.workload.objective import resolve_objective
 
     objective = resolve_objective(
-        parts.get("loss"),
-        criterion=parts.get("criterion"),
-        weight=parts.get("weight"),
-        reduction=parts.get("reduction") or "mean",
-        model=parts["model"] if isinstance(parts["model"], nn.Module) else None,
+        live.get("loss"),
+        criterion=live.get("criterion"),
+        weight=live.get("weight"),
+        reduction=live.get("reduction") or "mean",
+        model=live["model"] if isinstance(live["model"], nn.Module) else None,
     )
     return LiveObjects(
-        model=parts["model"],
-        batch=parts["batch"],
-        objective=dataclasses.replace(objective, batching=read_batching(parts.get("split"), parts.get("size"))),
-        evaluate=parts.get("evaluate"),
-        name=type(parts["model"]).__name__,
+        model=live["model"],
+        batch=live["batch"],
+        objective=dataclasses.replace(objective, batching=read_batching(live.get("split"), live.get("size"))),
+        evaluate=live.get("evaluate"),
+        name=type(live["model"]).__name__,
         options=options,
     )
 

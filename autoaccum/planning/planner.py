@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
-from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import Explaining, Explanation, Foreseeing, Foresight, Predicting, Prediction
 from autoaccum.errors import (
     AutoaccumError,
@@ -20,7 +20,6 @@ from autoaccum.errors import (
     WorkloadError,
     first_line,
 )
-from autoaccum.options import OptionArguments, Options
 from autoaccum.planning.extrapolation import Predict
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import (
@@ -41,8 +40,8 @@ from autoaccum.planning.plan_messages import (
     peak_bytes,
     trial_error,
 )
-from autoaccum.planning.plan_request import Request
-from autoaccum.planning.plan_setup import Subject, find_subject
+from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.trial_runner import Allowance, Runner, find_least
 
@@ -51,117 +50,42 @@ _FORESIGHT_SHARE = 0.25
 """Of a limit on time."""
 
 if TYPE_CHECKING:
-    from torch import nn
-    from typing_extensions import Unpack
-
     from autoaccum.workload.spec import Workload
 
 
-def plan(
-    workload: str | os.PathLike[str] | Workload | None = None,
+def make_plan(
+    workload: str | os.PathLike[str] | Workload | None,
+    request: PlanRequest,
     *,
-    target_batch: int,
-    model: nn.Module | None = None,
-    batch: Any = None,
-    loss: Any = None,
-    criterion: Any = None,
-    weight: Callable[[Any], Any] | None = None,
-    split: Callable[[Any, list[int]], Any] | None = None,
-    size: Callable[[Any], int] | None = None,
-    reduction: str | None = None,
-    evaluate: Callable[[nn.Module, Any], Any] | None = None,
-    max_micro_batch: int | None = None,
-    max_trials: int | None = None,
-    least: bool = False,
-    explain: bool = False,
-    picture: bool = False,
+    live: Mapping[str, Any] | None = None,
     on_event: Listener | None = None,
     on_output: Callable[[str], None] | None = None,
-    **options: Unpack[OptionArguments],
 ) -> Plan:
-    """Find out by trials how to run updates of `target_batch` samples in the memory there is.
-
-    What is trained is a file or module, whose trials run in processes of their own; or a `Workload` made in code, or
-    the live objects `model`, `batch`, `loss` and `optimizer`, whose trials run in this process, one after the other,
-    and leave everything as it was (see `devices.in_place`). Only a fresh process gives a clean state, so the ceiling
-    of trials in place may be a little low on the CPU; for exact ones, plan through a file.
+    """Plan what `autoaccum.plan` is asked for.
 
     Args:
-        workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
-        target_batch: Samples per update, over all ranks.
-        model: A live model, on the device it is to be trained on.
-        batch: For it, `batch(size)`; or a batch to be repeated and cut to size.
-        loss: For it, `loss(model, batch)`, or a criterion.
-        criterion: For it, `criterion(outputs, targets)`, in place of `loss`.
-        weight: For it, `weight(batch)`: what the mean in `loss` divides by; the number of samples when None.
-        split: For it, `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows of
-            tensors; `size` goes with it.
-        size: For it, `size(batch)`: the number of its samples.
-        reduction: For it, `mean` (when None) or `sum`.
-        evaluate: For it, `evaluate(model, batch)`: a pass of an evaluation (`evaluation_batch`); the loss in eval mode
-            when None.
-        max_micro_batch: Try no larger size, in samples.
-        max_trials: The search ends after as many trials; the largest size that ran by then is confirmed on top of
-            them, and the plan is marked by `stopped`.
-        least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %. A
-            predicted plan has it anyway.
-        explain: Tell where the memory of a card goes at the peak, by what it is for and by module, and what would
-            change that (`Plan.explanation`): all of it simulated, also where trials really ran. Not of trials
-            in this process.
-        picture: Tell listeners what a picture of that needs, where the device can (`events.Explained`).
-        on_event: Told of every step, with a record of `autoaccum.planning.plan_events`.
-        on_output: Given what the workload prints in processes of its own, line by line; stderr otherwise.
-        options: The fields of `autoaccum.options.Options`: optimizer, precision, batchnorm, accumulate_in, keeps,
-            evaluation_batch, worst_of and multiple_of, each in place of the workload's own; device or gpu, memory,
-            reserve, world_size, equal, time_limit and trial_limit. For a live model, `optimizer` may be its live one,
-            whose state is put back, or make one. With a `gpu` nothing runs on any card, and the plan is of kind
-            `predicted`; live objects go to a process of their own for that, by `cloudpickle`, their weights without
-            values. A `time_limit` counts from the call on; loading the workload and checking it may take half a
-            minute whatever it is, and the confirmation of what ran comes on top.
+        workload: A reference, a Workload, or None where live objects are given.
+        request: What the plan is to do.
+        live: Live objects by the names of `autoaccum.plan`'s arguments; those not given are None or left out.
+        on_event: Called with each record of `autoaccum.planning.plan_events`.
+        on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
 
     Raises:
-        UsageError: An argument cannot be honoured.
-        WorkloadError: The workload is not usable as it stands.
-        DoesNotFitError: Not even a micro-batch of 1 runs.
-        NotMeasuredError: Trials could not be run to an answer.
+        UsageError, WorkloadError, DoesNotFitError, NotMeasuredError: As `autoaccum.plan`.
     """
-    began = time.monotonic()
-    asked = Options.of("plan", options)
-    request = Request(
-        target_batch,
-        asked,
-        max_micro_batch=max_micro_batch,
-        max_trials=max_trials,
-        least=least,
-        explain=explain,
-        picture=picture,
-    )
-    parts = {
-        "model": model,
-        "batch": batch,
-        "loss": loss,
-        "criterion": criterion,
-        "weight": weight,
-        "reduction": reduction,
-        "evaluate": evaluate,
-        "split": split,
-        "size": size,
-    }
-    settings = TrialSettings(
-        share=request.share, options=asked, load_limit_seconds=request.check_limit, on_output=on_output
-    )
-    subject = find_subject(workload, parts, settings)
-    with subject.device:
-        return plan_on(subject, request, on_event=on_event, began=began)
+    started = time.monotonic()
+    setup = make_setup(workload, request, live=live, on_output=on_output)
+    with setup.device:
+        return plan_on_device(setup, request, on_event=on_event, began=started)
 
 
-def plan_on(
-    subject: Subject, request: Request, *, on_event: Listener | None = None, began: float | None = None
+def plan_on_device(
+    setup: PlanSetup, request: PlanRequest, *, on_event: Listener | None = None, began: float | None = None
 ) -> Plan:
-    """Plan by trials of a subject that is already there; closing its device is the caller's.
+    """Plan by trials of a setup that is already there; closing its device is the caller's.
 
     Args:
-        subject: What is tried, and where.
+        setup: What is tried, and where.
         request: What is asked for.
         on_event: As in `plan`.
         began: When the limit on time began to count, by `time.monotonic`; now when None.
@@ -169,8 +93,8 @@ def plan_on(
     Raises:
         UsageError, WorkloadError, DoesNotFitError, NotMeasuredError: As in `plan`.
     """
-    check_explaining(subject, request)
-    return _Planner(subject, request, on_event or (lambda event: None), began).plan()
+    check_explaining(setup, request)
+    return _Planner(setup, request, on_event or (lambda event: None), began).plan()
 
 
 @dataclass(frozen=True)
@@ -197,9 +121,9 @@ class _Refuted(Exception):
 class _Planner:
     """Inspects the workload, searches, proves the schedule, and tells all of it in a plan."""
 
-    def __init__(self, subject: Subject, request: Request, tell: Listener, began: float | None) -> None:
-        self._subject, self._device, self._tell = subject, subject.device, tell
-        self._predicts = isinstance(subject.device, Predicting)
+    def __init__(self, setup: PlanSetup, request: PlanRequest, tell: Listener, began: float | None) -> None:
+        self._setup, self._device, self._tell = setup, setup.device, tell
+        self._predicts = isinstance(setup.device, Predicting)
         self._allowance = Allowance(request.max_trials, request.options.time_limit, began=began)
         self._inspection, seconds = self._inspect(request)
         multiple_of = self._inspection.multiple_of
@@ -221,7 +145,7 @@ class _Planner:
         schedule, proof = found.schedule, found.proof
         prediction = device.predict(proof.parts) if isinstance(device, Predicting) else None
         least_bytes, ended = self._least(prediction, proof)
-        explanation, said = explain_proof(self._subject, self._request, proof.parts, self._allowance, self._tell)
+        explanation, said = explain_proof(self._setup, self._request, proof.parts, self._allowance, self._tell)
         of_sizes = (*found.doubts, *refuted, *result.warnings)
         further = (*foresight.notes, *ended, *said)
         return Plan.of_schedule(
@@ -237,7 +161,7 @@ class _Planner:
             band_bytes=None if prediction is None else prediction.band_bytes,
             device=device.describe(),
             environment=inspection.environment,
-            workload=describe_workload(inspection, self._subject.reference),
+            workload=describe_workload(inspection, self._setup.reference),
             trials=tuple(self._runner.trials),
             warnings=all_warnings(inspection, schedule, of_sizes, prediction),
             notes=all_notes(inspection, schedule, self._request, found.largest_fit, prediction, further),
@@ -245,11 +169,11 @@ class _Planner:
             explanation=explanation,
         )
 
-    def _inspect(self, request: Request) -> tuple[Inspection, float]:
+    def _inspect(self, request: PlanRequest) -> tuple[Inspection, float]:
         """What is known before any trial, and the seconds it took, most of which are the start of a process."""
-        self._tell(Loading(self._subject.reference))
+        self._tell(Loading(self._setup.reference))
         asked = time.monotonic()
-        inspection = self._device.inspect(limit_seconds=request.check_limit)
+        inspection = self._device.inspect(limit_seconds=request.load_limit_seconds)
         return inspection, time.monotonic() - asked
 
     def _foresee(self) -> Foresight:
@@ -289,7 +213,7 @@ class _Planner:
             need=self._need,
             least_size=self._inspection.least_size,
             multiple_of=self._inspection.multiple_of,
-            fresh_trial=self._runner.try_afresh if self._subject.isolated else None,
+            fresh_trial=self._runner.try_afresh if self._setup.isolated else None,
             predict=predict,
         )
 
@@ -379,16 +303,16 @@ def _too_small(schedule: Schedule, ceiling: int, least_size: int, result: Search
     return DoesNotFitError(message, hint=f"{hint}, or more memory")
 
 
-def check_explaining(subject: Subject, request: Request) -> None:
+def check_explaining(setup: PlanSetup, request: PlanRequest) -> None:
     """Refuse now what could not be explained at the end.
 
     Raises:
         UsageError: An explanation is asked for, and the device has none.
     """
-    device = subject.device
+    device = setup.device
     if not request.explain or isinstance(device, Explaining):
         return
-    if subject.isolated or isinstance(device, Predicting):
+    if setup.isolated or isinstance(device, Predicting):
         raise UsageError(
             f"explain (--explain) tells where the memory of a card goes, and trials run on the {device.name.upper()}",
             hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
@@ -400,18 +324,18 @@ def check_explaining(subject: Subject, request: Request) -> None:
 
 
 def explain_proof(
-    subject: Subject, request: Request, parts: tuple[int, ...], allowance: Allowance, tell: Listener
+    setup: PlanSetup, request: PlanRequest, parts: tuple[int, ...], allowance: Allowance, tell: Listener
 ) -> tuple[Explanation | None, tuple[str, ...]]:
     """What the plan keeps of where the memory of `parts` goes, and sentences where that is not all; listeners get all.
 
     Args:
-        subject: What was tried, and where.
+        setup: What was tried, and where.
         request: What is asked for.
         parts: Of the trial that proved the schedule.
         allowance: What is left of a limit on time.
         tell: Is told the whole account, for pictures.
     """
-    device = subject.device
+    device = setup.device
     if not (request.explain or request.picture) or not isinstance(device, Explaining):
         return None, ()
     tell(ExplanationStarted())

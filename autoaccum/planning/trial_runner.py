@@ -9,7 +9,7 @@ from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Device, Trial
 from autoaccum.errors import NotMeasuredError
 from autoaccum.planning.plan_events import Listener, TrialFinished, TrialStarted
-from autoaccum.planning.plan_request import Request
+from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.search import SearchStopped
 from autoaccum.units import MIB, format_bytes
 
@@ -68,7 +68,7 @@ class Runner:
         proof_seconds: What to keep of the time for a confirmation, without its trial: the start of a process.
     """
 
-    def __init__(self, device: Device, request: Request, tell: Listener, allowance: Allowance) -> None:
+    def __init__(self, device: Device, request: PlanRequest, tell: Listener, allowance: Allowance) -> None:
         self._device, self._request, self._tell, self._allowance = device, request, tell, allowance
         self.trials: list[Trial] = []
         self.proof_seconds = 0.0

@@ -26,11 +26,11 @@ from autoaccum.checks import describe_type
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.devices.loop_memory import EMA_DECAY, Averages
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
+from autoaccum.options import AccumulateIn, BatchNormMode, Options, read_accumulate_in
 from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.planning.plan import Plan
-from autoaccum.planning.plan_request import LOOKED_AT
-from autoaccum.planning.planner import plan as make_plan
+from autoaccum.planning.plan_request import LOOKED_AT, PlanRequest
+from autoaccum.planning.planner import make_plan
 from autoaccum.training.fit_events import WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.workload.batches import read_batching
@@ -152,25 +152,25 @@ class TrainingSetup:
             on_event: Told of the planner's steps.
         """
         request, options, workload = self._request, self._request.options, self._workload
-        asked: dict[str, Any] = {"target_batch": request.target_batch, "on_event": on_event}
-        asked |= {name: getattr(options, name) for name in ("memory", "reserve")}
+        limits: dict[str, Any] = {"memory": options.memory, "reserve": options.reserve}
         if workload is None:
-            asked |= {name: getattr(request, name) for name in ("loss", "criterion", "weight", "split", "size")}
-            asked |= {**options.overrides, "reduction": _reduction(request)}
-            del asked["evaluation_batch"]  # It has no batch of the evaluation's data.
-            return make_plan(model=request.subject, batch=planning_batch(options.worst_of), **asked)
-        asked["device"] = options.device
+            live = {name: getattr(request, name) for name in ("loss", "criterion", "weight", "split", "size")}
+            live |= {"model": request.subject, "batch": planning_batch(options.worst_of)}
+            live["reduction"] = _reduction(request)
+            limits |= {**options.overrides, "evaluation_batch": None}  # It has no batch of the evaluation's data.
+            return make_plan(None, PlanRequest(request.target_batch, Options(**limits)), live=live, on_event=on_event)
+        limits["device"] = options.device
         in_code = (request.collate, request.evaluate, request.data, request.split)
         is_file = not isinstance(request.subject, Workload) and isinstance(options.optimizer, (str, type(None)))
         if is_file and all(value is None for value in in_code):
             worst_of = options.worst_of or (LOOKED_AT if workload.batch is no_batch else None)
-            asked |= {**options.overrides, "worst_of": worst_of}
+            asked = PlanRequest(request.target_batch, Options(**limits, **options.overrides, worst_of=worst_of))
             said = None if on_event is None else lambda line: on_event(WorkloadOutput(line))
-            return make_plan(os.fspath(request.subject), on_output=said, **asked)
+            return make_plan(os.fspath(request.subject), asked, on_event=on_event, on_output=said)
         if workload.batch is no_batch or options.worst_of is not None:
             batches = make_batches(planning_batch(options.worst_of))
             workload = replace_fields(workload, batch=batches, worst_of=options.worst_of)
-        return make_plan(workload, **asked)
+        return make_plan(workload, PlanRequest(request.target_batch, Options(**limits)), on_event=on_event)
 
     def build(self, plan: Plan | None, learning_rate: float | None = None) -> TrainingComponents:
         """The model and what goes with it, from the random states as they are.

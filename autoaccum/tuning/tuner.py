@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.options import Options
 from autoaccum.planning.plan import Plan
-from autoaccum.planning.plan_request import LOOKED_AT
-from autoaccum.planning.planner import plan as make_plan
+from autoaccum.planning.plan_request import LOOKED_AT, PlanRequest
+from autoaccum.planning.planner import make_plan
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.ranking import describe_coupling, find_default_result, find_noise, find_range_warning, rank
 from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
@@ -149,16 +150,10 @@ class _Tuner:
     def _make_plan(self, target_batch: int, most: int | None = None) -> Plan:
         """Plan updates as the study trains, with micro-batches of at most `most`; raises as the planner."""
         request, facts = self._processes.request, self._facts
-        asked = {name: getattr(request.options, name) for name in _PLANNED_WITH}
-        made = make_plan(
-            request.reference,
-            target_batch=target_batch,
-            worst_of=None if facts.has_batch else LOOKED_AT,
-            max_micro_batch=most,
-            on_event=self._tell,
-            on_output=self._on_output,
-            **asked,
-        )
+        options = {name: getattr(request.options, name) for name in _PLANNED_WITH}
+        options["worst_of"] = None if facts.has_batch else LOOKED_AT
+        asked = PlanRequest(target_batch, Options(**options), max_micro_batch=most)
+        made = make_plan(request.reference, asked, on_event=self._tell, on_output=self._on_output)
         self._processes.check_unchanged(str(made.workload.get("digest")))
         return made
 

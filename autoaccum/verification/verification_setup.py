@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,9 @@ from autoaccum.devices.host_meter import data_limit, read_process_memory
 from autoaccum.devices.in_place.live_objects import LiveObjects, Tried, prepare
 from autoaccum.devices.in_place.state_keeper import StateKeeper
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.options import OptionArguments, Options
+from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device
-from autoaccum.planning.plan_setup import choose_way
+from autoaccum.planning.plan_setup import resolve_workload
 from autoaccum.training.seeds import preserve_rng_state
 from autoaccum.verification.verification_result import Event, Verification
 from autoaccum.verification.verifier import Verifier
@@ -33,80 +33,50 @@ from autoaccum.workload.tracebacks import blame_exit
 
 if TYPE_CHECKING:
     from torch import nn
-    from typing_extensions import Unpack
 
 _SAMPLES_LOOKED_AT = 4
 """In a dataset, for each of the batch."""
 
 
-def verify(
-    workload: str | os.PathLike[str] | Workload | None = None,
+def run_verification(
+    workload: str | os.PathLike[str] | Workload | None,
+    options: Options,
     *,
-    target_batch: int = 16,
+    target_batch: int,
     micro_batch: int | None = None,
-    model: nn.Module | None = None,
-    batch: Any = None,
-    loss: Any = None,
-    criterion: Any = None,
-    weight: Callable[[Any], Any] | None = None,
-    split: Callable[[Any, list[int]], Any] | None = None,
-    size: Callable[[Any], int] | None = None,
-    reduction: str | None = None,
+    live: Mapping[str, Any] | None = None,
     accumulate: Callable[[nn.Module, list[Any]], Any] | None = None,
     on_event: Callable[[Event], Any] | None = None,
-    **options: Unpack[OptionArguments],
 ) -> Verification:
-    """Compare an update accumulated in micro-batches with the full batch's; where they differ, find out why.
-
-    Both begin from equal copies of model, criterion and optimizer and draw the same random numbers; loss, every
-    gradient, every buffer and every parameter after one update are compared, for a whole window and for a shorter one,
-    as at the end of an epoch. Copies are run; random states and modules that the loss names are put back.
-    What the caller's own code counts or collects in globals and closures is the caller's.
+    """Compare what `autoaccum.verify` is asked to compare; its arguments are explained there.
 
     Args:
-        workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
+        workload: A reference, a Workload, or None where live objects are given.
+        options: How the workload is to run; the device is not `auto`.
         target_batch: Samples of the full batch.
         micro_batch: The most samples to run at once; a quarter of the target when None.
-        model: A live model, in place of a workload.
-        batch: For it, `batch(size)`; or a batch to be repeated and cut to size.
-        loss: For it, `loss(model, batch)`, or a criterion.
-        criterion: For it, `criterion(outputs, targets)`, in place of `loss`.
-        weight: For it, `weight(batch)`: what the mean in `loss` divides by; the number of samples when None.
-        split: For it, `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows of
-            tensors; `size` goes with it.
-        size: For it, `size(batch)`: the number of its samples.
-        reduction: For it, `mean` (when None) or `sum`.
-        accumulate: `accumulate(model, micro_batches)`: a loop of your own that leaves the gradient of an update in
-            `.grad`; it is held against the full batch as well. A workload may have one of its own.
-        on_event: Told of every step, with a record of `autoaccum.verification.verification_result`.
-        options: As in `autoaccum.options.Options`, as far as they concern a verification: `optimizer` (a live one is
-            copied with its state), `precision` (float64 when None, whatever the workload trains in; float32 where that
-            does not run, which is said), `batchnorm`, `multiple_of`, `worst_of` and `device` (the CPU when None).
+        live: Live objects by the names of `autoaccum.verify`'s arguments; those not given are None or left out.
+        accumulate: The caller's own loop.
+        on_event: Called with each event of `autoaccum.verification.verification_result`.
 
     Raises:
-        UsageError: An argument cannot be honoured.
-        WorkloadError: The workload is not usable as it stands.
-        NotMeasuredError: Memory ran out, or something could not be put back.
+        UsageError, WorkloadError, NotMeasuredError: As `autoaccum.verify`.
     """
     check_launch()
     began = time.monotonic()
     target, micro = _read_sizes(target_batch, micro_batch)
-    given: Any = {"device": "cpu", **options}
-    asked = Options.of("verify", given)
-    if asked.device == "auto":
+    if options.device == "auto":
         raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
-    check_device(asked.device)
-    parts = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
-    parts |= {"split": split, "size": size, "reduction": reduction}
+    check_device(options.device)
 
     def work(interruptions: DelayedSignals) -> Verification:
         with warnings.catch_warnings(), _within_memory() if from_file else nullcontext():
             warnings.simplefilter("ignore")
             with interruptions.window():
-                return _run(Verifier(tried, reference, asked, target, micro, on_event), began)
+                return _run(Verifier(tried, reference, options, target, micro, on_event), began)
 
     with preserve_rng_state(), blame_exit("the workload"):
-        tried, reference = _find_subject(workload, parts, asked, accumulate, target)
+        tried, reference = _find_subject(workload, live or {}, options, accumulate, target)
         from_file = isinstance(workload, (str, os.PathLike))
         return StateKeeper(tried, at_once=True).run(work)
 
@@ -123,7 +93,7 @@ def _read_sizes(target_batch: Any, micro_batch: Any) -> tuple[int, int]:
 
 
 def _find_subject(
-    given: Any, parts: dict[str, Any], options: Options, accumulate: Any, target: int
+    given: Any, live: Mapping[str, Any], options: Options, accumulate: Any, target: int
 ) -> tuple[Tried, str]:
     """The workload with all of the caller's that its runs can reach, and the name for the record.
 
@@ -132,7 +102,7 @@ def _find_subject(
         WorkloadError: It is not usable as it stands.
     """
     alone = dataclasses.replace(options, worst_of=_looked_at(given, options, target), precision=None)
-    way = choose_way(given, parts, alone, share=target, verb="verify")
+    way = resolve_workload(given, live, alone, share=target, verb="verify")
     found: Any = way
     reference = way if isinstance(way, str) else f"{way.name} (in this process)"
     if isinstance(way, str):

@@ -16,10 +16,10 @@ import pytest
 from click.testing import CliRunner
 from command_line import Done, autoaccum, environment
 
+from autoaccum import api
 from autoaccum.cli import main
 from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
-from autoaccum.planning import planner
 from autoaccum.planning.plan import Plan
 
 MODEL = """
@@ -110,7 +110,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             warnings=("BatchNorm is not exact",),
         )
 
-    monkeypatch.setattr(planner, "plan", plan)
+    monkeypatch.setattr(api, "plan", plan)
     return asked
 
 

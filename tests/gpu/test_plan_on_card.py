@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.api import plan
 from autoaccum.devices.card_meter import card_limit
 from autoaccum.errors import UsageError
-from autoaccum.planning.planner import plan
 from autoaccum.units import MIB
 
 WORKLOAD = """

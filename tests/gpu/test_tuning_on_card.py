@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from autoaccum.api import plan
 from autoaccum.options import Options
-from autoaccum.planning.planner import plan
 from autoaccum.training.fit_events import Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train

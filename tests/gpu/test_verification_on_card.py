@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from autoaccum import Accumulator, Workload
 from autoaccum.accumulation.step_result import AccumulationWarning
+from autoaccum.api import verify
 from autoaccum.errors import WorkloadError
-from autoaccum.verification.verification_setup import verify
 
 WIDTH, LENGTH = 16, 6
 

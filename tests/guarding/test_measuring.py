@@ -20,15 +20,15 @@ from autoaccum.guarding.cases import make_case
 from autoaccum.guarding.guard_result import Measurement
 from autoaccum.guarding.measuring import Task, measure, measure_simulated, request_of
 from autoaccum.planning.plan import Plan
-from autoaccum.planning.plan_request import Request
-from autoaccum.planning.plan_setup import Subject
-from autoaccum.planning.planner import plan_on
+from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.planning.plan_setup import PlanSetup
+from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import GIB, MIB, MemorySize
 
 ROOMY: dict[str, Any] = {"target": 64, "gib": 20.0}
 
 
-def make_subject(tracer: SyntheticTracer, request: Request, gib: float) -> Subject:
+def make_subject(tracer: SyntheticTracer, request: PlanRequest, gib: float) -> PlanSetup:
     device = SimulatedDevice(
         find_card("rtx3090"),
         lambda: tracer,
@@ -37,7 +37,7 @@ def make_subject(tracer: SyntheticTracer, request: Request, gib: float) -> Subje
         memory=MemorySize(bytes=int(gib * GIB)),
         environment={},
     )
-    return Subject(device, "model.py", isolated=False)
+    return PlanSetup(device, "model.py", isolated=False)
 
 
 def measure_traces(
@@ -56,7 +56,7 @@ def measure_traces(
 def plan_traces(target: int = 256, gib: float = 2.0, **asked: Any) -> Plan:
     request = make_request(target, **asked)
     with (subject := make_subject(SyntheticTracer(), request, gib)).device:
-        return plan_on(subject, request)
+        return plan_on_device(subject, request)
 
 
 @pytest.mark.parametrize(("target", "gib"), [(256, 2.0), (251, 5.0), (64, 20.0), (5, 20.0), (1, 20.0)])
@@ -141,7 +141,7 @@ def test_without_a_target_two_of_the_size_are_an_update() -> None:
 def test_a_size_that_is_asked_for_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     case = make_case(workload="model.py", gpu="rtx3090", micro_batch=1000)
     subject = make_subject(SyntheticTracer(), request_of(case), 2.0)
-    monkeypatch.setattr(measuring, "find_subject", lambda *asked, **verb: subject)
+    monkeypatch.setattr(measuring, "make_setup", lambda *asked, **verb: subject)
     with pytest.raises(DoesNotFitError) as told:
         measure(case, Checkout(tmp_path))
     assert re.fullmatch(

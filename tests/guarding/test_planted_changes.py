@@ -21,7 +21,7 @@ from autoaccum.guarding.guard_result import Growth, Measurement, Tolerance, Verd
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import Task, measure_simulated, request_of
 from autoaccum.guarding.verdict import compare
-from autoaccum.planning.plan_setup import Subject
+from autoaccum.planning.plan_setup import PlanSetup
 
 CASE = make_case(workload="train.py", gpu="rtx3090", micro_batch=32)
 """Two micro-batches of 32 samples on a card that has room for far more: nothing is searched for."""
@@ -46,7 +46,7 @@ def measure_here(
     with SimulatedDevice(
         card, tracer, share=request.share, torch_version=read_torch_release(), memory=case.options.memory
     ) as device:
-        return measure_simulated(Task(Subject(device, reference), request, micro_batches))
+        return measure_simulated(Task(PlanSetup(device, reference), request, micro_batches))
 
 
 def as_locked(measurement: Measurement, folder: Path, case: Case = CASE) -> Measurement:

@@ -17,8 +17,8 @@ from autoaccum.guarding import measuring
 from autoaccum.guarding.cases import make_case
 from autoaccum.guarding.guard_result import Measurement
 from autoaccum.guarding.measuring import Task, measure, measure_by_runs
-from autoaccum.planning.plan_request import Request
-from autoaccum.planning.plan_setup import Subject
+from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.units import MIB
 
 ENVIRONMENT = {
@@ -70,7 +70,7 @@ def measure_runs(
     *runs: Trial | int, micro_batches: tuple[int, ...] | None = (8, 8), described: Mapping[str, Any] = CARD
 ) -> tuple[Measurement, Machine]:
     machine = Machine(runs, described)
-    task = Task(Subject(machine, "model.py"), Request(16, max_micro_batch=8), micro_batches)
+    task = Task(PlanSetup(machine, "model.py"), PlanRequest(16, max_micro_batch=8), micro_batches)
     return measure_by_runs(task), machine
 
 

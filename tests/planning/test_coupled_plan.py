@@ -21,7 +21,7 @@ from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_messages import all_notes
-from autoaccum.planning.plan_request import Request
+from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.spec import Workload
 
@@ -119,7 +119,7 @@ def test_notes_say_where_it_was_not_looked(cut: int, looked: bool) -> None:
     found = inspect(small.mlp)
     if not looked:
         found = dataclasses.replace(found, coupling=None)  # As where a card is simulated.
-    notes = all_notes(found, make_schedule(8, cut), Request(8), cut, None, ())
+    notes = all_notes(found, make_schedule(8, cut), PlanRequest(8), cut, None, ())
     assert any("`autoaccum verify` tells" in note for note in notes) == (cut < 8 and not looked)
 
 

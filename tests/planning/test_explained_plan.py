@@ -22,8 +22,8 @@ from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailedError
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import Event, Explained, ExplanationStarted, TrialFinished
-from autoaccum.planning.plan_setup import Subject
-from autoaccum.planning.planner import explain_proof, plan_on
+from autoaccum.planning.plan_setup import PlanSetup
+from autoaccum.planning.planner import explain_proof, plan_on_device
 from autoaccum.planning.trial_runner import Allowance
 from autoaccum.units import GIB, MIB, MemorySize
 
@@ -58,7 +58,7 @@ def explain(
 ) -> Plan:
     request = make_request(target, **{"explain": True, **asked})
     with simulated(tracer or SyntheticTracer(offers={"half": OFFERS["half"]}), request.share) as device:
-        return plan_on(Subject(device, "model.py", isolated=False), request, on_event=listen)
+        return plan_on_device(PlanSetup(device, "model.py", isolated=False), request, on_event=listen)
 
 
 # --- what a plan keeps ------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_changes_come_in_the_order_of_what_they_save_those_that_fail_last() -> N
 def test_another_allocator_needs_no_trace() -> None:
     plan, grown = explain(), None
     with simulated(SyntheticTracer(), environment=GROWING) as device:
-        grown = plan_on(Subject(device, "model.py", isolated=False), make_request(64, explain=True))
+        grown = plan_on_device(PlanSetup(device, "model.py", isolated=False), make_request(64, explain=True))
         peak_bytes = device.explain((plan.micro_batch,) * 2).explanation.peak_bytes
     assert plan.explanation is not None
     told = {change.name: change for change in plan.explanation.changes}["expandable_segments"]
@@ -155,7 +155,7 @@ def test_another_allocator_needs_no_trace() -> None:
 def test_no_time_is_left_for_an_explanation() -> None:
     told: list[Event] = []
     with simulated(SyntheticTracer()) as device:
-        subject, late = Subject(device, "model.py"), iter([0.0, 601.0])
+        subject, late = PlanSetup(device, "model.py"), iter([0.0, 601.0])
         allowance = Allowance(None, 600.0, clock=lambda: next(late))
         found = explain_proof(subject, make_request(64, explain=True), (20, 20), allowance, told.append)
     assert found == (None, ("where the memory goes was not asked: the time limit of 600 s was over",))
@@ -212,7 +212,7 @@ def account() -> Account:
 def test_a_measured_plan_keeps_its_peak_beside_the_simulated_one() -> None:
     device = Measured(replace(account(), notes=("said so",)))
     assert isinstance(device, Explaining)
-    plan = plan_on(Subject(device, "model.py"), make_request(64, explain=True))
+    plan = plan_on_device(PlanSetup(device, "model.py"), make_request(64, explain=True))
     assert plan.kind == "measured"
     assert device.asked == [(plan.trials[-1].parts, True, False)]
     assert plan.peak_bytes == plan.trials[-1].peak_reserved_bytes
@@ -231,7 +231,7 @@ def test_a_measured_plan_keeps_its_peak_beside_the_simulated_one() -> None:
     ids=["usage", "workload", "measurement"],
 )
 def test_what_cannot_be_simulated_is_said_and_the_plan_kept(error: AutoaccumError) -> None:
-    plan = plan_on(Subject(Measured(error), "model.py"), make_request(64, explain=True))
+    plan = plan_on_device(PlanSetup(Measured(error), "model.py"), make_request(64, explain=True))
     assert plan.micro_batch == 32
     assert plan.explanation is None
     assert plan.notes[-1] == f"where the memory goes is not known ({error.message.splitlines()[0]})"

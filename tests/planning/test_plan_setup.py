@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from asking import make_settings
+from asking import make_request
 from torch import nn
 
+from autoaccum.api import plan
 from autoaccum.devices.in_place import InPlaceDevice
 from autoaccum.errors import UsageError
-from autoaccum.planning.plan_setup import find_subject
-from autoaccum.planning.planner import plan
+from autoaccum.planning.plan_setup import make_setup
 from autoaccum.workload.spec import Workload
 
 PARTS = dict.fromkeys(("model", "batch", "loss", "criterion", "weight"))
@@ -30,22 +30,22 @@ def live(**changes: Any) -> dict[str, Any]:
 
 def test_a_file_is_tried_in_processes_of_its_own() -> None:
     for reference in ("model.py", Path("model.py")):
-        subject = find_subject(reference, PARTS, make_settings("", 8, device="cpu"))
-        assert (subject.reference, subject.isolated, subject.device.name) == ("model.py", True, "cpu")
+        setup = make_setup(reference, make_request(8, device="cpu"), live=PARTS)
+        assert (setup.reference, setup.isolated, setup.device.name) == ("model.py", True, "cpu")
 
 
 def test_live_objects_are_tried_in_place() -> None:
-    subject = find_subject(None, live(), make_settings("", 8))
-    assert isinstance(subject.device, InPlaceDevice)
-    assert (subject.reference, subject.isolated) == ("Linear (in this process)", False)
+    setup = make_setup(None, make_request(8), live=live())
+    assert isinstance(setup.device, InPlaceDevice)
+    assert (setup.reference, setup.isolated) == ("Linear (in this process)", False)
 
 
 def test_a_workload_made_in_code_is_tried_in_place() -> None:
     workload = Workload(model=lambda: nn.Linear(4, 2), batch=batch, criterion=nn.CrossEntropyLoss(), name="tiny")
-    subject = find_subject(workload, PARTS, make_settings("", 8, device="cpu", precision="bf16", optimizer="sgd"))
-    assert isinstance(subject.device, InPlaceDevice)
-    assert subject.reference == "tiny (in this process)"
-    inspection = subject.device.inspect()
+    setup = make_setup(workload, make_request(8, device="cpu", precision="bf16", optimizer="sgd"))
+    assert isinstance(setup.device, InPlaceDevice)
+    assert setup.reference == "tiny (in this process)"
+    inspection = setup.device.inspect()
     assert (inspection.precision, inspection.optimizer) == ("bf16", "SGD")
     assert dataclasses.replace(workload) == workload
 
@@ -63,7 +63,7 @@ def test_a_workload_made_in_code_is_tried_in_place() -> None:
 )
 def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError) as seen:
-        find_subject(workload, parts, make_settings("", 8))
+        make_setup(workload, make_request(8), live=parts)
     assert text in str(seen.value)
 
 
@@ -78,7 +78,7 @@ def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: st
 )
 def test_what_a_simulated_card_does_not_go_with(workload: Any, parts: dict[str, Any], device: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        find_subject(workload, parts, make_settings("", 8, device=device, gpu="rtx3090"))
+        make_setup(workload, make_request(8, device=device, gpu="rtx3090"), live=parts)
 
 
 def test_a_reduction_belongs_to_live_objects() -> None:

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from asking import make_request
 
+from autoaccum.api import plan
 from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning import plan_setup
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import Event, Inspected, Loading, Scheduled, TrialFinished, TrialStarted
-from autoaccum.planning.plan_setup import Subject
-from autoaccum.planning.planner import plan, plan_on
+from autoaccum.planning.plan_setup import PlanSetup
+from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import GIB, MIB
 
 
@@ -133,7 +134,7 @@ class ScriptedDevice:
 
 
 def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:
-    return plan_on(Subject(device, "model.py"), make_request(target, **request), on_event=device.listen)
+    return plan_on_device(PlanSetup(device, "model.py"), make_request(target, **request), on_event=device.listen)
 
 
 def test_plans() -> None:
@@ -273,7 +274,7 @@ def test_what_is_wrong_with_the_gradient_is_said_first() -> None:
 
 def test_tells_what_it_does() -> None:
     events: list[Event] = []
-    found = plan_on(Subject(ScriptedDevice(), "model.py"), make_request(256), on_event=events.append)
+    found = plan_on_device(PlanSetup(ScriptedDevice(), "model.py"), make_request(256), on_event=events.append)
     assert events[0] == Loading("model.py")
     assert isinstance(events[1], Inspected)
     assert (events[1].cap, events[1].device) == (256, "cpu")

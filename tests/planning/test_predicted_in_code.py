@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from autoaccum.planning.planner import plan
+from autoaccum.api import plan
 
 ROOT = Path(__file__).parents[2]
 FILE = """

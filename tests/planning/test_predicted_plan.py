@@ -21,8 +21,8 @@ from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, UsageError
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import Event, Inspected, TrialStarted
-from autoaccum.planning.plan_setup import Subject
-from autoaccum.planning.planner import plan_on
+from autoaccum.planning.plan_setup import PlanSetup
+from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import GIB, MIB, MemorySize
 
 
@@ -46,7 +46,7 @@ def predict(
         environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expandable else {},
     )
     with device:
-        return plan_on(Subject(device, "model.py", isolated=False), asked)
+        return plan_on_device(PlanSetup(device, "model.py", isolated=False), asked)
 
 
 def test_a_predicted_plan() -> None:
@@ -158,7 +158,7 @@ def test_few_trials_begin_where_the_peaks_of_small_sizes_point(trials: int) -> N
 def test_listeners_are_told_that_nothing_runs() -> None:
     events: list[Event] = []
     device = SimulatedDevice(find_card("rtx4090"), SyntheticTracer, share=64, torch_version=(2, 13), environment={})
-    plan_on(Subject(device, "model.py", isolated=False), make_request(64), on_event=events.append)
+    plan_on_device(PlanSetup(device, "model.py", isolated=False), make_request(64), on_event=events.append)
     assert [event.predicted for event in events if isinstance(event, Inspected)] == [True]
 
 
@@ -225,7 +225,8 @@ class RealCard:
 
 def measure(foresight: Foresight, target: int = 256, **request: Any) -> tuple[Plan, list[TrialStarted]]:
     events: list[Event] = []
-    plan = plan_on(Subject(RealCard(foresight), "model.py"), make_request(target, **request), on_event=events.append)
+    setup = PlanSetup(RealCard(foresight), "model.py")
+    plan = plan_on_device(setup, make_request(target, **request), on_event=events.append)
     return plan, [event for event in events if isinstance(event, TrialStarted)]
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.api import plan as plan_by_trials
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan import Plan
-from autoaccum.planning.planner import plan as plan_by_trials
 from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
 from autoaccum.units import GIB
 from autoaccum.workload.loading import load_workload

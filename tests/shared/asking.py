@@ -7,15 +7,15 @@ from typing import Any
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.options import Options
-from autoaccum.planning.plan_request import Request
+from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.units import MemorySize
 
 _OPTIONS = {field.name for field in dataclasses.fields(Options)}
 
 
-def make_request(target: int, **asked: Any) -> Request:
+def make_request(target: int, **asked: Any) -> PlanRequest:
     options = Options(**{name: value for name, value in asked.items() if name in _OPTIONS})
-    return Request(target, options, **{name: value for name, value in asked.items() if name not in _OPTIONS})
+    return PlanRequest(target, options, **{name: value for name, value in asked.items() if name not in _OPTIONS})
 
 
 def make_settings(reference: str, share: int, memory_bytes: int | None = None, **options: Any) -> TrialSettings:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autoaccum.api import verify
 from autoaccum.errors import NotMeasuredError
 from autoaccum.verification.verification_result import Verification
-from autoaccum.verification.verification_setup import verify
 
 PYTHON = random.Random(1)
 NUMPY = np.random.default_rng(3)

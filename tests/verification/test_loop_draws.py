@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from autoaccum.api import verify
 from autoaccum.verification.verification_result import Verification
-from autoaccum.verification.verification_setup import verify
 
 Loop = Callable[[nn.Module, list[Any]], None]
 

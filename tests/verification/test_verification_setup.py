@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.api import verify
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.verification.verification_result import Compared, Diagnosing, VerificationStarted
-from autoaccum.verification.verification_setup import verify
 from autoaccum.verification.verifier import dataloader_window, last_window
 from autoaccum.workload.spec import Workload
 

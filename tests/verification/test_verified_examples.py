@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum.verification.verification_setup import verify
+from autoaccum.api import verify
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

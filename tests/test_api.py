@@ -1,4 +1,4 @@
-"""The public `fit` asks for what a request holds, with the same defaults, and is quiet when it is told to be."""
+"""The public functions take what the requests hold, with the same defaults, and are quiet when told to be."""
 
 from __future__ import annotations
 
