@@ -1,6 +1,6 @@
-"""Train with the batch you want on the card you have.
+"""Train with the batch size you want on the GPU you have, by gradient accumulation.
 
-The public names load on first use, so that importing this package loads neither torch nor optuna.
+Public names are imported on first use, so that importing the package loads neither torch nor optuna.
 """
 
 from __future__ import annotations

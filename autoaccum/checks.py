@@ -1,4 +1,4 @@
-"""The validators of what people give: counts, seconds, words, switches; each raises one sentence with a way out."""
+"""Validators of arguments: counts, seconds, words, flags, functions. Each error says what was given and what to give."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
 
 
 def read_count(value: Any, name: str, *, least: int = 1, error: type[AutoaccumError] = UsageError) -> int:
-    """A whole number of at least `least`; numpy's are such numbers, True and False are not.
+    """Return `value` as an int of at least `least`; NumPy integers count, True and False do not.
 
     Raises:
-        UsageError: It is none; or `error`, where that is given.
+        UsageError: `value` is something else; or `error`, where that is given.
     """
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -27,19 +27,19 @@ def read_count(value: Any, name: str, *, least: int = 1, error: type[AutoaccumEr
 
 
 def read_seconds(value: Any, name: str) -> float:
-    """A finite number of seconds above 0.
+    """Return `value` as a float: a finite number of seconds above 0.
 
     Raises:
-        UsageError: It is none.
+        UsageError: `value` is something else.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value <= 0:
-        raise UsageError(f"{name} is {value!r}", hint="give seconds, more than 0")
+        raise UsageError(f"{name} is {value!r}", hint="give a number of seconds above 0")
     return float(value)
 
 
 def check_flag(value: Any, name: str) -> None:
-    """Refuse what is neither True nor False.
+    """Check that `value` is True or False.
 
     Raises:
         UsageError: It is something else.
@@ -49,22 +49,22 @@ def check_flag(value: Any, name: str) -> None:
 
 
 def check_word(value: Any, what: str, known: Iterable[str], *, error: type[AutoaccumError] = UsageError) -> None:
-    """Refuse a word that is none of those known.
+    """Check that `value` is one of the known words.
 
     Raises:
-        UsageError: It is unknown; or `error`, where that is given.
+        UsageError: It is not; or `error`, where that is given.
     """
     if value not in tuple(known):
-        raise error(f"there is no {what} {value!r}", hint=f"take {', '.join(known)}")
+        raise error(f"there is no {what} {value!r}", hint=f"choose {join_words(known, 'or')}")
 
 
 def type_name(value: Any) -> str:
-    """The name of a value's class, without its module."""
+    """Return the name of the class of `value`, without its module."""
     return type(value).__name__
 
 
 def describe_type(value: Any) -> str:
-    """What `value` is, with its article: `an int`, `a dict`, `None`."""
+    """Return the type of `value` with its article: `an int`, `a dict`; `None` for None."""
     if value is None:
         return "None"
     name = type_name(value)
@@ -72,10 +72,10 @@ def describe_type(value: Any) -> str:
 
 
 def check_function(function: Any, name: str, arguments: str) -> None:
-    """Refuse what cannot be called with these arguments, such as `(model, batch)`.
+    """Check that `function` can be called with `arguments`, such as `(model, batch)`.
 
     Raises:
-        WorkloadError: It is no function, or one that takes others.
+        WorkloadError: It is not callable, or takes other arguments.
     """
     if not callable(function):
         raise WorkloadError(f"{name} is {describe_type(function)}", hint=f"write def {name}{arguments}")
@@ -83,7 +83,7 @@ def check_function(function: Any, name: str, arguments: str) -> None:
         signature = inspect.signature(function)
         signature.bind(*arguments.strip("()").split(", ")[: len(arguments) - 2])
     except ValueError:
-        return  # a builtin without a signature: the call itself will tell
+        return  # A builtin without a signature: calling it will show.
     except TypeError:
         raise WorkloadError(
             f"{name}{signature} cannot be called as {name}{arguments}", hint=f"write def {name}{arguments}"
@@ -91,9 +91,9 @@ def check_function(function: Any, name: str, arguments: str) -> None:
 
 
 def join_words(words: Iterable[str], last: str = "and") -> str:
-    """Words as a sentence has them.
+    """Join words as in a sentence.
 
-    >>> listed(["model"]), listed(["model", "batch", "loss"]), listed(["cpu", "cuda"], "or")
+    >>> join_words(["model"]), join_words(["model", "batch", "loss"]), join_words(["cpu", "cuda"], "or")
     ('model', 'model, batch and loss', 'cpu or cuda')
     """
     *others, end = words

@@ -1,14 +1,14 @@
-"""What can go wrong, as a person should read it: what was seen, the bound it broke, and the way out.
+"""The errors of autoaccum. A message says what happened, which limit was broken, and what to do.
 
-Every error autoaccum raises on purpose descends from `AutoaccumError`; the command line prints its text and leaves
-with its `exit_code` (0 yes, 1 a clear no, 2 bad usage or workload, 3 could not be measured).
+Every error that autoaccum raises on purpose derives from `AutoaccumError`; the command line prints its text and exits
+with its `exit_code` (0: yes, 1: a clear no, 2: bad usage or a bad workload, 3: could not be measured).
 """
 
 from __future__ import annotations
 
 
 def first_line(error: object) -> str:
-    r"""The first line of what an error says; empty where it says nothing, as a bare `assert` does.
+    r"""Return the first line of an error's text; empty if it has no text, as for a bare `assert`.
 
     >>> first_line(ValueError("seen\nwhere")), first_line(AssertionError())
     ('seen', '')
@@ -17,11 +17,11 @@ def first_line(error: object) -> str:
 
 
 class AutoaccumError(Exception):
-    """Root of all errors raised on purpose.
+    """Base class of all errors raised on purpose.
 
     Args:
-        message: What was seen and, where there is one, the bound it broke; no full stop at the end.
-        hint: The way out; appended after a colon.
+        message: What happened and, if there is one, the limit it broke; without a full stop.
+        hint: What to do about it; appended to the message after a colon.
     """
 
     exit_code = 3
@@ -33,16 +33,16 @@ class AutoaccumError(Exception):
 
 
 class UsageError(AutoaccumError):
-    """A flag or an argument that cannot be honoured."""
+    """A flag or an argument has a value that cannot be used."""
 
     exit_code = 2
 
 
 class WorkloadError(AutoaccumError):
-    """The workload (the user's file, model, batch, loss, weight or optimizer) is not usable as it stands.
+    """The workload (the user's file, model, batch, loss, weight or optimizer) cannot be used as it is.
 
     Attributes:
-        user_traceback: The user's own frames when their code raised, for showing; None otherwise.
+        user_traceback: The traceback of the user's own code, to be shown, if that code raised; None otherwise.
     """
 
     exit_code = 2
@@ -53,49 +53,49 @@ class WorkloadError(AutoaccumError):
 
 
 class PlanFileError(AutoaccumError):
-    """A plan file that cannot be read, is not a plan, or comes from a newer autoaccum."""
+    """A plan file cannot be read, is not a plan, or comes from a newer autoaccum."""
 
     exit_code = 2
 
 
 class LockFileError(AutoaccumError):
-    """A lock file that cannot be parsed, does not match its digest or is from a newer autoaccum; it stays as it is."""
+    """A lock file cannot be parsed, does not match its digest, or comes from a newer autoaccum; it is not changed."""
 
     exit_code = 2
 
 
 class MissingLockError(AutoaccumError):
-    """There is no lock to compare with."""
+    """There is no lock file to compare with."""
 
     exit_code = 3
 
 
 class DoesNotFitError(AutoaccumError):
-    """A clear no: not even the smallest micro-batch fits into the memory there is."""
+    """Not even the smallest micro-batch fits into the available memory."""
 
     exit_code = 1
 
 
 class NotMeasuredError(AutoaccumError):
-    """The question could not be answered: a trial hung, was killed, or the device cannot be limited here."""
+    """Nothing could be measured: a trial hung or was killed, or the memory of the device cannot be limited here."""
 
     exit_code = 3
 
 
 class CheckpointError(AutoaccumError):
-    """A checkpoint that cannot be written, or none that can be read; what is in the folder stays as it is."""
+    """A checkpoint cannot be written, or none can be read; the files in the folder are not changed."""
 
     exit_code = 3
 
 
 class StudyError(AutoaccumError):
-    """A study cannot be read or written: its storage is foreign, damaged, locked or out of reach."""
+    """A study cannot be read or written: its storage is not Optuna's, damaged, locked or out of reach."""
 
     exit_code = 3
 
 
 class NonFiniteError(AutoaccumError):
-    """The loss or the gradient of an update is not finite; it was not made.
+    """The loss or the gradient of an update is not finite; the parameters were not updated.
 
     Attributes:
         loss: The loss of the effective batch.
@@ -111,12 +111,12 @@ class NonFiniteError(AutoaccumError):
 
 
 class DataWorkerError(AutoaccumError):
-    """A process that reads data died or hung, or the memory that is shared with it ran out."""
+    """A DataLoader worker died or hung, or its shared memory ran out."""
 
     exit_code = 3
 
 
 class UpdateInterrupted(AutoaccumError):
-    """An optimizer step failed half-way and no copy of the state from before it was kept: load a checkpoint."""
+    """An optimizer step failed half-way, and there is no copy of the state before it: load a checkpoint."""
 
     exit_code = 3

@@ -1,4 +1,4 @@
-"""Records on disk: never overwritten by accident, never half there."""
+"""Write files whole or not at all, and never over an existing file unless `force` is given; read plan files."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from autoaccum.errors import PlanFileError, UsageError
 _ON_STDOUT = "for the plan on stdout, use --json"
 
 
-def check_output(path: str | Path, *, force: bool = False, way_out: str = _ON_STDOUT) -> None:
-    """See now whether a file could be written later, after the trials; leaves nothing behind.
+def check_output(path: str | Path, *, force: bool = False, hint: str = _ON_STDOUT) -> None:
+    """Check, before any trial runs, that the file can be written; nothing is left behind.
 
     Args:
         path: The file.
-        force: Whether one that is there may be overwritten.
-        way_out: What to do where `path` names no plain file.
+        force: Overwrite an existing file.
+        hint: What the user should do if `path` is not a regular file.
 
     Raises:
-        UsageError: There is a file and `force` is not given, `path` is not one for a plain file, or its folder is
-            missing or cannot be written to.
+        UsageError: The file exists and `force` is not given, `path` is not a regular file, or its folder is missing
+            or not writable.
     """
     if path in ("", "-"):
-        raise UsageError(f"{path!r} is not the name of a file", hint=way_out)
+        raise UsageError(f"{path!r} is not the name of a file", hint=hint)
     with _writing(Path(path)):
-        _create(_target(Path(path), force, way_out)).unlink()
+        _create(_target(Path(path), force, hint)).unlink()
 
 
 def write_text(path: Path, text: str, *, force: bool) -> None:
-    """Write a new file of UTF-8, as `write_bytes` does."""
+    """Write `text` as UTF-8, as `write_bytes` does."""
     write_bytes(path, text.encode(), force=force)
 
 
 def write_bytes(path: Path, content: bytes, *, force: bool) -> None:
-    """Write a new file, whole or not at all: to a file beside it, synced to disk, then given its name.
+    """Write a file whole or not at all: first to a temporary file, which is synced and then renamed.
 
     Raises:
         UsageError: As in `check_output`.
@@ -50,17 +50,17 @@ def write_bytes(path: Path, content: bytes, *, force: bool) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            _target(path, force)  # One may have come meanwhile.
+            _target(path, force)  # It may exist by now.
             temporary.replace(target)
         finally:
             temporary.unlink(missing_ok=True)
 
 
 def read_text(path: Path) -> str:
-    """The text of a plan file.
+    """Return the text of a plan file.
 
     Raises:
-        PlanFileError: It is not there, cannot be read, or is not UTF-8.
+        PlanFileError: It does not exist, cannot be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -74,27 +74,27 @@ def read_text(path: Path) -> str:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Within, what keeps a file from being written is a `UsageError`."""
+    """Turn what keeps a file from being written into a `UsageError`."""
     try:
         yield
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{path} cannot be written ({reason})", hint="choose another place") from None
+        raise UsageError(f"{path} cannot be written ({reason})", hint="choose another path") from None
 
 
-def _target(path: Path, force: bool, way_out: str = _ON_STDOUT) -> Path:
-    """The file itself, behind any symbolic links, once it may be written."""
+def _target(path: Path, force: bool, hint: str = _ON_STDOUT) -> Path:
+    """Return the path to write, with symbolic links resolved, after checking that it may be written."""
     mode = None
-    # Before it is resolved: what /dev/stdout leads to has no name when it is a pipe.
+    # Before resolving it: /dev/stdout may lead to a pipe, which has no path.
     with suppress(FileNotFoundError):
         mode = path.stat().st_mode
     target = path.resolve()
     if mode is not None and stat.S_ISDIR(mode):
         raise UsageError(f"{path} is a folder", hint="give the name of a file in it")
     if mode is not None and not stat.S_ISREG(mode):
-        raise UsageError(f"{path} is not a plain file", hint=way_out)
+        raise UsageError(f"{path} is not a regular file", hint=hint)
     if mode is not None and not force:
-        raise UsageError(f"{path} is already there", hint="add --force to overwrite it, or choose another name")
+        raise UsageError(f"{path} exists already", hint="add --force to overwrite it, or choose another name")
     if not target.parent.is_dir():
         raise UsageError(f"there is no folder {target.parent} for {target.name}", hint="create it first")
     return target

@@ -1,7 +1,7 @@
-"""The options of a run: one frozen record, made where arguments come in, and part of every request.
+"""The options that the commands have in common: one frozen record, checked once, and part of every request.
 
-To add an option: a field here (and in `OptionArguments`, which types the keyword arguments), its flag in
-`cli/flags.py`, and the place that honours it.
+To add an option, add a field to `Options` and to `OptionArguments`, a flag to `cli/flags.py`, and the code that uses
+it.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from autoaccum.units import MemorySize, parse_size
 
 Precision = Literal["fp32", "bf16", "fp16"]
 BatchNormMode = Literal["micro", "running", "frozen"]
-"""`micro`: as PyTorch does it, each micro-batch for itself. `running`: normalised by the micro-batch, running
-statistics updated as the full batch would. `frozen`: normalised by the running statistics, which stay as they are."""
+"""`micro`: as in PyTorch, each micro-batch by itself. `running`: normalise by the micro-batch, but update the running
+statistics as the full batch would. `frozen`: normalise by the running statistics and do not update them."""
 
 AccumulateIn = Literal["fp32", "parameters"]
-"""What gradients of half-precision parameters are summed in: `fp32`, to be rounded once, or the parameters' own dtype,
-which takes no bytes beside them and rounds with each part."""
+"""The dtype in which gradients of half-precision parameters are summed: `fp32`, rounded once at the end, or that of the
+`parameters`, which needs no further memory and rounds with every micro-batch."""
 
 Keep = Literal["outputs", "ema"]
-"""`outputs`: what the model returned for the last micro-batch, and its loss, as in a loop that logs them, until the
-next micro-batch has its own. `ema`: an average of the weights on their device, and a copy of the buffers."""
+"""`outputs`: the model's outputs and loss of a micro-batch stay alive until the next one has its own, as in a loop that
+logs them. `ema`: an exponential moving average of the weights, with a copy of the buffers, on the same device."""
 
 BATCHNORM_MODES: Final[tuple[BatchNormMode, ...]] = get_args(BatchNormMode)
 KEEPS: Final[tuple[Keep, ...]] = get_args(Keep)
@@ -42,7 +42,7 @@ WORKLOAD_OPTIONS: Final = (
     "evaluation_batch",
     "multiple_of",
 )
-"""Those that stand in for an attribute of the workload of the same name."""
+"""Options that replace the attribute of the workload with the same name."""
 
 _SEARCHING: Final = frozenset({"world_size", "equal", "gpu", "time_limit", "trial_limit"})
 _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
@@ -77,29 +77,28 @@ class OptionArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a workload is to run; what is None is as the workload has it, or as the machine is.
+    """How to run a workload; None means the workload's own value, or the default of the machine.
 
     Attributes:
-        optimizer: A name of `torch.optim`; for live objects also a live optimizer, or what makes one.
-        precision: `fp32`, `bf16` or `fp16`; of a verification also `fp64`.
-        batchnorm: What BatchNorm sees and remembers of a batch in parts: `micro`, `running` or `frozen`.
-        accumulate_in: What gradients of half-precision parameters are summed in: `fp32` or `parameters`.
-        keeps: What training keeps beside the step: `outputs`, `ema`, or both.
-        evaluation_batch: Samples of each pass of an evaluation between updates: it is part of every trial.
-        worst_of: Make the batches of the longest of so many samples of the workload's dataset, by its `collate`.
-        multiple_of: Every micro-batch is a multiple of so many samples, as is the target.
-        device: `auto` (a card where there is one), `cpu`, `cuda` or `cuda:N`.
-        gpu: The card to predict for, which need not be here: `rtx3090`, or a size such as `24GiB`. In place of
-            `device`.
-        memory: The budget: `10GiB`, `24GB`, or `80%` of the total; what is free otherwise.
-        reserve: Kept free of it.
-        world_size: Ranks that share the target; the longest share decides.
-        equal: Equal micro-batches only.
+        optimizer: A name in `torch.optim`; for live objects also an optimizer, or a function that makes one.
+        precision: `fp32`, `bf16` or `fp16`; for `verify` also `fp64`.
+        batchnorm: How BatchNorm treats a batch in parts: `micro`, `running` or `frozen` (see `BatchNormMode`).
+        accumulate_in: The dtype in which gradients of half-precision parameters are summed: `fp32` or `parameters`.
+        keeps: Tensors that the training loop keeps alive: `outputs`, `ema`, or both (see `Keep`).
+        evaluation_batch: Samples per batch of the evaluation between updates, which becomes part of every trial.
+        worst_of: Make batches of the longest of this many samples of the dataset, by its `collate`.
+        multiple_of: Every micro-batch, and the target, is a multiple of this many samples.
+        device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`.
+        gpu: The card to simulate, instead of `device`: `rtx3090`, or a size such as `24GiB`.
+        memory: The budget: `10GiB`, `24GB`, or `80%` of the total; by default the free memory.
+        reserve: The part of the budget to keep free.
+        world_size: Ranks that share the target; the largest share decides.
+        equal: Only equal micro-batches.
         time_limit: Seconds that the search may take.
-        trial_limit: Seconds after which a trial is given up.
+        trial_limit: Seconds that one trial may take.
 
     Raises:
-        UsageError: One of them cannot be honoured.
+        UsageError: An option has a value that cannot be used.
     """
 
     optimizer: Any = None
@@ -137,32 +136,32 @@ class Options:
         for name in ("memory", "reserve"):
             object.__setattr__(self, name, _read_size(getattr(self, name), name))
         check_flag(self.equal, "equal")
-        self._check_place()
+        self._check_device()
 
     @classmethod
-    def of(cls, verb: Command, given: Mapping[str, Any]) -> Options:
-        """The options of a call of `autoaccum.<verb>`.
+    def of(cls, command: Command, given: Mapping[str, Any]) -> Options:
+        """Return the options of a call of `autoaccum.<command>` with the keyword arguments `given`.
 
         Raises:
-            TypeError: There is no such argument, or `verb` has no use for it.
-            UsageError: As `Options`.
+            TypeError: The command has no such argument.
+            UsageError: As for `Options`.
         """
-        known = {field.name for field in dataclasses.fields(cls)} - _NOT_TAKEN[verb]
+        known = {field.name for field in dataclasses.fields(cls)} - _NOT_TAKEN[command]
         for name in given:
             if name not in known:
-                raise TypeError(f"{verb}() got an unexpected keyword argument {name!r}")
+                raise TypeError(f"{command}() got an unexpected keyword argument {name!r}")
         if given.get("precision") is not None:
-            finest = ("fp64",) if verb == "verify" else ()
+            finest = ("fp64",) if command == "verify" else ()
             check_word(given["precision"], "precision", (*finest, *get_args(Precision)))
         return cls(**given)
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """What replaces attributes of a workload, by name; None: its own stays."""
+        """Values that replace attributes of the workload, by name; None keeps the workload's own."""
         return {name: getattr(self, name) for name in WORKLOAD_OPTIONS}
 
     def to_record(self) -> dict[str, Any]:
-        """What is not as it comes, as arguments for another process; the optimizer by its name, if it has one.
+        """Return the options that differ from their defaults, as JSON values to be sent to another process.
 
         >>> Options(gpu="rtx3090", memory=parse_size("80%"), keeps=("ema",)).to_record()
         {'keeps': ['ema'], 'gpu': 'rtx3090', 'memory': '80%'}
@@ -175,51 +174,51 @@ class Options:
             if value != default
         }
 
-    def _check_place(self) -> None:
+    def _check_device(self) -> None:
         if self.gpu is None:
             return
         if not isinstance(self.gpu, str):
             raise UsageError(
-                f"gpu is {self.gpu!r}", hint='give the name of a card or a size with its unit: "rtx3090", "24GiB"'
+                f"gpu is {self.gpu!r}", hint='give the name of a card or a size with its unit, such as "rtx3090" or "24GiB"'
             )
         if self.device != "auto":
             raise UsageError(
                 f"both --device {self.device} and --gpu {self.gpu} are given",
-                hint="--device measures on what is here, --gpu predicts for a card that need not be: take one",
+                hint="choose one: --device measures on this machine, --gpu predicts for a card that need not be here",
             )
 
 
 def read_batchnorm_mode(mode: Any, error: type[AutoaccumError] = WorkloadError) -> BatchNormMode:
-    """A known mode of BatchNorm.
+    """Return `mode` as a mode of BatchNorm.
 
     Raises:
-        WorkloadError: It is none; or `error`, where that is given.
+        WorkloadError: There is no such mode; or `error`, where that is given.
     """
     check_word(mode, "batchnorm mode", BATCHNORM_MODES, error=error)
     return cast("BatchNormMode", mode)
 
 
 def read_accumulate_in(word: Any, error: type[AutoaccumError] = WorkloadError) -> AccumulateIn:
-    """A known way to sum gradients.
+    """Return `word` as a way to sum gradients.
 
     Raises:
-        WorkloadError: It is none; or `error`, where that is given.
+        WorkloadError: There is no such way; or `error`, where that is given.
     """
     check_word(word, "accumulate_in", get_args(AccumulateIn), error=error)
     return cast("AccumulateIn", word)
 
 
 def read_keeps(keeps: Any, error: type[AutoaccumError] = WorkloadError) -> tuple[Keep, ...]:
-    """Each word once, in the order of `KEEPS`, from one word or several.
+    """Return the words of `keeps`, each once and in the order of `KEEPS`; `keeps` may be one word or several.
 
     >>> read_keeps("ema"), read_keeps(["ema", "outputs", "ema"]), read_keeps(None)
     (('ema',), ('outputs', 'ema'), ())
 
     Raises:
-        WorkloadError: A word is unknown, or it is no word; or `error`, where that is given.
+        WorkloadError: A word is unknown; or `error`, where that is given.
     """
     if not isinstance(keeps, Iterable | None):
-        raise error(f"keeps is {keeps!r}", hint=f"take {' or '.join(KEEPS)}, or a tuple of them")
+        raise error(f"keeps is {keeps!r}", hint=f"choose {' or '.join(KEEPS)}, or a tuple of both")
     given = [keeps] if isinstance(keeps, str) else list(keeps or ())
     for word in given:
         check_word(word, "keeps", KEEPS, error=error)
@@ -231,4 +230,4 @@ def _read_size(size: Any, name: str) -> MemorySize | None:
         return size
     if isinstance(size, str):
         return parse_size(size)
-    raise UsageError(f"{name} is {size!r}", hint='write its unit too, such as "10GiB" or "80%"')
+    raise UsageError(f"{name} is {size!r}", hint='write a size with its unit, such as "10GiB" or "80%"')

@@ -1,4 +1,4 @@
-"""Frozen records from and to what JSON knows, by msgspec: the records' own annotations say what belongs where."""
+"""Convert frozen dataclasses from and to JSON values. msgspec checks the values against the field annotations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _Record = TypeVar("_Record")
 
 
 class RecordError(Exception):
-    """A value is not of its field's type, or a field is missing; the text tells which."""
+    """A value has the wrong type, or a field is missing; the text names it."""
 
 
 def read_record(plain: Any, kind: type[_Record]) -> _Record:
-    """A record of `kind` out of what JSON knows; fields that it does not have are passed over.
+    """Return a dataclass of type `kind` from JSON values; unknown fields are ignored.
 
     Raises:
         RecordError: A field without a default is missing, or a value is not of its type.
@@ -32,9 +32,9 @@ def read_record(plain: Any, kind: type[_Record]) -> _Record:
 
 
 def to_plain(value: Any) -> Any:
-    """Records, mappings and tuples as what JSON knows, all the way down.
+    """Return dataclasses, mappings and tuples as dicts and lists, recursively.
 
-    By hand: `msgspec.to_builtins` passes over fields of a record that it has read and that were left at their default.
+    Not by `msgspec.to_builtins`, which leaves out fields that keep their default in a record that msgspec has read.
 
     >>> to_plain((1, {"a": (2,)}))
     [1, {'a': [2]}]
@@ -49,7 +49,7 @@ def to_plain(value: Any) -> Any:
 
 
 def freeze(value: Any) -> Any:
-    """Mappings as read-only ones and sequences as tuples, all the way down, in records too.
+    """Return mappings as read-only mappings and sequences as tuples, recursively, also within dataclasses.
 
     >>> freeze({"sizes": [1, 2]})["sizes"]
     (1, 2)

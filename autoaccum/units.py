@@ -1,4 +1,4 @@
-"""Bytes inside, GiB at the edge."""
+"""Sizes of memory: read `10GiB` or `80%` from the user, show bytes and percentages."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _ONE_DIGIT_PERCENT = 0.05
 
 @dataclass(frozen=True)
 class MemorySize:
-    """An amount of memory as a user states it: bytes, or a share of a total that is only known later."""
+    """An amount of memory as the user gives it: bytes, or a fraction of a total that is known later."""
 
     bytes: int | None = None
     fraction: float | None = None
 
     def __str__(self) -> str:
-        """As `parse_size` reads it.
+        """Return the size as `parse_size` reads it.
 
         >>> str(parse_size("10GiB")), str(parse_size("24GB")), str(parse_size("80%"))
         ('10GiB', '24GB', '80%')
@@ -48,7 +48,7 @@ class MemorySize:
         return f"{self.bytes // _UNITS[unit.upper()]}{unit}"
 
     def resolve(self, total_bytes: int) -> int:
-        """The amount in bytes on a device of `total_bytes`."""
+        """Return the amount in bytes on a device of `total_bytes`."""
         if self.bytes is not None:
             return self.bytes
         assert self.fraction is not None
@@ -64,25 +64,25 @@ def parse_size(text: str) -> MemorySize:
     >>> parse_size("80%").resolve(1000)
     800
     """
-    way_out = "write a number and a unit, such as 10GiB, 24GB, 512MiB, or a share of the total such as 80%"
+    hint = "write a number and a unit, such as 10GiB, 24GB, 512MiB, or a share of the total such as 80%"
     match = _SIZE.fullmatch(text)
     if match is None:
-        raise UsageError(f"{text!r} is not a memory size", hint=way_out)
+        raise UsageError(f"{text!r} is not a memory size", hint=hint)
     number, unit = float(match[1]), match[2].upper()
     if unit == "%":
         if not 0 < number <= 100:
-            raise UsageError(f"{text!r} is not a share between 0% and 100%", hint=way_out)
+            raise UsageError(f"{text!r} is not a share between 0% and 100%", hint=hint)
         return MemorySize(fraction=number / 100)
     if unit not in _UNITS:
-        raise UsageError(f"{text!r} has the unknown unit {match[2]!r}", hint=way_out)
+        raise UsageError(f"{text!r} has the unknown unit {match[2]!r}", hint=hint)
     size = number * _UNITS[unit]
     if not 1 <= size <= _MOST_BYTES:
-        raise UsageError(f"{text[:40]!r} is no size that a memory has", hint=way_out)
+        raise UsageError(f"{text[:40]!r} is not a possible size of memory", hint=hint)
     return MemorySize(bytes=int(size))
 
 
 def format_bytes(count: int) -> str:
-    """Render `count` bytes in the binary unit a person would choose.
+    """Format `count` bytes in a binary unit, such as GiB, that keeps the number short.
 
     >>> format_bytes(22_870_000_000)
     '21.3 GiB'
@@ -104,7 +104,7 @@ def format_bytes(count: int) -> str:
 
 
 def precise_bytes(count: int) -> str:
-    """Render `count` bytes so that one percent is seen: as `format_bytes`, but GiB with two digits.
+    """Format `count` bytes as `format_bytes` does, but GiB with two digits, so that one percent is visible.
 
     >>> precise_bytes(15 * GIB + GIB // 4), precise_bytes(157_286_400)
     ('15.25 GiB', '150 MiB')
@@ -113,7 +113,7 @@ def precise_bytes(count: int) -> str:
 
 
 def signed_bytes(count: int) -> str:
-    """Render a change in bytes as precisely.
+    """Format a change in bytes, with its sign, as `precise_bytes` does.
 
     >>> signed_bytes(2 * GIB), signed_bytes(-MIB), signed_bytes(0)
     ('+2.00 GiB', '-1.0 MiB', '0 B')
@@ -122,7 +122,7 @@ def signed_bytes(count: int) -> str:
 
 
 def percent(part: float, whole: float, *, sign: bool = False) -> str:
-    """Render a part in percent, small ones too; with a `sign` it is a change.
+    """Format `part` as a percentage of `whole`, never rounding a change to 0; with `sign`, a plus is shown too.
 
     >>> percent(83, 1000), percent(83, 1000, sign=True), percent(-2, 100_000, sign=True)
     ('8.3 %', '+8.3 %', '-0.002 %')

@@ -123,7 +123,7 @@ def _check_output(output: str, project: Project, *, force: bool) -> None:
         raise UsageError(f"-o names the lock itself, {output}", hint="choose another name; --update writes the lock")
     if output.endswith(".py"):
         raise UsageError(f"-o names a Python file, {output}", hint="give a report another name, such as report.md")
-    check_output(output, force=force, way_out="for a report on stdout, take --format")
+    check_output(output, force=force, hint="for a report on stdout, use --format")
 
 
 @contextmanager

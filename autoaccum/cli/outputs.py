@@ -64,7 +64,7 @@ class Outputs:
         from autoaccum.reporting.figures.file_format import picture_format
 
         for option, file in self._asked.items():
-            check_output(file, force=self._force, way_out=_WAYS_OUT[option])
+            check_output(file, force=self._force, hint=_WAYS_OUT[option])
             check_apart(option, file, workload)
         for (one, file), (other, same) in combinations(self._asked.items(), 2):
             if Path(file).resolve() == Path(same).resolve():

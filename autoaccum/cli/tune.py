@@ -118,7 +118,7 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
         check_apart("-o", output, workload)
         if study is not None and Path(output).resolve() == Path(study).resolve():
             raise UsageError(f"-o names the study itself, {output}", hint="choose another name")
-        check_output(output, force=force, way_out="for the record on stdout, use --json")
+        check_output(output, force=force, hint="for the record on stdout, use --json")
     if plot is None:
         return
     picture_format("throughput.svg")

@@ -54,7 +54,7 @@ def command(
     from autoaccum.reporting.verify_report import VerificationProgress, print_verification
 
     if output is not None:
-        check_output(output, force=force, way_out="for the record on stdout, use --json")
+        check_output(output, force=force, hint="for the record on stdout, use --json")
         check_apart("-o", output, workload)
     stderr = make_console(stderr=True)
     with stdout_kept(), VerificationProgress(stderr, quiet=quiet) as progress:

@@ -85,7 +85,7 @@ def guard(
     if not known and not is_whole:
         raise _nothing_known(wanted, project, baseline)
     if update:
-        check_output(project.lock, force=True, way_out="name another by --lock")
+        check_output(project.lock, force=True, hint="name another by --lock")
     cases = select_cases(wanted, project, known)
     round_ = _Round(
         project=project,

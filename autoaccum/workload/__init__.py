@@ -1,1 +1,1 @@
-"""WHAT is trained: the user's model, batches, loss and what that loss divides by."""
+"""What is trained: the user's model, batches and loss, and the number that the mean in the loss divides by."""

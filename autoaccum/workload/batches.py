@@ -1,13 +1,13 @@
-"""Size, split, move and join a batch: any nest of tensors, arrays, mappings, dataclasses, tuples and lists.
+"""Count, split, move and join batches: any pytree of tensors, arrays, mappings, dataclasses, tuples and lists.
 
-The batch dimension is the leading one. Numbers, strings, None and tensors without dimensions belong to all samples.
-A sequence is read in one of two ways, whichever agrees with the rest of the batch: as a *record*, whose entries each
-hold the whole batch (`[x, y]`, as a `DataLoader` yields), or as *samples*, one entry per sample (captions, images of
-unequal shape, a list of dicts). Samples are of one kind. Where both readings agree, mappings and dataclasses with
-the same names, and lists of plain values, are samples; all else is a record.
+The batch dimension is the first one. Numbers, strings, None and tensors without dimensions belong to all samples.
+A sequence can be read in two ways, and the one that agrees with the rest of the batch is taken: as a *record*, each
+entry of which holds the whole batch (`[x, y]`, as a `DataLoader` yields), or as *samples*, one entry per sample
+(captions, images of unequal shape, a list of dicts). All samples have the same structure. If both readings agree,
+mappings and dataclasses with the same names, and lists of plain values, are samples; anything else is a record.
 
-Samples that are not rows (patches of all images in one tensor, graphs of many nodes, packed tokens) are counted and cut
-by functions of the workload's own: `Batching`.
+If samples are not rows (patches of all images in one tensor, graphs with many nodes, packed tokens), the workload
+counts and splits its batches by functions of its own: `Batching`.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from autoaccum.workload.pytree import CustomBatch, map_object_tensors, map_tenso
 Batch: TypeAlias = Any
 
 _ANY = -1
-"""The size of what belongs to all samples: it agrees with every size."""
+"""The size of a value that belongs to all samples; it agrees with every size."""
 
 
 @dataclass(frozen=True)
 class Batching:
-    """How a workload counts and cuts batches whose samples are not rows.
+    """A workload's own functions to count and split batches whose samples are not rows.
 
     Attributes:
-        split: `split(batch, sizes)`: a list of parts with so many samples each, in order.
-        size: `size(batch)`: the number of its samples.
+        split: `split(batch, sizes)` returns a list of consecutive parts with these numbers of samples.
+        size: `size(batch)` returns the number of samples.
     """
 
     split: Callable[[Any, list[int]], Sequence[Any]]
     size: Callable[[Any], int]
 
     def wrap(self, batch: Batch) -> CustomBatch:
-        """`batch`, counted; what is wrapped already stays as it is.
+        """Return `batch` with its number of samples; a `CustomBatch` is returned unchanged.
 
         Raises:
-            WorkloadError: `size` does not return a number. What the user's code raises comes through as it is.
+            WorkloadError: `size` does not return a whole number. Errors of the user's code are passed on.
         """
         if isinstance(batch, CustomBatch):
             return batch
@@ -57,51 +57,51 @@ class Batching:
         return CustomBatch(batch, number, self)
 
     def cut(self, batch: CustomBatch, sizes: Sequence[int]) -> list[CustomBatch]:
-        """Parts of `sizes` samples, which add up; those of 0 hold None.
+        """Return parts of `sizes` samples, which must add up; a part of 0 samples holds None.
 
         Raises:
-            WorkloadError: `split` returns other parts than asked for.
+            WorkloadError: `split` returns parts of other sizes.
         """
-        asked = [size for size in sizes if size]
-        parts = [batch] if len(asked) < 2 else self.split(batch.value, list(asked))
+        wanted = [size for size in sizes if size]
+        parts = [batch] if len(wanted) < 2 else self.split(batch.value, list(wanted))
         made = [self.wrap(part) for part in parts] if isinstance(parts, list | tuple) else []
         seen = [part.samples for part in made]
-        if seen != asked:
+        if seen != wanted:
             raise WorkloadError(
-                f"split(batch, {asked}) returned parts of {seen} samples, as size(batch) counts them",
-                hint="return a list with the next samples of the batch for each size, in order",
+                f"split(batch, {wanted}) returned parts of {seen} samples, as size(batch) counts them",
+                hint="return a list of consecutive parts of the batch, one for each size",
             )
         following = iter(made)
         return [next(following) if size else CustomBatch(None, 0, self) for size in sizes]
 
 
 def read_batching(split: Any, size: Any) -> Batching | None:
-    """How batches are counted and cut; None where neither function is given.
+    """Return the `Batching` of the functions `split` and `size`; None if neither is given.
 
     Raises:
-        WorkloadError: One of them is missing, or is no function.
+        WorkloadError: One of them is missing or not callable.
     """
     if split is None and size is None:
         return None
     if not (callable(split) and callable(size)):
         raise WorkloadError(
-            "split and size are functions that go together",
+            "split and size must be two functions, and both are needed",
             hint="write both: def split(batch, sizes) and def size(batch)",
         )
     return Batching(split, size)
 
 
 def wrap_batch(batch: Batch, batching: Batching | None) -> Batch:
-    """`batch` as all else is to have it: wrapped where the workload counts and cuts its batches itself."""
+    """Return `batch`, wrapped as a `CustomBatch` if the workload counts and splits its batches itself."""
     return batch if batching is None else batching.wrap(batch)
 
 
 def batch_size(batch: Batch) -> int:
-    """The number of samples: the leading dimension all of `batch` has in common.
+    """Return the number of samples: the first dimension that all leaves of `batch` have in common.
 
     Raises:
-        WorkloadError: Two leaves disagree (both are named), nothing has a batch dimension, or something holds tensors
-            and cannot be split.
+        WorkloadError: Two leaves disagree (the message names both), nothing has a batch dimension, or an object that
+            holds tensors cannot be split.
     """
     sizes = _sizes(batch, top=True)
     explicit = {size: cost for size, cost in sizes.items() if size != _ANY}
@@ -116,21 +116,21 @@ def batch_size(batch: Batch) -> int:
 
 
 def has_size(batch: Batch, size: int) -> bool:
-    """Whether `batch` can be read as `size` samples, where lists leave more than one reading."""
+    """Return whether `batch` can be read as `size` samples; lists may allow more than one reading."""
     return size in _sizes(batch, top=True) or batch_size(batch) == size
 
 
 def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
-    """Cut `batch` into consecutive parts of `sizes` samples: views, nothing is copied. Sizes may be 0.
+    """Split `batch` into consecutive parts of `sizes` samples. Parts are views, and sizes may be 0.
 
     Raises:
-        WorkloadError: `sizes` do not add up to the batch's size, or the batch cannot be split.
+        WorkloadError: `sizes` do not add up to the size of the batch, or the batch cannot be split.
     """
     total = sum(sizes)
     if min(sizes, default=0) < 0 or not has_size(batch, total):
         raise WorkloadError(
             f"parts of {list(sizes)} samples add up to {total}, the batch has {batch_size(batch)}",
-            hint="every sample belongs to exactly one part",
+            hint="give sizes that put every sample into exactly one part",
         )
     if isinstance(batch, CustomBatch):
         return [*batch.batching.cut(batch, sizes)]
@@ -139,9 +139,9 @@ def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
 
 
 def move_batch(batch: Batch, device: torch.device | str) -> Batch:
-    """`batch` with every tensor on `device`; one tensor named twice stays one tensor. What is there already is kept.
+    """Return `batch` with every tensor on `device`. Tensors already there are kept, and aliases stay aliases.
 
-    An object that is no container is moved by its method `to`, or else copied with its tensors moved.
+    An object that is no container is moved by its method `to`; if it has none, it is copied with its tensors moved.
     """
     there, moved = torch.device(device), dict[int, Tensor]()
 
@@ -150,32 +150,32 @@ def move_batch(batch: Batch, device: torch.device | str) -> Batch:
 
     def move_object(node: Any) -> Any:
         if callable(getattr(node, "to", None)):
-            return copy.copy(node).to(there)  # torch_geometric's moves in place, and the whole batch would stay there.
+            return copy.copy(node).to(there)  # torch_geometric moves in place; a copy lets the whole batch stay on the CPU.
         return map_object_tensors(node, move)
 
     return map_tensors(batch, move, move_object)
 
 
 def join_batches(parts: Sequence[Batch]) -> Batch:
-    """The batch whose consecutive parts are `parts`: the inverse of `split_batch`.
+    """Join consecutive parts into one batch: the inverse of `split_batch`.
 
     Raises:
-        WorkloadError: There are no parts, or they differ in more than their number of samples, or are cut by functions
-            of the workload's own, which have no inverse.
+        WorkloadError: There are no parts, they differ in more than their number of samples, or they were made by the
+            workload's own `split`, which has no inverse.
     """
     if not parts:
         raise WorkloadError("there are no parts to join", hint="give at least one")
     if isinstance(parts[0], CustomBatch):
         if len(parts) == 1:
             return parts[0]
-        raise WorkloadError("batches that are cut by split(batch, sizes) cannot be joined", hint="make a larger one")
+        raise WorkloadError("parts made by split(batch, sizes) cannot be joined", hint="make one larger batch instead")
     sized = [(part, batch_size(part)) for part in parts]
     filled = [(part, size) for part, size in sized if size > 0] or sized[:1]
     return _join([part for part, _ in filled], [size for _, size in filled], "batch", top=True)
 
 
 def is_samples(node: Any, size: int, *, top: bool = False) -> bool:
-    """Whether `node` is a sequence with one entry per sample in a batch of `size` samples (`top`: it is the batch)."""
+    """Return whether `node` is a sequence with one entry per sample; with `top`, `node` is the batch itself."""
     if not pytree.is_sequence(node) or len(node) != size:
         return False
     record_cost, sample_cost = _reading_costs(node, top=top)
@@ -187,7 +187,7 @@ def is_samples(node: Any, size: int, *, top: bool = False) -> bool:
 
 
 def _sizes(node: Any, *, top: bool = False) -> dict[int, int]:
-    """Every size `node` can be read as, with the cost of that reading; empty when there is none."""
+    """Return every size that `node` can be read as, with the cost of that reading; the least cost wins."""
     if isinstance(node, CustomBatch):
         return {node.samples: 0}
     if pytree.is_leaf(node):
@@ -206,7 +206,7 @@ def _sizes(node: Any, *, top: bool = False) -> dict[int, int]:
 
 
 def _agree(children: list[dict[int, int]]) -> dict[int, int]:
-    """The sizes all children share, costs added; `_ANY` agrees with every size."""
+    """Return the sizes that all children share, with their costs added; `_ANY` agrees with every size."""
     agreed: dict[int, int] = {_ANY: 0}
     for sizes in children:
         merged = {}
@@ -219,15 +219,15 @@ def _agree(children: list[dict[int, int]]) -> dict[int, int]:
 
 
 def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int, int | None]:
-    """What it costs to read a sequence as a record, and as samples (None: it never is)."""
+    """Return the costs of reading a sequence as a record and as samples; None if it cannot be samples."""
     if all(pytree.is_value(entry) for entry in node):
         if isinstance(node, tuple) and any(pytree.is_plain(entry) and not isinstance(entry, str) for entry in node):
-            return 0, None  # (224, 224) is a value, not two samples
+            return 0, None  # (224, 224) is one value, not two samples.
         return (3, 0) if node else (0, 1)
     if not pytree.same_structure(node) or (top and any(pytree.has_batch_dimension(entry) for entry in node)):
-        return 0, None  # [x, y] as a DataLoader yields it
+        return 0, None  # [x, y], as a DataLoader yields it.
     if isinstance(node, list) and all(map(_is_numbers, node)) and not (top and not any(node)):
-        return 3, 0  # token ids before they are padded
+        return 3, 0  # Token ids before padding.
     if pytree.are_records(node) and not (top and isinstance(node, tuple)):
         return 2, 0
     return 0, 10 if top else 1
@@ -254,7 +254,7 @@ def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = F
     columns = [_split(child, size, bounds) for _, child in children]
     if all(part is child for column, (_, child) in zip(columns, children, strict=True) for part in column):
         return [node] * len(bounds)
-    return [pytree.rebuild(node, [column[place] for column in columns]) for place in range(len(bounds))]
+    return [pytree.rebuild(node, [column[index] for column in columns]) for index in range(len(bounds))]
 
 
 def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -> Any:
@@ -270,7 +270,7 @@ def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -
         return pytree.rebuild_sequence(first, [entry for part in parts for entry in part])
     steps = [step for step, _ in children[0]]
     if any(other is None or [step for step, _ in other] != steps for other in children):
-        raise WorkloadError(f"the parts differ in the form of {path}", hint="join only parts of one form")
+        raise WorkloadError(f"the parts differ in the structure of {path}", hint="join parts of the same structure")
     rows = [[child for _, child in other or []] for other in children]
     joined = [
         _join(list(column), sizes, path + step) for step, column in zip(steps, zip(*rows, strict=True), strict=True)
@@ -289,7 +289,7 @@ def _concatenate(parts: list[Any], path: str) -> Any:
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, int]]:
-    """Path and length of everything that has one of its own; refuses what cannot be split."""
+    """Yield the path and length of every leaf with a batch dimension; raise for an object that cannot be split."""
     children = None if pytree.is_leaf(node) else pytree.children(node)
     if pytree.has_batch_dimension(node):
         yield path, _rows(node)
@@ -313,9 +313,9 @@ def _disagreement(batch: Batch) -> WorkloadError:
     usual = max(lengths, key=lengths.count, default=0)
     odd = next((leaf for leaf in leaves if leaf[1] != usual), None)
     if odd is None:
-        return WorkloadError("batch cannot be read as samples", hint="give every tensor the samples as first dimension")
+        return WorkloadError("batch cannot be split into samples", hint="make the samples the first dimension everywhere")
     return WorkloadError(
         f"{odd[0]} has the length {odd[1]}, {leaves[lengths.index(usual)][0]} has {usual}",
-        hint="the first dimension counts the samples; what belongs to all samples goes into the model or the loss, and"
-        " samples that are no rows want split(batch, sizes) and size(batch)",
+        hint="give all tensors the samples as first dimension; move what belongs to all samples into the model or the"
+        " loss, and if samples are not rows, write split(batch, sizes) and size(batch)",
     )

@@ -236,7 +236,7 @@ def test_the_plan_counts_the_bytes_and_tells_of_them_and_the_step_keeps_to_it() 
 
 def test_other_words_are_refused() -> None:
     model = linear()
-    with pytest.raises(UsageError, match=r"no accumulate_in .bf16.: take fp32, parameters"):
+    with pytest.raises(UsageError, match=r"no accumulate_in .bf16.: choose fp32 or parameters"):
         Accumulator(model, torch.optim.SGD(model.parameters()), loss, micro_batch=1, accumulate_in="bf16")  # type: ignore[arg-type]
     with pytest.raises(WorkloadError, match=r"no accumulate_in .bf16."):
         Workload(model=linear, batch=half_batch, loss=loss, accumulate_in="bf16")  # type: ignore[arg-type]

@@ -177,7 +177,7 @@ def test_a_file_keeps_the_report(guard: Guard, folder: Path, words: list[str], c
     assert (folder / "report").read_text() == written
     again = invoke(*words, "-o", "report")
     assert again.exit_code == 2
-    assert "report is already there: add --force" in again.stderr
+    assert "report exists already: add --force" in again.stderr
     assert invoke(*words, "-o", "report", "--force").exit_code == code
 
 

@@ -96,8 +96,8 @@ def test_what_does_not_end_is_ended_and_named(
         (["--emit", "torch.py"], "would hide the module torch"),
         (["--emit", "step.py", "--world-size", "2"], "--world-size"),
         (["--plot", "memory.pdf"], "the picture memory.pdf ends in .pdf: give a name that ends in .svg or .png"),
-        (["--plot", "/dev/null"], "/dev/null is not a plain file: give a name that ends in .svg or .png"),
-        (["--plot", "model.svg"], "model.svg is already there: add --force to overwrite it, or choose another name"),
+        (["--plot", "/dev/null"], "/dev/null is not a regular file: give a name that ends in .svg or .png"),
+        (["--plot", "model.svg"], "model.svg exists already: add --force to overwrite it, or choose another name"),
     ],
 )
 def test_what_cannot_be_written_is_said_before_any_trial(

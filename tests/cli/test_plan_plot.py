@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
     outputs.check("model.py", world_size=1)
     for name in ("plan.json", "step.py"):
         files[name].write_text("came meanwhile")
-    with pytest.raises(UsageError, match=r"plan\.json is already there"):
+    with pytest.raises(UsageError, match=r"plan\.json exists already"):
         outputs.write(planned)
     assert outputs.written == {"pictured": files["memory.svg"]}
     assert any(text.startswith("limit") for text in texts(files["memory.svg"]))

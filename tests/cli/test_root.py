@@ -74,7 +74,7 @@ def test_help(words: list[str]) -> None:
         ("plan m.py --target-batch 2.5", "'2.5' is not a valid integer"),
         ("plan m.py --target-batch 8 --memry 3", "no such option '--memry'"),
         ("plan m.py --target-batch 8 --trial-limit 0", "'--trial-limit': 0.0 is not in the range x>0"),
-        ("plan m.py --target-batch 8 --time-limit inf", "the time limit is inf: give seconds, more than 0"),
+        ("plan m.py --target-batch 8 --time-limit inf", "the time limit is inf: give a number of seconds above 0"),
         ("plan m.py --target-batch 8 --equal --world-size 3", "take 6 or 9"),
         ("plan m.py --target-batch 8 --device tpu", "there is no device 'tpu'"),
         ("plan m.py --target-batch 8 -o /nowhere/plan.json", "there is no folder /nowhere"),

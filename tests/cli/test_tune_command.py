@@ -172,7 +172,7 @@ def test_what_was_found_is_shown_where_it_cannot_be_kept(study: Stand, found: Tu
     result = invoke("--target-batch", "16", "-o", "b.json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert "best         learning rate" in result.stderr
-    assert "error: b.json is already there" in result.stderr
+    assert "error: b.json exists already" in result.stderr
     assert (tmp_path / "b.json").read_text() == "precious"
     study.answer = tuning_of(found.rows, plan=None)
     unproved = invoke("--target-batch", "16", "-o", "c.json")
@@ -203,7 +203,7 @@ def test_whatever_ends_it_is_said_in_the_last_line(study: Stand, error: BaseExce
         ("--target-batch 64..16", "the target batch is '64..16': give a whole number"),
         ("--target-batch 8 --learning-rate 0.1", "the learning rate is '0.1': give two numbers above 0"),
         ("--target-batch 8 --trials 0", "'--trials': 0 is not in the range x>=1"),
-        ("--target-batch 8 -o there.json", "there.json is already there: add --force"),
+        ("--target-batch 8 -o there.json", "there.json exists already: add --force"),
         ("--target-batch 8 -o model.py --force", "-o names the workload itself, model.py"),
         ("--target-batch 8 --storage x.db -o ./x.db", "-o names the study itself, ./x.db"),
         ("--target-batch 8 --storage adir --plot pics", "storage is 'adir': give a file like tune.db"),

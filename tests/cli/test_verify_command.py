@@ -85,7 +85,7 @@ def test_json_is_alone_on_stdout_and_a_file_keeps_it(folder: Path) -> None:
     assert (folder / "found.json").read_text() == result.stdout
     again = invoke("model.py", "-o", "found.json")
     assert again.exit_code == 2
-    assert "found.json is already there: add --force" in again.stderr
+    assert "found.json exists already: add --force" in again.stderr
     assert "loading" not in again.stderr, "it is refused before anything is loaded"
     forced = invoke("model.py", "--target-batch", "4", "-o", "found.json", "--force")
     assert forced.exit_code == 0

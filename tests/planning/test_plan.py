@@ -253,7 +253,7 @@ def test_never_overwrites_without_force(tmp_path: Path, a_plan: Plan) -> None:
     path = tmp_path / "plan.json"
     path.write_text("mine")
     for write in (a_plan.save, check_output):
-        with pytest.raises(UsageError, match="is already there: add --force"):
+        with pytest.raises(UsageError, match="exists already: add --force"):
             write(path)
     assert path.read_text() == "mine"
     check_output(path, force=True)
@@ -271,7 +271,7 @@ def test_never_overwrites_without_force(tmp_path: Path, a_plan: Plan) -> None:
         ("file/plan.json", "cannot be written|there is no folder"),
         ("", "is a folder"),
         ("a" * 400, "cannot be written"),
-        ("/dev/null", "is not a plain file"),
+        ("/dev/null", "is not a regular file"),
         ("/proc/plan.json", "cannot be written"),
     ],
 )

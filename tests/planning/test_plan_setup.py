@@ -70,7 +70,7 @@ def test_exactly_one_way_is_given(workload: Any, parts: dict[str, Any], text: st
 @pytest.mark.parametrize(
     ("workload", "parts", "device", "text"),
     [
-        ("model.py", PARTS, "cuda:1", "both --device cuda:1 and --gpu rtx3090 are given: .* take one"),
+        ("model.py", PARTS, "cuda:1", "both --device cuda:1 and --gpu rtx3090 are given: choose one"),
         ("model.py", PARTS, "cpu", "both --device cpu and --gpu rtx3090 are given"),
         (None, live(), "cpu", "both --device cpu and --gpu rtx3090 are given"),
         (nn.Linear(2, 2), PARTS, "auto", "the workload is of type Linear"),

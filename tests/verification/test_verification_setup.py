@@ -276,7 +276,7 @@ def test_a_single_sample_and_batchnorm_is_told_with_the_way_out() -> None:
         ({"workload": "model.py", "optimizer": torch.optim.SGD}, "optimizer is of type type, and the workload is a"),
         ({"target_batch": "16"}, "target_batch is '16': give a whole number"),
         ({"target_batch": 1}, "micro_batch is 1, target_batch 1: nothing accumulates: give a target batch of at least"),
-        ({"precision": "tf32"}, "there is no precision 'tf32': take fp64, fp32, bf16, fp16"),
+        ({"precision": "tf32"}, "there is no precision 'tf32': choose fp64, fp32, bf16 or fp16"),
         ({"device": "auto"}, "there is no device 'auto' to verify on: take cpu, cuda or cuda:N"),
         ({"device": "tpu"}, "there is no device 'tpu'"),
     ],

@@ -84,7 +84,7 @@ def test_names_both_leaves_that_disagree() -> None:
 
 def test_refuses_parts_that_do_not_add_up() -> None:
     for sizes in ([2, 2], [6, -1]):
-        with pytest.raises(WorkloadError, match=r"the batch has 5: every sample belongs to exactly one part"):
+        with pytest.raises(WorkloadError, match=r"the batch has 5: give sizes that put every sample into"):
             split_batch(rows(5), sizes)
 
 
@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "packed sequence": ({"x": pack_sequence([rows(3), rows(2)])}, r"batch\['x'\] is a PackedSequence, which cannot"),
     "object": ((rows(2), {"a": Opaque(rows(2))}), r"batch\[1\]\['a'\] is an Opaque, which cannot be split"),
     "objects": ((rows(2), [Opaque(rows(2))]), r"batch\[1\] has the length 1, batch\[0\] has 2"),
-    "object with a nest": ((rows(2), Opaque({"a": [rows(2)]})), r"batch\[1\] is an Opaque"),
+    "object with a nested dict": ((rows(2), Opaque({"a": [rows(2)]})), r"batch\[1\] is an Opaque"),
     "object with slots": ((rows(2), Slots(rows(2))), r"batch\[1\] is a Slots"),
     "object with a base's slots": ((rows(2), MoreSlots(rows(2))), r"batch\[1\] is a MoreSlots"),
     "set of tensors": ((rows(2), {rows(2)}), r"batch\[1\] is a set, which cannot be split"),
@@ -201,7 +201,7 @@ def test_moves_tensors_in_objects() -> None:
 
 
 def test_moves_nothing_that_is_there() -> None:
-    batch = {"x": rows(2), "nest": (rows(2), [rows(2)])}
+    batch = {"x": rows(2), "nested": (rows(2), [rows(2)])}
     assert move_batch(batch, "cpu") is batch
     array = {"x": rows(2), "names": np.array(["a", "b"])}
     assert move_batch(array, "cpu") is array
@@ -222,7 +222,7 @@ def test_an_object_moves_by_its_own_method() -> None:
 def test_refuses_parts_of_different_form() -> None:
     with pytest.raises(WorkloadError, match=r"batch\['x'\] of several batches cannot be joined \(Sizes of"):
         join_batches([{"x": rows(2, 3)}, {"x": rows(2, 4)}])
-    with pytest.raises(WorkloadError, match=r"the parts differ in the form of batch"):
+    with pytest.raises(WorkloadError, match=r"the parts differ in the structure of batch"):
         join_batches([{"x": rows(2)}, {"y": rows(2)}])
     with pytest.raises(WorkloadError, match=r"no parts to join"):
         join_batches([])
@@ -275,7 +275,7 @@ def samples(rows: int) -> st.SearchStrategy[Any]:
     return words | numbers | dicts
 
 
-def nests(rows: int) -> st.SearchStrategy[Any]:
+def pytrees(rows: int) -> st.SearchStrategy[Any]:
     def wrap(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         named = st.dictionaries(st.text(max_size=3), inner, min_size=1, max_size=3)
         return (
@@ -312,7 +312,7 @@ def batches_and_sizes(draw: st.DrawFn) -> tuple[Any, list[int]]:
     total = sum(sizes)
     assume(total > 0)
     # One tensor decides the number of samples, as in any batch a model can be trained on.
-    return {"x": torch.rand(total, 2), "nest": draw(nests(total))}, sizes
+    return {"x": torch.rand(total, 2), "nested": draw(pytrees(total))}, sizes
 
 
 @settings(max_examples=150, deadline=None)

@@ -144,7 +144,7 @@ def test_a_wrong_weight_is_found() -> None:
 
 
 def test_needs_both_functions() -> None:
-    with pytest.raises(WorkloadError, match="split and size are functions that go together") as error:
+    with pytest.raises(WorkloadError, match="split and size must be two functions") as error:
         Workload(**{**KINDS["packed"], "size": None})
     assert error.value.hint == "write both: def split(batch, sizes) and def size(batch)"
     with pytest.raises(WorkloadError, match=r"size\(batch\) is 'many'"):

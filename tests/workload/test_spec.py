@@ -78,10 +78,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "batch is a tensor": ({"batch": torch.zeros(3)}, r"batch is a Tensor: write def batch\(size\)"),
     "batch wants two": ({"batch": lambda a, b: a}, r"batch\(a, b\) cannot be called as batch\(size\): write def"),
     "model wants more": ({"model": nn.Linear}, r"model\(in_features.*cannot be called as model\(\)"),
-    "precision": ({"precision": "float16"}, r"there is no precision 'float16': take fp32, bf16, fp16"),
+    "precision": ({"precision": "float16"}, r"there is no precision 'float16': choose fp32, bf16 or fp16"),
     "batchnorm": (
         {"batchnorm": "exact"},
-        r"no batchnorm mode 'exact': take micro, running, frozen",
+        r"no batchnorm mode 'exact': choose micro, running or frozen",
     ),
     "criterion and loss": ({"loss": nn.L1Loss()}, r"both loss and criterion are given"),
     "loss is a class": ({"criterion": None, "loss": nn.L1Loss}, r"loss is the class L1Loss: write loss = L1Loss\(\)"),
@@ -123,7 +123,7 @@ criterion = nn.CrossEntropyLoss()
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"keeps": "logits"}, "there is no keeps 'logits': take outputs, ema"),
+        ({"keeps": "logits"}, "there is no keeps 'logits': choose outputs or ema"),
         ({"keeps": ("ema", 3)}, "there is no keeps 3"),
         ({"keeps": True}, "keeps is True"),
         ({"evaluation_batch": 0}, "evaluation_batch is 0: give a whole number of at least 1"),
