@@ -1,4 +1,4 @@
-"""Validators of arguments: counts, seconds, words, flags, functions. Each error says what was given and what to give."""
+"""Validators of arguments: counts, seconds, words, flags and functions, and the words their messages are made of."""
 
 from __future__ import annotations
 

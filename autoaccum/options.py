@@ -179,7 +179,8 @@ class Options:
             return
         if not isinstance(self.gpu, str):
             raise UsageError(
-                f"gpu is {self.gpu!r}", hint='give the name of a card or a size with its unit, such as "rtx3090" or "24GiB"'
+                f"gpu is {self.gpu!r}",
+                hint='give the name of a card or a size with its unit, such as "rtx3090" or "24GiB"',
             )
         if self.device != "auto":
             raise UsageError(

@@ -150,7 +150,8 @@ def move_batch(batch: Batch, device: torch.device | str) -> Batch:
 
     def move_object(node: Any) -> Any:
         if callable(getattr(node, "to", None)):
-            return copy.copy(node).to(there)  # torch_geometric moves in place; a copy lets the whole batch stay on the CPU.
+            # A copy, since torch_geometric moves in place: the whole batch stays on the CPU.
+            return copy.copy(node).to(there)
         return map_object_tensors(node, move)
 
     return map_tensors(batch, move, move_object)
@@ -313,7 +314,9 @@ def _disagreement(batch: Batch) -> WorkloadError:
     usual = max(lengths, key=lengths.count, default=0)
     odd = next((leaf for leaf in leaves if leaf[1] != usual), None)
     if odd is None:
-        return WorkloadError("batch cannot be split into samples", hint="make the samples the first dimension everywhere")
+        return WorkloadError(
+            "batch cannot be split into samples", hint="give samples as the first dimension everywhere"
+        )
     return WorkloadError(
         f"{odd[0]} has the length {odd[1]}, {leaves[lengths.index(usual)][0]} has {usual}",
         hint="give all tensors the samples as first dimension; move what belongs to all samples into the model or the"

@@ -1,7 +1,7 @@
-"""What is known of a criterion: its reduction, and what its mean divides by.
+"""Criteria such as `nn.CrossEntropyLoss`: their reduction, and the number that their mean divides by.
 
-Nothing is known of one whose class overrides `forward` of a criterion of torch's, nor of the user's own: it counts as
-a mean over samples (or a sum, where its `reduction` says so). `source` tells, and the check of the weighting tests it.
+The user's own criteria, and subclasses of PyTorch's that override `forward`, are unknown: they count as a mean over
+samples, or as a sum if their `reduction` says so. `weight_check` tests this by experiment.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from autoaccum.workload.batches import batch_size
 
 @dataclass(frozen=True)
 class Criterion:
-    """A criterion, and what is known of it.
+    """A criterion, its reduction and its divisor.
 
     Attributes:
         function: The criterion as given.
-        name: What messages call it.
-        rule: The name of its function in `torch.nn.functional`; None where autoaccum does not know it.
-        reduction: `mean` or `sum`; None where the criterion does not tell.
-        source: What its mean divides by, in words.
+        name: Its name in messages.
+        rule: The name of its function in `torch.nn.functional`; None if autoaccum does not know it.
+        reduction: `mean` or `sum`; None if unknown.
+        source: The number that its mean divides by, in words.
     """
 
     function: Callable[..., Any]
@@ -41,30 +41,30 @@ class Criterion:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether its mean is known to be over all elements of outputs and targets of one shape."""
+        """Return whether its mean is over all elements of the targets."""
         return self.divisor == "elements"
 
     @property
     def divisor(self) -> Divisor:
-        """What its mean counts; samples where it is not known."""
+        """The things that its mean counts; samples if unknown."""
         is_batchmean = self.rule == "kl_div" and settings(self.function).get("reduction") == "batchmean"
         return "samples" if self.rule is None or is_batchmean else RULES[self.rule]
 
     @property
     def ignore_index(self) -> int:
-        """The class that does not count, where it counts targets."""
+        """The class whose targets are ignored, if it counts targets."""
         return ignored_class(settings(self.function))
 
     @property
     def has_class_weights(self) -> bool:
-        """Whether it counts each target by the weight of its class."""
+        """Return whether it weighs each target by its class."""
         return self.divisor == "targets" and settings(self.function).get("weight") is not None
 
     def loss(self, outputs: Any, targets: Any) -> Any:
-        """The loss of the model's outputs.
+        """Return the loss of the model's outputs.
 
         Raises:
-            WorkloadError: autoaccum knows the criterion, and the outputs are no tensor.
+            WorkloadError: The criterion is a known one, and the outputs are not a tensor.
         """
         if self.rule is not None and not isinstance(outputs, Tensor):
             raise WorkloadError(
@@ -74,7 +74,7 @@ class Criterion:
         return self.function(outputs, targets)
 
     def weight(self, batch: Any, targets: Any) -> float:
-        """What the criterion's mean over `batch` divides by; the number of samples where it is not known."""
+        """Return the number that the criterion's mean over `batch` divides by; the number of samples if unknown."""
         divisor = self.divisor
         if divisor == "samples":
             return float(batch_size(batch))
@@ -90,7 +90,7 @@ class Criterion:
 
 
 def is_criterion(loss: Any) -> bool:
-    """Whether `loss` is an `nn.Module` or a function of `torch.nn.functional`, or a `functools.partial` of one."""
+    """Return whether `loss` is an `nn.Module`, a function of `torch.nn.functional`, or a `functools.partial` of one."""
     inner = _unwrap(loss)
     if isinstance(inner, nn.Module):
         return True
@@ -99,10 +99,10 @@ def is_criterion(loss: Any) -> bool:
 
 
 def resolve_criterion(criterion: Any) -> Criterion:
-    """What is known of `criterion`.
+    """Find out the reduction and the divisor of `criterion`.
 
     Raises:
-        WorkloadError: It is a class, no callable, no loss, or has a reduction other than mean and sum.
+        WorkloadError: It is a class, not callable, not a loss, or its reduction is neither mean nor sum.
     """
     if isinstance(criterion, type):
         raise WorkloadError(f"the criterion is the class {criterion.__name__}", hint=f"write {criterion.__name__}()")
@@ -120,7 +120,7 @@ def resolve_criterion(criterion: Any) -> Criterion:
     if isinstance(criterion, functools.partial) and criterion.args:
         raise WorkloadError(
             f"the partial of {name} fixes its first arguments, which are the model's outputs",
-            hint="fix options by keyword",
+            hint="give options as keywords only",
         )
     if options.get("size_average") is not None or options.get("reduce") is not None:
         raise WorkloadError(
@@ -132,26 +132,26 @@ def resolve_criterion(criterion: Any) -> Criterion:
         return Criterion(criterion, name, rule, "mean", f"samples ({name}, batchmean)")
     if reduction not in ("mean", "sum"):
         raise WorkloadError(
-            f"{name} has reduction={reduction!r}, which is no mean and no sum over the samples",
-            hint='use reduction="mean" or "sum", or write loss(model, batch) that reduces to one number',
+            f"{name} has reduction={reduction!r}, which is neither the mean nor the sum over samples",
+            hint='use reduction="mean" or "sum", or write a loss(model, batch) that returns one number',
         )
     return Criterion(criterion, name, rule, reduction, f"{describe_divisor(rule, options)} ({name})")
 
 
 def _check_smoothing(options: Mapping[str, Any], name: str) -> None:
-    """Refuse a mean to which targets without weight contribute: their part's share of it would be 0."""
+    """Refuse label smoothing with a class weight of 0: a part with only such targets would get the share 0."""
     weights = options.get("weight")
     if not options.get("label_smoothing") or not isinstance(weights, Tensor) or options.get("reduction") == "sum":
         return
     if bool((weights.cpu() == 0).any()):
         raise WorkloadError(
-            f"{name} smooths labels, and a class has weight 0: a part with no other target would be left out",
-            hint="give ignore_index for that class instead, or a small weight such as 1e-6",
+            f"{name} smooths labels, and a class has weight 0, so that a part with only such targets would be left out",
+            hint="set ignore_index to that class, or give it a small weight such as 1e-6",
         )
 
 
 def settings(criterion: Any) -> Mapping[str, Any]:
-    """The options of a known criterion: attributes of a module, or keywords of a partial over the defaults."""
+    """Return the options of a known criterion: attributes of a module, or keywords and defaults of a function."""
     inner = _unwrap(criterion)
     bound = dict(criterion.keywords) if isinstance(criterion, functools.partial) else {}
     if isinstance(inner, nn.Module):
@@ -162,7 +162,7 @@ def settings(criterion: Any) -> Mapping[str, Any]:
 
 
 def _unwrap(criterion: Any) -> Any:
-    """The function of a partial; the module of one that `torch.compile` has wrapped."""
+    """Return the function of a partial, and the original of a module wrapped by `torch.compile`."""
     inner = criterion.func if isinstance(criterion, functools.partial) else criterion
     return getattr(inner, "_orig_mod", inner) if isinstance(inner, nn.Module) else inner
 
@@ -184,8 +184,8 @@ def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
         is_torchs = is_criterion(inner)
     if is_torchs:
         raise WorkloadError(
-            f"{name} is none of the criteria of outputs and targets that autoaccum knows",
-            hint="write loss(model, batch) around it",
+            f"{name} is not a criterion of outputs and targets that autoaccum supports",
+            hint="write a loss(model, batch) that calls it",
         )
     reduction = getattr(inner, "reduction", None)
     known = reduction if reduction in ("mean", "sum") else None
@@ -214,14 +214,14 @@ _KNOWN: tuple[tuple[str, Divisor, type[nn.Module]], ...] = (
 RULES: Mapping[str, Divisor] = {rule: divisor for rule, divisor, _ in _KNOWN}
 CLASSES: Mapping[type[nn.Module], str] = {
     **{known: rule for rule, _, known in _KNOWN},
-    # from torch 2.13
+    # New in torch 2.13.
     **({nn.LinearCrossEntropyLoss: "cross_entropy"} if hasattr(nn, "LinearCrossEntropyLoss") else {}),
 }
 _TORCHS_OWN = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
 
 
 def describe_divisor(rule: str, options: Mapping[str, Any]) -> str:
-    """What the mean of the criterion `rule` with these options divides by, in words."""
+    """Describe the number that the mean of the criterion `rule` divides by with these options."""
     divisor = RULES[rule]
     if divisor == "targets":
         kept = f"targets != {ignored_class(options)}"
@@ -231,10 +231,10 @@ def describe_divisor(rule: str, options: Mapping[str, Any]) -> str:
 
 
 def count_targets(targets: Tensor, options: Mapping[str, Any]) -> float:
-    """The divisor of `cross_entropy` and `nll_loss`, in float64.
+    """Return the divisor of `cross_entropy` and `nll_loss`, in float64.
 
-    Class weights of the targets not ignored, 1 each without weights (label smoothing divides by the same); for class
-    probabilities of shape (samples, classes, ...) the number of positions, whatever the weights.
+    It is the sum of the class weights (1 without weights) of all targets that are not ignored; label smoothing does not
+    change it. For class probabilities of shape (samples, classes, ...) it is the number of positions.
 
     Raises:
         WorkloadError: The targets are neither classes nor class probabilities.
@@ -250,20 +250,20 @@ def count_targets(targets: Tensor, options: Mapping[str, Any]) -> float:
     class_weights = options.get("weight")
     if class_weights is None:
         return float(kept.numel())
-    # On the CPU, where those of a simulated card are known, and since MPS has no float64; counted by class, since a
-    # sum of float32 weights would round.
+    # On the CPU, where the values of a simulated card are known, and since MPS has no float64. Targets are counted by
+    # class, since a sum of float32 weights would round.
     wide = class_weights.cpu().detach().to(torch.float64)
     classes = kept.flatten().long().cpu()
     if len(classes) and not 0 <= int(classes.min()) <= int(classes.max()) < len(wide):
         raise WorkloadError(
             f"the targets hold classes from {int(classes.min())} to {int(classes.max())}, the criterion has weights "
             f"for {len(wide)}",
-            hint="give one weight for each class, counted from 0",
+            hint="give one weight for each class, and count classes from 0",
         )
     return float((torch.bincount(classes, minlength=len(wide)) * wide).sum().item())
 
 
 def ignored_class(options: Mapping[str, Any]) -> int:
-    """The class whose targets do not count; torch's -100 where none is set."""
+    """Return the class whose targets are ignored; by default -100, as in PyTorch."""
     value = options.get("ignore_index")
     return -100 if value is None else int(value)

@@ -1,4 +1,4 @@
-"""From `model.py`, `model.py:name` or `package.module:name` to a Workload."""
+"""Load a Workload from `model.py`, `model.py:name` or `package.module:name`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,21 @@ from autoaccum.workload.tracebacks import blame_workload
 
 _SPECIAL = {"model", "batch", "split", "size", "batchnorm", "name", "path", "digest", "worst_of"}
 _OPTIONAL = [field.name for field in dataclasses.fields(Workload) if field.name not in _SPECIAL]
-"""What a file may define by these names; a module of such a name (Hugging Face has an `evaluate`) is none of them."""
+"""Fields that a file may define by name. An imported module of such a name (such as Hugging Face's `evaluate`) is not
+taken for one."""
 
 
 def load_workload(reference: str, command: str = "plan") -> Workload:
-    """Load the workload that `reference` names; `command` is what a message offers to call with a name.
+    """Load the workload that `reference` names.
 
-    A file or module defines `workload = autoaccum.Workload(...)`, or what it wants of its fields by their names. A
-    `:name` names a Workload; or a model (function, class or instance) that stands in for `model`, the other names as
-    they are. `batch` may be missing beside a `dataset` (see `samples`); a `batchnorm` that is no word (a layer, a
-    function), and a `split` or `size` alone, are the file's own business.
+    A file or module defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
+    names a Workload, or a model (function, class or instance) to be used instead of `model`. `batch` may be missing if
+    there is a `dataset` (see `samples`). A `batchnorm` that is not a string, and a `split` or `size` without the other,
+    are ignored.
+
+    Args:
+        reference: The file or module, and the name.
+        command: The command that a message suggests if a name is needed.
 
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
@@ -84,7 +89,7 @@ def _find_file(target: str) -> Path:
 
 
 def _check_named(module: ModuleType, name: str | None, reference: str, command: str) -> None:
-    """Ask for a name where workloads are defined by others than the one that is looked for."""
+    """Raise if the module defines workloads only under other names and `reference` gives none."""
     named = [each for each in _names(module) if isinstance(getattr(module, each), Workload)]
     if name is None and named and not {"workload", "model"} & {*_names(module)}:
         raise WorkloadError(
@@ -108,16 +113,16 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
     if chosen is not None and (not callable(chosen) or isinstance(chosen, type) and not issubclass(chosen, nn.Module)):
         seen = f"the class {chosen.__name__}" if isinstance(chosen, type) else describe_type(chosen)
         raise WorkloadError(
-            f"{name} in {called} is {seen}, no workload and no model",
+            f"{name} in {called} is {seen}, neither a workload nor a model",
             hint="name an autoaccum.Workload, an nn.Module, its class, or a function that returns one",
         )
     model = _require(module, "model", called) if chosen is None else chosen
     found = {key: value for key in _OPTIONAL if (value := getattr(module, key, None)) is not None}
     found = {key: value for key, value in found.items() if not isinstance(value, ModuleType)}
     if found.get("accumulate") is itertools.accumulate:
-        del found["accumulate"]  # Imported for other ends.
+        del found["accumulate"]  # Imported from itertools for another purpose.
     if "criterion" in getattr(getattr(found.get("loss"), "__code__", None), "co_names", ()):
-        found.pop("criterion", None)  # A part of the loss, which names it.
+        found.pop("criterion", None)  # `loss` calls it.
     found |= _find_batching(module)
     if isinstance(mode := getattr(module, "batchnorm", None), str):
         found["batchnorm"] = mode
@@ -127,7 +132,7 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
 
 
 def _find_batching(module: ModuleType) -> dict[str, Any]:
-    """`split` and `size`, where both take as many arguments as these do; a file may call other things so."""
+    """Return `split` and `size` if both take the right number of arguments; other functions may have these names."""
     takes = {"split": 2, "size": 1}
     found = {name: getattr(module, name, None) for name in takes}
     is_pair = all(
@@ -170,25 +175,25 @@ def _listed(module: ModuleType) -> str:
 _PREFIX = "_autoaccum_workload_"
 
 _loaded: set[str] = set()
-"""The user's modules in `sys.modules`; the next load drops them, so that a changed file is read again."""
+"""The user's modules in `sys.modules`; the next load removes them, so that a changed file is read again."""
 
 
 def import_file(path: Path) -> ModuleType:
-    """Run the file at `path` as a module, anew each time.
+    """Run the file at `path` as a module, again at each call.
 
-    Beside an `__init__.py` it is imported under its true dotted name. Elsewhere its directory goes first on `sys.path`,
-    so that `import x` finds what lies beside it. Either way it is found in `sys.modules`, as dataclasses and pickle
-    want; both stay so, for what the workload imports late.
+    In a package, it is imported under its full dotted name. Elsewhere its directory becomes the first on `sys.path`, so
+    that it can import the files next to it. The module stays in `sys.modules`, as dataclasses and pickle need, and the
+    path stays on `sys.path` for later imports.
 
     Raises:
         WorkloadError: It cannot be compiled, or raises.
     """
     root = _package_root(path)
     if root is None:
-        with _user_code(path.name, [path.parent]):
+        with _importing(path.name, [path.parent]):
             return _run(_PREFIX + path.stem.replace(".", "_"), path)
     dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-    with _user_code(path.name, [root], [path.parent]):
+    with _importing(path.name, [root], [path.parent]):
         return importlib.import_module(dotted)
 
 
@@ -199,7 +204,7 @@ def import_dotted(name: str) -> ModuleType:
         WorkloadError: There is no such module, it cannot be compiled, or it raises.
     """
     try:
-        with _user_code(name, [Path.cwd()]):
+        with _importing(name, [Path.cwd()]):
             return importlib.import_module(name)
     except WorkloadError as error:
         missing = error.__cause__.name if isinstance(error.__cause__, ModuleNotFoundError) else None
@@ -222,13 +227,13 @@ def _run(name: str, path: Path) -> ModuleType:
 
 
 @contextmanager
-def _user_code(called: str, first: Sequence[Path], last: Sequence[Path] = ()) -> Iterator[None]:
-    """Import the user's modules with these directories on `sys.path`; undone on failure. Writes no bytecode."""
+def _importing(called: str, first: Sequence[Path], last: Sequence[Path] = ()) -> Iterator[None]:
+    """Import the user's modules with these directories on `sys.path`; restore it on failure, and write no bytecode."""
     while _loaded:
         sys.modules.pop(_loaded.pop(), None)
     before, path, bytecode = set(sys.modules), list(sys.path), sys.dont_write_bytecode
-    sys.path[:0] = [str(place) for place in first if str(place) not in sys.path[:1]]
-    sys.path.extend(str(place) for place in last if str(place) not in sys.path)
+    sys.path[:0] = [str(folder) for folder in first if str(folder) not in sys.path[:1]]
+    sys.path.extend(str(folder) for folder in last if str(folder) not in sys.path)
     sys.dont_write_bytecode = True
     importlib.invalidate_caches()
     try:
@@ -248,39 +253,40 @@ def _translated(error: BaseException, called: str) -> BaseException:
     if isinstance(error, AutoaccumError | KeyboardInterrupt | MemoryError):
         return error
     if isinstance(error, SyntaxError):
-        place = f"{Path(error.filename).name if error.filename else called}, line {error.lineno}"
+        line = f"{Path(error.filename).name if error.filename else called}, line {error.lineno}"
         shown = "".join(traceback.format_exception_only(error)).rstrip()
-        return WorkloadError(f"{place} is not valid Python ({error.msg})", hint="correct it", user_traceback=shown)
+        hint = "correct the syntax error"
+        return WorkloadError(f"{line} is not valid Python ({error.msg})", hint=hint, user_traceback=shown)
     if isinstance(error, SystemExit):
         return blame_workload(
-            error, f"importing {called}", hint='put what runs as a script under if __name__ == "__main__"'
+            error, f"importing {called}", hint='put code that runs as a script under if __name__ == "__main__"'
         )
     return blame_workload(error, f"importing {called}")
 
 
 def _package_root(path: Path) -> Path | None:
-    """The directory above the outermost package that `path` belongs to; None beside no `__init__.py`."""
-    place = path.parent
-    while (place / "__init__.py").is_file() and place != place.parent:
-        place = place.parent
-    return None if place == path.parent else place
+    """Return the directory above the outermost package of `path`; None if it belongs to no package."""
+    folder = path.parent
+    while (folder / "__init__.py").is_file() and folder != folder.parent:
+        folder = folder.parent
+    return None if folder == path.parent else folder
 
 
-def _is_local(name: str, places: list[Path]) -> bool:
-    """Whether a module came from below `places`, and is neither installed nor autoaccum's own."""
+def _is_local(name: str, folders: list[Path]) -> bool:
+    """Return whether a module lies below `folders` and is neither installed nor a part of autoaccum."""
     module = sys.modules[name]
     found = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or ""]
     installed = name.partition(".")[0] == "autoaccum" or any("-packages" in str(file) for file in found)
     return not installed and any(
-        place in Path(file).parents or place == Path(file) for place in places for file in found
+        folder in Path(file).parents or folder == Path(file) for folder in folders for file in found
     )
 
 
 def digest_sources(path: Path) -> str:
-    """SHA-256 over the file at `path` and, transitively, the modules it imports from beside it or from its package.
+    """Return the SHA-256 of the file at `path` and all modules it imports from its directory or package, transitively.
 
-    Read from the import statements, wherever they stand, so it does not depend on what a process has imported before;
-    a module imported by other means does not count. Independent of where the directory lies.
+    The modules are found by reading import statements, so the digest depends neither on what the process has imported
+    nor on where the directory lies. Modules imported by other means do not count.
     """
     top = _package_root(path) or path.parent
     found, waiting = set[Path](), [path]
@@ -289,7 +295,7 @@ def digest_sources(path: Path) -> str:
         if file in found or not file.is_file() or top not in file.parents or "-packages" in str(file.relative_to(top)):
             continue
         found.add(file)
-        waiting += [place / "__init__.py" for place in file.parents if top in place.parents]
+        waiting += [folder / "__init__.py" for folder in file.parents if top in folder.parents]
         waiting += _imported(file, top)
     digest = hashlib.sha256()
     for file in sorted(found, key=lambda file: file.relative_to(top).as_posix()):
@@ -299,7 +305,7 @@ def digest_sources(path: Path) -> str:
 
 
 def _imported(file: Path, top: Path) -> Iterator[Path]:
-    """Where the modules would be that a file imports."""
+    """Yield the paths at which the modules imported by `file` would lie."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
@@ -312,7 +318,7 @@ def _imported(file: Path, top: Path) -> Iterator[Path]:
             names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
         else:
             continue
-        places = file.parents[level - 1 : level] if level else [top, file.parent]
-        for stem in (place.joinpath(*name.split(".")) for place in places for name in names):
+        folders = file.parents[level - 1 : level] if level else [top, file.parent]
+        for stem in (folder.joinpath(*name.split(".")) for folder in folders for name in names):
             yield stem / "__init__.py"
             yield stem.parent / f"{stem.name}.py"

@@ -30,12 +30,12 @@ _LARGE = 2**27
 
 @contextmanager
 def fixed_seeds() -> Iterator[None]:
-    """Run with fixed seeds of Python, NumPy and torch on the CPU, silence warnings, and put the states back."""
+    """Seed Python, NumPy and PyTorch on the CPU and silence warnings within; restore the RNG states afterwards."""
     states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     try:
         random.seed(0)
         np.random.seed(0)
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed the GPUs
+        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs too.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
@@ -46,30 +46,30 @@ def fixed_seeds() -> Iterator[None]:
 
 
 def copy_module(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
-    """A deep copy of `module`.
+    """Return a deep copy of `module`.
 
-    What a forward has left in attributes (attention maps, an auxiliary loss, the weight of `weight_norm`) comes without
-    its graph.
+    Tensors that a forward pass has left in attributes (attention maps, an auxiliary loss, the weight of `weight_norm`)
+    are copied without their graph. Errors raised while copying other attributes are passed on.
 
     Args:
-        module: The module; what copying its other attributes raises comes through as it is.
-        memo: What `copy.deepcopy` takes for known.
+        module: The module.
+        memo: The memo of `copy.deepcopy`.
     """
-    known = {} if memo is None else memo
-    for held in module.modules():
-        for value in vars(held).values():
-            known.update({id(tensor): tensor.detach().clone() for tensor in _computed(value)})
-    return copy.deepcopy(module, known)
+    copies = {} if memo is None else memo
+    for inner in module.modules():
+        for value in vars(inner).values():
+            copies.update({id(tensor): tensor.detach().clone() for tensor in _computed(value)})
+    return copy.deepcopy(module, copies)
 
 
 def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
-    """A model of the workload, in training mode and with ties broken, and whether it is nobody else's.
+    """Return a copy of the workload's model, prepared by `prepare_copy`, and True.
 
-    One that cannot be copied comes as it is.
+    If the model cannot be copied, return the model itself, unchanged, and False.
     """
     with user_code("model()"):
         model = workload.make_model()
-    # A function may return the same model each time, which would then be the caller's.
+    # A function may return the same model each time; that one belongs to the caller.
     copied = isinstance(workload.model, nn.Module | type)
     if not copied:
         model, copied = copy_model(model)
@@ -79,27 +79,27 @@ def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
 
 
 def copy_model(model: nn.Module) -> tuple[nn.Module, bool]:
-    """A copy of `model` and True, or itself and False."""
+    """Return a copy of `model` and True; if it cannot be copied, `model` itself and False."""
     try:
         return copy_module(model), True
-    except Exception:  # `__deepcopy__` may be the user's
+    except Exception:  # `__deepcopy__` may be the user's.
         return model, False
 
 
 def prepare_copy(model: nn.Module) -> None:
-    """Put a copy into training mode, unless it is, and fill what is constant in it."""
+    """Put a copy into training mode and fill its constant weights with noise."""
     if not model.training:
         model.train()
     _break_ties(model)
 
 
 def is_large(model: nn.Module) -> bool:
-    """Whether a copy of it in float64 would take more than a GiB."""
+    """Return whether a copy of `model` in float64 would take more than 1 GiB."""
     return sum(parameter.numel() for parameter in model.parameters()) > _LARGE
 
 
 def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of `batch`, its floating tensors in `dtype`."""
+    """Return a copy of `batch` with its floating-point tensors in `dtype`; None keeps their dtypes."""
 
     def cast(tensor: Tensor) -> Tensor:
         tensor = tensor.detach().clone()
@@ -109,7 +109,7 @@ def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _break_ties(model: nn.Module) -> None:
-    """Fill weights that are constant, such as a head that starts at zero: all samples would have the same loss."""
+    """Add noise to constant weights, such as a head that starts at zero, which gives all samples the same loss."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -123,7 +123,7 @@ def _break_ties(model: nn.Module) -> None:
 
 
 def objective_in_float64(objective: Objective) -> Objective:
-    """The objective with a copy of its criterion whose buffers are in float64."""
+    """Return the objective with a copy of its criterion in float64."""
     criterion = objective.criterion
     if criterion is None:
         return objective
@@ -140,6 +140,7 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def _computed(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in `value` that have a graph."""
     if isinstance(value, Tensor):
         yield from [value] if value.grad_fn is not None else []
     elif type(value) in (dict, list, tuple):

@@ -1,4 +1,8 @@
-"""The containers a batch may be made of: how to look inside one, and how to rebuild it around other content."""
+"""Traverse and rebuild the nested structures (pytrees) that a batch may be made of.
+
+Containers are mappings, dataclasses, named tuples, tuples and lists; anything else is a leaf, a plain value or an
+object of unknown structure.
+"""
 
 from __future__ import annotations
 
@@ -31,79 +35,79 @@ _PLAIN = (
     torch.device,
 )
 _DEPTH = 4
-"""How deep an unknown object is searched for tensors."""
+"""How many levels of an unknown object are searched for tensors."""
 
 
 class CustomBatch:
-    """A batch with the workload's own way to count its samples and to cut it; see `batches.Batching`.
+    """A batch that is counted and split by the workload's own functions (`batches.Batching`).
 
     Attributes:
-        value: The batch as the user's code made it, and gets it.
-        samples: How many it holds.
-        batching: How it is counted and cut.
+        value: The batch as the user's code makes and takes it.
+        samples: The number of samples.
+        batching: The functions that count and split it.
     """
 
     def __init__(self, value: Any, samples: int, batching: Any) -> None:
         self.value, self.samples, self.batching = value, samples, batching
 
     def __getitem__(self, key: Any) -> Any:
-        """An entry of the user's batch."""
+        """Return an entry of the user's batch."""
         return self.value[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CustomBatch:
-        """Another of the batch, and none of the functions."""
+        """Copy the batch, but not the functions."""
         return self.with_value(copy.deepcopy(self.value, memo))
 
     def with_value(self, value: Any) -> CustomBatch:
-        """As many samples, held otherwise: moved, or cast."""
+        """Return a batch of the same samples with another `value`, such as one moved to a device."""
         return CustomBatch(value, self.samples, self.batching)
 
 
 def unwrap_batch(batch: Any) -> Any:
-    """The batch as the user's code is to have it."""
+    """Return the batch as the user's code takes it."""
     return batch.value if isinstance(batch, CustomBatch) else batch
 
 
 def is_leaf(node: Any) -> bool:
-    """Whether `node` is a tensor or an array that can be cut along its first dimension, or has none.
+    """Return whether `node` is a tensor or an array.
 
     Raises:
-        WorkloadError: A sparse or nested tensor, whose parts are not views; or one without values.
+        WorkloadError: It is a sparse or nested tensor, which cannot be split into views, or is on the meta device.
     """
     if isinstance(node, Tensor):
         if node.is_nested or node.layout != torch.strided:
             form = "nested" if node.is_nested else str(node.layout).removeprefix("torch.")
             raise WorkloadError(
-                f"the batch holds a {form} tensor, which cannot be cut into views",
+                f"the batch holds a {form} tensor, which cannot be split into views",
                 hint="give a padded or dense tensor and convert it in the model",
             )
         if node.device.type == "meta":
             raise WorkloadError(
-                "the batch holds a tensor on the meta device, which has no values", hint="give a real one, on the CPU"
+                "the batch holds a tensor on the meta device, which has no values", hint="give a tensor on the CPU"
             )
         return True
     return isinstance(node, np.ndarray)
 
 
 def has_batch_dimension(node: Any) -> bool:
-    """Whether `node` is a tensor or an array with a first dimension."""
+    """Return whether `node` is a tensor or an array with at least one dimension."""
     return isinstance(node, Tensor | np.ndarray) and node.ndim > 0
 
 
 def is_plain(node: Any) -> bool:
-    """Whether `node` is a value without parts: a number, a string, None, a dtype."""
+    """Return whether `node` is a plain value: a number, a string, None, a dtype, a device."""
     return isinstance(node, _PLAIN)
 
 
 def is_value(node: Any) -> bool:
-    """Whether there is nothing in `node` to split: a plain value, a tensor without dimensions, an unknown object."""
+    """Return whether `node` cannot be split: a plain value, a tensor without dimensions, an object without tensors."""
     if is_plain(node) or is_leaf(node):
         return not has_batch_dimension(node)
     return children(node) is None and not contains_tensors(node)
 
 
 def is_namedtuple(node: Any) -> bool:
-    """Whether `node` is an instance of a named tuple class."""
+    """Return whether `node` is a named tuple."""
     return isinstance(node, tuple) and hasattr(node, "_fields") and not isinstance(node, PackedSequence)
 
 
@@ -112,28 +116,28 @@ def _is_dataclass(node: Any) -> bool:
 
 
 def is_sequence(node: Any) -> bool:
-    """Whether `node` is a list or a tuple without names: a record or samples, as the rest of the batch decides."""
+    """Return whether `node` is a list or an unnamed tuple, which may be a record or samples (see `batches`)."""
     return isinstance(node, list) or (isinstance(node, tuple) and not hasattr(node, "_fields") and not is_plain(node))
 
 
 def are_records(entries: Sequence[Any]) -> bool:
-    """Whether the entries are mappings, dataclasses or named tuples."""
+    """Return whether all entries are mappings, dataclasses or named tuples."""
     return all(isinstance(entry, Mapping) or _is_dataclass(entry) or is_namedtuple(entry) for entry in entries)
 
 
 def same_structure(entries: Sequence[Any]) -> bool:
-    """Whether the entries could be samples of one kind: tensors of one dtype, mappings of the same keys, one class."""
-    return len({_likeness(entry) for entry in entries}) <= 1
+    """Return whether the entries have the same dtype and rank, the same keys, or the same class, as samples have."""
+    return len({_structure(entry) for entry in entries}) <= 1
 
 
-def _likeness(entry: Any) -> Any:
+def _structure(entry: Any) -> Any:
     if isinstance(entry, Tensor | np.ndarray):
         return type_name(entry), str(entry.dtype), entry.ndim
     return frozenset(map(str, entry)) if isinstance(entry, Mapping) else type(entry)
 
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
-    """The content of a container as pairs of a path step, such as `['x']` or `.x`, and a child; None: no container."""
+    """Return the children of a container, each with its path step such as `['x']` or `.x`; None for no container."""
     if isinstance(node, CustomBatch):
         return [("", node.value)]
     if isinstance(node, Mapping):
@@ -153,7 +157,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 
 
 def tensors(node: Any) -> Iterator[Tensor]:
-    """Every tensor in a nest, in order."""
+    """Yield every tensor of a pytree, in order."""
     if isinstance(node, Tensor):
         yield node
         return
@@ -162,9 +166,9 @@ def tensors(node: Any) -> Iterator[Tensor]:
 
 
 def rebuild(node: Any, content: Sequence[Any]) -> Any:
-    """A container like `node` around `content`, in the order of `children`.
+    """Return a container like `node` with the children `content`, in the order of `children`.
 
-    A mapping whose class cannot be rebuilt from its items becomes a dict.
+    A mapping becomes a dict if its class cannot be built from items.
     """
     if isinstance(node, CustomBatch):
         return node.with_value(content[0])
@@ -182,7 +186,7 @@ def rebuild(node: Any, content: Sequence[Any]) -> Any:
 
 
 def rebuild_sequence(node: Any, content: Sequence[Any]) -> Any:
-    """A list or tuple of the class of `node` around `content`, which may have another length."""
+    """Return a list or tuple of the class of `node` with `content`, which may have another length."""
     plain = list(content) if isinstance(node, list) else tuple(content)
     try:
         return plain if type(node) in (list, tuple) else type(node)(plain)
@@ -193,12 +197,12 @@ def rebuild_sequence(node: Any, content: Sequence[Any]) -> Any:
 def map_tensors(
     node: Any, change: Callable[[Tensor], Tensor], change_object: Callable[[Any], Any] | None = None
 ) -> Any:
-    """A nest with every tensor changed, those in objects too; what holds no other tensors than before is kept.
+    """Apply `change` to every tensor of a pytree, also to those inside objects; unchanged nodes are not copied.
 
     Args:
-        node: The nest.
-        change: From a tensor to another.
-        change_object: From an object with tensors that is no container to another; None: a copy with them changed.
+        node: The pytree.
+        change: Maps a tensor to another.
+        change_object: Maps an object that holds tensors and is no container; None: `map_object_tensors`.
     """
     if isinstance(node, Tensor):
         return change(node)
@@ -214,12 +218,12 @@ def map_tensors(
 
 
 def contains_tensors(node: Any) -> bool:
-    """Whether an object that is no container holds tensors, which would be passed on unsplit."""
+    """Return whether an object that is no container holds tensors, which could not be split."""
     return any(isinstance(each, Tensor | PackedSequence | Iterator | nn.Module | np.ndarray) for each in _walk(node))
 
 
 def map_object_tensors(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of an object that is no container, with every tensor changed that is found in it."""
+    """Return a copy of an object that is no container, with `change` applied to the tensors inside it."""
     found = {id(tensor): tensor for tensor in _walk(node) if isinstance(tensor, Tensor)}
     return copy.deepcopy(node, {key: change(tensor) for key, tensor in found.items()})
 
@@ -231,13 +235,13 @@ def _rebuild_mapping(node: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[
         rebuilt: Any = copy.copy(node)
         for key, value in items.items():
             rebuilt[key] = value
-    except Exception:  # It is the user's class, which may raise anything.
+    except Exception:  # The class is the user's and may raise anything.
         return items
     return rebuilt  # type: ignore[no-any-return]
 
 
 def _walk(node: Any, depth: int = _DEPTH) -> Iterator[Any]:
-    """An object and what it holds, of whatever kind, except what is in tensors."""
+    """Yield an object and everything reachable in it, down to `depth` levels; tensors are not entered."""
     yield node
     if depth == 0 or is_plain(node) or isinstance(node, Tensor | type):
         return

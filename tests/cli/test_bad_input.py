@@ -129,7 +129,9 @@ def test_a_batch_without_values(
 ) -> None:
     shapeless = "torch.randn(size, 4), torch.empty(size, dtype=torch.long"
     extra = f"def batch(size): return {shapeless}, device='meta')\ndataset = [batch(1)] * 8"
-    case = Case("meta", r"holds a tensor on the meta device, which has no values: give a real one", extra=extra)
+    case = Case(
+        "meta", r"holds a tensor on the meta device, which has no values: give a tensor on the CPU", extra=extra
+    )
     (folder / "model.py").write_text(GOOD + case.extra)
     monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as leaving:

@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "iterator": ((rows(2), iter([1, 2])), r"batch\[1\] is a list_iterator"),
     "module": ((rows(2), torch.nn.Linear(1, 1)), r"batch\[1\] is a Linear, which cannot be split"),
     "dataclass that derives": ({"b": Derived(rows(2))}, r"batch\['b'\] is a Derived"),
-    "sparse": (rows(2, 2).to_sparse(), r"holds a sparse_coo tensor, which cannot be cut"),
+    "sparse": (rows(2, 2).to_sparse(), r"holds a sparse_coo tensor, which cannot be split"),
     "no values": ((rows(2), torch.empty(2, device="meta")), r"holds a tensor on the meta device, which has no values"),
     "nothing with rows": ({"a": 3, "b": torch.tensor(2)}, r"batch \(a dict\) holds nothing with a batch dimension"),
     "a number": (3, r"batch \(an int\) holds nothing with a batch dimension"),

@@ -158,9 +158,7 @@ def test_every_criterion_of_torch_is_tried_or_refused() -> None:
     known = {name for name in nn.modules.loss.__all__ if name not in ("NLLLoss2d", "LinearCrossEntropyLoss")}
     assert known == (tried & known) | OTHERS
     for other in (*(getattr(nn, name)() for name in OTHERS), nn.AdaptiveLogSoftmaxWithLoss(4, 10, [5]), F.ctc_loss):
-        with pytest.raises(
-            WorkloadError, match=r"is none of the criteria of outputs and targets .*: write loss\(model"
-        ):
+        with pytest.raises(WorkloadError, match=r"is not a criterion of outputs and targets .*: write a loss\(model"):
             resolve_objective(other)
 
 
@@ -239,10 +237,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "none": (nn.MSELoss(reduction="none"), r"MSELoss has reduction='none'"),
     "functional none": (functools.partial(F.mse_loss, reduction="none"), r"mse_loss has reduction='none'"),
     "batchmean elsewhere": (nn.MSELoss(reduction="batchmean"), r"MSELoss has reduction='batchmean'"),
-    "not a loss": (F.softmax, r"softmax is none of the criteria"),
+    "not a loss": (F.softmax, r"softmax is not a criterion"),
     "smoothed classes without weight": (
         nn.CrossEntropyLoss(torch.tensor([1.0, 0.0, 2.0]), label_smoothing=0.1),
-        r"CrossEntropyLoss smooths labels, and a class has weight 0: .*: give ignore_index",
+        r"CrossEntropyLoss smooths labels, and a class has weight 0, .*: set ignore_index",
     ),
     "deprecated sum": (functools.partial(F.cross_entropy, size_average=False), r"deprecated size_average"),
     "positional partial": (functools.partial(F.mse_loss, torch.zeros(1)), r"fixes its first arguments"),

@@ -207,7 +207,7 @@ def test_the_digest_covers_local_modules_only_and_not_the_place(write: Write, tm
 BAD = {
     "syntax error": ("def model(:\n", r"model\.py, line 1 is not valid Python"),
     "raises": ("def f(): return {}['k']\nf()\n", r"importing model\.py raised KeyError: 'k'"),
-    "exits": ("import sys\nsys.exit(1)\n", r"called sys.exit\(1\): put what runs as a script under"),
+    "exits": ("import sys\nsys.exit(1)\n", r"called sys.exit\(1\): put code that runs as a script under"),
     "missing import": (
         "import no_such_module_at_all\n",
         r"raised ModuleNotFoundError: No module named 'no_such_module",
@@ -261,7 +261,7 @@ REFERENCES = {
     "other file": ("notes.txt", r"notes\.txt is not a Python file"),
     "unknown name": ("model.py:modle", r"model\.py has no 'modle': did you mean model\?"),
     "unknown name far": ("model.py:zzz", r"model\.py has no 'zzz': it defines model, batch, criterion, SIZE"),
-    "name is a number": ("model.py:SIZE", r"SIZE in model\.py is an int, no workload and no model"),
+    "name is a number": ("model.py:SIZE", r"SIZE in model\.py is an int, neither a workload nor a model"),
     "no name": ("model.py:", r"'model\.py:' names no workload: write model\.py, model\.py:name"),
     "empty": ("", r"'' names no workload"),
     "no such module": ("nothing.here:x", r"there is no module 'nothing'"),
