@@ -1,4 +1,4 @@
-"""Attributes of PyTorch's, exchanged for a time; which PyTorch it is; and hashes of its tensors."""
+"""Temporary patches of PyTorch's attributes, versions of PyTorch and cuDNN, and repeatable hashes of tensors."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _MISSING = object()
 
 @contextmanager
 def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have `owner` carry `value` under `name`, and what it had before at the end.
+    """Set attribute `name` of `owner` to `value`, and restore the old value at the end.
 
     Raises:
-        UsageError: It has, or inherits, nothing of that name: this PyTorch would go on without being simulated there.
+        UsageError: `owner` has no such attribute, so this version of PyTorch cannot be patched there.
     """
     if not hasattr(owner, name):
-        called = getattr(owner, "__name__", owner)
+        owner_name = getattr(owner, "__name__", owner)
         raise UsageError(
-            f"torch {torch.__version__} has no {called}.{name}, which a simulation of a card takes the place of",
-            hint="upgrade autoaccum, or install a torch it knows (2.11 to 2.15)",
+            f"torch {torch.__version__} has no {owner_name}.{name}, which the simulated card replaces",
+            hint="upgrade autoaccum, or install torch 2.11 to 2.15",
         )
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
@@ -41,39 +41,40 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class ObjectNumbers:
-    """Numbers what it is asked for, in the order in which that happens."""
+    """Numbers objects in the order in which their numbers are first requested."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._entries: dict[int, tuple[int, weakref.ref[Any]]] = {}
         self._numbers = count()
-        self._taken: frozenset[int] = frozenset()
+        self._in_use: frozenset[int] = frozenset()
 
     def number_of(self, thing: Any) -> int:
-        """The number of `thing`, for as long as it lives."""
+        """Return the number of `thing`, which stays the same as long as it lives."""
         key = id(thing)
-        known = self._known.get(key)
-        if known is None:
-            number = next(number for number in self._numbers if number not in self._taken)
-            known = self._known[key] = number, weakref.ref(thing, partial(self._forget, key))
-        return known[0]
+        entry = self._entries.get(key)
+        if entry is None:
+            number = next(number for number in self._numbers if number not in self._in_use)
+            entry = self._entries[key] = number, weakref.ref(thing, partial(self._forget, key))
+        return entry[0]
 
     def restart(self) -> None:
-        """Count from 0 again: the order of a set depends on how large the numbers in it are.
+        """Count from 0 again, since the iteration order of a set depends on the size of its hashes.
 
-        What is still alive keeps its own, which nothing else gets: a cache (`lru_cache`) would compare the two.
+        Objects that are still alive keep their numbers, and no other object gets one of these: a cache such as
+        `lru_cache` may hold both.
         """
         self._numbers = count()
-        self._taken = frozenset(number for number, _ in self._known.values())
+        self._in_use = frozenset(number for number, _ in self._entries.values())
 
     def _forget(self, key: int, _: Any) -> None:
-        self._known.pop(key, None)
+        self._entries.pop(key, None)
 
 
 def patch_hashes(numbering: ObjectNumbers, stack: ExitStack) -> None:
-    """Have tensors and modules hash by numbers until `stack` is closed; by themselves they do by their addresses.
+    """Hash tensors and modules by number, not by address, until `stack` is closed.
 
-    Who iterates over a set of them (such as the parameters that do not decay) allocates in its order, which would be
-    another one in each process.
+    Code that iterates over a set of them, such as the parameters without weight decay, allocates in the set's order;
+    with addresses this order would differ in each process.
     """
 
     def number_of(thing: Any) -> int:
@@ -84,21 +85,20 @@ def patch_hashes(numbering: ObjectNumbers, stack: ExitStack) -> None:
 
 
 CUDNN = {(2, 11): 91_900, (2, 15): 92_600}
-"""What the default wheel of a release is built with (its Requires-Dist); between two of them the older one's counts."""
+"""cuDNN of each release's default wheel (its Requires-Dist); a release in between has that of the older one."""
 
 
 def torch_release() -> tuple[int, int]:
-    """The running PyTorch, as (2, 13).
+    """Return the release of the imported PyTorch, such as (2, 13).
 
-    Where PyTorch must not be imported yet, `devices.environment.read_torch_release` asks for the installed one, and
-    refuses those that are too old.
+    `devices.environment.read_torch_release` reads it without importing PyTorch, and refuses versions that are too old.
     """
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def cudnn_version() -> int:
-    """Of cuDNN, as 91900 for 9.19.0: this build's, or that of the default wheel of this release when it has none."""
+    """Return cuDNN's version, 91900 for 9.19.0: this build's, or the default wheel's when this build has none."""
     cudnn: Any = getattr(torch._C, "_cudnn", None)
     version = None if cudnn is None else cudnn.getVersionInt()
     if version is not None:
@@ -108,9 +108,9 @@ def cudnn_version() -> int:
 
 
 def is_strictly_deterministic() -> bool:
-    """Return whether determinism is asked for, not only warned about.
+    """Return whether deterministic algorithms are required, rather than only warned about.
 
-    Kernels of attention take the slower way in the first case alone (`attention_backward.cu` and `sdp_utils.cpp` in
-    `aten/src/ATen/native/transformers/cuda`).
+    Attention kernels take their slower deterministic path only if they are required (`attention_backward.cu` and
+    `sdp_utils.cpp` in `aten/src/ATen/native/transformers/cuda`).
     """
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()

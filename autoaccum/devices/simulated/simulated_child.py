@@ -1,4 +1,4 @@
-"""A rehearsal on the simulated card: the very Accumulator that trains, and what it asks of the allocator."""
+"""Trial runs on a simulated card: the Accumulator that trains, and a trace of its allocations."""
 
 from __future__ import annotations
 
@@ -34,42 +34,42 @@ from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
 from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
 from autoaccum.devices.simulated.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
-from autoaccum.devices.simulated.tracing.recorder import Witness
+from autoaccum.devices.simulated.tracing.recorder import OnAllocation
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.simulated.unsupported import reads_missing_host_value, refuse
+from autoaccum.devices.simulated.unsupported import as_workload_error, reads_missing_host_value
 from autoaccum.devices.trial_run import TrialRun, place_model, seed_everything
 from autoaccum.workload.spec import Workload
 
 
 def trace_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode) -> tuple[Trace, TrialRun, list[str]]:
-    """Rehearse `parts` on the card of `mode`, which is entered; returns the names of the loss's terms, too.
+    """Run a trial of `parts` on the card of `mode`, which must be entered; also returns the names of the loss's terms.
 
-    The batch holds the largest part only, on the host; the allocator never sees more. Garbage is collected between
-    updates alone, so that every trace of the same step is the same.
+    The batch has the size of the largest part and stays on the host. Garbage is collected only between updates, so
+    that every trace of a step is the same.
     """
-    rehearsal = _rehearsal(workload, parts, mode.recorder.mark_update)
-    trace, result = _trace(rehearsal, parts, mode)
-    return trace, rehearsal, list(result.terms)
+    trial_run = _make_trial_run(workload, parts, mode.recorder.mark_update)
+    trace, result = _run_traced(trial_run, parts, mode)
+    return trace, trial_run, list(result.terms)
 
 
 def label_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode) -> LabelledTrace:
-    """The same trace, with what its blocks are for; it takes longer to make."""
+    """Return the same trace with labels for its blocks, which takes longer."""
 
     def begin_update() -> None:
         mode.recorder.mark_update()
         labeller.mark_update()
 
-    rehearsal = _rehearsal(workload, parts, begin_update)
+    trial_run = _make_trial_run(workload, parts, begin_update)
     loss = workload.objective.criterion
-    beside = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
-    beside += find_auxiliary_modules(workload).values()
-    labeller = BlockLabeller(mode.recorder, rehearsal, mode.kept, beside)
+    auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
+    auxiliary += find_auxiliary_modules(workload).values()
+    labeller = BlockLabeller(mode.recorder, trial_run, mode.library_tensors, auxiliary)
     with labeller.labelling():
-        trace, _ = _trace(rehearsal, parts, mode, labeller.see)
+        trace, _ = _run_traced(trial_run, parts, mode, labeller.label_next)
     return labeller.label(trace)
 
 
-def _rehearsal(workload: Workload, parts: Sequence[int], begin_update: Callable[[], None]) -> TrialRun:
+def _make_trial_run(workload: Workload, parts: Sequence[int], begin_update: Callable[[], None]) -> TrialRun:
     def before_update() -> None:
         gc.collect()
         begin_update()
@@ -77,27 +77,27 @@ def _rehearsal(workload: Workload, parts: Sequence[int], begin_update: Callable[
     return TrialRun(workload, max(parts), device=DEVICE, before_update=before_update)
 
 
-def _trace(
-    rehearsal: TrialRun, parts: Sequence[int], mode: FakeCudaMode, witness: Witness | None = None
+def _run_traced(
+    trial_run: TrialRun, parts: Sequence[int], mode: FakeCudaMode, on_allocation: OnAllocation | None = None
 ) -> tuple[Trace, StepResult]:
-    mode.kept.clear()
+    mode.library_tensors.clear()
     gc.collect()
     mode.numbering.restart()
-    mode.recorder.begin(lambda: rehearsal.phase, witness)
+    mode.recorder.begin(lambda: trial_run.phase, on_allocation)
     with manual_garbage_collection():
         try:
-            result = rehearsal.run(parts)
+            result = trial_run.run(parts)
         finally:
-            mode.phase = rehearsal.phase
+            mode.phase = trial_run.phase
             trace = mode.recorder.trace(parts)
     return trace, result
 
 
 @contextmanager
 def manual_garbage_collection() -> Iterator[None]:
-    """Garbage is collected where somebody asks for it alone, so that blocks are freed at the same place each time.
+    """Collect garbage only on request, so that blocks are freed at the same place in every run.
 
-    That the workload enables it, as after a stretch it times, changes nothing: at a threshold of 0 none is collected.
+    The threshold of 0 keeps collection off even if the workload enables it, as some do after timing a section.
     """
     was_enabled, thresholds = gc.isenabled(), gc.get_threshold()
     gc.disable()
@@ -110,25 +110,25 @@ def manual_garbage_collection() -> Iterator[None]:
 
 
 def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode) -> tuple[Inspection, Trace]:
-    """Rehearse two micro-batches of two samples, or what there is; returns the trace, too.
+    """Run a trial of two micro-batches of two samples, or fewer if `share` is smaller; also returns the trace.
 
-    Nothing is computed, so that neither the loss nor the weighting of its parts can be checked.
+    No values are computed, so neither the loss nor its weighting can be checked.
     """
     size = few_samples(workload, SAMPLES, share)
-    with collected_warnings() as said:
-        trace, rehearsal, terms = trace_trial(workload, (size,) if size == share else (size, size), mode)
-    assert rehearsal.made is not None
-    model, optimizer = rehearsal.made
+    with collected_warnings() as messages:
+        trace, trial_run, terms = trace_trial(workload, (size,) if size == share else (size, size), mode)
+    assert trial_run.made is not None
+    model, optimizer = trial_run.made
     workload, found_multiple = with_multiple(workload, model, share)
     samples = few_samples(workload, FORM_SAMPLES, share)
     fields = describe_subject(workload, model, optimizer, samples, terms)
-    fields["recipe"]["misweighted"] = find_advice(said)
+    fields["recipe"]["misweighted"] = find_advice(messages)
     inspection = Inspection(
         **fields,
         environment=describe_environment(DEVICE),
         least_size=find_least_size(workload, model),
         found_multiple=found_multiple,
-        accumulation_warnings=tuple(said),
+        accumulation_warnings=tuple(messages),
         cautions=tuple(mode.notices),
         notes=tuple(mode.checks),
     )
@@ -144,7 +144,7 @@ class SimulatedChild:
         self._card: Card | None = None
         self._workload: Workload | None = None
         self._lazy: tuple[str, ...] = ("models", "batches")
-        self._known: dict[tuple[int, ...], Trace] = {}
+        self._traces: dict[tuple[int, ...], Trace] = {}
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The reply to `request`: `{"failure": ...}` when there is nothing else to tell."""
@@ -165,7 +165,7 @@ class SimulatedChild:
     def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
         use_import_paths(request)
         doing = f"loading {request['reference']}"
-        # What cannot be run is said in one sentence, with the user's own frames.
+        # What cannot be simulated gets one message of our own, with the user's frames.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
             self._card = _card(request["card"])
@@ -173,7 +173,7 @@ class SimulatedChild:
             seed_everything()
             workload = load_requested(request)
         except BaseException as error:
-            return failure_reply(refuse(error, doing) or error, doing)
+            return failure_reply(as_workload_error(error, doing) or error, doing)
         self._workload = with_host_batches(workload)
         gc.collect()
         gc.freeze()
@@ -182,18 +182,18 @@ class SimulatedChild:
     def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
         def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
             inspection, trace = inspect_simulated(workload, request["share"], mode)
-            self._known[trace.parts] = trace
+            self._traces[trace.parts] = trace
             return {"inspection": dataclasses.asdict(inspection)}
 
-        return self._run(run, "a rehearsal of two samples on the simulated card")
+        return self._run(run, "a trial of two samples on the simulated card")
 
     def _trace(self, request: Mapping[str, Any]) -> dict[str, Any]:
         parts = tuple(request["parts"])
 
         def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
-            if parts not in self._known:
-                self._known[parts], *_ = trace_trial(workload, parts, mode)
-            return {"trace": vars(self._known[parts])}
+            if parts not in self._traces:
+                self._traces[parts], *_ = trace_trial(workload, parts, mode)
+            return {"trace": vars(self._traces[parts])}
 
         return self._run(run, f"micro-batch {max(parts)} on the simulated card", silent=True)
 
@@ -204,7 +204,7 @@ class SimulatedChild:
             optimizer = workload.build_optimizer(model)
             return {"changes": [vars(offer) for offer in suggest_changes(workload, model, optimizer, self._card)]}
 
-        return self._run(run, "looking for what could be changed")
+        return self._run(run, "looking for changes to suggest")
 
     def _changed(self, request: Mapping[str, Any]) -> dict[str, Any]:
         parts, change = tuple(request["parts"]), request["change"]
@@ -214,12 +214,12 @@ class SimulatedChild:
 
         assert self._mode is not None
         gc.collect()
-        known = self._mode.recorder.known()
+        live = self._mode.recorder.live_storages()
         reply = self._run(run, f"micro-batch {max(parts)} with {change}", silent=True)
         if "failure" not in reply:
             return reply
         gc.collect()
-        self._mode.recorder.forget(known)
+        self._mode.recorder.forget_all_but(live)
         return {"failed": reply["failure"]["message"]}
 
     def _labelled(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -233,20 +233,20 @@ class SimulatedChild:
     def _run(
         self, job: Callable[[Workload, FakeCudaMode], dict[str, Any]], about: str, *, silent: bool = False
     ) -> dict[str, Any]:
-        """Run a job; where something reads values that a lazily built batch or model has not, again with a real one.
+        """Run a job on a lazily built batch and model; if it reads values that these lack, run it again on real ones.
 
-        A `silent` one shows no warnings: the inspection has shown them.
+        A `silent` job shows no warnings, since the inspection has shown them.
         """
         assert self._workload is not None
         assert self._mode is not None
         failure: BaseException | None = None
-        known = self._mode.recorder.known()
+        live = self._mode.recorder.live_storages()
         try:
             workload = with_copied_criterion(self._workload)
-            beside = find_auxiliary_modules(workload).values()
+            auxiliary = find_auxiliary_modules(workload).values()
             if self._lazy:
                 workload = with_lazy_building(workload, self._mode, batches="batches" in self._lazy)
-            with on_device(beside, DEVICE), warnings.catch_warnings():
+            with on_device(auxiliary, DEVICE), warnings.catch_warnings():
                 if silent:
                     warnings.simplefilter("ignore")
                 return job(workload, self._mode)
@@ -255,10 +255,10 @@ class SimulatedChild:
         if self._lazy and reads_missing_host_value(failure):
             self._lazy, failure = self._lazy[:-1], None
             gc.collect()
-            self._mode.recorder.forget(known)
+            self._mode.recorder.forget_all_but(live)
             return self._run(job, about, silent=silent)
         doing = f"{about}, in {self._mode.phase}"
-        return failure_reply(refuse(failure, doing) or failure, doing)
+        return failure_reply(as_workload_error(failure, doing) or failure, doing)
 
 
 def _card(record: Mapping[str, Any]) -> Card:
@@ -266,7 +266,7 @@ def _card(record: Mapping[str, Any]) -> Card:
 
 
 def prepare() -> None:
-    """Have PyTorch import what it puts off until the first fake tensor needs it."""
+    """Import the parts of PyTorch that it would import with the first fake tensor."""
     card = Card(name="any", title="any", total_bytes=1 << 30, capability=(8, 0), multiprocessors=1, source="none")
     import torch
 

@@ -1,4 +1,4 @@
-"""Requests of a training step to a card's allocator, in order, and what is known of their blocks: pure records."""
+"""Records of a trace: the allocations and frees of a training step, in order, and labels for their blocks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autoaccum.serialization import read_record
 
 
 class Workspace(NamedTuple):
-    """Memory a kernel takes beside its tensors: the rule that tells how much, and the numbers it follows from.
+    """Memory that a kernel allocates besides its tensors, as a rule for its size and the rule's arguments.
 
     Attributes:
         rule: A name in `scratch.RULES`.
-        numbers: What the rule takes (rows, columns, heads, bytes of an element): whole numbers, each a function of the
-            batch as smooth as a tensor's size is, so that the rule's own rounding is done for any batch.
+        numbers: Arguments of the rule (rows, columns, heads, bytes of an element): whole numbers that are affine in
+            the batch like a tensor's size. The rule does the rounding, so it can be applied at any batch.
     """
 
     rule: str
@@ -26,14 +26,14 @@ class Workspace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """One rehearsal (an update by `parts[:1]`, then one by all `parts`), as the allocator sees it.
+    """Requests of one trial run to the allocator: those of an update by `parts[:1]`, then of one by all `parts`.
 
     Attributes:
         parts: Micro-batch sizes of the last update, in samples.
-        events: In order: the number of a block that is allocated, or `~number` of one that is freed. Blocks are
+        events: In order, the number of a block that is allocated, or `~number` of one that is freed. Blocks are
             numbered from 0 in the order of their allocation; some are never freed.
-        sizes: By block: the bytes that are asked for, or the rule that tells them.
-        phases: Where the step is from which event on: (index into `events`, phase), ascending.
+        sizes: Bytes requested for each block, or a rule for them.
+        phases: Start of each phase of the step, as (index into `events`, phase), ascending.
         last_update: The index in `events` at which the last update begins.
     """
 
@@ -45,20 +45,20 @@ class Trace:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Trace:
-        """Read what `vars` gave, once it has been JSON."""
+        """Read a trace from `vars` of one, after a round trip through JSON."""
         return read_record(record, cls)
 
 
 @dataclass(frozen=True)
 class OutputAllocated:
-    """Here it makes what it returns at `index`; of an operator that says so nowhere, all comes first."""
+    """The operator allocates its output at `index` now; without such steps, all outputs are allocated first."""
 
     index: int = 0
 
 
 @dataclass(frozen=True)
 class Freed:
-    """Here it gives back as many of the blocks that it took last."""
+    """The operator frees this many of its workspaces, the latest first."""
 
     count: int = 1
 
@@ -67,14 +67,14 @@ MemoryStep = Workspace | OutputAllocated | Freed
 
 
 Role = Literal["plain", "recomputed", "summed", "workspace"]
-"""How a block came to be. `recomputed`: in a forward within backward, as checkpointing has them. `summed`: where
-autograd hands a gradient to its parameter. `workspace`: memory that a kernel or a library takes beside tensors."""
+"""How a block was allocated. `recomputed`: by a forward pass within backward, as in checkpointing. `summed`: as
+autograd accumulates a gradient into its parameter. `workspace`: by a kernel or a library, besides tensors."""
 
 
 class Origin(NamedTuple):
-    """The origin of a block: an operator such as `aten.mm`, and the index of the module that it ran for.
+    """The origin of a block: an operator such as `aten.mm`, and the index of the module that called it.
 
-    `op` is empty for what was there before, and `dtype`, that of the first tensor in it, for memory beside tensors.
+    `op` is empty if the block existed before the trace. `dtype` is that of its first tensor, empty for a workspace.
     """
 
     op: str
@@ -84,14 +84,14 @@ class Origin(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """The purpose of a block, as who holds it says: its category, and the index of the module it belongs to."""
+    """The category of a block that a module, an optimizer or the loop holds, and the index of its module."""
 
     category: Category
     module: int = 0
 
 
 class ModuleName(NamedTuple):
-    """A module: its path in the model and the name of its class; both empty for what belongs to none."""
+    """A module's path in the model and the name of its class; both are empty for memory of no module."""
 
     path: str
     kind: str
@@ -102,9 +102,9 @@ NO_MODULE = ModuleName("", "")
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledTrace:
-    """A trace, the modules of the model, of which the first stands for none, and what is known of blocks.
+    """A trace with labels: an origin for every block, and an owner for parameters, gradients, optimizer state and more.
 
-    Each has an origin, and an owner if someone holds it: parameters, gradients, state of the optimizer.
+    The first of `modules` is `NO_MODULE`.
     """
 
     trace: Trace
@@ -113,10 +113,10 @@ class LabelledTrace:
     owners: Mapping[int, Owner]
 
     def to_record(self) -> dict[str, Any]:
-        """As what JSON knows; `from_record` reads it."""
+        """Return a record for JSON, as `from_record` reads it."""
         return {**vars(self), "trace": vars(self.trace)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> LabelledTrace:
-        """Read what `to_record` gave, once it has been JSON."""
+        """Read a record of `to_record`, after a round trip through JSON."""
         return read_record({**record, "owners": {int(block): owner for block, owner in record["owners"].items()}}, cls)

@@ -1,4 +1,4 @@
-"""What a simulated card cannot do: the errors, and the messages that they become."""
+"""Errors for what a simulated card cannot do, and the messages that users read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload.tracebacks import user_line
 
 _ELSEWHERE = "plan where it can run: --device cuda on a card, or --device cpu here"
-_VALUES = (
-    "a simulated card computes no values: write it without (torch.where, a mask that multiplies, logging after the"
+_NO_VALUES = (
+    "a simulated card computes no values: write it without them (torch.where, multiplying by a mask, logging after the"
     f" update), or {_ELSEWHERE}"
 )
-_KERNEL = (
-    "a custom kernel needs an implementation for fake tensors (torch.library.register_fake) to be simulated; or"
-    f" {_ELSEWHERE}"
+_CUSTOM_KERNEL = (
+    f"give a custom kernel an implementation for fake tensors (torch.library.register_fake), or {_ELSEWHERE}"
 )
 _POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
 _GENERATOR = "Cannot get CUDA generator"
@@ -29,7 +28,7 @@ _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|
 
 
 class UnsupportedError(Exception):
-    """Something that a simulated card cannot do; the text says what, `hint` a way out, if there is a particular one."""
+    """A simulated card cannot do this; `hint` is a particular way out, if there is one."""
 
     def __init__(self, text: str, *, hint: str | None = None) -> None:
         super().__init__(text)
@@ -37,7 +36,7 @@ class UnsupportedError(Exception):
 
 
 class UnknownValueError(UnsupportedError):
-    """A value was asked for: a simulated card computes none; `on_host`, it was left away to save memory."""
+    """Code reads a value that was not computed; with `on_host`, it was left out on the CPU to save memory."""
 
     def __init__(self, text: str, *, on_host: bool) -> None:
         super().__init__(text)
@@ -45,48 +44,52 @@ class UnknownValueError(UnsupportedError):
 
 
 class NotMaterialisedError(Exception):
-    """A value was asked for that follows from a tensor which was left without values to save memory."""
+    """Code reads a value that depends on a CPU tensor built without values to save memory."""
 
 
-def refuse(error: BaseException, doing: str) -> WorkloadError | None:
-    """The refusal that `error` means; None when it means something else."""
+def as_workload_error(error: BaseException, doing: str) -> WorkloadError | None:
+    """Return the error to show if `error`, or one of its causes, is a limit of the simulation; otherwise None."""
     for cause in _chain(error):
-        found = _sentence(cause)
-        if found is not None:
-            what, hint = found
+        description = _describe(cause)
+        if description is not None:
+            message, hint = description
             line = user_line(error, library=True)
-            where = f", at {line}" if line else ""
-            return WorkloadError(f"{doing}: {what}{where}", hint=hint)
+            location = f", at {line}" if line else ""
+            return WorkloadError(f"{doing}: {message}{location}", hint=hint)
     return None
 
 
 def reads_missing_host_value(error: BaseException) -> bool:
-    """Return whether `error` comes of a tensor on the CPU that has no values."""
+    """Return whether `error` was caused by reading a CPU tensor that was built without values."""
     return any(
         isinstance(cause, NotMaterialisedError) or (isinstance(cause, UnknownValueError) and cause.on_host)
         for cause in _chain(error)
     )
 
 
-def _sentence(error: BaseException) -> tuple[str, str] | None:
+def _describe(error: BaseException) -> tuple[str, str] | None:
+    """Return a message and a hint for a limit of the simulation; None for any other error."""
     if isinstance(error, UnknownValueError):
-        return str(error), _VALUES
+        return str(error), _NO_VALUES
     if isinstance(error, UnsupportedError):
         return str(error), error.hint or _ELSEWHERE
     if isinstance(error, DynamicOutputShapeException):
-        return f"{_name(error)} gives a shape that depends on values", _VALUES
+        return f"{_name(error)} returns a shape that depends on values", _NO_VALUES
     if isinstance(error, DataDependentOutputException):
-        return f"{_name(error)} depends on values", _VALUES
+        return f"{_name(error)} depends on values", _NO_VALUES
     if isinstance(error, UnsupportedOperatorException):
         name = _name(error)
-        return f"{name} cannot be simulated", _ELSEWHERE if name.startswith("aten.") else _KERNEL
+        return f"{name} cannot be simulated", _ELSEWHERE if name.startswith("aten.") else _CUSTOM_KERNEL
     text = str(error)
     if _GENERATOR in text:
-        return "a random generator on the card is made, which needs one", f"leave its device away, or {_ELSEWHERE}"
+        return (
+            "a random generator is made on the card, which needs a real card",
+            f"leave out its device, or {_ELSEWHERE}",
+        )
     if isinstance(error, NotImplementedError | RuntimeError) and _NO_FAKE.search(text):
-        return f"an operator cannot be simulated ({first_line(text)})", _KERNEL
+        return f"an operator cannot be simulated ({first_line(text)})", _CUSTOM_KERNEL
     if isinstance(error, RuntimeError | TypeError) and _POINTER.search(text):
-        return "the memory of a tensor is read, and a simulated card has none", _VALUES
+        return "the memory of a tensor is read, and a simulated card has none", _NO_VALUES
     return None
 
 

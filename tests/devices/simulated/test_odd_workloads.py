@@ -166,7 +166,7 @@ COMPUTES = "a simulated card computes no values"
 REFUSED = {
     "item": (
         module("y = self.layer(x)\nif y.sum().item() > 0:\n    return y\nreturn -y"),
-        ["a value is read of a tensor of shape ()", "model.py:19 (`if y.sum().item() > 0:`)", COMPUTES, "--device"],
+        ["a value is read from a tensor of shape ()", "model.py:19 (`if y.sum().item() > 0:`)", COMPUTES, "--device"],
     ),
     "truth": (module("return x if (x > 0).any() else -x"), ["model.py:18", COMPUTES]),
     "mask": (module("y = self.layer(x)\nreturn y + y[y > 0].sum()"), ["nonzero", "model.py:19", COMPUTES]),

@@ -289,7 +289,7 @@ def _weight_buffer(params: Sequence[Tensor]) -> Tensor:
 
 def _dropout_state(network: Network, data: Tensor) -> Tensor | None:
     """`get_dropout_state`: made once, kept for good, which is to the end of a trace."""
-    kept: dict[str, Tensor] = data.fake_mode.kept  # type: ignore[attr-defined]
+    kept: dict[str, Tensor] = data.fake_mode.library_tensors  # type: ignore[attr-defined]
     if network.train and network.dropout > 0 and _STATE not in kept:
         kept[_STATE] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device)
     return kept.get(_STATE)

@@ -1,4 +1,4 @@
-"""Operators on the card: without values, one after the other shown to a recorder."""
+"""The dispatch mode of a simulated card: runs operators without values, and records the memory they allocate."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from autoaccum.devices.simulated.patches import ObjectNumbers, torch_release
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.tracing.known_values import (
     compute,
-    keep_values,
     load_host_copy,
     propagate_values,
     save_host_copy,
+    set_values,
     values_of,
 )
 from autoaccum.devices.simulated.tracing.operator_cache import OperatorCache
@@ -31,12 +31,12 @@ from autoaccum.devices.simulated.unsupported import UnknownValueError, Unsupport
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
 DEVICE_QUERY = torch.ops.prim.device.default
-_COPIES = torch.ops.aten._to_copy.default
+_TO_COPY = torch.ops.aten._to_copy.default
 _aten = torch.ops.aten
 
 
 def _operators(names: str) -> frozenset[Any]:
-    """By their names; the overload is the default one where none is named."""
+    """Look up operators of aten by name, with the default overload if none is given."""
     split = (name.partition(".") for name in names.split())
     return frozenset(getattr(getattr(_aten, name), overload or "default") for name, _, overload in split)
 
@@ -46,48 +46,35 @@ _FACTORIES = _operators("empty.memory_format empty_strided zeros ones full rand 
 _INDEXING = _operators(
     "index.Tensor index_put index_put_ _index_put_impl_ _unsafe_index.Tensor _unsafe_index_put",
 )
-_SHAPED_BY_VALUE = _operators(
+_DYNAMIC_SHAPES = _operators(
     "nonzero masked_select repeat_interleave.Tensor bincount _unique _unique2 unique_dim unique_consecutive"
     " unique_dim_consecutive"
 )
-_BY_VALUE = frozenset(
-    {
-        _aten.nonzero.default,
-        _aten.masked_select.default,
-        _aten.repeat_interleave.Tensor,
-        _aten.bincount.default,
-        _aten._unique.default,
-        _aten._unique2.default,
-        _aten.unique_dim.default,
-        _aten.unique_consecutive.default,
-        _aten.unique_dim_consecutive.default,
-    }
-)
-_BY_VALUE = _READS | _INDEXING | _SHAPED_BY_VALUE
+_VALUE_DEPENDENT = _READS | _INDEXING | _DYNAMIC_SHAPES
 _GATHERS = _operators("index.Tensor _unsafe_index.Tensor")
 _LAZY_ELEMENTS = 1 << 14
-"""Floating tensors of at least so many elements are not materialised while a model or a batch is built; smaller ones
-are, since constructors read them (a schedule of drop rates, say), and whole numbers, since weights count them."""
+"""While a model or a batch is built, floating-point tensors of at least this many elements get no values. Smaller ones
+do, since constructors read them (drop rates, say), and so do integers, since loss weights count them."""
 
 
 class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Runs operators on CUDA tensors without values, and shows their storages to a recorder.
+    """Runs operators on CUDA tensors without values, and records their storages.
 
-    Operators on CPU tensors alone run as always.
+    Operators on CPU tensors alone run as usual.
 
     Attributes:
         lazy: Whether large CPU tensors are made without values too.
-        notices: Sentences on what is simulated otherwise than it would run.
-        checks: Sentences on checks of values that were taken as passed.
-        kept: Tensors that a library keeps from its first call on, by name, until the next rehearsal.
-        phase: Where the last rehearsal was when it ended, one way or another.
+        notices: Sentences on differences between the simulation and a real run.
+        checks: Sentences on checks of values that were assumed to pass.
+        library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
+        phase: The phase in which the last trial run ended or failed.
     """
 
     avoid_device_init = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: without this, each operator pays for keeping the compiler away."""
+        """Return False: nothing is compiled here, and skipping the compiler would cost time for each operator."""
         return False
 
     def __init__(self, card: Card, recorder: Recorder) -> None:
@@ -96,56 +83,56 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.lazy = False
         self.notices: dict[str, None] = {}
         self.checks: dict[str, None] = {}
-        self.kept: dict[str, torch.Tensor] = {}
+        self.library_tensors: dict[str, torch.Tensor] = {}
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
         self._depth = 0
-        self._sparse = False
-        self._repetitions = OperatorCache(self._make)
+        self._has_sparse = False
+        self._cache = OperatorCache(self._make)
         self._observer = WorkspaceObserver(card, torch_release())
-        self._seen: dict[Any, OperatorMemory] = {}
+        self._memory: dict[Any, OperatorMemory] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is DEVICE_QUERY:  # Most of all calls are this question.
+        if func is DEVICE_QUERY:  # The most frequent call.
             return device_seen_by_cpp(args[0])
         kwargs = {} if kwargs is None else kwargs
         if "device" in kwargs:
             kwargs = self._with_device(kwargs)
         if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}  # It takes a driver; what is pinned is on the host.
-        if not self._is_ours(func, args, kwargs):
+            kwargs = {**kwargs, "pin_memory": False}  # Pinning needs a driver.
+        if not self._is_simulated(func, args, kwargs):
             return func(*args, **kwargs)
-        if func in _BY_VALUE:
+        if func in _VALUE_DEPENDENT:
             if func in _READS:
                 return self._read(func, args, kwargs)
             if func in _INDEXING:
-                args = [args[0], self._numbered(func, args), *args[2:]]
+                args = [args[0], self._masks_to_indices(func, args), *args[2:]]
             elif self._depth == 0:
                 self.recorder.op = func
-                known = self._run(func, args, kwargs)
+                known = self._run_known(func, args, kwargs)
                 if known is not None:
-                    self._note(None, func, args, kwargs, known)
+                    self._record(None, func, args, kwargs, known)
                     return known
-        if func is MAKES_SPARSE or (self._sparse and has_parts(args)):
-            self._sparse = True
-            return run_sparse(func, args, kwargs, self._make_sparse, lambda workspace: self.recorder.take([workspace]))
+        if func is MAKES_SPARSE or (self._has_sparse and has_parts(args)):
+            self._has_sparse = True
+            return run_sparse(func, args, kwargs, self._make_sparse, lambda one: self.recorder.record_steps([one]))
         if self._depth > 0:
             return self.dispatch(func, types, args, kwargs)
-        if func is _COPIES and (held := load_host_copy(args[0], kwargs)) is not None:
-            return held
+        if func is _TO_COPY and (host_copy := load_host_copy(args[0], kwargs)) is not None:
+            return host_copy
         self.recorder.op = func
-        if func is _COPIES and _only_moves(args[0], kwargs):
+        if func is _TO_COPY and _only_moves(args[0], kwargs):
             moved = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
             save_host_copy(moved, args[0])
             self.recorder.record_outputs(moved)
             propagate_values(func, args, kwargs, moved)
             return moved
-        key = self._repetitions.key(func, args, kwargs)
-        remake = None if key is None else self._repetitions.find(key)
-        if remake is not None:
-            out = remake(args)
+        key = self._cache.key(func, args, kwargs)
+        make_result = None if key is None else self._cache.get(key)
+        if make_result is not None:
+            out = make_result(args)
         else:
             self._depth = 1
             try:
@@ -153,13 +140,13 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             finally:
                 self._depth = 0
             if key is not None:
-                self._repetitions.learn(key, func, args, out)
-        self._note(key, func, args, kwargs, out)
+                self._cache.add(key, func, args, out)
+        self._record(key, func, args, kwargs, out)
         propagate_values(func, args, kwargs, out)
         return out
 
     def _read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """A value that leaves the card, or the answer to whether two tensors are equal."""
+        """Return the value of a tensor, or whether two tensors are equal."""
         if func is _aten._local_scalar_dense.default:
             return read_scalar(args[0], self.checks)
         known = compute(func, args, kwargs)
@@ -168,8 +155,8 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         except UnknownValueError as error:
             raise fake_tensor.DataDependentOutputException(func) from error
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what an operator gives whose shape follows from values, where those are known."""
+    def _run_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator with a value-dependent shape; None if the values are not known."""
         if func is _aten.masked_select.default and values_of(args[1]) is not None:
             tensor, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
             return tensor[mask]
@@ -179,45 +166,45 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         known = []
         for values in made if isinstance(made, list | tuple) else [made]:
             known.append(self._make(tuple(values.shape), values.stride(), values.dtype))
-            keep_values(known[-1], values)
+            set_values(known[-1], values)
         return tuple(known) if isinstance(made, list | tuple) else known[0]
 
-    def _numbered(self, func: Any, args: Sequence[Any]) -> list[torch.Tensor | None]:
-        """Masks that are known: the indices they stand for, as `expandTensors` in `IndexingUtils.h` has them.
+    def _masks_to_indices(self, func: Any, args: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Replace known masks by indices, as `expandTensors` in `IndexingUtils.h` does.
 
-        Of the card's, where a kernel needs them: a single number is written by the mask itself.
+        Masks on the card stay where a single number is assigned, since the kernel then uses the mask itself.
         """
         indices: Sequence[torch.Tensor | None] = args[1]
-        by_number = func in _GATHERS or (len(args) > 2 and args[2].numel() != 1)
+        needs_indices = func in _GATHERS or (len(args) > 2 and args[2].numel() != 1)
         found: list[torch.Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
             elif not isinstance(index, FakeTensor):
                 found.extend(index.nonzero().unbind(1))
-            elif by_number and self._depth == 0 and values_of(index) is not None:
-                numbers = self.__torch_dispatch__(_aten.nonzero.default, (), (index,))
-                found.extend(self.__torch_dispatch__(_aten.unbind.int, (), (numbers, 1)))
+            elif needs_indices and self._depth == 0 and values_of(index) is not None:
+                nonzero = self.__torch_dispatch__(_aten.nonzero.default, (), (index,))
+                found.extend(self.__torch_dispatch__(_aten.unbind.int, (), (nonzero, 1)))
             else:
                 found.append(index)
         return found
 
-    def _note(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Show the recorder what the operator returned, and what it takes beside that."""
+    def _record(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Record the outputs and the workspaces of an operator."""
         in_backward = torch._C._current_autograd_node() is not None
-        seen = None if key is None else self._seen.get((key, in_backward))
-        if seen is None:
-            seen = self._observer.see(func, args, kwargs, out, in_backward=in_backward)
+        memory = None if key is None else self._memory.get((key, in_backward))
+        if memory is None:
+            memory = self._observer.see(func, args, kwargs, out, in_backward=in_backward)
             if key is not None:
-                self._seen[key, in_backward] = seen
-        if not seen.in_order:
+                self._memory[key, in_backward] = memory
+        if not memory.in_order:
             self.recorder.record_outputs(out)
-        for workspace in seen.resident:
-            self.recorder.keep(workspace)
-        for index, workspace in seen.beside:
-            self.recorder.accompany(out[index] if isinstance(out, list | tuple) else out, workspace)
-        if seen.transient:
-            self.recorder.take(seen.transient, out)
+        for workspace in memory.resident:
+            self.recorder.record_resident(workspace)
+        for index, workspace in memory.beside:
+            self.recorder.record_attached(out[index] if isinstance(out, list | tuple) else out, workspace)
+        if memory.transient:
+            self.recorder.record_steps(memory.transient, out)
 
     def _make(
         self,
@@ -228,7 +215,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         offset: int = 0,
         nbytes: int | None = None,
     ) -> FakeTensor:
-        """A tensor on the card, of as many bytes if that is said; a view of `base` where one is given."""
+        """Make a tensor on the card, with a storage of `nbytes` if given; or a view of `base`."""
         if base is None:
             made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
             if nbytes is not None and made.untyped_storage().nbytes() != nbytes:
@@ -240,7 +227,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return FakeTensor(self, made, DEVICE)
 
     def _make_sparse(self, size: Sequence[int], indices: torch.Tensor, values: torch.Tensor) -> FakeTensor:
-        """A sparse tensor on the card that holds neither."""
+        """Make a sparse tensor on the card without its indices and values."""
         sparse_dim, dense_dim = indices.shape[0], values.dim() - 1
         with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
             made = _aten._sparse_coo_tensor_with_dims.default(
@@ -249,9 +236,9 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return FakeTensor(self, made, DEVICE)
 
     def _get_output_info_for_cache_entry(self, *args: Any) -> Any:
-        """Keep tensors out of FakeTensorMode's own cache whose storage is larger than they are: it forgets that.
+        """Keep tensors with larger storages out of FakeTensorMode's cache, which would make their storages smaller.
 
-        Rows padded to a multiple of 8 are, such as the gradient of an attention mask. Source:
+        Such tensors have rows padded to a multiple of 8, as the gradient of an attention mask does. Source:
         `_get_output_tensor_from_cache_entry` in `torch/_subclasses/fake_tensor.py`.
         """
         info = super()._get_output_info_for_cache_entry(*args)
@@ -259,8 +246,8 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             raise fake_tensor._BypassDispatchCache("a storage larger than its tensor")
         return info
 
-    def _is_ours(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a fake tensor is given, or is to be made, or another operator takes itself apart."""
+    def _is_simulated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether an operator takes or makes a fake tensor, or is part of another simulated operator."""
         if self._depth > 0 or _has_fake(args) or (kwargs and _has_fake(kwargs.values())):
             return True
         device = kwargs.get("device")
@@ -269,7 +256,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return self.lazy and func in _FACTORIES and _is_large(args[0], kwargs.get("dtype"))
 
     def _with_device(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments with a device of the card: what C++ makes like a fake CUDA tensor, it makes on `meta`."""
+        """Return the arguments with `cuda:0` for any device that means the card; C++ also uses `meta` for it."""
         device = kwargs["device"]
         if device is None:
             return dict(kwargs)
@@ -278,19 +265,19 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             device = _CPU if self.lazy else DEVICE
         if device.type == "cuda" and device != DEVICE:
             if device.index is not None:
-                raise UnsupportedError(f"a tensor is put on {device}, and one card is simulated", hint=ONE_CARD)
+                raise UnsupportedError(f"a tensor is put on {device}, but only one card is simulated", hint=ONE_CARD)
             device = DEVICE
         return {**kwargs, "device": device}
 
 
 def device_seen_by_cpp(tensor: FakeTensor) -> torch.device:
-    """Return what C++ is told: `meta` of tensors on the card."""
+    """Return the device that C++ code sees: `meta` for a tensor on the card."""
     device = tensor.fake_device
     return _META if device.type == "cuda" or tensor.fake_mode.in_kernel_invocation else device
 
 
 def _only_moves(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a copy goes from the host to the card as the tensor lies, as those of a model's weights do."""
+    """Return whether a copy from the host to the card keeps a contiguous layout, as for a model's weights."""
     if kwargs.get("device") != DEVICE or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return False
     is_plain = kwargs.get("layout") in (None, torch.strided)

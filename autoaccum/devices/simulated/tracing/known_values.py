@@ -1,7 +1,7 @@
-"""Values that stay known on the card: whole numbers and truths from the host or a factory, and what follows from them.
+"""Values that stay known on the simulated card: integers and booleans of the host or a factory, and results of them.
 
-They are kept with the storage of a fake tensor, so that views share them and whatever writes changes them for all, and
-are computed on the CPU: a model that asks a mask whether it has padding goes the way it really goes.
+They are kept with the storage of a fake tensor, so views share them and in-place writes update them for all views.
+They are computed on the CPU: a model that checks whether a mask has padding takes the branch it would really take.
 """
 
 from __future__ import annotations
@@ -20,97 +20,97 @@ from torch.utils._pytree import tree_map
 
 from autoaccum.devices.simulated.unsupported import NotMaterialisedError
 
-_MOST_ELEMENTS = 1 << 22
-"""Of a known tensor: a batch of tokens or of label maps has fewer, pictures and scores of n x n soon have more."""
-_MARK = "_autoaccum_known"
+_MAX_KNOWN_ELEMENTS = 1 << 22
+"""Larger tensors have no known values. Batches of tokens or label maps are smaller; images and n x n scores are not."""
+_ATTRIBUTE = "_autoaccum_known"
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
-_OVERWRITE = frozenset({_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
+_OVERWRITES = frozenset({_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
-    """Return what is in `tensor`, on the CPU; None where that is not known.
+    """Return the values of `tensor`, on the CPU; None if they are not known.
 
     Raises:
-        NotMaterialisedError: It would be known had a batch been built with values.
+        NotMaterialisedError: They would be known if the batch had been built with values.
     """
     if not isinstance(tensor, FakeTensor):
         return tensor
-    kept = _kept(tensor)
-    if kept is None:
+    known = _known_storage(tensor)
+    if known is None:
         return None
     with _disable_current_modes(), torch.no_grad():
-        return _laid(tensor, kept.storage) if kept.storage.nbytes() == tensor.untyped_storage().nbytes() else None
+        return _view_as(tensor, known.storage) if known.storage.nbytes() == tensor.untyped_storage().nbytes() else None
 
 
-def verdict_of(tensor: Tensor) -> bool | None:
-    """Return what a question whether numbers are finite is answered with: they are; None for other questions."""
-    mark = _mark(tensor)
-    return mark if isinstance(mark, bool) else None
+def assumed_check(tensor: Tensor) -> bool | None:
+    """Return the outcome of a check for finite numbers, assuming that all are; None if `tensor` is no such check."""
+    known = _attribute(tensor)
+    return known if isinstance(known, bool) else None
 
 
 def propagate_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-    """Note what is known of `out`, which the operator returned, and of what it wrote into."""
-    written = _written(func)
+    """Update the known values of `out`, which the operator returned, and of the tensors it wrote to."""
+    written = _written_arguments(func)
     if written:
         targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in written]
-        _follow_write(func, args, kwargs, targets)
+        _propagate_write(func, args, kwargs, targets)
         return
-    if args and type(args[0]) is FakeTensor and func not in _VERDICTS and not isinstance(_mark(args[0]), _Kept):
-        return  # So it is with nearly all.
-    given = [one for one in _tensors((*args, *kwargs.values())) if isinstance(one, FakeTensor)]
-    if any(_kept(one) is None for one in given):
-        if func in _VERDICTS and isinstance(out, FakeTensor) and _mark(out) is None:
-            setattr(out.untyped_storage(), _MARK, _VERDICTS[func](*args))
+    if args and type(args[0]) is FakeTensor and func not in _CHECKS and not isinstance(_attribute(args[0]), _Known):
+        return  # The common case.
+    inputs = [one for one in _tensors((*args, *kwargs.values())) if isinstance(one, FakeTensor)]
+    if any(_known_storage(one) is None for one in inputs):
+        if func in _CHECKS and isinstance(out, FakeTensor) and _attribute(out) is None:
+            setattr(out.untyped_storage(), _ATTRIBUTE, _CHECKS[func](*args))
         return
     made = [one for one in (out if isinstance(out, list | tuple) else [out]) if isinstance(one, FakeTensor)]
-    hosts = () if given else tuple(_tensors((*args, *kwargs.values())))
+    hosts = () if inputs else tuple(_tensors((*args, *kwargs.values())))
     if any(one.is_floating_point() and not _is_mask(one) for one in hosts):
-        return  # A weight, or a sample: only what follows from whole numbers is worth to know.
-    if not _is_certain(func) or any(_too_large(one) for one in made):
+        return  # Values of weights and samples are not needed.
+    if not _is_deterministic(func) or any(_too_large(one) for one in made):
         return
-    fresh = [(index, one) for index, one in enumerate(made) if _kept(one) is None]  # The others are views.
-    if fresh:
-        _keep_results(fresh, func, args, kwargs)
+    new = [(index, one) for index, one in enumerate(made) if _known_storage(one) is None]  # The others are views.
+    if new:
+        _set_results(new, func, args, kwargs)
 
 
-def _keep_results(fresh: Sequence[tuple[int, FakeTensor]], func: Any, args: Sequence[Any], kwargs: Any) -> None:
-    """Compute what an operator returned; of what the CPU cannot do nothing is known."""
+def _set_results(new: Sequence[tuple[int, FakeTensor]], func: Any, args: Sequence[Any], kwargs: Any) -> None:
+    """Compute the results of an operator on the CPU; if it fails there, they stay unknown."""
     with suppress(Exception), _disable_current_modes(), torch.no_grad():
         try:
             out = _run(func, args, kwargs)
-            results = [out[index] if isinstance(out, list | tuple) else out for index, _ in fresh]
-            kept = [_Kept(_filled(one, values)) for (_, one), values in zip(fresh, results, strict=True)]
+            results = [out[index] if isinstance(out, list | tuple) else out for index, _ in new]
+            known = [_Known(_filled(one, values)) for (_, one), values in zip(new, results, strict=True)]
         except NotMaterialisedError:
-            kept = [_UNBUILT] * len(fresh)
-        for (_, one), known in zip(fresh, kept, strict=True):
-            setattr(one.untyped_storage(), _MARK, known)
+            known = [_NOT_MATERIALISED] * len(new)
+        for (_, one), contents in zip(new, known, strict=True):
+            setattr(one.untyped_storage(), _ATTRIBUTE, contents)
 
 
 def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what an operator returns on the CPU, whose shape follows from values; None where they are not known."""
+    """Return the result of an operator on the CPU; None if values of its arguments are not known."""
     for tensor in (*_tensors(args), *_tensors(kwargs.values())):
-        if isinstance(tensor, FakeTensor) and (_kept(tensor) is None or values_of(tensor) is None):
+        if isinstance(tensor, FakeTensor) and (_known_storage(tensor) is None or values_of(tensor) is None):
             return None
     with _disable_current_modes(), torch.no_grad():
         return _run(func, args, kwargs)
 
 
-def keep_values(tensor: FakeTensor, values: Tensor) -> None:
-    """Note that `values` are in `tensor`."""
+def set_values(tensor: FakeTensor, values: Tensor) -> None:
+    """Make `values` the known values of `tensor`, unless it is too large."""
     if not _too_large(tensor):
         with _disable_current_modes(), torch.no_grad():
-            setattr(tensor.untyped_storage(), _MARK, _Kept(_filled(tensor, values)))
+            setattr(tensor.untyped_storage(), _ATTRIBUTE, _Known(_filled(tensor, values)))
 
 
 def mark_not_materialised(tensor: FakeTensor) -> None:
-    """Note that `tensor`, on the host, would have values had it been built for real."""
+    """Mark a host tensor that was built without values: reading them raises `NotMaterialisedError`."""
     if not _too_large(tensor):
-        setattr(tensor.untyped_storage(), _MARK, _UNBUILT)
+        setattr(tensor.untyped_storage(), _ATTRIBUTE, _NOT_MATERIALISED)
 
 
-class _Kept:
-    """Contents of a storage; of one that was not built, nobody may read them."""
+class _Known:
+    """The known contents of a storage; without one, reading them raises `NotMaterialisedError`."""
 
     def __init__(self, storage: torch.UntypedStorage | None) -> None:
         self._storage = storage
@@ -122,24 +122,24 @@ class _Kept:
         return self._storage
 
 
-_UNBUILT = _Kept(None)
+_NOT_MATERIALISED = _Known(None)
 
 
-def _laid(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """`storage` seen as `tensor` sees its own."""
-    laid = torch.empty(0, dtype=tensor.dtype)
-    return laid.set_(storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+def _view_as(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Return a view of `storage` with the dtype, offset, shape and strides of `tensor`."""
+    view = torch.empty(0, dtype=tensor.dtype)
+    return view.set_(storage, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
 
 def _filled(tensor: Tensor, values: Tensor) -> torch.UntypedStorage:
-    """A storage such as that of `tensor`, with `values` where it lies."""
+    """Return a storage as large as that of `tensor`, with `values` at its place."""
     storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
-    _laid(tensor, storage).copy_(values)
+    _view_as(tensor, storage).copy_(values)
     return storage
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what an operator gives on the CPU."""
+    """Run an operator on the CPU with known values as its arguments."""
     return func(*tree_map(_read, list(args)), **tree_map(_read, dict(kwargs)))
 
 
@@ -148,36 +148,36 @@ def _read(value: Any) -> Any:
         return _CPU
     if not isinstance(value, FakeTensor):
         return value
-    kept = _kept(value)
-    if kept is None or kept.storage.nbytes() != value.untyped_storage().nbytes():
-        raise ValueError("nothing is known of it")
-    return _laid(value, kept.storage)
+    known = _known_storage(value)
+    if known is None or known.storage.nbytes() != value.untyped_storage().nbytes():
+        raise ValueError("the values are not known")
+    return _view_as(value, known.storage)
 
 
-def _follow_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> None:
+def _propagate_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> None:
     for target in targets:
         if type(target) is FakeTensor:
-            if _mark(target) is not None or func in _OVERWRITE:
+            if _attribute(target) is not None or func in _OVERWRITES:
                 written = _after_write(func, args, kwargs, target) if len(targets) == 1 else None
-                setattr(target.untyped_storage(), _MARK, written)
+                setattr(target.untyped_storage(), _ATTRIBUTE, written)
         elif isinstance(target, list | tuple):
             for one in target:
-                if _mark(one) is not None:
-                    setattr(one.untyped_storage(), _MARK, None)
+                if _attribute(one) is not None:
+                    setattr(one.untyped_storage(), _ATTRIBUTE, None)
 
 
-def _after_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: FakeTensor) -> _Kept | None:
-    """Return what is in the storage of the target then, which is the first argument; None where that is not known."""
-    before = _kept(target)
+def _after_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], target: FakeTensor) -> _Known | None:
+    """Return the contents of the target, the first argument, after a write; None if they are not known."""
+    before = _known_storage(target)
     if before is None and (
-        func not in _OVERWRITE
+        func not in _OVERWRITES
         or target.dtype.is_floating_point
         or target.dtype.is_complex
         or target.numel() * target.itemsize != target.untyped_storage().nbytes()
     ):
         return None
     others = list(_tensors((*args[1:], *kwargs.values())))
-    if not args or target is not args[0] or not _is_certain(func) or not all(_is_known(one) for one in others):
+    if not args or target is not args[0] or not _is_deterministic(func) or not all(_is_known(one) for one in others):
         return None
     if any(_too_large(one) for one in (target, *others)):
         return None
@@ -186,25 +186,29 @@ def _after_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targ
             storage = torch.UntypedStorage(target.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
             if before is not None:
                 storage.copy_(before.storage)
-            func(_laid(target, storage), *tree_map(_read, list(args[1:])), **tree_map(_read, dict(kwargs)))
-            return _Kept(storage)
+            func(_view_as(target, storage), *tree_map(_read, list(args[1:])), **tree_map(_read, dict(kwargs)))
+            return _Known(storage)
         except NotMaterialisedError:
-            return _UNBUILT
+            return _NOT_MATERIALISED
     return None
 
 
-def _told(combine: Callable[..., bool | None]) -> Callable[..., bool | None]:
-    def judge(*args: Any) -> bool | None:
-        told = [verdict_of(arg) if isinstance(arg, FakeTensor) else None for arg in args if isinstance(arg, Tensor)]
-        return None if None in told else combine(told)
+def _combined(combine: Callable[..., bool | None]) -> Callable[..., bool | None]:
+    """Return a function that combines the outcomes of checks; None if an argument is no check."""
 
-    return judge
+    def outcome(*args: Any) -> bool | None:
+        checks = [
+            assumed_check(arg) if isinstance(arg, FakeTensor) else None for arg in args if isinstance(arg, Tensor)
+        ]
+        return None if None in checks else combine(checks)
+
+    return outcome
 
 
-_SAME, _NOT = _told(lambda told: told[0]), _told(lambda told: not told[0])
-_AND, _OR = _told(all), _told(any)
-_NONE = _told(lambda told: None if told[0] else False)
-_VERDICTS: Mapping[Any, Callable[..., bool | None]] = {
+_SAME, _NOT = _combined(lambda checks: checks[0]), _combined(lambda checks: not checks[0])
+_AND, _OR = _combined(all), _combined(any)
+_NONE = _combined(lambda checks: None if checks[0] else False)
+_CHECKS: Mapping[Any, Callable[..., bool | None]] = {
     **dict.fromkeys((_aten.isnan.default, _aten.isinf.default, _aten.isposinf.default), lambda *_: False),
     _aten.isneginf.default: lambda *_: None,
     _aten.eq.Tensor: lambda one, other: True if one is other else None,
@@ -217,29 +221,29 @@ _VERDICTS: Mapping[Any, Callable[..., bool | None]] = {
     **dict.fromkeys((_aten.logical_or.default, _aten.bitwise_or.Tensor), _OR),
     **dict.fromkeys((_aten.sum.default, _aten.sum.dim_IntList, _aten.count_nonzero.default), _NONE),
 }
-"""Operators by which it is asked whether numbers are finite: `isfinite(x)` is `(x == x) * (abs(x) != inf)`."""
+"""Operators of checks for finite numbers, and their outcomes: `isfinite(x)` is `(x == x) * (abs(x) != inf)`."""
 
 
-def _mark(tensor: Any) -> _Kept | bool | None:
-    """Return what is known of a tensor's storage: its values, or that it answers whether numbers are finite."""
+def _attribute(tensor: Any) -> _Known | bool | None:
+    """Return the known contents of a tensor's storage, or the outcome of a check for finite numbers."""
     try:
-        mark: _Kept | bool | None = getattr(tensor.untyped_storage(), _MARK, None)
-    except NotImplementedError:  # It has none, as a sparse one.
+        known: _Known | bool | None = getattr(tensor.untyped_storage(), _ATTRIBUTE, None)
+    except NotImplementedError:  # A sparse tensor has no storage.
         return None
-    return mark
+    return known
 
 
-def _kept(tensor: Tensor) -> _Kept | None:
-    mark = _mark(tensor)
-    return mark if isinstance(mark, _Kept) else None
+def _known_storage(tensor: Tensor) -> _Known | None:
+    known = _attribute(tensor)
+    return known if isinstance(known, _Known) else None
 
 
 def _is_known(tensor: Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) or _kept(tensor) is not None
+    return not isinstance(tensor, FakeTensor) or _known_storage(tensor) is not None
 
 
 def _is_mask(tensor: Tensor) -> bool:
-    """Return whether fractions are zeros and ones only, as a mask of samples by places is often made of."""
+    """Return whether a floating-point tensor holds zeros and ones only, like a mask of samples by positions."""
     if tensor.dim() < 2 or isinstance(tensor, torch.nn.Parameter) or _too_large(tensor):
         return False
     few = tensor.flatten()[:64]
@@ -247,7 +251,9 @@ def _is_mask(tensor: Tensor) -> bool:
 
 
 def _too_large(tensor: Tensor) -> bool:
-    return tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() > _MOST_ELEMENTS * tensor.itemsize
+    return (
+        tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() > _MAX_KNOWN_ELEMENTS * tensor.itemsize
+    )
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
@@ -259,39 +265,39 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 @cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return which arguments an operator writes into: their places and names."""
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operator writes to."""
     schema = func._schema
-    given = enumerate(schema.arguments) if schema.is_mutable else ()
-    return tuple((at, each.name) for at, each in given if each.alias_info and each.alias_info.is_write)
+    arguments = enumerate(schema.arguments) if schema.is_mutable else ()
+    return tuple((at, each.name) for at, each in arguments if each.alias_info and each.alias_info.is_write)
 
 
 @cache
-def _is_certain(func: Any) -> bool:
-    """Return whether what it returns follows from what it is given."""
+def _is_deterministic(func: Any) -> bool:
+    """Return whether the results of an operator are determined by its arguments."""
     name: str = func._schema.name.partition("::")[2]
     if name.startswith(("empty", "new_empty", "resize", "set_")) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return bool(func.namespace == "aten")
 
 
-_MOST_HELD = 1 << 17
-"""A weight for each word of a large vocabulary."""
+_MAX_HOST_COPY_ELEMENTS = 1 << 17
+"""Enough for one weight for each token of a large vocabulary."""
 
-_HELD = "_autoaccum_host_copy"
+_HOST_COPY = "_autoaccum_host_copy"
 
 
 def save_host_copy(moved: Tensor, origin: Tensor) -> None:
-    """Keep what `origin` on the host holds along with `moved`, its copy on the card."""
-    if origin.is_floating_point() and origin.numel() <= _MOST_HELD and not isinstance(origin, FakeTensor):
-        setattr(moved, _HELD, (origin.detach().clone(), moved._version))
+    """Attach the values of `origin`, a small host tensor, to `moved`, its copy on the card."""
+    if origin.is_floating_point() and origin.numel() <= _MAX_HOST_COPY_ELEMENTS and not isinstance(origin, FakeTensor):
+        setattr(moved, _HOST_COPY, (origin.detach().clone(), moved._version))
 
 
 def load_host_copy(tensor: Tensor, kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return what a copy back to the host holds; None where it was computed, or has been written to."""
+    """Return the host values of `tensor` for a copy back to the host; None if it was computed or written to."""
     values: Tensor | None
-    values, version = vars(tensor).get(_HELD, (None, -1)) if isinstance(tensor, FakeTensor) else (None, -1)
+    values, version = vars(tensor).get(_HOST_COPY, (None, -1)) if isinstance(tensor, FakeTensor) else (None, -1)
     if values is None or tensor._version != version or torch.device(kwargs.get("device") or "cuda").type != "cpu":
         return None
-    held: Tensor = values.to(kwargs.get("dtype") or values.dtype, copy=True)
-    return held
+    host_copy: Tensor = values.to(kwargs.get("dtype") or values.dtype, copy=True)
+    return host_copy

@@ -1,4 +1,4 @@
-"""Labels for the blocks of a rehearsal: the module an operator runs for, and who holds the block."""
+"""Labels for the blocks of a trial run: the module whose operator allocated a block, and what holds it."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from autoaccum.devices.simulated.trace import NO_MODULE, LabelledTrace, ModuleNa
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.trial_run import TrialRun
 
-_NODE_OF_LEAF = "AccumulateGrad"
+_LEAF_NODE = "AccumulateGrad"
 
 
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """As `root.named_modules()`, which would have each module hashed: that numbers it (`numbering`), in this order."""
-    known: set[int] = set()
+    """Yield the names and modules of `root.named_modules()` without hashing them, which would number them."""
+    seen: set[int] = set()
     waiting = [("", root)]
     while waiting:
         path, module = waiting.pop()
-        if id(module) in known:
+        if id(module) in seen:
             continue
-        known.add(id(module))
+        seen.add(id(module))
         yield path, module
         inner = ((f"{path}.{name}" if path else name, each) for name, each in module._modules.items())
         waiting += reversed([(name, each) for name, each in inner if each is not None])
 
 
 class ModuleTracker:
-    """Follows the calls of a model's modules while it is entered (`followed`).
+    """Tracks which module of a model is running, in forward and in backward, within `tracking()`.
 
-    Autograd numbers what forward does, and each step of a backward pass knows the number of the one it belongs to
-    (`_sequence_nr` of its node; `torch.autograd._get_sequence_nr` is the next). So what is running is noted along with
-    that number as modules are entered and left, and looked up in backward. What checkpointing runs again enters its
-    modules anew. A module that is not the model's, such as a loss, counts as part of who calls it, and what a gradient
-    of a gradient takes belongs to who asked for the first.
+    Autograd gives each operation of forward a sequence number, which its backward node keeps (`_sequence_nr`; the next
+    number is `torch.autograd._get_sequence_nr`). The tracker records the running module and this number whenever a
+    module is entered or left, and looks the number up in backward. Recomputation by checkpointing enters the modules
+    again. A module outside the model, such as a loss, counts as part of its caller. Memory of a second-order gradient
+    belongs to the module that requested the first-order gradient.
     """
 
     def __init__(self, model: Callable[[], nn.Module | None]) -> None:
@@ -61,8 +61,8 @@ class ModuleTracker:
         self.names: list[ModuleName] = [NO_MODULE]
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Follow all modules of this process."""
+    def tracking(self) -> Iterator[None]:
+        """Track the calls of all modules in this process."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
@@ -71,12 +71,12 @@ class ModuleTracker:
             before.remove()
             after.remove()
 
-    def now(self) -> tuple[int, Role]:
-        """The index of the module an operator runs for at this moment, and what its memory comes to be by."""
+    def current(self) -> tuple[int, Role]:
+        """Return the index of the module that is running now, and the role of blocks it allocates."""
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return (self._stack[-1][0] if self._stack else 0), "plain"
-        if type(node).__name__ == _NODE_OF_LEAF:
+        if type(node).__name__ == _LEAF_NODE:
             return self.owner_of(node.variable), "summed"
         if self._stack and self._stack[-1][1]:
             return self._stack[-1][0], "recomputed"
@@ -84,22 +84,22 @@ class ModuleTracker:
         return (self._running[index] if index >= 0 else 0), "recomputed" if torch.is_grad_enabled() else "plain"
 
     def owner_of(self, tensor: torch.Tensor) -> int:
-        """The index of the module whose own parameter or buffer `tensor` is; 0 for none's."""
-        known = self._owners.get(id(tensor))
-        return known[1] if known is not None and known[0]() is tensor else 0  # Another may lie where one has died.
+        """Return the index of the module that has `tensor` as a parameter or buffer; 0 if none has."""
+        entry = self._owners.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else 0  # Ids are reused.
 
     def modules(self) -> Iterator[tuple[nn.Module, int]]:
-        """The model's modules with their indices, once it is there; each under the first of its names."""
-        self._look()
+        """Yield the modules of the model, once it exists, with their indices; a shared module only once."""
+        self._find_modules()
         return zip(self._modules, count(1), strict=False)
 
-    def own(self, tensor: torch.Tensor, module: int) -> None:
-        """Note whose `tensor` is, unless another had it first."""
-        known = self._owners.get(id(tensor))
-        if known is None or known[0]() is not tensor:
+    def set_owner(self, tensor: torch.Tensor, module: int) -> None:
+        """Set the module that owns `tensor`, unless it has an owner already."""
+        entry = self._owners.get(id(tensor))
+        if entry is None or entry[0]() is not tensor:
             self._owners[id(tensor)] = weakref.ref(tensor), module
 
-    def _look(self) -> None:
+    def _find_modules(self) -> None:
         model = None if self._modules else self._model()
         if model is not None:
             for path, module in walk_modules(model):
@@ -108,17 +108,17 @@ class ModuleTracker:
                 self.names.append(ModuleName(path, type(module).__name__))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._look()
-        outside = self._stack[-1][0] if self._stack else 0
+        self._find_modules()
+        caller = self._stack[-1][0] if self._stack else 0
         within_backward = torch._C._current_autograd_node() is not None
-        self._stack.append((self._indices.get(id(module), outside), within_backward))
-        self._note()
+        self._stack.append((self._indices.get(id(module), caller), within_backward))
+        self._record_running()
 
     def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
         self._stack.pop()
-        self._note()
+        self._record_running()
 
-    def _note(self) -> None:
+    def _record_running(self) -> None:
         self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._running.append(self._stack[-1][0] if self._stack else 0)
 
@@ -127,116 +127,125 @@ _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class BlockLabeller:
-    """Labels the blocks of one rehearsal while it is entered (`labelling`).
+    """Labels the blocks of one trial run, within `labelling()`.
 
-    Who holds a tensor is asked whenever the phase changes, and before and after each step of an optimizer: so nothing
-    is missed that lives from one to the other. A block stays with whom it was first found.
+    Modules, optimizers and the loop are searched for tensors whenever the phase changes, and before and after each
+    optimizer step; the first holder that is found owns a block. Tensors that live only between two searches are
+    not found.
 
-    `kept` stands for what a library keeps, `beside` are modules beside the model, such as a loss.
+    Args:
+        recorder: Records the blocks of the trial run.
+        trial_run: Gives the model, the optimizer, and the tensors that the loop holds.
+        library_tensors: Tensors that a library keeps, such as its dropout state.
+        auxiliary_modules: Modules outside the model, such as a loss.
     """
 
     def __init__(
-        self, recorder: Recorder, rehearsal: TrialRun, kept: Mapping[str, Tensor], beside: Iterable[nn.Module] = ()
+        self,
+        recorder: Recorder,
+        trial_run: TrialRun,
+        library_tensors: Mapping[str, Tensor],
+        auxiliary_modules: Iterable[nn.Module] = (),
     ) -> None:
-        self._recorder, self._rehearsal, self._kept = recorder, rehearsal, kept
-        self._beside = [module for root in beside for _, module in walk_modules(root)]
-        self._running = ModuleTracker(lambda: None if rehearsal.made is None else rehearsal.made[0])
+        self._recorder, self._trial_run, self._library_tensors = recorder, trial_run, library_tensors
+        self._auxiliary_modules = [module for root in auxiliary_modules for _, module in walk_modules(root)]
+        self._tracker = ModuleTracker(lambda: None if trial_run.made is None else trial_run.made[0])
         self._phase: Phase | None = None
         self._origins: list[Origin] = []
         self._owners: dict[int, Owner] = {}
-        self._stayed: set[int] = set()
+        self._kept_attributes: set[int] = set()
         self._optimizers: dict[Optimizer, None] = {}
 
     @contextmanager
     def labelling(self) -> Iterator[None]:
-        """Follow the modules and optimizers of this process."""
+        """Track the modules and optimizers of this process."""
         before = register_optimizer_step_pre_hook(self._see_step)
         after = register_optimizer_step_post_hook(self._see_step)
         try:
-            with self._running.followed():
+            with self._tracker.tracking():
                 yield
         finally:
             before.remove()
             after.remove()
 
-    def see(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
-        """Label the next block (`recorder.Witness`)."""
+    def label_next(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
+        """Label the next block (`recorder.OnAllocation`)."""
         if phase != self._phase:
             self._phase = phase
-            self._ask_everyone()
-        module, role = self._running.now()
-        named = "" if dtype is None else str(dtype).removeprefix("torch.")
+            self._find_owners()
+        module, role = self._tracker.current()
+        dtype_name = "" if dtype is None else str(dtype).removeprefix("torch.")
         self._origins.append(
-            Origin(_name_of(self._recorder.op), module, "workspace" if beside_tensors else role, named)
+            Origin(_name_of(self._recorder.op), module, "workspace" if beside_tensors else role, dtype_name)
         )
 
     def mark_update(self) -> None:
-        """An update begins: what modules keep by now, and still do in the end, is theirs for good."""
-        self._stayed = {block for block, _ in self._attributes()}
+        """Mark the start of an update: attributes of modules that stay to the end count as parameters."""
+        self._kept_attributes = {block for block, _ in self._attributes()}
 
     def label(self, trace: Trace) -> LabelledTrace:
-        """`trace`, which has just ended, with its labels."""
-        self._ask_everyone()
+        """Return `trace`, which has just ended, with its labels."""
+        self._find_owners()
         for block, module in self._attributes():
-            if block in self._stayed:
+            if block in self._kept_attributes:
                 self._owners.setdefault(block, Owner("parameters", module))
         return LabelledTrace(
-            trace=trace, modules=tuple(self._running.names), origins=tuple(self._origins), owners=dict(self._owners)
+            trace=trace, modules=tuple(self._tracker.names), origins=tuple(self._origins), owners=dict(self._owners)
         )
 
     def _see_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._optimizers[optimizer] = None  # One within another, too.
-        self._ask_everyone()
+        self._optimizers[optimizer] = None  # Also an optimizer within another.
+        self._find_owners()
 
-    def _ask_everyone(self) -> None:
-        if self._rehearsal.made is None:
+    def _find_owners(self) -> None:
+        if self._trial_run.made is None:
             return
-        self._optimizers[self._rehearsal.made[1]] = None
-        self._ask_modules()
+        self._optimizers[self._trial_run.made[1]] = None
+        self._search_modules()
         for optimizer in self._optimizers:
-            self._ask_optimizer(optimizer)
-        self._claim("averages", self._rehearsal.averages)
-        self._ask_loop()
-        self._claim("workspace", self._kept.values())
+            self._search_optimizer(optimizer)
+        self._set_owner("averages", self._trial_run.averages)
+        self._search_outputs()
+        self._set_owner("workspace", self._library_tensors.values())
 
-    def _ask_modules(self) -> None:
+    def _search_modules(self) -> None:
         for module, index in self._modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    self._running.own(parameter, index)
-                    self._claim_parameter(parameter)
-            self._claim("parameters", [each for each in module._buffers.values() if each is not None], index)
+                    self._tracker.set_owner(parameter, index)
+                    self._set_parameter_owner(parameter)
+            self._set_owner("parameters", [each for each in module._buffers.values() if each is not None], index)
 
-    def _ask_optimizer(self, optimizer: Optimizer) -> None:
+    def _search_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                self._claim_parameter(parameter)
+                self._set_parameter_owner(parameter)
         for parameter, state in optimizer.state.items():
-            module = self._running.owner_of(parameter) if isinstance(parameter, Tensor) else 0
-            self._claim("optimizer_state", _tensors(state), module)
+            module = self._tracker.owner_of(parameter) if isinstance(parameter, Tensor) else 0
+            self._set_owner("optimizer_state", _tensors(state), module)
         others = [value for name, value in vars(optimizer).items() if name != "state"]
-        self._claim("optimizer_state", _tensors(others))
+        self._set_owner("optimizer_state", _tensors(others))
 
-    def _ask_loop(self) -> None:
-        for tensor in self._rehearsal.outputs:
+    def _search_outputs(self) -> None:
+        for tensor in self._trial_run.outputs:
             block = self._recorder.block_of(tensor)
             if block is not None:
-                self._claim("outputs", [tensor], self._origins[block].module)
+                self._set_owner("outputs", [tensor], self._origins[block].module)
 
-    def _claim_parameter(self, parameter: Tensor) -> None:
-        module = self._running.owner_of(parameter)
-        self._claim("parameters", [parameter], module)
+    def _set_parameter_owner(self, parameter: Tensor) -> None:
+        module = self._tracker.owner_of(parameter)
+        self._set_owner("parameters", [parameter], module)
         if parameter.grad is not None:
-            self._claim("gradients", [parameter.grad], module)
+            self._set_owner("gradients", [parameter.grad], module)
 
-    def _claim(self, category: Category, held: Iterable[Tensor], module: int = 0) -> None:
-        for tensor in held:
+    def _set_owner(self, category: Category, tensors: Iterable[Tensor], module: int = 0) -> None:
+        for tensor in tensors:
             block = self._recorder.block_of(tensor)
             if block is not None:
                 self._owners.setdefault(block, Owner(category, module))
 
     def _attributes(self) -> Iterator[tuple[int, int]]:
-        """The blocks of tensors that modules keep as plain attributes, such as a table made in forward, and whose."""
+        """Yield blocks of plain tensor attributes of modules, such as cached tables, with the modules' indices."""
         for module, index in self._modules():
             for tensor in _tensors([value for name, value in vars(module).items() if name not in _TABLES]):
                 block = self._recorder.block_of(tensor)
@@ -244,8 +253,8 @@ class BlockLabeller:
                     yield block, index
 
     def _modules(self) -> Iterator[tuple[nn.Module, int]]:
-        yield from self._running.modules()
-        yield from ((module, 0) for module in self._beside)
+        yield from self._tracker.modules()
+        yield from ((module, 0) for module in self._auxiliary_modules)
 
 
 @cache
@@ -255,5 +264,5 @@ def _name_of(op: Any) -> str:
     return str(op.overloadpacket if isinstance(op, torch._ops.OpOverload) else op)
 
 
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor))
+def _tensors(nested: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor))

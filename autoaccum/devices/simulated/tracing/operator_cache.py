@@ -1,7 +1,7 @@
-"""Operators that were run before on tensors of the same form: what they return is known.
+"""A cache of operator calls: tensors of the same shapes, strides and dtypes give results of the same form.
 
-A training step repeats itself, from layer to layer and from one micro-batch to the next. PyTorch's own cache of fake
-operators takes longer to make its key than most of them take; this one knows less, and passes the rest on.
+A training step repeats operators from layer to layer and from one micro-batch to the next. PyTorch's own cache of fake
+operators takes longer to build its key than most operators take; this one caches fewer operators, with cheaper keys.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-Remake = Callable[[Sequence[Any]], Any]
-"""From the arguments of a call to what it returns."""
+ResultMaker = Callable[[Sequence[Any]], Any]
+"""Makes the result of a call from its arguments."""
 
-_PASSED_ON = (
+_NOT_CACHED = (
     torch.Tag.data_dependent_output,
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
@@ -36,14 +36,14 @@ _PLAIN = frozenset(
 
 
 class OperatorCache:
-    """Remembers the calls of one simulation, whose fake tensors `make` makes (`FakeCudaMode._make`)."""
+    """Caches the calls of one simulation; `make` makes its fake tensors (`FakeCudaMode._make`)."""
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
         self._make = make
-        self._known: dict[Any, Remake] = {}
+        self._entries: dict[Any, ResultMaker] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what tells calls apart as far as the form of the result goes; None where that is not enough."""
+        """Return a key that determines the form of the result; None if the call cannot be cached."""
         key: list[Any] = [func]
         try:
             _describe(args, key)
@@ -51,42 +51,42 @@ class OperatorCache:
                 for name, value in kwargs.items():
                     key.append(name)
                     _describe((value,), key)
-        except _Unknown:
+        except _NotCacheableError:
             return None
         return tuple(key)
 
-    def find(self, key: Any) -> Remake | None:
-        """Return what remakes the result of a call with this key, if there was one."""
-        return self._known.get(key)
+    def get(self, key: Any) -> ResultMaker | None:
+        """Return the function that makes the result of a cached call; None if there is none."""
+        return self._entries.get(key)
 
-    def learn(self, key: Any, func: Any, args: Sequence[Any], out: Any) -> None:
-        """Remember a call and its result, unless that has to be made anew each time."""
-        if func in _CHANGES_STORAGES or any(tag in func.tags for tag in _PASSED_ON):
+    def add(self, key: Any, func: Any, args: Sequence[Any], out: Any) -> None:
+        """Cache a call and its result, if calls of this operator can be cached."""
+        if func in _CHANGES_STORAGES or any(tag in func.tags for tag in _NOT_CACHED):
             return
-        remake = self._remake(args, out)
-        if remake is not None:
-            self._known[key] = remake
+        maker = self._result_maker(args, out)
+        if maker is not None:
+            self._entries[key] = maker
 
-    def _remake(self, args: Sequence[Any], out: Any) -> Remake | None:
+    def _result_maker(self, args: Sequence[Any], out: Any) -> ResultMaker | None:
         if out is None:
             return lambda args: None
         if isinstance(out, Tensor):
-            return self._remake_tensor(args, out)
+            return self._tensor_maker(args, out)
         if type(out) not in (tuple, list):
             return None
-        parts = [self._remake_part(args, one) for one in out]
+        parts = [self._part_maker(args, one) for one in out]
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts) or _share_storages(args, out):
             return None
         kind = type(out)
         return lambda args: kind(part(args) for part in whole)
 
-    def _remake_part(self, args: Sequence[Any], one: Any) -> Remake | None:
+    def _part_maker(self, args: Sequence[Any], one: Any) -> ResultMaker | None:
         if one is None:
             return lambda args: None
-        return self._remake_tensor(args, one) if isinstance(one, Tensor) else None
+        return self._tensor_maker(args, one) if isinstance(one, Tensor) else None
 
-    def _remake_tensor(self, args: Sequence[Any], out: Tensor) -> Remake | None:
+    def _tensor_maker(self, args: Sequence[Any], out: Tensor) -> ResultMaker | None:
         if not isinstance(out, FakeTensor) or out.fake_device.type != "cuda" or out.layout is not torch.strided:
             return None
         for index, arg in enumerate(args):
@@ -105,8 +105,8 @@ class OperatorCache:
         return lambda args: make(shape, stride, dtype, nbytes=nbytes)
 
 
-class _Unknown(Exception):
-    """An argument whose form says too little."""
+class _NotCacheableError(Exception):
+    """An argument does not determine the form of the result."""
 
 
 def _describe(values: Any, key: list[Any]) -> None:
@@ -114,7 +114,7 @@ def _describe(values: Any, key: list[Any]) -> None:
         kind = type(value)
         if kind is FakeTensor:
             if value.constant is not None or value.dtype.is_complex or value.layout is not torch.strided:
-                raise _Unknown
+                raise _NotCacheableError
             key.append(
                 (
                     value.shape,
@@ -132,7 +132,7 @@ def _describe(values: Any, key: list[Any]) -> None:
             key.append(len(value))
             _describe(value, key)
         else:
-            raise _Unknown
+            raise _NotCacheableError
 
 
 def _tensors(values: Any) -> Any:
@@ -144,8 +144,8 @@ def _tensors(values: Any) -> Any:
 
 
 def _share_storages(args: Sequence[Any], out: Sequence[Any]) -> bool:
-    """Return whether two results are of one storage that is none of the arguments'."""
-    given = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
+    """Return whether two results share a storage that belongs to no argument."""
+    inputs = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
     made = [one.untyped_storage()._cdata for one in out if isinstance(one, Tensor)]
-    fresh = [storage for storage in made if storage not in given]
-    return len(set(fresh)) < len(fresh)
+    new = [storage for storage in made if storage not in inputs]
+    return len(set(new)) < len(new)

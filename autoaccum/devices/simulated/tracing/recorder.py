@@ -1,4 +1,4 @@
-"""Storages on the card, as they come and go: what the allocator of a real one would be asked for."""
+"""Recorder of allocations and frees on the simulated card: the requests a real card's allocator would get."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.simulated.trace import Freed, MemoryStep, OutputAllocated, Trace, Workspace
+from autoaccum.devices.simulated.trace import MemoryStep, OutputAllocated, Trace, Workspace
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 
-Witness = Callable[[Phase, bool, torch.dtype | None], None]
-"""Is told the phase in which a block comes to be, whether it is memory beside tensors (of a kernel or library), and of
-a tensor's storage the dtype of the first tensor it was seen with."""
+OnAllocation = Callable[[Phase, bool, torch.dtype | None], None]
+"""Called before each allocation with the phase, whether the block is a workspace (of a kernel or library), and for a
+tensor's storage the dtype of its first tensor."""
 
-_Known = tuple[weakref.ref[Any], int, int | Workspace, torch.dtype | None]
-"""Of what is alive: its storage, the number and size of its block, and its dtype."""
+_Live = tuple[weakref.ref[Any], int, int | Workspace, torch.dtype | None]
+"""A live storage, the number and size of its block, and its dtype."""
 
 
 class Recorder:
-    """Numbers every storage it is shown, and notes when it dies.
+    """Gives every new storage a block number, and records when the storage dies.
 
-    Storages, not tensors, are what costs: views and in-place operators create none.
+    Storages, not tensors, take memory: views and in-place operators create none.
 
     Attributes:
-        op: The operator whose memory is noted, where that is said.
+        op: The operator that is running, if known.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
         self._device_type = device_type
-        self._alive: dict[int, _Known] = {}
+        self._live: dict[int, _Live] = {}
         self._resident: dict[Workspace, int] = {}
         self._phase: Callable[[], Phase] = _no_phase
-        self._witness: Witness | None = None
+        self._on_allocation: OnAllocation | None = None
         self.op: Any = None
         self.events: list[int] = []
         self.sizes: list[int | Workspace] = []
@@ -46,20 +46,20 @@ class Recorder:
 
     @property
     def live_bytes(self) -> int:
-        """Return what the storages hold that are alive."""
-        return sum(size for _, _, size, _ in self._alive.values() if isinstance(size, int))
+        """The bytes of all live storages."""
+        return sum(size for _, _, size, _ in self._live.values() if isinstance(size, int))
 
     def record_outputs(self, out: Any) -> None:
-        """Note the storages of what an operator returned."""
+        """Record the new storages among the outputs of an operator."""
         for tensor in tree_leaves(out) if isinstance(out, list | tuple) else (out,):
             if isinstance(tensor, Tensor) and tensor.device.type == self._device_type:
                 if tensor.layout is not torch.strided:
                     layout = str(tensor.layout).removeprefix("torch.")
-                    raise UnsupportedError(f"a tensor of layout {layout} is made, and only dense ones are followed")
-                self._see_storage(tensor)
+                    raise UnsupportedError(f"a tensor of layout {layout} is made, but only dense ones can be simulated")
+                self._record_storage(tensor)
 
-    def take(self, steps: Iterable[MemoryStep], out: Any = None) -> None:
-        """Note memory that a kernel takes, in order, between what it returns; at its end it gives back the rest."""
+    def record_steps(self, steps: Iterable[MemoryStep], out: Any = None) -> None:
+        """Record a kernel's workspaces and outputs in the order of `steps`; those still held are freed at its end."""
         blocks: list[int] = []
         for step in steps:
             if isinstance(step, Workspace):
@@ -67,51 +67,51 @@ class Recorder:
             elif isinstance(step, OutputAllocated):
                 self.record_outputs(out[step.index] if isinstance(out, list | tuple) else out)
             else:
-                self._give_back(blocks, step)
+                self._free_latest(blocks, step.count)
         self.record_outputs(out)
-        self._give_back(blocks, Freed(len(blocks)))
+        self._free_latest(blocks, len(blocks))
 
-    def keep(self, workspace: Workspace) -> None:
-        """Note memory that a library takes once and keeps, such as a workspace."""
+    def record_resident(self, workspace: Workspace) -> None:
+        """Record a workspace that a library allocates once and keeps."""
         if workspace not in self._resident:
             self._resident[workspace] = self._allocate(workspace, is_workspace=True)
 
-    def accompany(self, tensor: Tensor, workspace: Workspace) -> None:
-        """Note memory that lives as long as the storage of `tensor`."""
+    def record_attached(self, tensor: Tensor, workspace: Workspace) -> None:
+        """Record memory that lives as long as the storage of `tensor`."""
         storage = tensor.untyped_storage()
         key = ~id(storage)
-        self._alive[key] = (weakref.ref(storage, partial(self._free, key)), self._allocate(workspace), workspace, None)
+        self._live[key] = (weakref.ref(storage, partial(self._free, key)), self._allocate(workspace), workspace, None)
 
     def block_of(self, tensor: Tensor) -> int | None:
-        """The number of the block that holds `tensor`; None where none was noted."""
-        known = None if tensor.layout is not torch.strided else self._alive.get(id(tensor.untyped_storage()))
-        return None if known is None else known[1]
+        """Return the number of the block that holds `tensor`; None if none was recorded."""
+        live = None if tensor.layout is not torch.strided else self._live.get(id(tensor.untyped_storage()))
+        return None if live is None else live[1]
 
-    def known(self) -> frozenset[int]:
-        """The storages that are alive, as `forget` takes them."""
-        return frozenset(self._alive)
+    def live_storages(self) -> frozenset[int]:
+        """Return the keys of the live storages, for `forget_all_but`."""
+        return frozenset(self._live)
 
-    def forget(self, known: Collection[int]) -> None:
-        """Lose sight of all storages but those: a backward pass that fails may leave some alive for good."""
-        for key in self._alive.keys() - set(known):
-            del self._alive[key]
+    def forget_all_but(self, storages: Collection[int]) -> None:
+        """Forget all other storages: a failed backward pass may never free some of them."""
+        for key in self._live.keys() - set(storages):
+            del self._live[key]
 
-    def begin(self, phase: Callable[[], Phase], witness: Witness | None = None) -> None:
-        """Begin a trace with what is alive now."""
-        alive = sorted(self._alive.items(), key=lambda item: item[1][1])
+    def begin(self, phase: Callable[[], Phase], on_allocation: OnAllocation | None = None) -> None:
+        """Begin a trace, which first allocates all storages that are alive."""
+        live = sorted(self._live.items(), key=lambda item: item[1][1])
         self.events, self.sizes, self.phases, self.last_update = [], [], [], 0
-        self._phase, self._witness, self.op = phase, witness, None
+        self._phase, self._on_allocation, self.op = phase, on_allocation, None
         self._resident.clear()
-        for key, (ref, _, size, dtype) in alive:
-            self._alive[key] = (ref, self._allocate(size, dtype), size, dtype)
+        for key, (ref, _, size, dtype) in live:
+            self._live[key] = (ref, self._allocate(size, dtype), size, dtype)
 
     def mark_update(self) -> None:
-        """An update begins."""
+        """Mark the start of an update."""
         self.last_update = len(self.events)
 
     def trace(self, parts: Sequence[int]) -> Trace:
-        """Return what was noted since `begin`; nothing is asked for its phase, or told a witness, any more."""
-        self._phase, self._witness = _no_phase, None
+        """Return the trace since `begin`; neither callback of `begin` is called any more."""
+        self._phase, self._on_allocation = _no_phase, None
         return Trace(
             parts=tuple(parts),
             events=tuple(self.events),
@@ -120,28 +120,28 @@ class Recorder:
             last_update=self.last_update,
         )
 
-    def _give_back(self, blocks: list[int], step: Freed) -> None:
-        self.events.extend(~blocks.pop() for _ in range(step.count))
+    def _free_latest(self, blocks: list[int], count: int) -> None:
+        self.events.extend(~blocks.pop() for _ in range(count))
 
-    def _see_storage(self, tensor: Tensor) -> None:
+    def _record_storage(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key, size = id(storage), storage.nbytes()
-        known = self._alive.get(key)
-        if known is not None and known[2] == size:
+        live = self._live.get(key)
+        if live is not None and live[2] == size:
             return
         if size:
-            dtype = tensor.dtype if known is None else known[3]
+            dtype = tensor.dtype if live is None else live[3]
             block = self._allocate(size, dtype)
-            self._alive[key] = (weakref.ref(storage, partial(self._free, key)), block, size, dtype)
-        elif known is not None:
-            del self._alive[key]
-        if known is not None:  # It was resized: the old memory goes once the new one is there.
-            self.events.append(~known[1])
+            self._live[key] = (weakref.ref(storage, partial(self._free, key)), block, size, dtype)
+        elif live is not None:
+            del self._live[key]
+        if live is not None:  # Resized: the old memory is freed after the new memory is allocated.
+            self.events.append(~live[1])
 
     def _allocate(self, size: int | Workspace, dtype: torch.dtype | None = None, *, is_workspace: bool = False) -> int:
         phase = self._phase()
-        if self._witness is not None:
-            self._witness(phase, is_workspace, dtype)
+        if self._on_allocation is not None:
+            self._on_allocation(phase, is_workspace, dtype)
         if not self.phases or self.phases[-1][1] != phase:
             self.phases.append((len(self.events), phase))
         block = len(self.sizes)
@@ -150,7 +150,7 @@ class Recorder:
         return block
 
     def _free(self, key: int, _: Any) -> None:
-        self.events.append(~self._alive.pop(key)[1])
+        self.events.append(~self._live.pop(key)[1])
 
 
 def _no_phase() -> Phase:

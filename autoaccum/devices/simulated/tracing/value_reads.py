@@ -1,4 +1,4 @@
-"""Answers to who asks for a value that is not there, and refusals of what a simulated card cannot do."""
+"""Reads of tensor values: answered where a value is known or may be assumed, otherwise an error."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autoaccum.devices.simulated.tracing.known_values import values_of, verdict_of
+from autoaccum.devices.simulated.tracing.known_values import assumed_check, values_of
 from autoaccum.devices.simulated.unsupported import UnknownValueError
 from autoaccum.workload.tracebacks import name_line
 
-_ANSWERS = (
+_ASSUMED_VALUES = (
     ("torch.amp.grad_scaler", "get_scale", 1.0),
-    ("torch.amp.grad_scaler", "", 0.0),  # Whether gradients are infinite.
-    ("torch.nn.utils.clip_grad", "", 0.0),  # Whether the norm is one to raise for.
+    ("torch.amp.grad_scaler", "", 0.0),  # The number of infinite gradients.
+    ("torch.nn.utils.clip_grad", "", 0.0),  # `error_if_nonfinite`: no error.
     ("torch.optim", "", 1.0),
     ("autoaccum.accumulation.accumulator", "", 1.0),
     ("autoaccum.accumulation.state_hash", "", 1.0),
-    # Whether the mask is all ones, so that none is needed. Some of it is taken to be padding, which is the worse
-    # case: a mask of queries by keys is then made for each sample, and attention takes a kernel that can use one.
+    # Is the mask all ones, so that none is needed? No: with padding, the worse case, a mask of queries by keys is made
+    # for each sample, and attention takes a kernel that supports masks.
     ("transformers.modeling_attn_mask_utils", "", 0.0),
 )
-"""Who may ask (module, function), and what they are told. Everybody else is the user's own code, or runs for it."""
+"""By calling module and function (any if empty), the value assumed for a read. All other callers get an error."""
 
-_PLUMBING = (
+_INTERNAL_MODULES = (
     "autoaccum.devices.simulated",
     "torch._compile",
     "torch._dynamo",
@@ -38,24 +38,25 @@ _PLUMBING = (
 
 
 def read_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = False) -> float | int | bool:
-    """The value of `tensor`, where it is known, or tells whether losses, gradients and the like are finite: they are.
+    """Return the value of `tensor` if it is known, or the answer to a check for finite losses, gradients and the like.
 
-    With `is_truth` it is asked for a truth about it; `checks` gets a sentence on each that was taken as passed.
+    Such checks are assumed to pass, and `checks` gets a sentence on each. With `is_truth` the caller asks a yes-or-no
+    question about the tensor, not for its value.
 
     Raises:
-        UnknownValueError: Somebody asks for anything else.
+        UnknownValueError: The value is not known, and it is no such check.
     """
     known = None if is_truth else values_of(tensor)
     if known is not None:
         return known.item()
-    frame = _asker()
-    value = _answer(frame)
+    frame = _calling_frame()
+    value = _assumed_value(frame)
     is_bool = is_truth or str(tensor.dtype) == "torch.bool"
     is_float = not is_truth and tensor.is_floating_point()
     if value is None and tensor.device.type != "cpu" and frame is not None:
-        value = verdict_of(tensor)
+        value = assumed_check(tensor)
         if value is not None:
-            checks[f"a check at {_place(frame)} was taken as passed"] = None
+            checks[f"the check at {_locate(frame)} was assumed to pass"] = None
     if value is None:
         raise unknown_value_error(tensor)
     if is_float:
@@ -64,33 +65,33 @@ def read_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = Fal
 
 
 def unknown_value_error(tensor: Tensor) -> UnknownValueError:
-    """The error for reading `tensor`."""
-    text = f"a value is read of a tensor of shape {tuple(tensor.shape)} that came from the card"
+    """Return the error for reading `tensor`."""
+    text = f"a value is read from a tensor of shape {tuple(tensor.shape)} that was computed on the card"
     return UnknownValueError(text, on_host=tensor.device.type == "cpu")
 
 
 def calling_torch_module() -> str | None:
-    """The module of PyTorch's that called the caller; None where it was none of PyTorch's."""
+    """Return the PyTorch module that called the calling function; None if PyTorch did not call it."""
     name: str = sys._getframe(2).f_globals.get("__name__", "")
     return name if name == "torch" or name.startswith("torch.") else None
 
 
 def read_list(tensor: Tensor) -> Any:
-    """`tensor.tolist()`, where its values are known; one number may be had by those who may ask for one."""
+    """Return `tensor.tolist()` if the values are known, or are assumed for the caller."""
     known = values_of(tensor)
     if known is not None:
         return known.tolist()
-    value = _answer(_asker())
+    value = _assumed_value(_calling_frame())
     if value is None:
         raise unknown_value_error(tensor)
-    nest: Any = value if tensor.is_floating_point() else int(value)
+    nested: Any = value if tensor.is_floating_point() else int(value)
     for size in reversed(tensor.shape):
-        nest = [nest] * size
-    return nest
+        nested = [nested] * size
+    return nested
 
 
 def read_array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`tensor.numpy()`, where its values are known."""
+    """Return `tensor.numpy()` if the values are known."""
     known = values_of(tensor) if tensor.device.type == "cpu" else None
     if known is None:
         raise unknown_value_error(tensor)
@@ -98,35 +99,36 @@ def read_array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         return known.numpy()
 
 
-def _asker() -> FrameType | None:
+def _calling_frame() -> FrameType | None:
+    """Return the innermost frame that is neither the simulation's nor part of PyTorch's dispatch."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_plumbing(frame):
+    while frame is not None and _is_internal(frame):
         frame = frame.f_back
     return frame
 
 
-def _answer(frame: FrameType | None) -> float | None:
+def _assumed_value(frame: FrameType | None) -> float | None:
     if frame is None:
         return None
     module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-    for asker, name, value in _ANSWERS:
-        if (module == asker or module.startswith(f"{asker}.")) and name in ("", function):
+    for caller, name, value in _ASSUMED_VALUES:
+        if (module == caller or module.startswith(f"{caller}.")) and name in ("", function):
             return value
     return None
 
 
-def _place(frame: FrameType) -> str:
-    """Return where a frame is, and for whom: a library's line with the user's."""
+def _locate(frame: FrameType) -> str:
+    """Return the line of a frame; for a library's line, also the user's line that called it."""
     first, is_own = name_line(frame.f_code.co_filename, frame.f_lineno)
     outer = frame.f_back
     while outer is not None and not is_own:
-        place, is_own = name_line(outer.f_code.co_filename, outer.f_lineno)
+        line, is_own = name_line(outer.f_code.co_filename, outer.f_lineno)
         if is_own:
-            return f"{first}, for {place}"
+            return f"{first}, for {line}"
         outer = outer.f_back
     return first
 
 
-def _is_plumbing(frame: FrameType) -> bool:
+def _is_internal(frame: FrameType) -> bool:
     name: str = frame.f_globals.get("__name__", "")
-    return name.startswith(_PLUMBING) or frame.f_code.co_name == "__torch_dispatch__"
+    return name.startswith(_INTERNAL_MODULES) or frame.f_code.co_name == "__torch_dispatch__"

@@ -176,7 +176,7 @@ def test_a_check_is_taken_as_passed(name: str, simulated: Callable[[str], Any]) 
     assert "failure" not in reply, reply["failure"]
     notes = reply["inspection"]["notes"]
     assert notes
-    assert all("model.py:1" in note and note.endswith(" was taken as passed") for note in notes)
+    assert all("model.py:1" in note and note.endswith(" was assumed to pass") for note in notes)
     assert len(set(notes)) == len(notes)
 
 
@@ -189,7 +189,7 @@ def test_distributions_do_not_check_their_arguments(name: str, simulated: Callab
 def test_what_decides_more_is_refused(name: str, simulated: Callable[[str], Any]) -> None:
     lines, where = REFUSED[name]
     failure = simulated(workload(lines))("inspect")["failure"]
-    for words in ("a value is read of a tensor of shape ()", where, "a simulated card computes no values"):
+    for words in ("a value is read from a tensor of shape ()", where, "a simulated card computes no values"):
         assert words in failure["message"]
 
 
