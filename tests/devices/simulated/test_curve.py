@@ -66,8 +66,8 @@ def test_a_whole_step_follows(size: int) -> None:
         ((lambda n: -(-n // 3) * 512,), "block 0 takes 512, 1024, 1536 at 2, 4, 8 samples"),
         ((lambda n: 3 * n // 2,), "block 0 takes 3, 6, 12 at 2, 4, 8 samples"),
         ((lambda n: Workspace("rows", (5, n * n)),), "block 0 takes 4, 16, 64 at 2, 4, 8 samples"),
-        ((lambda n: Workspace("one" if n < 8 else "other", (n,)),), "block 0 is of another kind at 2 and 8 samples"),
-        ((lambda n: n if n < 8 else Workspace("one", (n,)),), "block 0 is of another kind at 2 and 8 samples"),
+        ((lambda n: Workspace("one" if n < 8 else "other", (n,)),), "block 0 is of different kinds at 2 and 8 samples"),
+        ((lambda n: n if n < 8 else Workspace("one", (n,)),), "block 0 is of different kinds at 2 and 8 samples"),
     ],
 )
 def test_sizes_that_do_not_follow_are_named(blocks: tuple[Size, ...], message: str) -> None:
@@ -84,13 +84,13 @@ def test_a_table_of_samples_by_samples_is_told_from_other_sizes() -> None:
 
 @pytest.mark.parametrize(("other", "index"), [((0, ~0, 1), 1), ((0, 1, ~1), 2)])
 def test_other_events_are_named(other: tuple[int, ...], index: int) -> None:
-    with pytest.raises(NotAffineError, match=f"event {index} of the step is another at 2 and 3 samples"):
+    with pytest.raises(NotAffineError, match=f"event {index} of the step differs at 2 and 3 samples"):
         fit_affine_trace([trace(2, weight, row), trace(3, weight, row, events=other)])
 
 
 def test_smaller_than_any_traced_is_not_told() -> None:
     family = fit_affine_trace([trace(size, row) for size in (2, 5, 3)])
-    with pytest.raises(NotAffineError, match="1 samples are fewer than 2, from where on sizes follow: trace that size"):
+    with pytest.raises(NotAffineError, match="1 samples are fewer than 2, the smallest size traced: trace this size"):
         family.at(1)
 
 

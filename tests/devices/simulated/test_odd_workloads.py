@@ -193,15 +193,18 @@ REFUSED = {
     ),
     "a batch on the card": (
         f"def model(): return {MLP}\ndef batch(n): return torch.randn(n, 8).cuda(), torch.randint(0, 4, (n,)).cuda()",
-        ["batch(2) is on the card", "make it on the CPU"],
+        ["batch(2) is on the card", "make the batch on the CPU"],
     ),
     "data parallel": (
         f"def model(): return nn.DataParallel({MLP})",
-        ["nn.DataParallel divides a batch among cards, and one card is simulated", "have model() return what it wraps"],
+        [
+            "nn.DataParallel divides a batch among cards, but only one",
+            "return the module that it wraps",
+        ],
     ),
     "a lazy module": (
         "def model(): return nn.Sequential(nn.LazyLinear(4))",
-        ["a parameter without a shape yet", "have model() run one sample through"],
+        ["before it has a shape", "run one sample through"],
     ),
     "no parameters": ("def model(): return nn.Flatten()", ["none of the 0 parameters of Flatten is trainable"]),
     "a bug of theirs": (module("return self.layer(x[:, :7])"), ["RuntimeError", "7"]),

@@ -1,11 +1,10 @@
-"""Autocast on a card that is not there, as CUDA does it.
+"""Autocast on the simulated card, as CUDA does it.
 
-CUDA's kernels ask in C++ whether a tensor is on CUDA and are told `meta`, so they would cast nothing: Python kernels
-take their place.
+The C++ kernels of autocast would see tensors on `meta`, not on CUDA, and cast nothing; Python kernels replace them.
 
-Sources: aten/src/ATen/autocast_mode.h (the lists `AT_FORALL_*`, the same from 2.11 to 2.15 but for `rms_norm`, which is
-new in 2.12 or 2.13, and overloads that name dimensions, which went then) and autocast_mode.cpp (what CUDA adds:
-`cudnn_convolution*`, `binary_cross_entropy`; in 2.15 `linalg_matrix_sqrth`, *run* on that binary's own kernel).
+Sources: aten/src/ATen/autocast_mode.h (the lists `AT_FORALL_*`, the same from 2.11 to 2.15 except for `rms_norm`, new
+in 2.12 or 2.13, and overloads with named dimensions, removed then) and autocast_mode.cpp (what CUDA adds:
+`cudnn_convolution*`, `binary_cross_entropy`; in 2.15 also `linalg_matrix_sqrth`, found by running that binary).
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from torch import Tensor
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.patches import patched
 
-Policy = Literal["lower", "fp32", "set_dtype", "append_dtype", "promote", "banned"]
+Policy = Literal["lower_precision_fp", "fp32", "fp32_set_opt_dtype", "fp32_append_dtype", "promote", "banned"]
 
 _LISTS: Mapping[Policy, str] = {
-    "lower": """
+    "lower_precision_fp": """
 _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
 conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose prelu addmm addmv addr matmul einsum mm
 mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell
@@ -41,32 +40,32 @@ _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_
 upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
 _upsample_bicubic2d_aa linalg_matrix_sqrth
 """,
-    "set_dtype": """
+    "fp32_set_opt_dtype": """
 prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int log_softmax.Dimname cumprod
 cumprod.dimname cumsum cumsum.dimname linalg_vector_norm linalg_matrix_norm linalg_matrix_norm.str_ord sum
 sum.dim_IntList sum.dim_DimnameList
 """,
-    "append_dtype": "norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim",
+    "fp32_append_dtype": "norm.Scalar norm.ScalarOpt_dim norm.names_ScalarOpt_dim",
     "promote": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
     "banned": "binary_cross_entropy",
 }
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {name: policy for policy, names in _LISTS.items() for name in names.split()}
 )
-"""By operator and overload, as the dispatcher names them without `aten::`.
+"""Policies by operator and overload, as the dispatcher names them without `aten::`.
 
-- `lower`: arguments are cast to the autocast dtype; `fp32`: to fp32; `promote`: to the widest among them.
-- `set_dtype`: the optional argument `dtype` is fp32 where none is given, nothing is cast.
-- `append_dtype`: the overload that takes a dtype is called instead, with fp32.
-- `banned`: refused.
+- `lower_precision_fp` casts arguments to the autocast dtype, `fp32` to fp32, `promote` to the widest dtype among them.
+- `fp32_set_opt_dtype` sets the optional argument `dtype` to fp32 if it is missing, and casts nothing.
+- `fp32_append_dtype` calls the overload that takes a dtype, with fp32.
+- `banned` raises an error.
 """
 
 RNN = "_cudnn_rnn"
-"""Has a kernel of its own (aten/src/ATen/cudnn/AutocastRNN.cpp)."""
+"""An operator with its own autocast kernel (aten/src/ATen/cudnn/AutocastRNN.cpp)."""
 
-WIDE = torch.float32
-OUTSIDE = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
-"""Is excluded while a kernel of autocast runs its operator."""
+_FP32 = torch.float32
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+"""Keys that are excluded while an autocast kernel calls its operator."""
 _copy = torch.ops.aten._to_copy.default
 
 
@@ -77,34 +76,34 @@ def is_eligible(tensor: Tensor) -> bool:
 
 
 class CastCache:
-    """Casts arguments, and keeps those of weights until the outermost autocast ends (`cached_cast`).
+    """Casts arguments, and caches casts of weights until the outermost autocast ends (`cached_cast` in PyTorch).
 
-    What is kept is memory: half a model's bytes. A weight is a leaf in fp32 that requires a gradient and is no view.
-    It is cast with gradients on, also within `torch.no_grad`, so that a later use has them (pytorch#158232). So the
-    cast has a graph, the graph holds the weight, and its `id` is no other tensor's for as long.
+    The cache takes memory: half a model's bytes. A weight is an fp32 leaf that requires a gradient and is not a view.
+    It is cast with gradients enabled, even within `torch.no_grad`, so that a later use has a gradient
+    (https://github.com/pytorch/pytorch/issues/158232). The cast's graph holds the weight, so its `id` is not reused.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, Tensor] = {}
+        self._casts: dict[int, Tensor] = {}
 
     def clear(self) -> None:
-        """Forget all."""
-        self._kept.clear()
+        """Drop all cached casts."""
+        self._casts.clear()
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """A tensor or a list of tensors in `dtype`, where autocast may change it; anything else as it is."""
+        """Cast a tensor or a list of tensors to `dtype` where autocast may; return other values as they are."""
         if isinstance(value, list | tuple):
             return [self.cast(item, dtype) for item in value]
         if value is None or value.dtype is dtype or not is_eligible(value):
             return value
-        if dtype is not WIDE and value.requires_grad and value.is_leaf and self._may_keep(value, dtype):
+        if dtype is not _FP32 and value.requires_grad and value.is_leaf and self._is_cacheable(value, dtype):
             return self._cast_once(value, dtype)
         return _copy(value, dtype=dtype)
 
     @staticmethod
-    def _may_keep(weight: Tensor, dtype: torch.dtype) -> bool:
+    def _is_cacheable(weight: Tensor, dtype: torch.dtype) -> bool:
         return (
-            weight.dtype is WIDE
+            weight.dtype is _FP32
             and dtype is torch.get_autocast_dtype("cuda")
             and not weight._is_view()
             and torch.is_autocast_cache_enabled()
@@ -112,26 +111,26 @@ class CastCache:
         )
 
     def _cast_once(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        kept = self._kept.get(id(weight))
-        if kept is None:
+        cast = self._casts.get(id(weight))
+        if cast is None:
             with torch.enable_grad():
-                kept = self._kept[id(weight)] = _copy(weight, dtype=dtype)
-        return kept
+                cast = self._casts[id(weight)] = _copy(weight, dtype=dtype)
+        return cast
 
 
 _HALF = torch.float16
-"""Whatever the autocast dtype: under bf16 too (*run*: the binaries of 2.11 and 2.15)."""
+"""RNNs run in fp16 even if the autocast dtype is bf16, as a run of the binaries of 2.11 and 2.15 shows."""
 
 
-def rnn_kernel(casts: CastCache) -> Callable[..., Any]:
-    """The kernel of `_cudnn_rnn` for autocast: the weights are cast at every call, none is kept."""
+def make_rnn_kernel(casts: CastCache) -> Callable[..., Any]:
+    """Return the autocast kernel of `_cudnn_rnn`, which casts the weights at every call and caches none."""
     operator = torch.ops.aten._cudnn_rnn.default
 
     def kernel(data: Tensor, weights: list[Tensor], stride: int, flat: Tensor | None, *rest: Any) -> Any:
         hidden, cell, *others = rest
-        with torch._C._ExcludeDispatchKeyGuard(OUTSIDE):
-            told = weights[0] if flat is None else flat
-            if told.dtype is not _HALF and is_eligible(told):
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            weight = weights[0] if flat is None else flat
+            if weight.dtype is not _HALF and is_eligible(weight):
                 flat, weights = flatten(weights)
             cell, hidden, data = (casts.cast(value, _HALF) for value in (cell, hidden, data))
             return operator(data, weights, stride, flat, hidden, cell, *others)
@@ -140,9 +139,9 @@ def rnn_kernel(casts: CastCache) -> Callable[..., Any]:
 
 
 def flatten(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """A buffer in fp16, and the weights as parts of it (`copy_weights_to_flat_buf_views` in native/cudnn/RNN.cpp).
+    """Return an fp16 buffer and copies of the weights in it (`copy_weights_to_flat_buf_views` in native/cudnn/RNN.cpp).
 
-    Gradients come back through the copies, in the weights' own dtype. cuDNN may pad its buffer by a few bytes.
+    Gradients flow back through the copies in the weights' own dtype. cuDNN may pad its buffer by a few bytes.
     """
     with torch.no_grad():
         sizes = [weight.numel() for weight in weights]
@@ -159,36 +158,36 @@ Kernel = Callable[..., Any]
 
 
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
-    """Have autocast cast fake CUDA tensors until `library` is destroyed and `stack` is closed."""
+    """Make autocast cast fake CUDA tensors until `library` is destroyed and `stack` is closed."""
     cache = CastCache()
-    native = torch.clear_autocast_cache
+    clear_native = torch.clear_autocast_cache
 
     def clear() -> None:
         cache.clear()
-        native()
+        clear_native()
 
     stack.enter_context(patched(torch, "clear_autocast_cache", clear))
     stack.callback(cache.clear)
-    _count_backward_apart(stack)
+    _patch_nesting(stack)
     register: Any = library.impl
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*overrid", category=UserWarning)  # that is the purpose
+        warnings.filterwarnings("ignore", message=".*overrid", category=UserWarning)  # as intended
         for name in cast_operators():
             register(name, _kernel(name, cache), _KEY, allow_override=True)
-        register(RNN, rnn_kernel(cache), _KEY, allow_override=True)
+        register(RNN, make_rnn_kernel(cache), _KEY, allow_override=True)
 
 
-def _count_backward_apart(stack: ExitStack) -> None:
-    """Count regions of autocast in a backward pass from 0, as in the thread where CUDA runs it.
+def _patch_nesting(stack: ExitStack) -> None:
+    """Count the autocast nesting depth from 0 in backward, which has its own thread on CUDA.
 
-    So the end of each checkpointed part clears the cache, also where `backward()` is called within autocast.
+    So the end of each recomputed part clears the cache, even if `backward()` is called within autocast.
     """
     enter, leave = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
     depth = [0]
 
-    def count(step: int, native: Callable[[], int]) -> int:
+    def count(step: int, count_native: Callable[[], int]) -> int:
         if torch._C._current_autograd_node() is None:
-            return native()
+            return count_native()
         depth[0] += step
         return depth[0]
 
@@ -197,7 +196,7 @@ def _count_backward_apart(stack: ExitStack) -> None:
 
 
 def cast_operators() -> list[str]:
-    """Operators this PyTorch casts on CUDA by a policy, without `aten::`, sorted."""
+    """Return the sorted names, without `aten::`, of operators that this PyTorch casts on CUDA by a policy."""
     names = torch._C._dispatch_get_all_op_names()
     ours = (name.removeprefix("aten::") for name in names if name.startswith("aten::") and _has_kernel(name))
     return sorted(name for name in ours if name != RNN)
@@ -208,7 +207,7 @@ def _has_kernel(name: str) -> bool:
 
 
 def _kernel(name: str, casts: CastCache) -> Kernel:
-    # What a later PyTorch casts and no list names: rather a size that is too large.
+    # An operator that only a later PyTorch casts: fp32 rather overestimates its memory.
     return _MAKERS[POLICIES.get(name, "fp32")](_overload(name), casts)
 
 
@@ -218,23 +217,23 @@ def _overload(name: str) -> Any:
 
 
 def _tensor_positions(schema: torch.FunctionSchema) -> tuple[int, ...]:
-    """Return where tensors and lists of tensors stand, last first: C++ as GCC compiles it casts them in that order."""
+    """Return the positions of tensors and tensor lists, last first: GCC compiles PyTorch to cast in that order."""
     types = ("Tensor", "Optional[Tensor]", "List[Tensor]")
     return tuple(i for i, argument in reversed(list(enumerate(schema.arguments))) if str(argument.type) in types)
 
 
 def _casting(operator: Any, casts: CastCache, choose: Callable[[Sequence[Any]], torch.dtype]) -> Kernel:
     positions = _tensor_positions(operator._schema)
-    cast, outside = casts.cast, torch._C._ExcludeDispatchKeyGuard
+    cast, excluding = casts.cast, torch._C._ExcludeDispatchKeyGuard
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with outside(OUTSIDE):
+        with excluding(_AUTOCAST_KEYS):
             dtype = choose(args)
-            ready, count = list(args), len(args)
+            casted, count = list(args), len(args)
             for i in positions:
                 if i < count:
-                    ready[i] = cast(ready[i], dtype)
-            return operator(*ready, **kwargs)
+                    casted[i] = cast(casted[i], dtype)
+            return operator(*casted, **kwargs)
 
     return kernel
 
@@ -244,7 +243,7 @@ def _lower(operator: Any, casts: CastCache) -> Kernel:
 
 
 def _fp32(operator: Any, casts: CastCache) -> Kernel:
-    return _casting(operator, casts, lambda _: WIDE)
+    return _casting(operator, casts, lambda _: _FP32)
 
 
 def _promote(operator: Any, casts: CastCache) -> Kernel:
@@ -263,8 +262,8 @@ def _promote(operator: Any, casts: CastCache) -> Kernel:
 def _wider(found: torch.dtype, tensor: Tensor | None, lower: torch.dtype) -> torch.dtype:
     if tensor is None or not is_eligible(tensor):
         return found
-    if WIDE in (found, tensor.dtype):
-        return WIDE
+    if _FP32 in (found, tensor.dtype):
+        return _FP32
     if tensor.dtype is not lower:
         raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
     return found
@@ -275,10 +274,10 @@ def _set_dtype(operator: Any, _: CastCache) -> Kernel:
     at = names.index("dtype")
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(OUTSIDE):
-            given = args[at] if at < len(args) else kwargs.get("dtype")
-            if given is None and is_eligible(args[0]):
-                args, kwargs = args[:at], {**kwargs, "dtype": WIDE}
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            dtype = args[at] if at < len(args) else kwargs.get("dtype")
+            if dtype is None and is_eligible(args[0]):
+                args, kwargs = args[:at], {**kwargs, "dtype": _FP32}
             return operator(*args, **kwargs)
 
     return kernel
@@ -291,8 +290,8 @@ def _append_dtype(operator: Any, _: CastCache) -> Kernel:
     defaults = [argument.default_value for argument in schema.arguments]
 
     def kernel(*args: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(OUTSIDE):
-            dtype = WIDE if is_eligible(args[0]) else args[0].dtype
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+            dtype = _FP32 if is_eligible(args[0]) else args[0].dtype
             return target(*args, *defaults[len(args) :], dtype=dtype)
 
     return kernel
@@ -312,10 +311,10 @@ def _banned(_: Any, __: CastCache) -> Kernel:
 
 
 _MAKERS: dict[Policy, Callable[[Any, CastCache], Kernel]] = {
-    "lower": _lower,
+    "lower_precision_fp": _lower,
     "fp32": _fp32,
-    "set_dtype": _set_dtype,
-    "append_dtype": _append_dtype,
+    "fp32_set_opt_dtype": _set_dtype,
+    "fp32_append_dtype": _append_dtype,
     "promote": _promote,
     "banned": _banned,
 }

@@ -1,7 +1,7 @@
-"""Answers of `torch.cuda` and its kin for the simulated card.
+"""`torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` for the simulated card.
 
-User code asks these before it chooses a device, a dtype or a kernel. What only a real driver could tell or do is
-refused by what PyTorch itself raises.
+User code queries them before it chooses a device, a dtype or a kernel. Functions that need a driver raise the error
+that PyTorch raises without one.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 DEVICE = torch.device("cuda", 0)
 ONE_CARD = "put everything on cuda:0, or plan on the machine that has the cards (--device cuda)"
-_SILENT = """
+_NO_OPERATION = """
 caching_allocator_enable check_error empty_cache ipc_collect manual_seed manual_seed_all
 reset_accumulated_host_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated reset_max_memory_cached
 reset_peak_host_memory_stats reset_peak_memory_stats seed seed_all set_per_process_memory_fraction set_rng_state
 set_rng_state_all set_stream set_sync_debug_mode synchronize _lazy_init
 """
-_OF_THE_DRIVER = """
+_NEEDS_DRIVER = """
 caching_allocator_alloc caching_allocator_delete change_current_allocator clock_rate current_blas_handle
 current_solver_handle graph_pool_handle power_draw temperature
 """
 _NO_DRIVER = "cuda driver can't be loaded, is cuda enabled?"
-"""What `torch.cuda` itself raises where NVML finds no driver."""
+"""The message of `torch.cuda` if NVML finds no driver."""
 
 
 class Stream:
-    """The one stream there is; also what stands for an event on it."""
+    """The only stream, which also serves as the events on it."""
 
     device, device_index, device_type, stream_id, cuda_stream, priority = DEVICE, 0, 1, 0, 0, 0
 
@@ -51,32 +51,32 @@ class Stream:
         pass
 
     def is_capturing(self) -> bool:
-        """No graph is captured."""
+        """Return False: no graph is captured."""
         return False
 
     def query(self) -> bool:
-        """All work is done."""
+        """Return True: all work is done."""
         return True
 
     def elapsed_time(self, _: Any) -> float:
-        """No time passes."""
+        """Return 0: no time passes."""
         return 0.0
 
     def record_event(self, event: Any = None) -> Any:
-        """An event that has happened."""
+        """Return `event`, or a new one; it has already happened."""
         return event or Stream()
 
     def wait(self, *_: Any) -> None:
-        """There is nothing to wait for."""
+        """Do nothing, since all work is done."""
 
     wait_stream = wait_event = synchronize = record = wait
 
 
 def patch_torch_cuda(card: Card, recorder: Recorder, stack: ExitStack) -> None:
-    """Have `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` answer for `card` until `stack` is closed."""
+    """Make `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` report `card` until `stack` is closed."""
     answers = _answers(card, recorder)
-    answers |= dict.fromkeys(_SILENT.split(), _nothing)
-    answers |= dict.fromkeys(_OF_THE_DRIVER.split(), _without_driver)
+    answers |= dict.fromkeys(_NO_OPERATION.split(), _do_nothing)
+    answers |= dict.fromkeys(_NEEDS_DRIVER.split(), _raise_no_driver)
     for name, answer in answers.items():
         for owner in (torch.cuda, torch.cuda.memory):
             if hasattr(owner, name):
@@ -92,7 +92,7 @@ def patch_torch_cuda(card: Card, recorder: Recorder, stack: ExitStack) -> None:
         stack.enter_context(patched(cudnn, "version", cudnn_version))
     nvtx: Any = torch.cuda.nvtx
     for name in ("range_push", "range_pop", "mark"):
-        stack.enter_context(patched(nvtx, name, _nothing))
+        stack.enter_context(patched(nvtx, name, _do_nothing))
     stack.enter_context(patched(nvtx, "range", lambda *_, **__: nullcontext()))
 
 
@@ -156,13 +156,13 @@ def _memory_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., A
 
 def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., Any]]:
     memory = _memory_answers(card, recorder)
-    silent = ("set_stream", "synchronize", "empty_cache", "empty_host_cache")
+    actions = ("set_stream", "synchronize", "empty_cache", "empty_host_cache")
     resets = ("reset_accumulated_memory_stats", "reset_peak_memory_stats")
     return {
         **memory,
-        **dict.fromkeys((*silent, *resets), _nothing),
+        **dict.fromkeys((*actions, *resets), _do_nothing),
         "get_memory_info": memory["mem_get_info"],
-        "get_device_capability": _without_capabilities,
+        "get_device_capability": _raise_no_capabilities,
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
@@ -175,7 +175,7 @@ def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[.
 
 
 class _CudaDeviceProperties(SimpleNamespace):
-    """Properties of the device; clocks and the cache are an A100's, and decide nothing here."""
+    """Properties of the device; clock rates and the cache size are an A100's, and have no effect on memory."""
 
 
 def _properties(card: Card) -> _CudaDeviceProperties:
@@ -199,7 +199,7 @@ def _properties(card: Card) -> _CudaDeviceProperties:
         warp_size=32,
         is_integrated=0,
         is_multi_gpu_board=0,
-        gcnArchName=card.title,  # As builds for CUDA have it.
+        gcnArchName=card.title,  # As in builds for CUDA.
         uuid=uuid5(NAMESPACE_URL, card.name),
         pci_bus_id=0,
         pci_device_id=0,
@@ -208,7 +208,7 @@ def _properties(card: Card) -> _CudaDeviceProperties:
 
 
 class _Guard:
-    """`torch.cuda.device(...)`: there is one card to be on."""
+    """`torch.cuda.device(...)`, which accepts only the first card."""
 
     def __init__(self, device: Any = None) -> None:
         check_index(device)
@@ -221,29 +221,31 @@ class _Guard:
 
 
 def _of_card(answer: Any) -> Callable[..., Any]:
-    def tell(device: Any = None) -> Any:
+    """Return a function that takes a device and returns `answer`."""
+
+    def query(device: Any = None) -> Any:
         check_index(device)
         return answer
 
-    return tell
+    return query
 
 
 def check_index(device: Any = None) -> None:
-    """Refuse another card than the first."""
+    """Raise `UnsupportedError` for any card but the first."""
     if isinstance(device, torch.Tensor):
         device = device.device
     index = device if isinstance(device, int) or device is None else torch.device(device).index
     if index not in (None, -1, 0):
-        raise UnsupportedError(f"cuda:{index} is used, and one card is simulated", hint=ONE_CARD)
+        raise UnsupportedError(f"cuda:{index} is used, but only one card is simulated", hint=ONE_CARD)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _do_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _without_driver(*_: Any, **__: Any) -> NoReturn:
+def _raise_no_driver(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError(_NO_DRIVER)
 
 
-def _without_capabilities(*_: Any, **__: Any) -> NoReturn:
-    raise RuntimeError("Backend doesn't support getting device capabilities.")  # CUDA's answer on any card.
+def _raise_no_capabilities(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError("Backend doesn't support getting device capabilities.")  # As on a real card.

@@ -1,4 +1,4 @@
-"""Models, batches and checkpoints for the simulated card: built without memory of the host, and put there."""
+"""Models, batches and checkpoints for the simulated card: built without host memory, and moved to the card."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from autoaccum.errors import WorkloadError
 from autoaccum.workload.pytree import tensors
 from autoaccum.workload.spec import Workload
 
-_SHAPED = "have model() run one sample through before it returns"
+_INITIALISE = "run one sample through the model in model(), before it is returned"
 _REPLACED_BY = "_autoaccum_replaced_by"
 
 
 def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`nn.Module._apply` in its order, where a parameter that `fn` turns into a fake one is exchanged for a new one.
+    """Replace `nn.Module._apply`: a parameter that `fn` turns into a fake tensor becomes a new parameter.
 
-    One parameter under several names stays one. Attributes and hooks of a parameter go along.
+    The order is the same. Tied parameters stay tied, and a parameter keeps its attributes and hooks.
     """
     if recurse:
         for child in module.children():
             child._apply(fn)  # type: ignore[no-untyped-call]
     for name, parameter in module._parameters.items():
         if parameter is not None:
-            module._parameters[name] = _convert(parameter, fn)
+            module._parameters[name] = _convert_parameter(parameter, fn)
     for name, buffer in module._buffers.items():
         if buffer is not None:
-            module._buffers[name] = _exchanged(buffer, fn)
+            module._buffers[name] = _convert_buffer(buffer, fn)
     return module
 
 
-def _convert(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
+def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
     if is_lazy(parameter):
-        raise UnsupportedError("a parameter without a shape yet is put on the card (a lazy module's)", hint=_SHAPED)
+        raise UnsupportedError("a lazy module's parameter is moved to the card before it has a shape", hint=_INITIALISE)
     with torch.no_grad():
-        known = _replacement(parameter)
-        if known is not None:
-            return known
+        replacement = _replacement(parameter)
+        if replacement is not None:
+            return replacement
         applied = fn(parameter)
         if applied is parameter:
             return parameter
@@ -77,10 +77,10 @@ def _convert(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) -> Any:
     return made
 
 
-def _exchanged(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
-    known = _replacement(buffer)
-    if known is not None:
-        return known
+def _convert_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
+    replacement = _replacement(buffer)
+    if replacement is not None:
+        return replacement
     with torch.no_grad():
         applied = fn(buffer)
     if applied is not buffer:
@@ -97,15 +97,15 @@ T = TypeVar("T")
 
 
 def with_host_batches(workload: Workload) -> Workload:
-    """`workload`, whose batches are checked to be where their weights can be counted: on the CPU."""
+    """Return the workload with batches that are checked to be on the CPU, where loss weights are counted."""
     return dataclasses.replace(workload, batch=partial(_batch_on_host, workload.batch))
 
 
 def with_copied_criterion(workload: Workload) -> Workload:
-    """`workload`, whose criterion is a copy: what one rehearsal puts on the card is not there in the next."""
-    given = {name: getattr(workload, name) for name in ("loss", "criterion")}
+    """Return the workload with a copy of its criterion, so that each trial run moves a new one to the card."""
+    fields = {name: getattr(workload, name) for name in ("loss", "criterion")}
     copies: dict[str, Any] = {
-        name: copy.deepcopy(value) for name, value in given.items() if isinstance(value, nn.Module)
+        name: copy.deepcopy(value) for name, value in fields.items() if isinstance(value, nn.Module)
     }
     return dataclasses.replace(workload, **copies) if copies else workload
 
@@ -114,41 +114,41 @@ def _batch_on_host(batch: Callable[[int], Any], size: int) -> Any:
     made = batch(size)
     if any(isinstance(leaf, FakeTensor) and leaf.is_cuda for leaf in tensors(made)):
         raise WorkloadError(
-            f"batch({size}) is on the card, where a simulation cannot count its weight",
-            hint="make it on the CPU: one part at a time is moved, so that the card holds no more than that",
+            f"batch({size}) is on the card, where a simulation cannot count its loss weight",
+            hint="make the batch on the CPU: only one micro-batch at a time is moved to the card",
         )
     return made
 
 
 def with_lazy_building(workload: Workload, mode: FakeCudaMode, *, batches: bool) -> Workload:
-    """`workload`, whose models, and batches where that is asked for, are built without values for large tensors.
+    """Return the workload with models, and optionally batches, that are built without values for large tensors.
 
-    A constructor that fails for want of them builds for real. An instance is there already, and copied as always.
+    If a constructor fails without them, the model is built for real. A model instance is copied as usual.
     """
     lazy = dataclasses.replace(workload, batch=partial(_build_batch, workload.batch, mode)) if batches else workload
     if isinstance(workload.model, nn.Module):
         return lazy
-    return dataclasses.replace(lazy, model=partial(_build, workload, mode))
+    return dataclasses.replace(lazy, model=partial(_build_model, workload, mode))
 
 
-def _build(workload: Workload, mode: FakeCudaMode) -> nn.Module:
-    with suppress(Exception):  # Whatever it is: built for real, it either works, or fails by the user's own fault.
-        return _lazily(mode, workload.build_model)
+def _build_model(workload: Workload, mode: FakeCudaMode) -> nn.Module:
+    with suppress(Exception):  # If it is the user's error, building for real raises it again.
+        return _build_lazily(mode, workload.build_model)
     return workload.build_model()
 
 
 def _build_batch(batch: Callable[[int], Any], mode: FakeCudaMode, size: int) -> Any:
-    """A batch whose whole numbers and truths have values, since a forward pass may go by them."""
-    made = _lazily(mode, batch, size)
-    bare = [leaf for leaf in tensors(made) if isinstance(leaf, FakeTensor)]
-    if not all(leaf.is_floating_point() for leaf in bare):
+    """Build a batch with values for integers and booleans, since a forward pass may branch on them."""
+    made = _build_lazily(mode, batch, size)
+    fake = [leaf for leaf in tensors(made) if isinstance(leaf, FakeTensor)]
+    if not all(leaf.is_floating_point() for leaf in fake):
         return batch(size)
-    for leaf in bare:
+    for leaf in fake:
         mark_not_materialised(leaf)
     return made
 
 
-def _lazily(mode: FakeCudaMode, build: Callable[..., T], *args: Any) -> T:
+def _build_lazily(mode: FakeCudaMode, build: Callable[..., T], *args: Any) -> T:
     mode.lazy = True
     try:
         return build(*args)
@@ -160,37 +160,37 @@ _ZIP = b"PK\x03\x04"
 
 
 def patch_torch_load(stack: ExitStack) -> None:
-    """Exchange `torch.load` until `stack` is closed."""
+    """Patch `torch.load` until `stack` is closed."""
     load = partial(_load, torch.load)
     for owner in (torch, torch.serialization):
         stack.enter_context(patched(owner, "load", load))
 
 
-def _load(native: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
-    """Read a file to the host, and put it on the card if `map_location` names that."""
-    place = map_location.decode() if isinstance(map_location, bytes) else str(map_location)
+def _load(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
+    """Load a file on the host, and move it to the card if `map_location` is the card."""
+    device = map_location.decode() if isinstance(map_location, bytes) else str(map_location)
     if options.get("mmap") is None and _can_be_mapped(f):
-        options["mmap"] = True  # What is never read takes no memory.
+        options["mmap"] = True  # Unread tensors take no memory.
     with _disable_current_modes():
-        loaded = native(f, "cpu", *args, **options)
-    if not place.startswith("cuda"):
+        loaded = load(f, "cpu", *args, **options)
+    if not device.startswith("cuda"):
         return loaded
-    check_index(place)
+    check_index(device)
     moved: dict[Any, Tensor] = {}
-    return tree_map(partial(_moved, moved), loaded)
+    return tree_map(partial(_move, moved), loaded)
 
 
-def _moved(known: dict[Any, Tensor], value: Any) -> Any:
-    """A tensor or a module on the card; what shares its place shares it there."""
+def _move(moved: dict[Any, Tensor], value: Any) -> Any:
+    """Move a tensor or a module to the card; tensors that are the same view of a storage stay one tensor."""
     if isinstance(value, nn.Module):
-        return value._apply(partial(_moved, known))  # type: ignore[no-untyped-call]
+        return value._apply(partial(_move, moved))  # type: ignore[no-untyped-call]
     if not isinstance(value, Tensor) or value.layout is not torch.strided:
         return value
     key = value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride()
-    if key not in known:
+    if key not in moved:
         made = value.detach().to(DEVICE)
-        known[key] = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
-    return known[key]
+        moved[key] = nn.Parameter(made, value.requires_grad) if isinstance(value, nn.Parameter) else made
+    return moved[key]
 
 
 def _can_be_mapped(f: Any) -> bool:

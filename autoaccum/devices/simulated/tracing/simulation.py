@@ -1,8 +1,8 @@
-"""PyTorch on a card that is not there: CUDA tensors are fake, everything on the CPU stays real.
+"""PyTorch on a simulated card: CUDA tensors are fake, tensors on the CPU stay real.
 
-`FakeTensorMode` alone runs no backward pass on CUDA tensors without a GPU: C++ asks a tensor for its device and takes
-CUDA's guards and streams, which need one. Here that question (`prim.device`) is answered with `meta`, whose path every
-build of PyTorch has; Python sees `cuda:0`, and the dispatch keys stay CUDA's, so that its kernels are still chosen.
+`FakeTensorMode` alone cannot run a backward pass on CUDA tensors without a GPU: C++ asks a tensor for its device and
+then uses CUDA's guards and streams. Here this query (`prim.device`) returns `meta`, which every build of PyTorch
+supports. Python still sees `cuda:0`, and the dispatch keys stay CUDA's, so CUDA's kernels are chosen.
 """
 
 from __future__ import annotations
@@ -35,45 +35,45 @@ from autoaccum.devices.simulated.tracing.value_reads import (
 )
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 
-OWN_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
-"""Operators with a kernel of CUDA's and a composite one for the rest (native_functions.yaml): a build that has not the
-first takes the second, and with it a handful of temporaries."""
+CUDA_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
+"""Operators with a CUDA kernel and a composite kernel for other devices (native_functions.yaml). A build without CUDA
+would run the composite kernel, which allocates temporaries."""
 _METAS: Any = torch._meta_registrations
-_GROUPED_PRODUCT = _METAS._meta_grouped_mm_common
+_GROUPED_MM = _METAS._meta_grouped_mm_common
 
 
-def _install_own_kernels(library: torch.library.Library, stack: ExitStack) -> None:
-    """Have operators stay whole that CUDA has kernels for; none of these is ever called."""
+def _register_cuda_kernels(library: torch.library.Library, stack: ExitStack) -> None:
+    """Register CUDA kernels, which are never called, so that their operators are not decomposed."""
     register: Any = library.impl
-    for name in OWN_KERNELS:
-        known = f"aten::{name}" in torch._C._dispatch_get_all_op_names()
-        if known and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+    for name in CUDA_KERNELS:
+        exists = f"aten::{name}" in torch._C._dispatch_get_all_op_names()
+        if exists and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             register(name, _never_called, "CUDA")
     if torch_release() < (2, 15):
-        stack.enter_context(patched(_METAS, "_meta_grouped_mm_common", _grouped_product))
+        stack.enter_context(patched(_METAS, "_meta_grouped_mm_common", _grouped_mm))
 
 
-def _grouped_product(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`_grouped_mm` without values; up to 2.14 that knows bf16 alone, a card fp32 and fp16 too (`GroupedMMUtils.h`)."""
+def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Run `_grouped_mm` without values in fp32 and fp16, like CUDA (`GroupedMMUtils.h`) and PyTorch from 2.15 on."""
     if mat_a.dtype not in (torch.float32, torch.float16) or mat_b.dtype != mat_a.dtype:
-        return _GROUPED_PRODUCT(mat_a, mat_b, *args, **kwargs)
+        return _GROUPED_MM(mat_a, mat_b, *args, **kwargs)
     return _METAS._create_grouped_mm_output_tensor(mat_a, mat_b, kwargs["offs"], None)
 
 
 def _never_called(*_: Any, **__: Any) -> Any:
-    raise AssertionError("a kernel of the simulated card was reached: fake tensors stop before")
+    raise AssertionError("a CUDA kernel of the simulated card was called with real tensors")
 
 
 _OVERRIDES = (autocast, attention, layers, rnn, sparse)
-"""Who chooses as CUDA would, where PyTorch's C++ decides by a device that it does not see here."""
+"""Modules that make CUDA's choices where PyTorch's C++ code decides by a device, which it cannot see here."""
 
 
 @contextmanager
 def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[FakeCudaMode]:
-    """Have PyTorch believe in `card`; meant for a process of its own, and undone at the end all the same."""
+    """Simulate `card` in this process, preferably one of its own; everything is restored at the end."""
     with ExitStack() as stack:
         mode = FakeCudaMode(card, recorder or Recorder())
-        _answer_device_queries(stack)
+        _patch_device_queries(stack)
         _hide_fake_tensors(stack)
         patch_torch_cuda(card, mode.recorder, stack)
         patch_functions(mode.notices, stack)
@@ -81,14 +81,14 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[FakeCudaM
         patch_hashes(mode.numbering, stack)
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         stack.callback(library._destroy)
-        _install_own_kernels(library, stack)
+        _register_cuda_kernels(library, stack)
         for overrides in _OVERRIDES:
             overrides.install(library, card, stack)
         stack.enter_context(mode)
         yield mode
 
 
-def _answer_device_queries(stack: ExitStack) -> None:
+def _patch_device_queries(stack: ExitStack) -> None:
     dispatch = FakeTensor.__dict__["__torch_dispatch__"].__func__
     handlers = fake_tensor._DISPATCH_META_HANDLERS
 
@@ -109,25 +109,22 @@ def _answer_device_queries(stack: ExitStack) -> None:
 
 
 def _hide_fake_tensors(stack: ExitStack) -> None:
-    """Let no library see that tensors are fake: it would take another path, as one that is being traced.
-
-    PyTorch itself, which has to know, is told as before.
-    """
+    """Hide `FakeTensor` from libraries, which would otherwise behave as under tracing; PyTorch itself still sees it."""
     names: dict[str, Any] = vars(torch._subclasses)
 
-    def tell(name: str) -> Any:
+    def get_attribute(name: str) -> Any:
         if name != "FakeTensor":
             raise AttributeError(f"module 'torch._subclasses' has no attribute {name!r}")
         return FakeTensor if calling_torch_module() else _NoTensor
 
-    names["__getattr__"] = tell
+    names["__getattr__"] = get_attribute
     del names["FakeTensor"]
     stack.callback(names.pop, "__getattr__")
     stack.callback(names.__setitem__, "FakeTensor", FakeTensor)
 
 
 class _NoTensor:
-    """A class no tensor is an instance of."""
+    """A class without instances."""
 
 
 def _is_of(kind: str, tensor: FakeTensor) -> bool:
@@ -135,7 +132,7 @@ def _is_of(kind: str, tensor: FakeTensor) -> bool:
 
 
 COMPILED = (
-    "the model is compiled (torch.compile), and its eager step is what is predicted: compiled, it takes less as a rule"
+    "the model is compiled (torch.compile), but its eager step is predicted: compiled, it usually takes less memory"
 )
 _META = torch.device("meta")
 _AS_TENSOR, _TENSOR = torch.as_tensor, torch.tensor
@@ -143,7 +140,7 @@ _NATIVE_GENERATOR: Any = torch.Generator
 
 
 def patch_functions(notices: dict[str, None], stack: ExitStack) -> None:
-    """Exchange them until `stack` is closed."""
+    """Patch functions of PyTorch that create, move or read tensors until `stack` is closed."""
     for owner, name, value in (
         (torch.Tensor, "to", _to),
         (torch.Tensor, "cuda", _cuda),
@@ -155,52 +152,52 @@ def patch_functions(notices: dict[str, None], stack: ExitStack) -> None:
         (torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
         (FakeTensor, "numpy", read_array),
         (FakeTensor, "__array__", read_array),
-        (FakeTensor, "__dlpack__", _unreadable),
+        (FakeTensor, "__dlpack__", _raise_unknown_value),
         (FakeTensor, "data_ptr", _data_ptr),
         (torch.nn.Module, "_apply", convert_module),
-        (torch.nn.DataParallel, "forward", _scattered),
-        (torch.distributions.Distribution, "_validate_args", False),  # They would read values of the card.
+        (torch.nn.DataParallel, "forward", _refuse_data_parallel),
+        (torch.distributions.Distribution, "_validate_args", False),  # It would read values.
     ):
         stack.enter_context(patched(owner, name, value))
 
 
 def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`Tensor.to`, with the card as C++ knows it.
+    """Run `Tensor.to` with a device that C++ accepts for the card.
 
-    By its index, since a CPU build would ask the driver which card `cuda` means; and as `meta` for a tensor that is
-    there already, which would be copied otherwise.
+    This is `cuda:0`, since a CPU build would ask the driver which card `cuda` means; or `meta` for a tensor that is
+    already on the card, which would be copied otherwise.
     """
-    here = isinstance(tensor, FakeTensor) and tensor.device == DEVICE
-    args = tuple(_as_seen(arg, here) for arg in args)
-    kwargs = {name: _as_seen(value, here) for name, value in kwargs.items()}
+    on_card = isinstance(tensor, FakeTensor) and tensor.device == DEVICE
+    args = tuple(_device_for_cpp(arg, on_card) for arg in args)
+    kwargs = {name: _device_for_cpp(value, on_card) for name, value in kwargs.items()}
     return torch._C.TensorBase.to(tensor, *args, **kwargs)
 
 
-def _as_seen(value: Any, here: bool) -> Any:
+def _device_for_cpp(value: Any, on_card: bool) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):  # `.cuda(0)`
         value = torch.device("cuda", value)
     if isinstance(value, str | torch.device) and str(value).startswith("cuda"):
         device = torch.device(value)
         if device.index in (None, 0):
-            return _META if here else DEVICE
+            return _META if on_card else DEVICE
     return value
 
 
 def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> torch.Tensor:
     if isinstance(data, torch.Tensor):
         return _to(data, **{name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None})
-    return _AS_TENSOR(_read(data), dtype=dtype, device=_as_seen(device, here=False))
+    return _AS_TENSOR(_read_scalars(data), dtype=dtype, device=_device_for_cpp(device, on_card=False))
 
 
 def _tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _TENSOR(_read(data), *args, **kwargs)
+    return _TENSOR(_read_scalars(data), *args, **kwargs)
 
 
-def _read(data: Any) -> Any:
-    """A nest of numbers without those of the card, which C++ would ask for their values unseen."""
+def _read_scalars(data: Any) -> Any:
+    """Replace fake tensors in nested lists by their values, which C++ would read without a check."""
     if not isinstance(data, list | tuple) or not any(isinstance(one, FakeTensor | list | tuple) for one in data):
         return data
-    return [one.tolist() if isinstance(one, FakeTensor) else _read(one) for one in data]
+    return [one.tolist() if isinstance(one, FakeTensor) else _read_scalars(one) for one in data]
 
 
 def _cuda(tensor: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:
@@ -213,47 +210,47 @@ class _Generators(type(_NATIVE_GENERATOR)):  # type: ignore[misc]
 
 
 class Generator(_NATIVE_GENERATOR, metaclass=_Generators):  # type: ignore[misc]
-    """`torch.Generator`; one for the card is the host's, whose numbers nobody sees."""
+    """`torch.Generator`; one for the card is a CPU generator, since its numbers are never used."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        """A generator for a device."""
+        """Make a generator for a device."""
         return super().__new__(cls, "cpu" if torch.device(device).type == "cuda" else device)
 
     def __init__(self, device: Any = "cpu") -> None:
         check_index(device)
-        asked = torch.device(device)
-        self._asked = DEVICE if asked.type == "cuda" else asked
+        requested = torch.device(device)
+        self._device = DEVICE if requested.type == "cuda" else requested
 
     @property
     def device(self) -> torch.device:
-        """Return what it was asked for."""
-        return self._asked
+        """The requested device."""
+        return self._device
 
 
-def _unreadable(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _raise_unknown_value(tensor: torch.Tensor, *_: Any, **__: Any) -> Any:
     raise unknown_value_error(tensor)
 
 
 def _data_ptr(tensor: torch.Tensor) -> int:
-    """A number of its own for each place, for those who only compare; 0 for who asks whether there is memory."""
-    asker = calling_torch_module()
-    if asker is None:
-        raise UnsupportedError("the address of a tensor on the card is taken, as for a kernel of one's own")
-    place = tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
-    return 0 if asker == "torch._tensor" else place
+    """Return a distinct number for each address, as code that compares needs; 0 to code that checks for memory."""
+    caller = calling_torch_module()
+    if caller is None:
+        raise UnsupportedError("the address of a tensor on the card is read, as for a custom kernel")
+    address = tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
+    return 0 if caller == "torch._tensor" else address
 
 
-def _scattered(module: torch.nn.DataParallel[Any], *_: Any, **__: Any) -> NoReturn:
+def _refuse_data_parallel(module: torch.nn.DataParallel[Any], *_: Any, **__: Any) -> NoReturn:
     raise UnsupportedError(
-        "nn.DataParallel divides a batch among cards, and one card is simulated",
-        hint="plan the module without it: have model() return what it wraps",
+        "nn.DataParallel divides a batch among cards, but only one card is simulated",
+        hint="plan the module without it: return the module that it wraps from model()",
     )
 
 
 def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:
-    """`torch.compile`, as a function or as a decorator with options: there is no kernel to compile for.
+    """Replace `torch.compile`, as a function or a decorator: return the model or function without compiling it.
 
-    It is said once what was compiled runs: libraries compile functions as they are imported that nobody calls.
+    The notice is given when it first runs, since libraries compile functions on import that are never called.
     """
     if model is None:
         return partial(_eager, notices)
@@ -267,8 +264,8 @@ def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:
 
     @functools.wraps(model)
     def run(*args: Any, **kwargs: Any) -> Any:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not given or any(leaf.is_cuda for leaf in given):  # What prepares a batch is not the step's.
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors or any(leaf.is_cuda for leaf in tensors):  # Functions that prepare a batch do not count.
             note()
         return model(*args, **kwargs)
 

@@ -18,70 +18,68 @@ from autoaccum.errors import AutoaccumError
 
 
 class NotAffineError(AutoaccumError):
-    """Traces of a few sizes do not tell those of others: each has to be traced."""
+    """The traces are not affine in the micro-batch, so each size has to be traced."""
 
 
-_HINT = "trace that size"
+_HINT = "trace this size"
 
 
-class _Line(NamedTuple):
-    """`base + slope * size`."""
+class _Affine(NamedTuple):
+    """The affine function `intercept + slope * size`."""
 
-    base: int
+    intercept: int
     slope: int
 
     def at(self, size: int) -> int:
-        return self.base + self.slope * size
+        return self.intercept + self.slope * size
 
 
 @dataclass(frozen=True)
 class AffineTrace:
-    """Traces of one rehearsal at any micro-batch.
+    """The trace of a trial run as a function of the micro-batch.
 
     Attributes:
-        sizes: The micro-batches that were traced, ascending: the first is the least it can tell.
-        model: The trace of the smallest.
+        sizes: The micro-batches that were traced, ascending; `at` takes none below the first.
+        smallest: The trace of the first.
     """
 
     sizes: tuple[int, ...]
-    model: Trace
-    _lines: tuple[tuple[_Line, ...], ...]
+    smallest: Trace
+    _functions: tuple[tuple[_Affine, ...], ...]
 
     def at(self, size: int) -> Trace:
-        """The trace at a micro-batch of `size` samples."""
+        """Return the trace at a micro-batch of `size` samples."""
         if size < self.sizes[0]:
-            raise NotAffineError(
-                f"{size} samples are fewer than {self.sizes[0]}, from where on sizes follow", hint=_HINT
-            )
-        grown = []
-        for block, (lines, known) in enumerate(zip(self._lines, self.model.sizes, strict=True)):
-            numbers = tuple(line.at(size) for line in lines)
-            if any(number < 0 and line.slope for line, number in zip(lines, numbers, strict=True)):
+            raise NotAffineError(f"{size} samples are fewer than {self.sizes[0]}, the smallest size traced", hint=_HINT)
+        sizes = []
+        for block, (functions, traced) in enumerate(zip(self._functions, self.smallest.sizes, strict=True)):
+            numbers = tuple(function.at(size) for function in functions)
+            if any(number < 0 and function.slope for function, number in zip(functions, numbers, strict=True)):
                 raise NotAffineError(f"block {block} would take {min(numbers)} at {size} samples", hint=_HINT)
-            grown.append(Workspace(known.rule, numbers) if isinstance(known, Workspace) else numbers[0])
-        return replace(self.model, parts=(size,) * len(self.model.parts), sizes=tuple(grown))
+            sizes.append(Workspace(traced.rule, numbers) if isinstance(traced, Workspace) else numbers[0])
+        return replace(self.smallest, parts=(size,) * len(self.smallest.parts), sizes=tuple(sizes))
 
 
 def fit_affine_trace(traces: Sequence[Trace]) -> AffineTrace:
-    """Make a family of traces of the same number of equal parts, at two sizes or more.
+    """Fit traces of the same number of equal parts, at two sizes or more.
 
     Raises:
-        NotAffineError: They are not alike, or a size is no whole multiple of the batch and a rest.
+        NotAffineError: The traces have different events or phases, or a size is not affine in the micro-batch.
         ValueError: There are fewer than two sizes, or the parts of a trace are not equal.
     """
     by_size = {trace.parts[0]: trace for trace in traces}
     if len(by_size) < 2 or any(set(trace.parts) != {trace.parts[0]} for trace in traces):
-        raise ValueError(f"a family needs equal parts at two sizes, not {[trace.parts for trace in traces]}")
+        raise ValueError(f"traces must have equal parts and two sizes, not {[trace.parts for trace in traces]}")
     sizes = tuple(sorted(by_size))
     ordered = [by_size[size] for size in sizes]
     for other in ordered[1:]:
-        _check_alike(ordered[0], other)
-    lines = tuple(_lines_of(block, ordered) for block in range(len(ordered[0].sizes)))
-    return AffineTrace(sizes, ordered[0], lines)
+        _check_same_events(ordered[0], other)
+    functions = tuple(_fit_block(block, ordered) for block in range(len(ordered[0].sizes)))
+    return AffineTrace(sizes, ordered[0], functions)
 
 
 def grows_quadratically(traces: Sequence[Trace]) -> bool:
-    """Return whether some block grows with the square of the micro-batch, as a table of samples by samples does."""
+    """Return whether some block grows with the square of the micro-batch, as a matrix of samples by samples does."""
     sizes = [trace.parts[0] for trace in traces]
     rows = zip(*(trace.sizes for trace in traces), strict=False)
     return len(set(sizes)) > 2 and any(_is_square(sizes, [n for n in row if isinstance(n, int)]) for row in rows)
@@ -93,43 +91,43 @@ def _is_square(sizes: Sequence[int], values: Sequence[int]) -> bool:
     )
 
 
-def _check_alike(one: Trace, other: Trace) -> None:
+def _check_same_events(one: Trace, other: Trace) -> None:
     sizes = f"at {one.parts[0]} and {other.parts[0]} samples"
     if len(one.parts) != len(other.parts):
-        raise NotAffineError(f"{len(one.parts)} parts and {len(other.parts)} parts make no family")
+        raise NotAffineError(f"{len(one.parts)} parts and {len(other.parts)} parts cannot be compared")
     for index, (event, another) in enumerate(zip_longest(one.events, other.events)):
         if event != another:
-            raise NotAffineError(f"event {index} of the step is another {sizes}")
+            raise NotAffineError(f"event {index} of the step differs {sizes}")
     if (one.phases, one.last_update) != (other.phases, other.last_update):
-        raise NotAffineError(f"the phases of the step are not in the same places {sizes}")
+        raise NotAffineError(f"the phases of the step differ {sizes}")
     for block, (size, another) in enumerate(zip(one.sizes, other.sizes, strict=True)):
-        if _rule(size) != _rule(another):
-            raise NotAffineError(f"block {block} is of another kind {sizes}")
+        if _kind(size) != _kind(another):
+            raise NotAffineError(f"block {block} is of different kinds {sizes}")
 
 
-def _rule(size: int | Workspace) -> tuple[str, int]:
+def _kind(size: int | Workspace) -> tuple[str, int]:
     return (size.rule, len(size.numbers)) if isinstance(size, Workspace) else ("", 1)
 
 
-def _lines_of(block: int, traces: Sequence[Trace]) -> tuple[_Line, ...]:
+def _fit_block(block: int, traces: Sequence[Trace]) -> tuple[_Affine, ...]:
     rows = [size.numbers if isinstance(size, Workspace) else (size,) for size in (one.sizes[block] for one in traces)]
     sizes = [trace.parts[0] for trace in traces]
-    lines = []
+    functions = []
     for column in zip(*rows, strict=True):
-        line = _line(sizes, column)
-        if line is None:
+        function = _fit(sizes, column)
+        if function is None:
             raise NotAffineError(f"block {block} takes {_list(column)} at {_list(sizes)} samples")
-        lines.append(line)
-    return tuple(lines)
+        functions.append(function)
+    return tuple(functions)
 
 
-def _line(sizes: Sequence[int], values: Sequence[int]) -> _Line | None:
-    """The line through all points, with whole numbers; None where there is none."""
-    slope, rest = divmod(values[-1] - values[0], sizes[-1] - sizes[0])
-    line = _Line(values[0] - slope * sizes[0], slope)
-    if rest or any(line.at(size) != value for size, value in zip(sizes, values, strict=True)):
+def _fit(sizes: Sequence[int], values: Sequence[int]) -> _Affine | None:
+    """Return the affine function with whole numbers through all points; None if there is none."""
+    slope, remainder = divmod(values[-1] - values[0], sizes[-1] - sizes[0])
+    function = _Affine(values[0] - slope * sizes[0], slope)
+    if remainder or any(function.at(size) != value for size, value in zip(sizes, values, strict=True)):
         return None
-    return line
+    return function
 
 
 def _list(values: Sequence[int]) -> str:

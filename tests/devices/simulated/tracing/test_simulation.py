@@ -17,7 +17,7 @@ from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.patches import patched
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.devices.simulated.tracing.simulation import OWN_KERNELS, simulate
+from autoaccum.devices.simulated.tracing.simulation import CUDA_KERNELS, simulate
 from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
 from autoaccum.errors import UsageError
 
@@ -69,7 +69,7 @@ class TestDevices:
         assert str((back + 1).device) == "cpu"
 
     def test_a_missing_card_is_refused(self) -> None:
-        with pytest.raises(UnsupportedError, match=r"cuda:1, and one card is simulated"):
+        with pytest.raises(UnsupportedError, match=r"cuda:1, but only one card is simulated"):
             torch.ones(2, device="cuda:1")
 
 
@@ -128,12 +128,12 @@ def test_large_tensors_are_left_without_values_only_while_lazy(inside: bool, mod
 
 def test_what_a_cpu_build_lacks_is_what_a_cuda_build_has() -> None:
     if not torch.version.cuda:
-        missing = [name for name in OWN_KERNELS if not _has(name, "CompositeImplicitAutograd")]
+        missing = [name for name in CUDA_KERNELS if not _has(name, "CompositeImplicitAutograd")]
         assert missing == ["_fused_rms_norm"] or not missing
         return
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     both = {name for name in names if _has(name[6:], "CUDA") and _has(name[6:], "CompositeImplicitAutograd")}
-    assert both == {f"aten::{name}" for name in OWN_KERNELS}
+    assert both == {f"aten::{name}" for name in CUDA_KERNELS}
 
 
 def _has(name: str, key: str) -> bool:
