@@ -1,4 +1,9 @@
-"""The cards that can be simulated: facts from `cards.csv`, found by the names people type, and their contexts."""
+"""The cards that can be simulated: a catalogue in `cards.csv`, search by name, and an estimate of the CUDA context.
+
+To add a card, add a row to `cards.csv`. Its columns are attributes of `Card`, with these differences: `aliases` are
+separated by `|`; `size_gb` is `nominal_gb`; `total_mib` is `total_bytes` in MiB; `capability` is written as 8.6; and
+`measured` is `yes` or `no`.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +24,13 @@ _GENERATIONS = ("Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell", "anot
 _BY_MAJOR = {7: "Volta", 8: "Ampere", 9: "Hopper", 10: "Blackwell", 12: "Blackwell"}
 _BY_CAPABILITY = {(7, 5): "Turing", (8, 9): "Ada"}
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
-_NOISE = re.compile("[^a-z0-9]|nvidia|geforce|tesla|rtx|gtx|generation|edition|gpu")
+_IGNORED = re.compile("[^a-z0-9]|nvidia|geforce|tesla|rtx|gtx|generation|edition|gpu")
 _GIGABYTES = re.compile(r"(\d)gi?b")
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]i?b|b|%)\s*", re.IGNORECASE | re.ASCII)
 _NO_UNIT = re.compile(r"\s*(\d{1,3}(\.\d+)?)\s*g?\s*", re.IGNORECASE | re.ASCII)
-_LEAST, _MOST = GIB, 1024 * GIB
-_LONGEST_SHOWN = 40
-_WAY_OUT = "name a card, or a size such as 24GiB"
+_MIN_BYTES, _MAX_BYTES = GIB, 1024 * GIB
+_MAX_SHOWN_LENGTH = 40
+_HINT = "name a card, or a size such as 24GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +38,13 @@ class Card:
     """A card as PyTorch on Linux sees it.
 
     Attributes:
-        name: As people type it: `rtx3090`, `a100-80gb`.
-        title: As the driver calls it: `NVIDIA GeForce RTX 3090`.
-        total_bytes: What `torch.cuda.get_device_properties` tells: the least seen, since newer drivers show less.
-        source: Where `total_bytes` comes from.
-        measured: Whether it was read from such a card, and not taken over from one of the same size.
-        aliases: Other names; one that several cards share is ambiguous.
-        nominal_gb: The memory it is sold with, which may follow any of its names.
+        name: A short name such as `rtx3090` or `a100-80gb`.
+        title: The name in the driver, such as `NVIDIA GeForce RTX 3090`.
+        total_bytes: `total_memory` in `torch.cuda.get_device_properties`: the lowest seen, as newer drivers show less.
+        source: The source of `total_bytes`.
+        measured: True if `total_bytes` was read from such a card, not estimated from a card of the same size.
+        aliases: Other names; an alias of several cards is ambiguous.
+        nominal_gb: The memory in GB that the card is sold with, which may follow any of its names.
     """
 
     name: str
@@ -54,17 +59,17 @@ class Card:
 
     @property
     def architecture(self) -> str:
-        """NVIDIA's name for the generation."""
+        """NVIDIA's name of the GPU generation."""
         return _BY_CAPABILITY.get(self.capability) or _BY_MAJOR.get(self.capability[0], _GENERATIONS[-1])
 
     @property
     def threads_per_multiprocessor(self) -> int:
-        """Most threads resident on one (CUDA C++ Programming Guide, technical specifications per capability)."""
+        """Maximum number of resident threads (CUDA C++ Programming Guide, technical specifications per capability)."""
         return _THREADS.get(self.capability, 2048)
 
     @property
     def spellings(self) -> Iterator[str]:
-        """All names that mean it."""
+        """All names of the card."""
         for name in (self.name, self.title, *self.aliases):
             yield name
             if self.nominal_gb is not None:
@@ -73,40 +78,40 @@ class Card:
 
 @cache
 def all_cards() -> tuple[Card, ...]:
-    """All cards that are known: by generation, whole ones before slices, then by memory."""
+    """Return all cards of the catalogue, ordered by generation, whole cards before MIG slices, then memory."""
     with (files(__package__) / "cards.csv").open(encoding="utf-8") as lines:
         cards = [_read(row) for row in csv.DictReader(lines)]
-    return tuple(sorted(cards, key=_place))
+    return tuple(sorted(cards, key=_sort_key))
 
 
 def find_card(text: str) -> Card:
-    """The card that `text` names: in any case, with or without spaces, hyphens and `NVIDIA GeForce`; or a plain size.
+    """Return the card with a name, ignoring case, spaces, hyphens and `NVIDIA GeForce`; or a card of a given size.
 
     Raises:
-        UsageError: No card or several cards have this name, or the size is none.
+        UsageError: No card or several cards have this name, or the size is not one of a card.
 
     >>> find_card("GeForce RTX 4090").name, find_card("A100 80GB").name
     ('rtx4090', 'a100-80gb')
     """
     if _SIZE.fullmatch(text):
         return _card_of_size(text)
-    found = _named().get(_key(text), ())
+    found = _cards_by_key().get(_key(text), ())
     if len(found) == 1:
         return found[0]
-    seen = repr(text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}...")
+    shown = repr(text if len(text) <= _MAX_SHOWN_LENGTH else f"{text[:_MAX_SHOWN_LENGTH]}...")
     if found:
         listed = ", ".join(f"{card.name} ({format_bytes(card.total_bytes)})" for card in found)
-        raise UsageError(f"{seen} is the name of {len(found)} cards", hint=f"write one of {listed}")
-    near = _near(text)
-    guess = f"did you mean {' or '.join(near)}? " if near else ""
+        raise UsageError(f"{shown} is the name of {len(found)} cards", hint=f"write one of {listed}")
+    close = _close_names(text)
+    guess = f"did you mean {' or '.join(close)}? " if close else ""
     raise UsageError(
-        f"there is no {seen} among the {len(all_cards())} cards that can be simulated",
-        hint=f"{guess}`autoaccum gpus` lists them; a size with its unit, such as 24GiB, stands for any other",
+        f"there is no {shown} among the {len(all_cards())} cards that can be simulated",
+        hint=f"{guess}`autoaccum gpus` lists them; for any other card give a size with its unit, such as 24GiB",
     )
 
 
 def matching_cards(text: str) -> tuple[Card, ...]:
-    """The cards that have `text` in one of their names or are of this generation; none for a size."""
+    """Return the cards with `text` in one of their names or with this generation; none for a size."""
     wanted = "" if _SIZE.fullmatch(text) else _key(text)
     return tuple(
         card
@@ -116,7 +121,7 @@ def matching_cards(text: str) -> tuple[Card, ...]:
 
 
 def installed_card(memory: CardMemory) -> Card:
-    """The card of this machine, to be simulated."""
+    """Return the installed card, to simulate it."""
     return Card(
         name=memory.name,
         title=memory.name,
@@ -128,15 +133,15 @@ def installed_card(memory: CardMemory) -> Card:
 
 
 def _card_of_size(text: str) -> Card:
-    """A card of which only the memory is known: all of it visible to PyTorch; the rest is an A100's."""
+    """Return a card of a given size, all of it visible to PyTorch; its other properties are an A100's."""
     try:
         size_bytes = parse_size(text).resolve(0)
     except UsageError as error:
-        raise UsageError(error.message, hint=_WAY_OUT) from None
-    if not _LEAST <= size_bytes <= _MOST:
+        raise UsageError(error.message, hint=_HINT) from None
+    if not _MIN_BYTES <= size_bytes <= _MAX_BYTES:
         raise UsageError(
             f"--gpu {text.strip()} is {format_bytes(size_bytes)}",
-            hint=f"a card has from {format_bytes(_LEAST)} to {format_bytes(_MOST)}, as far as is known here",
+            hint=f"give a size from {format_bytes(_MIN_BYTES)} to {format_bytes(_MAX_BYTES)}",
         )
     return Card(
         name=" ".join(text.split()),
@@ -150,28 +155,28 @@ def _card_of_size(text: str) -> Card:
 
 
 @cache
-def _named() -> Mapping[str, tuple[Card, ...]]:
-    """Cards by spelling; a card's own name is no one else's."""
-    named: dict[str, tuple[Card, ...]] = {}
+def _cards_by_key() -> Mapping[str, tuple[Card, ...]]:
+    """Return the cards with each spelling; a card's own name belongs to it alone."""
+    by_key: dict[str, tuple[Card, ...]] = {}
     for card in all_cards():
         for key in {_key(name) for name in card.spellings}:
-            named[key] = (*named.get(key, ()), card)
-    return named | {_key(card.name): (card,) for card in all_cards()}
+            by_key[key] = (*by_key.get(key, ()), card)
+    return by_key | {_key(card.name): (card,) for card in all_cards()}
 
 
-def _near(text: str) -> list[str]:
+def _close_names(text: str) -> list[str]:
     if size := _NO_UNIT.fullmatch(text):
         return [f"{size[1]}GiB"]
-    close = difflib.get_close_matches(_key(text)[:_LONGEST_SHOWN], _named(), n=3, cutoff=0.7)
-    return list(dict.fromkeys(card.name for key in close for card in _named()[key]))[:3]
+    close = difflib.get_close_matches(_key(text)[:_MAX_SHOWN_LENGTH], _cards_by_key(), n=3, cutoff=0.7)
+    return list(dict.fromkeys(card.name for key in close for card in _cards_by_key()[key]))[:3]
 
 
 def _key(text: str) -> str:
-    letters = _NOISE.sub("", text.casefold().replace("mobile", "laptop"))
+    letters = _IGNORED.sub("", text.casefold().replace("mobile", "laptop"))
     return _GIGABYTES.sub(r"\1g", letters)
 
 
-def _place(card: Card) -> tuple[int, bool, int, str]:
+def _sort_key(card: Card) -> tuple[int, bool, int, str]:
     return _GENERATIONS.index(card.architecture), " MIG " in card.title, card.total_bytes, card.name
 
 
@@ -191,9 +196,9 @@ def _read(row: Mapping[str, str]) -> Card:
 
 
 _BYTES_PER_THREAD = 2 * KIB
-_LATE_BYTES_PER_THREAD = KIB // 2
-_UNSEEN_KERNELS = 64 * MIB
-_UNMEASURED_SHARE = 8
+_LAZY_BYTES_PER_THREAD = KIB // 2
+_OTHER_KERNELS_BYTES = 64 * MIB
+_ESTIMATE_ERROR_DIVISOR = 8
 
 REPORTED: Mapping[str, tuple[int, str]] = MappingProxyType(
     {
@@ -208,19 +213,19 @@ REPORTED: Mapping[str, tuple[int, str]] = MappingProxyType(
         "NVIDIA RTX 6000 Ada Generation": (426 * MIB, "torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053"),
     }
 )
-"""Contexts that nvidia-smi showed before anything else was done, by what the driver calls the card."""
+"""By the driver's name of the card, the context that nvidia-smi showed before any other work, and the source."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextMemory:
-    """Bytes of a training process that PyTorch's allocator knows nothing of.
+    """Memory of a training process outside PyTorch's allocator: the CUDA context and lazily loaded kernel modules.
 
     Attributes:
-        start_bytes: The context, before any kernel was needed.
-        modules_bytes: By how much it grows as kernels are first used, by the time a training step is done.
-        band_bytes: How far their sum may be off, either way.
-        source: How they are known.
-        measured: Whether `start_bytes` was seen on such a card.
+        start_bytes: The context before any kernel is loaded.
+        modules_bytes: Its growth as kernels are loaded on first use, up to the end of a training step.
+        band_bytes: The possible error of their sum in either direction.
+        source: The source of `start_bytes`.
+        measured: True if `start_bytes` was read from such a card.
     """
 
     start_bytes: int
@@ -231,28 +236,28 @@ class ContextMemory:
 
     @property
     def bytes(self) -> int:
-        """Return what a training process holds outside the allocator."""
+        """The sum of `start_bytes` and `modules_bytes`."""
         return self.start_bytes + self.modules_bytes
 
 
 def context_memory(card: Card) -> ContextMemory:
-    """Estimate what a process with a context on `card` holds outside PyTorch's allocator.
+    """Estimate the memory of a training process on `card` outside PyTorch's allocator.
 
-    The context is, for the most part, local memory for every thread that can be resident: 2 KiB for each gives 246 MiB
-    on an RTX 3090 (256 reported), 384 on an RTX 4090 (384 and 428) and 426 on an RTX 6000 Ada (426). It grows as
-    kernels are first used, which need more of it and room for their code: by half a KiB for each thread in the forward
-    passes of language models (`non_torch_memory` in logs of vLLM 0.6 to 0.10: 10 MiB on a T4, 61 on an RTX 3090, 82 on
-    an L40S, 102 on an A100, 164 on an H100). Nobody has told of backward passes and convolutions: a part of the band.
-    Kernels are taken to be loaded as they are needed, as PyTorch has it since 1.13, and not all at once.
+    Most of the context is local memory for every thread that can be resident: 2 KiB per thread gives 246 MiB on an
+    RTX 3090 (256 reported), 384 on an RTX 4090 (384 and 428) and 426 on an RTX 6000 Ada (426). The context grows when
+    kernels are first used, for their code and more local memory: by half a KiB per thread in forward passes of language
+    models (`non_torch_memory` in logs of vLLM 0.6 to 0.10: 10 MiB on a T4, 61 on an RTX 3090, 82 on an L40S, 102 on an
+    A100, 164 on an H100). For backward passes and convolutions no figures were found; the band covers them. Kernels are
+    assumed to be loaded on first use, PyTorch's default since 1.13.
     """
     threads = card.multiprocessors * card.threads_per_multiprocessor
-    start, late = threads * _BYTES_PER_THREAD, threads * _LATE_BYTES_PER_THREAD
-    band = late // 2 + min(_UNSEEN_KERNELS, start // 2)
+    start, modules = threads * _BYTES_PER_THREAD, threads * _LAZY_BYTES_PER_THREAD
+    band = modules // 2 + min(_OTHER_KERNELS_BYTES, start // 2)
     measured = card.title in REPORTED
     if measured:
         start, report = REPORTED[card.title]
         source = f"reported: {report}"
     else:
-        band += start // _UNMEASURED_SHARE
-        source = "estimated: 2 KiB for each thread that can be resident, as on three cards where it was reported"
-    return ContextMemory(start_bytes=start, modules_bytes=late, band_bytes=band, source=source, measured=measured)
+        band += start // _ESTIMATE_ERROR_DIVISOR
+        source = "estimated: 2 KiB for each thread that can be resident, as reported for three cards"
+    return ContextMemory(start_bytes=start, modules_bytes=modules, band_bytes=band, source=source, measured=measured)

@@ -162,8 +162,8 @@ def test_a_plain_size_is_a_card_with_stated_assumptions(text: str, size: int) ->
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("80%", "80% is 0 B: a card has from"),
-        ("100MiB", "100MiB is 100 MiB: a card has from 1.0 GiB"),
+        ("80%", "80% is 0 B: give a size from"),
+        ("100MiB", "100MiB is 100 MiB: give a size from 1.0 GiB"),
         ("0GiB", "'0GiB' is no size that a memory has: name a card, or a size such as 24GiB"),
         ("2TiB", "2TiB is 2048.0 GiB"),
         pytest.param("9" * 500 + "GiB", "is no size that a memory has: name a card", id="a very long one"),
