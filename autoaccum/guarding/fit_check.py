@@ -80,7 +80,7 @@ def _shortage(case: Case, measured: Measurement) -> str:
     bound = (
         f"the limit is {case.options.memory}"
         if case.options.memory
-        else f"{format_bytes(measured.limit_bytes)} are there"
+        else f"{format_bytes(measured.limit_bytes)} are available"
     )
     fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"
     parts = format_parts(measured.micro_batches)

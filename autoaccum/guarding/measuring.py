@@ -289,5 +289,7 @@ def describe_shortfall(measurement: Measurement) -> str:
     """What a schedule that does not fit needs, and what is there."""
     there = precise_bytes(measurement.limit_bytes)
     if measurement.kind == "measured":
-        return f"it needs more than the {there} that are there"
-    return f"it needs at least {precise_bytes(measurement.least_bytes or measurement.peak_bytes)}, {there} are there"
+        return f"it needs more than the {there} that are available"
+    return (
+        f"it needs at least {precise_bytes(measurement.least_bytes or measurement.peak_bytes)}, {there} are available"
+    )

@@ -1,4 +1,4 @@
-"""From `--device` or `--gpu` to a Device, or to a sentence that says what is missing here."""
+"""Makes the Device of `--device` or `--gpu`, or an error that says what is missing on this machine."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _VERSION = re.compile(r"^(__version__|cuda)\b[^=\n]*=\s*'([^']+)'", re.MULTILINE
 
 
 def make_device(settings: TrialSettings) -> Device:
-    """The device its options ask for: a card to simulate, or `auto`, `cpu`, `cuda` or `cuda:N`.
+    """Make the device of the options: a simulated card, or `auto`, `cpu`, `cuda` or `cuda:N`.
 
-    Whether a card has that index is told by its first answer, since only CUDA itself knows.
+    Only CUDA knows whether a card has that index, so a wrong index fails with the first trial.
 
     Raises:
-        UsageError: There is no such device, or it can be neither measured nor simulated here as was asked.
+        UsageError: There is no such device, or it cannot be used on this machine.
         NotMeasuredError: Memory cannot be limited on this machine.
     """
     if settings.options.gpu is not None:
-        return _simulated(settings.options.gpu, settings)
+        return _make_simulated(settings.options.gpu, settings)
     check_device(settings.options.device)
     index = card_index(settings.options.device)
     if index is None:
@@ -38,8 +38,8 @@ def make_device(settings: TrialSettings) -> Device:
     return CudaDevice(settings, index=index)
 
 
-def _simulated(gpu: str, settings: TrialSettings) -> Device:
-    """The card called `gpu`, simulated; imports no torch here."""
+def _make_simulated(gpu: str, settings: TrialSettings) -> Device:
+    """Return the simulated card `gpu`, without importing torch in this process."""
     from autoaccum.devices.environment import read_torch_release
     from autoaccum.devices.simulated.cards import find_card
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
@@ -57,9 +57,9 @@ def _simulated(gpu: str, settings: TrialSettings) -> Device:
 
 
 def card_index(name: str) -> int | None:
-    """Which card the device called `name` is; None: the CPU.
+    """Return the index of the card `name`; None for the CPU.
 
-    `auto` is the first card, where torch is built for CUDA and the driver shows one.
+    `auto` is the first card where torch is built for CUDA and the driver shows a card, else the CPU.
     """
     if name == "auto":
         return 0 if torch_build()[1] is not None and has_nvidia_gpu() else None
@@ -68,10 +68,10 @@ def card_index(name: str) -> int | None:
 
 
 def check_device(name: str) -> None:
-    """Refuse what cannot be measured here, before anything is started.
+    """Check that the device can be used on this machine, before anything is started.
 
     Raises:
-        UsageError: As in `make_device`.
+        UsageError: It cannot.
     """
     if not isinstance(name, str) or not _DEVICE.fullmatch(name):
         raise UsageError(f"there is no device {name!r}", hint="take auto, cpu, cuda or cuda:N")
@@ -91,9 +91,9 @@ def check_device(name: str) -> None:
 
 
 def torch_build() -> tuple[str, str | None]:
-    """Torch's version and the CUDA it was built for, without importing it; None when it is a build without CUDA.
+    """Return torch's version and the CUDA version it was built for, None for a build without CUDA.
 
-    Read from `torch/version.py`, which PyTorch's build writes.
+    Both are read from `torch/version.py`, which PyTorch's build writes, without importing torch.
     """
     spec = find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
@@ -107,9 +107,9 @@ def torch_build() -> tuple[str, str | None]:
 
 
 def has_nvidia_gpu(devices: Path = Path("/dev"), wsl_driver: Path = _WSL_DRIVER) -> bool:
-    """Whether the driver shows a card that this process may use; asks neither torch nor the driver.
+    """Return whether this process may use an NVIDIA card, without calling torch or the driver.
 
-    Under WSL the card is Windows': `/dev/dxg` is there for any, the driver's library for NVIDIA's only.
+    WSL has `/dev/dxg` for cards of any vendor, and the driver's library for NVIDIA's alone.
     """
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False

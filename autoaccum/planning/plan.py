@@ -1,4 +1,4 @@
-"""The plan: a frozen record of how a batch is cut and of the trials that proved it, as versioned JSON."""
+"""The plan: a frozen record of how a batch is split and of the trials that proved it, as versioned JSON."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ class Plan:
         micro_batch: The largest part of any rank, in samples.
         iter_size: Micro-batches per update, the same on every rank.
         micro_batches: The parts of the rank with the longest share, in order; with one rank, of all there is.
-        multiple_of: What every part is a multiple of.
+        multiple_of: The number that every part is a multiple of.
         world_size: Number of ranks.
         ranks: The parts of every rank; None when there is one.
-        largest_fit: The largest micro-batch that ran, or that is predicted to.
-        capped: `largest_fit` is where the search was told to stop (the share, or a cap), not where memory ended.
-        stopped: The limit that ended the search before it knew the largest size; None when nothing did.
-        limit_bytes: The budget every trial was held to.
-        peak_bytes: Peak of what the schedule's own trial held; None where the device cannot measure it. A predicted
-            one is that with room to spare, and may lie above the budget: the allocator makes do with less.
-        least_bytes: The smallest budget at which this schedule would still run; None when measured, unless asked for.
-        band_bytes: How far off it may be whether a prediction fits, of what is needed and of what the card has free,
-            as far as that was never measured; None when measured.
+        largest_fit: The largest micro-batch that ran, or that is predicted to run.
+        capped: `largest_fit` is the cap of the search (the share, or `max_micro_batch`), not the limit of memory.
+        stopped: The limit that ended the search before it knew the largest size; None when none did.
+        limit_bytes: The budget of every trial.
+        peak_bytes: Peak of the schedule's own trial; None where the device cannot measure it. A predicted peak is
+            that without a memory limit, and may exceed the budget: the allocator manages with less.
+        least_bytes: The smallest budget at which this schedule would still run; None when measured, unless requested.
+        band_bytes: The uncertainty of whether a prediction fits: of the bytes needed and of the bytes free on the card,
+            as far as those were never measured; None when measured.
         device: Name, kind, total and free bytes, how limits are enforced.
         environment: Versions and settings the trials ran under.
         workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction, weight,
             batchnorm, and the recipe of a training step (`workload.step_recipe`).
-        trials: All trials in the order they ran, or were predicted; the last held to the plan's own budget is the
+        trials: All trials in the order they ran, or were predicted; the last one within the plan's own budget is the
             schedule's, from a clean state.
-        warnings: What could make the plan fail or mislead, as sentences.
-        notes: What is good to know (the learning rate), as sentences.
-        coupling: What is known of samples that depend on the others of their micro-batch; None: it was not looked.
-        explanation: Where the memory goes, by a simulation; None unless asked for.
-        learning_rate: What it was tuned with, of the first parameter group: `fit` trains by it, while an Accumulator
-            takes the optimizer as it comes. None: the workload's own.
+        warnings: Sentences on what could make the plan fail or mislead.
+        notes: Sentences on what is good to know, such as the learning rate.
+        coupling: Batch coupling: whether samples depend on others of their micro-batch; None: not examined.
+        explanation: The memory at the peak by purpose and module, simulated; None unless requested.
+        learning_rate: The tuned rate of the first parameter group, used by `fit` but not by an Accumulator, which
+            takes the optimizer as it is. None: the workload's own.
         schema: Version of the record.
 
     Raises:
@@ -98,7 +98,7 @@ class Plan:
 
     @classmethod
     def of_schedule(cls, schedule: Schedule, **fields: Any) -> Plan:
-        """The plan of a schedule, which tells all fields on parts and ranks."""
+        """Make the plan of a schedule, which gives the fields on parts and ranks."""
         return cls(
             target_batch=schedule.target_batch,
             micro_batch=schedule.micro_batch,
@@ -122,18 +122,18 @@ class Plan:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the budget leaves above the peak; None where the peak was not measured, below 0 where it lies above."""
+        """The budget less the peak, negative where the peak exceeds it; None where the peak was not measured."""
         return None if self.peak_bytes is None else self.limit_bytes - self.peak_bytes
 
     def to_json(self) -> str:
-        """The record as indented JSON, with its fields in order."""
+        """Return the record as indented JSON, with its fields in order."""
         return json.dumps(_record(self), indent=2, allow_nan=False) + "\n"
 
     def digest(self) -> str:
-        """SHA-256 of the record in hex: equal for equal decisions from equal trials.
+        """Return the SHA-256 of the record in hex: equal for equal decisions from equal trials.
 
-        Neither the trials' times are in it, nor what decides nothing: warnings and notes, what is known of coupled
-        samples (an experiment with limits of time), and where the memory goes. A learning rate is, where there is one.
+        Left out are the trials' times and the fields that decide nothing: warnings, notes, the coupling (its experiment
+        has a time limit) and the explanation. A learning rate counts if there is one.
         """
         record = _record(self)
         if self.learning_rate is None:
@@ -148,7 +148,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "the text") -> Plan:
-        """Read what `to_json` wrote; fields that a later version added are passed over.
+        """Read what `to_json` wrote; fields that a later version added are ignored.
 
         Raises:
             PlanFileError: The text is damaged, not a plan, of a newer schema, or contradicts itself. `source` names
@@ -192,7 +192,7 @@ class Plan:
         return cls.from_json(read_text(Path(path)), source=str(path))
 
     def _contradictions(self) -> list[str]:
-        """What does not go together, as sentences: `sum(parts) == target_batch` is a promise, not a hope."""
+        """Return a sentence for each contradiction between the fields."""
         if not all(trial.parts for trial in self.trials):
             return ["a trial has no parts"]
         try:
@@ -217,7 +217,7 @@ class Plan:
         return found
 
     def _unproved(self) -> list[str]:
-        """What no trial has run, each within the budget it is claimed for."""
+        """Return a sentence for each size or budget that no trial proves."""
         ran = [trial for trial in self.trials if trial.ran]
         sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
         found = [f"no trial ran at size {size}" for size in sorted({self.micro_batch, self.largest_fit} - sizes)]
@@ -230,7 +230,7 @@ class Plan:
 
 
 def _record(plan: Plan) -> dict[str, Any]:
-    """The plan as what JSON knows, the schema first."""
+    """Return the plan as plain data, the schema first."""
     return {"schema": plan.schema, **to_plain(plan)}
 
 

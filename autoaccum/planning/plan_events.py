@@ -1,4 +1,4 @@
-"""What a planner tells while it works: small frozen records, for whoever draws them."""
+"""The events of a plan: small frozen records for progress displays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoaccum.devices.explanation import Account
 
 @dataclass(frozen=True)
 class Loading:
-    """The workload is being loaded and checked: PyTorch is imported, which takes its time."""
+    """The workload is being loaded and checked; importing PyTorch takes a while."""
 
     reference: str
 
@@ -21,7 +21,12 @@ class Loading:
 class Inspected:
     """The workload was loaded and checked; trials come next.
 
-    Each has a budget of `limit_bytes`; no size above `cap` samples is tried; `predicted`: nothing runs.
+    Attributes:
+        inspection: What is known of the workload.
+        device: The name of the device.
+        limit_bytes: The budget of every trial.
+        cap: The largest size to try, in samples.
+        predicted: Whether trials are predicted rather than run.
     """
 
     inspection: Inspection
@@ -33,15 +38,18 @@ class Inspected:
 
 @dataclass(frozen=True)
 class Tracing:
-    """Small sizes are traced on a simulated card, to know what peaks to expect of larger ones."""
+    """Small sizes are being traced on a simulated card, to forecast the peaks of larger ones."""
 
 
 @dataclass(frozen=True)
 class TrialStarted:
-    """A trial begins.
+    """A trial starts.
 
-    The `number` counts from 1; `confirming`: it runs the plan's own schedule from a clean state; `limit_bytes`: the
-    budget it is held to, where that is another than the plan's.
+    Attributes:
+        number: Its number, counted from 1.
+        parts: Its micro-batches, in samples.
+        confirming: Whether it runs the plan's own schedule from a clean state.
+        limit_bytes: Its budget, where that differs from the plan's.
     """
 
     number: int
@@ -52,7 +60,7 @@ class TrialStarted:
 
 @dataclass(frozen=True)
 class TrialFinished:
-    """A trial ended, one way or another."""
+    """A trial ended; the attributes are those of `TrialStarted`."""
 
     number: int
     trial: Trial
@@ -61,7 +69,7 @@ class TrialFinished:
 
 @dataclass(frozen=True)
 class Scheduled:
-    """A schedule was made of the largest size that ran; it is confirmed next."""
+    """A schedule was made from the largest size that ran; its confirmation comes next."""
 
     schedule: Schedule
     largest_fit: int
@@ -69,12 +77,12 @@ class Scheduled:
 
 @dataclass(frozen=True)
 class ExplanationStarted:
-    """The schedule is proved; where its memory goes is found out next."""
+    """The schedule is proved; the explanation of its memory comes next."""
 
 
 @dataclass(frozen=True)
 class Explained:
-    """Where the memory of the schedule goes: more than the plan keeps."""
+    """The memory of the schedule was explained, in more detail than the plan keeps."""
 
     account: Account
 

@@ -1,4 +1,4 @@
-"""What is to be planned, as it was given: a file, a Workload, or live objects; and the device its trials run on."""
+"""Resolves the workload of a plan (a file, a Workload or live objects) and makes the device that runs its trials."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanSetup:
-    """What is tried, and where.
+    """The workload's name and the device that runs its trials.
 
     Attributes:
-        device: Runs its trials; to be closed.
-        reference: What the plan calls it.
-        isolated: Whether a trial in a process of its own may end otherwise than one after others.
+        device: The device; the caller closes it.
+        reference: The name of the workload in the plan.
+        isolated: Whether a trial in a fresh process may end differently from one that follows others.
     """
 
     device: Device
@@ -49,7 +49,7 @@ def make_setup(
 
     Args:
         workload: A reference, a Workload, or None where live objects are given.
-        request: What the plan is to do.
+        request: The target batch, the options, and the limits of the search.
         live: Live objects: `model`, `batch`, `loss`, `criterion`, `weight`, `reduction`, `evaluate`, `split` and
             `size`; those not given are None or left out.
         checkout: The folder the workload's modules are imported from; None: this process's import path.
@@ -57,7 +57,7 @@ def make_setup(
         verb: The command named in messages.
 
     Raises:
-        UsageError: Not exactly one of the ways is given, or an option cannot be honoured.
+        UsageError: Not exactly one of the three is given, or an option cannot be honoured.
         WorkloadError: The live objects do not go together.
         NotMeasuredError: Memory cannot be limited on this machine.
     """
@@ -73,30 +73,30 @@ def make_setup(
     if isinstance(resolved, str):
         settings = dataclasses.replace(settings, reference=resolved)
     elif options.gpu is None:
-        return _in_place(resolved, settings)
+        return _make_in_place(resolved, settings)
     else:
-        options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are part of the parcel.
+        options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are pickled with the workload.
         reference = f"{resolved.name} (made in code)"
-        settings = dataclasses.replace(settings, reference=reference, parcel=_packed(resolved), options=options)
+        settings = dataclasses.replace(settings, reference=reference, parcel=_pickle(resolved), options=options)
     return PlanSetup(make_device(settings), settings.reference, isolated=options.gpu is None)
 
 
 def resolve_workload(
     workload: Any, live: Mapping[str, Any], options: Options, *, share: int, verb: str = "plan"
 ) -> str | Workload | LiveObjects:
-    """What is given, in one of the ways: a reference, a Workload with the options in place of its own, or live objects.
+    """Return what was given: a reference, a Workload with the options in place of its own, or live objects.
 
     Raises:
-        UsageError: Not exactly one of them is given, or what does not go with it.
-        WorkloadError: The Workload or the live objects cannot be used so.
+        UsageError: Not exactly one of the three is given, or an argument does not go with it.
+        WorkloadError: The Workload or the live objects cannot be used with these options.
     """
     given = [name for name, value in live.items() if value is not None]
     if workload is None:
-        return _live_objects(live, given, options, verb)
+        return _read_live_objects(live, given, options, verb)
     if given:
-        raise UsageError(f"a workload is given, and {join_words(given)} too", hint=_ways(verb))
+        raise UsageError(f"a workload is given, and {join_words(given)} too", hint=_usage(verb))
     if not isinstance(workload, (str, os.PathLike)):
-        return _adapted(workload, options, share, verb)
+        return _with_options(workload, options, share, verb)
     if options.optimizer is not None and not isinstance(options.optimizer, str):
         raise UsageError(
             f"optimizer is of type {type(options.optimizer).__name__}, and the workload is a file",
@@ -105,38 +105,38 @@ def resolve_workload(
     return os.fspath(workload)
 
 
-def _ways(verb: str) -> str:
+def _usage(verb: str) -> str:
     ways = '{0}("model.py", ...), {0}(Workload(...), ...), or {0}(model=..., batch=..., loss=..., ...)'
     return f"give one: {ways.format(verb)}"
 
 
-def _packed(subject: Workload | LiveObjects) -> str:
-    """What is to be simulated, for a process of its own: simulation changes torch for all that runs in one."""
+def _pickle(workload: Workload | LiveObjects) -> str:
+    """Pickle the workload for a process of its own: a simulation changes torch for everything in its process."""
     from autoaccum.devices.child.pickling import pack
     from autoaccum.devices.in_place import LiveObjects
 
-    if isinstance(subject, LiveObjects):
-        return pack(subject.as_workload(), subject.model, subject.live_optimizer)
-    return pack(subject)
+    if isinstance(workload, LiveObjects):
+        return pack(workload.as_workload(), workload.model, workload.live_optimizer)
+    return pack(workload)
 
 
-def _in_place(subject: Workload | LiveObjects, settings: TrialSettings) -> PlanSetup:
+def _make_in_place(workload: Workload | LiveObjects, settings: TrialSettings) -> PlanSetup:
     from autoaccum.devices.in_place import InPlaceDevice
 
     options = settings.options
     check_device(options.device)
-    made = InPlaceDevice(
-        subject, share=settings.share, device=options.device, memory=options.memory, reserve=options.reserve
+    device = InPlaceDevice(
+        workload, share=settings.share, device=options.device, memory=options.memory, reserve=options.reserve
     )
-    return PlanSetup(made, f"{subject.name} (in this process)", isolated=False)
+    return PlanSetup(device, f"{workload.name} (in this process)", isolated=False)
 
 
-def _live_objects(live: Mapping[str, Any], given: list[str], options: Options, verb: str) -> LiveObjects:
+def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Options, verb: str) -> LiveObjects:
     if not given:
-        raise UsageError(f"there is nothing to {verb}", hint=_ways(verb))
+        raise UsageError(f"there is nothing to {verb}", hint=_usage(verb))
     missing = [name for name in ("model", "batch") if live.get(name) is None]
     if missing:
-        raise UsageError(f"{join_words(given)} given, {join_words(missing)} missing", hint=_ways(verb))
+        raise UsageError(f"{join_words(given)} given, {join_words(missing)} missing", hint=_usage(verb))
     if options.worst_of is not None:
         raise UsageError(
             f"worst_of is {options.worst_of}, and live objects have no dataset",
@@ -167,11 +167,11 @@ def _live_objects(live: Mapping[str, Any], given: list[str], options: Options, v
     )
 
 
-def _adapted(workload: Any, options: Options, share: int, verb: str) -> Workload:
-    """The Workload, with the options in place of its own."""
+def _with_options(workload: Any, options: Options, share: int, verb: str) -> Workload:
+    """Return the Workload with the options in place of its own."""
     from autoaccum.workload.samples import apply_settings
     from autoaccum.workload.spec import Workload
 
     if not isinstance(workload, Workload):
-        raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_ways(verb))
+        raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_usage(verb))
     return apply_settings(workload, most=share, worst_of=options.worst_of, **options.overrides)

@@ -1,8 +1,7 @@
-"""`plan`: from a workload and a target batch to a plan that was proved by trials."""
+"""Make a plan: load the workload, search for the largest micro-batch that fits, prove its schedule, record it all."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -32,25 +31,25 @@ from autoaccum.planning.plan_events import (
     Tracing,
 )
 from autoaccum.planning.plan_messages import (
-    Need,
+    MemoryNeeds,
     all_notes,
     all_warnings,
     describe_workload,
-    does_not_fit,
+    does_not_fit_error,
     peak_bytes,
     trial_error,
 )
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
-from autoaccum.planning.search import SearchResult, SearchStopped, search
-from autoaccum.planning.trial_runner import Allowance, Runner, find_least
-
-_SIZES_FOR_FORESIGHT, _TRIALS_FOR_FORESIGHT = 6, 3
-_FORESIGHT_SHARE = 0.25
-"""Of a limit on time."""
+from autoaccum.planning.search import SearchResult, SearchStopped, Stop, search
+from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, find_least_budget
 
 if TYPE_CHECKING:
     from autoaccum.workload.spec import Workload
+
+_MIN_SIZES_TO_FORECAST, _MIN_TRIALS_TO_FORECAST = 6, 3
+_FORECAST_TIME_SHARE = 0.25
+"""The part of a time limit that a forecast may take."""
 
 
 def make_plan(
@@ -65,7 +64,7 @@ def make_plan(
 
     Args:
         workload: A reference, a Workload, or None where live objects are given.
-        request: What the plan is to do.
+        request: The target batch, the options, and the limits of the search.
         live: Live objects by the names of `autoaccum.plan`'s arguments; those not given are None or left out.
         on_event: Called with each record of `autoaccum.planning.plan_events`.
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
@@ -76,221 +75,253 @@ def make_plan(
     started = time.monotonic()
     setup = make_setup(workload, request, live=live, on_output=on_output)
     with setup.device:
-        return plan_on_device(setup, request, on_event=on_event, began=started)
+        return plan_on_device(setup, request, on_event=on_event, started=started)
 
 
 def plan_on_device(
-    setup: PlanSetup, request: PlanRequest, *, on_event: Listener | None = None, began: float | None = None
+    setup: PlanSetup, request: PlanRequest, *, on_event: Listener | None = None, started: float | None = None
 ) -> Plan:
-    """Plan by trials of a setup that is already there; closing its device is the caller's.
+    """Plan on a device that is already made; the caller closes it.
 
     Args:
-        setup: What is tried, and where.
-        request: What is asked for.
-        on_event: As in `plan`.
-        began: When the limit on time began to count, by `time.monotonic`; now when None.
+        setup: The workload's name and the device.
+        request: The target batch, the options, and the limits of the search.
+        on_event: Called with each record of `autoaccum.planning.plan_events`.
+        started: The start of the time limit, by `time.monotonic`; now when None.
 
     Raises:
-        UsageError, WorkloadError, DoesNotFitError, NotMeasuredError: As in `plan`.
+        UsageError, WorkloadError, DoesNotFitError, NotMeasuredError: As `autoaccum.plan`.
     """
-    check_explaining(setup, request)
-    return _Planner(setup, request, on_event or (lambda event: None), began).plan()
+    check_explainable(setup, request)
+    planner = _Planner.inspect(setup, request, on_event or (lambda event: None), started)
+    forecast = planner.forecast_peaks()
+    proved = planner.search_and_prove(forecast)
+    prediction = planner.predict(proved)
+    least_bytes, least_notes = planner.find_least_bytes(proved, prediction)
+    explanation, explanation_notes = planner.explain(proved)
+    inspection, schedule = planner.inspection, proved.schedule
+    more_notes = (*forecast.notes, *least_notes, *explanation_notes)
+    return Plan.of_schedule(
+        schedule,
+        kind="measured" if prediction is None else "predicted",
+        multiple_of=inspection.multiple_of,
+        largest_fit=proved.largest_fit,
+        capped=proved.capped,
+        stopped=proved.stopped,
+        limit_bytes=setup.device.limit_bytes,
+        peak_bytes=peak_bytes(proved.trial),
+        least_bytes=least_bytes,
+        band_bytes=None if prediction is None else prediction.band_bytes,
+        device=setup.device.describe(),
+        environment=inspection.environment,
+        workload=describe_workload(inspection, setup.reference),
+        trials=tuple(planner.runner.trials),
+        warnings=all_warnings(inspection, schedule, proved.warnings, prediction),
+        notes=all_notes(inspection, schedule, planner.request, proved.largest_fit, prediction, more_notes),
+        coupling=inspection.coupling,
+        explanation=explanation,
+    )
 
 
 @dataclass(frozen=True)
-class _Proof:
-    """A schedule and the trial that proved it.
+class _ProvedSchedule:
+    """A schedule whose own trial ran.
 
     Attributes:
-        schedule: What was proved.
-        proof: Its trial.
-        largest_fit: The largest size that ran, below any that the confirmation refuted.
-        doubts: Sentences on schedules that did not run again.
+        schedule: The schedule.
+        trial: Its trial.
+        largest_fit: The largest size that ran, below any that a confirmation refuted.
+        capped: Whether `largest_fit` is the cap, and no schedule was refuted.
+        stopped: The limit that ended the search early.
+        warnings: Sentences on sizes and schedules that did not run as expected.
     """
 
     schedule: Schedule
-    proof: Trial
+    trial: Trial
     largest_fit: int
-    doubts: tuple[str, ...]
+    capped: bool
+    stopped: Stop | None
+    warnings: tuple[str, ...]
 
 
-class _Refuted(Exception):
-    """A schedule was traced and does not fit, although its ceiling does by traces of other sizes; its text says so."""
+class _ScheduleRefuted(Exception):
+    """The trace of a schedule does not fit, although the traces of other sizes predict that its ceiling does."""
 
 
+@dataclass(frozen=True)
 class _Planner:
-    """Inspects the workload, searches, proves the schedule, and tells all of it in a plan."""
+    """The steps of one plan, each from what the inspection and the earlier steps found.
 
-    def __init__(self, setup: PlanSetup, request: PlanRequest, tell: Listener, began: float | None) -> None:
-        self._setup, self._device, self._tell = setup, setup.device, tell
-        self._predicts = isinstance(setup.device, Predicting)
-        self._allowance = Allowance(request.max_trials, request.options.time_limit, began=began)
-        self._inspection, seconds = self._inspect(request)
-        multiple_of = self._inspection.multiple_of
-        if multiple_of != request.each:
-            options = dataclasses.replace(request.options, multiple_of=multiple_of)
-            request = dataclasses.replace(request, options=options)
-        self._request = request
-        self._runner = Runner(self._device, request, tell, self._allowance)
-        if not self._predicts:  # One that predicts starts no process for its confirmation.
-            self._runner.proof_seconds = seconds
+    Attributes:
+        setup: The workload's name and the device.
+        request: The request, with the `multiple_of` that the inspection found.
+        inspection: What is known of the workload before any trial.
+        runner: Runs the trials and keeps them.
+        limits: The limits on trials and time.
+        notify: Called with each event.
+    """
 
-    def plan(self) -> Plan:
-        """The plan."""
-        inspection, device = self._inspection, self._device
-        limit_bytes = device.limit_bytes
-        self._tell(Inspected(inspection, device.name, limit_bytes, self._request.cap, self._predicts))
-        foresight = self._foresee()
-        result, found, refuted = self._search_and_prove(foresight)
-        schedule, proof = found.schedule, found.proof
-        prediction = device.predict(proof.parts) if isinstance(device, Predicting) else None
-        least_bytes, ended = self._least(prediction, proof)
-        explanation, said = explain_proof(self._setup, self._request, proof.parts, self._allowance, self._tell)
-        of_sizes = (*found.doubts, *refuted, *result.warnings)
-        further = (*foresight.notes, *ended, *said)
-        return Plan.of_schedule(
-            schedule,
-            kind="measured" if prediction is None else "predicted",
-            multiple_of=inspection.multiple_of,
-            largest_fit=found.largest_fit,
-            capped=result.capped and not found.doubts,
-            stopped=result.stopped,
-            limit_bytes=limit_bytes,
-            peak_bytes=peak_bytes(proof),
-            least_bytes=least_bytes,
-            band_bytes=None if prediction is None else prediction.band_bytes,
-            device=device.describe(),
-            environment=inspection.environment,
-            workload=describe_workload(inspection, self._setup.reference),
-            trials=tuple(self._runner.trials),
-            warnings=all_warnings(inspection, schedule, of_sizes, prediction),
-            notes=all_notes(inspection, schedule, self._request, found.largest_fit, prediction, further),
-            coupling=inspection.coupling,
-            explanation=explanation,
-        )
+    setup: PlanSetup
+    request: PlanRequest
+    inspection: Inspection
+    runner: TrialRunner
+    limits: SearchLimits
+    notify: Listener
 
-    def _inspect(self, request: PlanRequest) -> tuple[Inspection, float]:
-        """What is known before any trial, and the seconds it took, most of which are the start of a process."""
-        self._tell(Loading(self._setup.reference))
-        asked = time.monotonic()
-        inspection = self._device.inspect(limit_seconds=request.load_limit_seconds)
-        return inspection, time.monotonic() - asked
+    @classmethod
+    def inspect(cls, setup: PlanSetup, request: PlanRequest, notify: Listener, started: float | None) -> _Planner:
+        """Load and check the workload."""
+        limits = SearchLimits(request.max_trials, request.options.time_limit, started=started)
+        notify(Loading(setup.reference))
+        before = time.monotonic()
+        inspection = setup.device.inspect(limit_seconds=request.load_limit_seconds)
+        load_seconds = time.monotonic() - before
+        request = request.with_multiple_of(inspection.multiple_of)
+        runner = TrialRunner(setup.device, request, notify, limits)
+        planner = cls(setup, request, inspection, runner, limits, notify)
+        if not planner.predicts:  # The confirmation starts a process, which takes most of the load time.
+            runner.confirmation_start_seconds = load_seconds
+        device = setup.device
+        notify(Inspected(inspection, device.name, device.limit_bytes, request.cap, planner.predicts))
+        return planner
 
-    def _foresee(self) -> Foresight:
-        """What peaks to expect, unless so few sizes are worth trying that the first trials tell as much.
+    @property
+    def predicts(self) -> bool:
+        """Whether trials are predicted rather than run."""
+        return isinstance(self.setup.device, Predicting)
 
-        Where trials are predicted too, they need the same traces, so that few of them are no reason to do without.
+    def forecast_peaks(self) -> Foresight:
+        """CorrectedForecast the peaks of all sizes, unless so few sizes or trials are left that it would save none.
+
+        Predicted trials use the same traces as a forecast, so a limit on trials is no reason to leave it out there.
         """
-        device, request = self._device, self._request
-        few_trials = request.max_trials is not None and request.max_trials < _TRIALS_FOR_FORESIGHT
-        if few_trials and not self._predicts:
+        device, request = self.setup.device, self.request
+        few_trials = request.max_trials is not None and request.max_trials < _MIN_TRIALS_TO_FORECAST
+        if few_trials and not self.predicts:
             return Foresight()
-        if request.cap < _SIZES_FOR_FORESIGHT or not isinstance(device, Foreseeing):
+        if request.cap < _MIN_SIZES_TO_FORECAST or not isinstance(device, Foreseeing):
             return Foresight()
-        self._tell(Tracing())
+        self.notify(Tracing())
         limit = request.options.time_limit
-        return device.foresee(limit_seconds=None if limit is None else limit * _FORESIGHT_SHARE)
+        return device.foresee(limit_seconds=None if limit is None else limit * _FORECAST_TIME_SHARE)
 
-    def _search_and_prove(self, foresight: Foresight) -> tuple[SearchResult, _Proof, tuple[str, ...]]:
-        """The largest size, its proved schedule, and what a first proof refuted.
+    def search_and_prove(self, forecast: Foresight) -> _ProvedSchedule:
+        """Find the largest size that fits and prove a schedule of it.
 
-        Where a trace of the schedule refutes what followed from traces of other sizes, it is searched once more; there
-        is no limit on time that could end that too early.
+        Where the trace of the schedule refutes the prediction from other sizes, the search is repeated without the
+        forecast; not under a limit, which might end the second search too early.
         """
-        again = self._predicts and not self._request.limited
-        result = self._search(foresight.peak_bytes)
+        search_again = self.predicts and not self.request.has_limit
         try:
-            return result, self._prove(result, search_again=again), ()
-        except _Refuted as doubt:
-            result = self._search(None)
-            return result, self._prove(result), (str(doubt),)
+            return self._prove(self._search(forecast.peak_bytes), search_again=search_again)
+        except _ScheduleRefuted as refuted:
+            return self._prove(self._search(None), refuted=(str(refuted),))
+
+    def predict(self, proved: _ProvedSchedule) -> Prediction | None:
+        """Return the band and the least budget of a predicted schedule; None for a measured one."""
+        device = self.setup.device
+        return device.predict(proved.trial.parts) if isinstance(device, Predicting) else None
+
+    def find_least_bytes(
+        self, proved: _ProvedSchedule, prediction: Prediction | None
+    ) -> tuple[int | None, tuple[str, ...]]:
+        """Return the smallest budget, where it is predicted or to be measured, and a note if its search ended early."""
+        if prediction is not None:
+            return prediction.least_bytes, ()
+        if not self.request.least:
+            return None, ()
+        found, note = find_least_budget(
+            lambda budget: self.runner.try_budget(proved.trial.parts, budget),
+            limit_bytes=self.setup.device.limit_bytes,
+            peak_bytes=peak_bytes(proved.trial),
+        )
+        return found, () if note is None else (note,)
+
+    def explain(self, proved: _ProvedSchedule) -> tuple[Explanation | None, tuple[str, ...]]:
+        """Explain the memory of the schedule, if requested: see `explain_memory`."""
+        return explain_memory(self.setup, self.request, proved.trial.parts, self.limits, self.notify)
 
     def _search(self, predict: Predict | None) -> SearchResult:
         return search(
-            self._runner.try_size,
-            self._request.cap,
-            limit_bytes=self._device.limit_bytes,
-            need=self._need,
-            least_size=self._inspection.least_size,
-            multiple_of=self._inspection.multiple_of,
-            fresh_trial=self._runner.try_afresh if self._setup.isolated else None,
+            self.runner.try_size,
+            self.request.cap,
+            limit_bytes=self.setup.device.limit_bytes,
+            needs=self._memory_needs,
+            least_size=self.inspection.least_size,
+            multiple_of=self.inspection.multiple_of,
+            fresh_trial=self.runner.try_in_fresh_process if self.setup.isolated else None,
             predict=predict,
         )
 
-    def _prove(self, result: SearchResult, *, search_again: bool = False) -> _Proof:
-        """Prove a schedule in a fresh process, going down to the next one while it fails.
+    def _prove(
+        self, result: SearchResult, *, search_again: bool = False, refuted: tuple[str, ...] = ()
+    ) -> _ProvedSchedule:
+        """Run a schedule from a clean state; while one fails, go on with a smaller micro-batch.
 
         Raises:
-            _Refuted: The first one fails, and the caller wants to `search_again` in place of going down.
-            WorkloadError, NotMeasuredError: Its trial failed by the workload's fault, or by the measurement's.
-            DoesNotFitError: No schedule runs, or only one with parts too small to be trained. Such parts are a
-                UsageError where the search was told to go no further, and a NotMeasuredError where a limit stopped it.
+            _ScheduleRefuted: The first schedule failed and `search_again` is set.
+            WorkloadError, NotMeasuredError: The trial raised an error of the workload, or of the measurement.
+            DoesNotFitError: No schedule runs, or only one with parts too small to be trained. Such parts raise a
+                UsageError if a cap ended the search, and a NotMeasuredError if a limit did.
         """
         accepted = {t.outcome for t in result.trials if t.micro_batch == result.largest_fit and t.ran}
         ceiling, largest_fit = result.largest_fit, result.largest_fit
-        least_size = self._inspection.least_size
-        doubts: list[str] = []
+        least_size = self.inspection.least_size
+        failures: list[str] = []
         while True:
-            schedule = self._request.schedule(ceiling)
+            schedule = self.request.schedule(ceiling)
             if schedule.smallest_part < least_size:
-                raise _too_small(schedule, ceiling, least_size, result)
-            self._tell(Scheduled(schedule, ceiling))
-            trial = self._runner.confirm(schedule)
+                raise _too_small_error(schedule, ceiling, least_size, result)
+            self.notify(Scheduled(schedule, ceiling))
+            trial = self.runner.confirm(schedule)
             if trial.outcome == "error":
                 raise trial_error(trial)
             if trial.outcome == "ok" or trial.outcome in accepted:
-                return _Proof(schedule, trial, max(largest_fit, trial.micro_batch), tuple(doubts))
-            doubts.append(self._doubt(schedule, ceiling, trial))
+                return _ProvedSchedule(
+                    schedule,
+                    trial,
+                    max(largest_fit, trial.micro_batch),
+                    capped=result.capped and not failures,
+                    stopped=result.stopped,
+                    warnings=(*failures, *refuted, *result.warnings),
+                )
+            failures.append(self._confirmation_warning(schedule, ceiling, trial))
             if search_again:
-                raise _Refuted(doubts[0])
+                raise _ScheduleRefuted(failures[0])
             if schedule.micro_batch == least_size:
                 if trial.outcome == "oom" and not trial.certain:
                     raise NotMeasuredError(
                         f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}"
                     )
-                raise does_not_fit(trial, self._device.limit_bytes, self._need)
+                raise does_not_fit_error(trial, self.setup.device.limit_bytes, self._memory_needs)
             ceiling = schedule.micro_batch - 1
-            ran = (t.micro_batch for t in self._runner.trials if t.ran and t.micro_batch <= ceiling)
+            ran = (t.micro_batch for t in self.runner.trials if t.ran and t.micro_batch <= ceiling)
             largest_fit = max(ran, default=0)
 
     @property
-    def _need(self) -> Need:
-        """What is known of the memory any size needs."""
-        seen = self._inspection
-        return Need(
-            least_bytes=seen.parameter_bytes,
-            update_bytes=seen.update_bytes,
-            update_samples=seen.update_samples,
-            sample_bytes=seen.sample_bytes,
-            predicted=self._predicts,
+    def _memory_needs(self) -> MemoryNeeds:
+        inspection = self.inspection
+        return MemoryNeeds(
+            least_bytes=inspection.parameter_bytes,
+            update_bytes=inspection.update_bytes,
+            update_samples=inspection.update_samples,
+            sample_bytes=inspection.sample_bytes,
+            predicted=self.predicts,
         )
 
-    def _doubt(self, schedule: Schedule, ceiling: int, trial: Trial) -> str:
-        """The sentence on a schedule whose trial failed, or was tight, although its ceiling was not."""
-        said = f"{format_parts(schedule.micro_batches)} {'{}'} ({trial.outcome}), although {ceiling} "
-        if self._predicts:
-            return said.format("was traced and does not fit") + "does by traces of other sizes"
+    def _confirmation_warning(self, schedule: Schedule, ceiling: int, trial: Trial) -> str:
+        """Return the warning about a schedule whose trial failed, or was tight, although its ceiling had run."""
+        tried = f"{format_parts(schedule.micro_batches)} {'{}'} ({trial.outcome}), although {ceiling} "
+        if self.predicts:
+            return tried.format("was traced and does not fit") + "does by traces of other sizes"
         return (
-            said.format("did not run again from a clean state")
+            tried.format("did not run again from a clean state")
             + "ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
         )
 
-    def _least(self, prediction: Prediction | None, proof: Trial) -> tuple[int | None, tuple[str, ...]]:
-        """The least budget where it is known or asked for, and a sentence if the search for it ended early."""
-        if prediction is not None:
-            return prediction.least_bytes, ()
-        if not self._request.least:
-            return None, ()
-        found, ended = find_least(
-            lambda budget: self._runner.try_budget(proof.parts, budget),
-            limit_bytes=self._device.limit_bytes,
-            peak_bytes=peak_bytes(proof),
-        )
-        return found, () if ended is None else (ended,)
 
-
-def _too_small(schedule: Schedule, ceiling: int, least_size: int, result: SearchResult) -> AutoaccumError:
-    """The error for parts too small to be trained; fewer parts do not fit, and more would be smaller still."""
+def _too_small_error(schedule: Schedule, ceiling: int, least_size: int, result: SearchResult) -> AutoaccumError:
+    """Return the error for parts too small to be trained: fewer parts do not fit, and more would be smaller still."""
     message = (
         f"{schedule.target_batch} samples in micro-batches of at most {ceiling} leave one of "
         f"{schedule.smallest_part}, and this model's BatchNorm needs {least_size}"
@@ -303,50 +334,53 @@ def _too_small(schedule: Schedule, ceiling: int, least_size: int, result: Search
     return DoesNotFitError(message, hint=f"{hint}, or more memory")
 
 
-def check_explaining(setup: PlanSetup, request: PlanRequest) -> None:
-    """Refuse now what could not be explained at the end.
+def check_explainable(setup: PlanSetup, request: PlanRequest) -> None:
+    """Refuse an explanation before any trial where the device has none.
 
     Raises:
-        UsageError: An explanation is asked for, and the device has none.
+        UsageError: An explanation is requested, and the device cannot give one.
     """
     device = setup.device
     if not request.explain or isinstance(device, Explaining):
         return
     if setup.isolated or isinstance(device, Predicting):
         raise UsageError(
-            f"explain (--explain) tells where the memory of a card goes, and trials run on the {device.name.upper()}",
+            f"explain (--explain) shows where the memory of a card goes, and trials run on the {device.name.upper()}",
             hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
         )
     raise UsageError(
-        "explain tells where the memory of a card goes, and that of live objects is not told apart",
+        "explain shows where the memory of a card goes, which trials in this process cannot tell",
         hint="predict for a card, which need not be here: gpu=NAME",
     )
 
 
-def explain_proof(
-    setup: PlanSetup, request: PlanRequest, parts: tuple[int, ...], allowance: Allowance, tell: Listener
+def explain_memory(
+    setup: PlanSetup, request: PlanRequest, parts: tuple[int, ...], limits: SearchLimits, notify: Listener
 ) -> tuple[Explanation | None, tuple[str, ...]]:
-    """What the plan keeps of where the memory of `parts` goes, and sentences where that is not all; listeners get all.
+    """Explain the memory of `parts`; whatever prevents that becomes a note, since the schedule is proved already.
 
     Args:
-        setup: What was tried, and where.
-        request: What is asked for.
-        parts: Of the trial that proved the schedule.
-        allowance: What is left of a limit on time.
-        tell: Is told the whole account, for pictures.
+        setup: The workload's name and the device.
+        request: Says whether an explanation or a picture is wanted.
+        parts: The parts of the trial that proved the schedule.
+        limits: The limit on time.
+        notify: Called with the whole report, for pictures.
+
+    Returns:
+        The explanation for the plan, if requested, and notes on what is missing.
     """
     device = setup.device
     if not (request.explain or request.picture) or not isinstance(device, Explaining):
         return None, ()
-    tell(ExplanationStarted())
+    notify(ExplanationStarted())
     try:
-        left = allowance.seconds_left(None, 0.0)
-        account = device.explain(parts, changes=request.explain, curve=request.picture, limit_seconds=left)
+        seconds = limits.seconds_left(None, 0.0)
+        account = device.explain(parts, changes=request.explain, curve=request.picture, limit_seconds=seconds)
     except SearchStopped as stopped:
-        return None, (f"where the memory goes was not asked: {stopped} was over",)
-    except KeyboardInterrupt:  # What was proved is worth more; pressed again, it ends that too.
+        return None, (f"where the memory goes was not traced: {stopped} was over",)
+    except KeyboardInterrupt:  # The proved schedule is worth more; a second Ctrl-C ends that too.
         return None, ("where the memory goes is not known (it was interrupted)",)
     except (WorkloadError, UsageError, NotMeasuredError) as error:
         return None, (f"where the memory goes is not known ({first_line(error.message)})",)
-    tell(Explained(account))
+    notify(Explained(account))
     return (account.explanation, account.notes) if request.explain else (None, ())

@@ -1,4 +1,4 @@
-"""The largest size that ran, in few trials: pure decisions over a `trial(size)` that somebody else runs."""
+"""Searches for the largest size that runs, in few trials: pure decisions over a function that runs one trial."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Literal
 
 from autoaccum.devices.base import Trial
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.planning.extrapolation import Forecast, Guess, Predict, next_size
+from autoaccum.planning.extrapolation import CorrectedForecast, Guess, Predict, next_size
 from autoaccum.planning.plan_messages import (
-    Need,
-    does_not_fit,
-    doubtful,
-    monotony_warnings,
+    MemoryNeeds,
+    does_not_fit_error,
+    non_monotonic_warnings,
     peak_bytes,
     stop_warning,
     tight_warning,
     trial_error,
+    uncertain_oom_error,
 )
 
 Stop = Literal["time", "trials"]
-"""Which limit ended a search before it knew the largest size."""
+"""The limit that ended a search before it knew the largest size."""
 
 
-_FORECAST_FAILS = 2
-"""How many sizes a forecast may promise in vain before the search begins with the least one."""
+_MAX_FAILED_FORECASTS = 2
+"""The number of forecast sizes that may fail before the search starts with the smallest size."""
 
 
 class SearchStopped(Exception):
-    """What a trial raises when it may not be run any more; its text names the limit.
+    """Raised by a trial that a limit forbids; the text names the limit.
 
     Attributes:
-        stop: Which one it is.
+        stop: The kind of limit.
     """
 
     def __init__(self, stop: Stop, text: str) -> None:
@@ -42,16 +42,16 @@ class SearchStopped(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """Where a search ended.
+    """The result of a search.
 
     Attributes:
-        largest_fit: The largest size that ran, in samples; it ran without the allocator's retries if any did.
-        first_fail: The next size, which did not (or only with retries); None when `capped`. Where the search was
-            `stopped`, the smallest above that did not, if any.
-        capped: The search ended because `largest_fit` is the cap, not because memory did.
+        largest_fit: The largest size that ran, in samples; without the allocator's retries, if any size ran so.
+        first_fail: The next size, which failed (or ran only with retries); None when `capped`. After a `stopped`
+            search, the smallest larger size that failed, if any.
+        capped: The search ended because `largest_fit` is the cap, not because memory ran out.
         trials: All trials, in the order they ran.
         warnings: Sentences for the plan.
-        stopped: What ended the search early; sizes between `largest_fit` and `first_fail` may fit.
+        stopped: The limit that ended the search early; sizes between `largest_fit` and `first_fail` may fit.
     """
 
     largest_fit: int
@@ -67,7 +67,7 @@ def search(
     cap: int,
     *,
     limit_bytes: int,
-    need: Need | None = None,
+    needs: MemoryNeeds | None = None,
     least_size: int = 1,
     multiple_of: int = 1,
     fresh_trial: Callable[[int], Trial] | None = None,
@@ -75,140 +75,143 @@ def search(
 ) -> SearchResult:
     """Find the largest size up to `cap` that runs, by running it and, unless it is the cap, the next one.
 
-    Where memory is not monotone in the size, the answer still ran and the next size still failed; sizes above that
-    were not ruled out, and a warning says so where the trials show it. A `tight` size counts as failed as soon as an
-    `ok` one is known. No size is tried twice, except to confirm a doubtful out-of-memory, or the last failure when its
-    process had run trials before, whose leftovers may have been what failed.
+    Where memory does not grow monotonically with the size, the result still ran and the next size still failed;
+    larger sizes are not ruled out, and a warning says so where the trials show it. A `tight` size counts as failed as
+    soon as an `ok` one is known. No size is tried twice, except to confirm an uncertain out-of-memory error, or the
+    last failure if its process had run trials before: what they left behind may have caused it.
 
     Args:
         trial: Runs one trial at a size in samples, or raises SearchStopped.
         cap: The largest size worth trying, in samples.
         limit_bytes: The budget of every trial.
-        need: What is known of the memory any size needs, for the message and for the first steps.
+        needs: What is known of the memory of any size, for the error message and the first steps.
         least_size: The smallest size that can be trained at all, in samples.
-        multiple_of: Only multiples of so many samples are tried; `cap` and `least_size` are some.
-        fresh_trial: The same in a process that has run no trial, for what leftovers may have decided. None where all
-            trials share one process: a doubtful failure then counts once a smaller size has run after it.
-        predict: The peak in bytes that somebody predicts for a size of at least 2 samples. It decides where the search
-            begins and goes as long as trials bear it out, never where it ends.
+        multiple_of: Try only multiples of this number; `cap` and `least_size` are multiples too.
+        fresh_trial: Runs the same trial in a process that has run none before. None where all trials share one
+            process: an uncertain failure then counts once a smaller size has run after it.
+        predict: The predicted peak in bytes at a size of at least 2 samples. It decides where the search starts and
+            goes while trials confirm it, never where it ends.
 
     Raises:
         UsageError: `cap` is less than `least_size`.
         DoesNotFitError: The smallest size ran out of memory.
-        WorkloadError: A trial failed by the workload's fault.
-        NotMeasuredError: A trial failed by the measurement's fault, or with a doubtful out-of-memory and no smaller
-            size that runs in a fresh process; or the search was stopped before any size had run.
+        WorkloadError: A trial raised an error of the workload.
+        NotMeasuredError: A trial raised an error of the measurement, or failed with an uncertain out-of-memory error
+            and no smaller size ran in a fresh process; or the search was stopped before any size had run.
     """
     if cap < least_size:
         raise UsageError(
             f"the largest micro-batch to try is {cap}, the least that can be trained is {least_size}",
             hint="give a larger one",
         )
-    tried = Tried(trial, fresh_trial, least_size)
-    forecast = None if predict is None else Forecast(predict, limit_bytes, cap)
-    goal = _Goal(cap, limit_bytes, need, forecast, multiple_of)
+    history = TrialHistory(trial, fresh_trial, least_size)
+    forecast = None if predict is None else CorrectedForecast(predict, limit_bytes, cap)
+    bounds = _Bounds(cap, limit_bytes, needs, forecast, multiple_of)
     stop: SearchStopped | None = None
     try:
-        _begin(tried, goal, least_size)
-        _close_in(tried, goal)
-        while tried.first_fail_is_stale:
-            tried.run(tried.largest_fit + multiple_of, fresh=True)
-            _close_in(tried, goal)
-        tried.settle_doubts()
+        _run_first_size(history, bounds, least_size)
+        _narrow_down(history, bounds)
+        while history.first_fail_is_stale:
+            history.run(history.largest_fit + multiple_of, fresh=True)
+            _narrow_down(history, bounds)
+        history.confirm_uncertain_failures()
     except SearchStopped as raised:
         stop = raised
-    if not any(t.ran for t in tried.trials):
+    if not any(t.ran for t in history.trials):
         raise NotMeasuredError(
             f"{stop} ended the search before a micro-batch of {least_size} had run through",
             hint="allow more, or take a smaller model",
         )
-    capped = tried.largest_fit == cap
+    capped = history.largest_fit == cap
     return SearchResult(
-        largest_fit=tried.largest_fit,
-        first_fail=None if capped else tried.first_fail,
+        largest_fit=history.largest_fit,
+        first_fail=None if capped else history.first_fail,
         capped=capped,
-        trials=tuple(tried.trials),
-        warnings=(*_warnings(tried, None if capped else stop, need), *monotony_warnings(tried.telling)),
+        trials=tuple(history.trials),
+        warnings=(
+            *_warnings(history, None if capped else stop, needs),
+            *non_monotonic_warnings(history.valid_trials),
+        ),
         stopped=None if stop is None or capped else stop.stop,
     )
 
 
-def _warnings(tried: Tried, stop: SearchStopped | None, need: Need | None) -> Iterator[str]:
-    predicted = need is not None and need.predicted
-    if any(t.outcome == "tight" and t.micro_batch == tried.largest_fit for t in tried.trials):
-        yield tight_warning(tried.largest_fit, predicted=predicted)
+def _warnings(history: TrialHistory, stop: SearchStopped | None, needs: MemoryNeeds | None) -> Iterator[str]:
+    predicted = needs is not None and needs.predicted
+    if any(t.outcome == "tight" and t.micro_batch == history.largest_fit for t in history.trials):
+        yield tight_warning(history.largest_fit, predicted=predicted)
     if stop is not None:
-        yield stop_warning(str(stop), tried.largest_fit, tried.first_fail)
+        yield stop_warning(str(stop), history.largest_fit, history.first_fail)
 
 
 @dataclass(frozen=True)
-class _Goal:
-    """Up to where which sizes are tried, in how much memory, and what is known beforehand."""
+class _Bounds:
+    """The bounds of a search: the largest size, the budget, what is known beforehand, and the step between sizes."""
 
     cap: int
     limit_bytes: int
-    need: Need | None
-    forecast: Forecast | None
+    needs: MemoryNeeds | None
+    forecast: CorrectedForecast | None
     step: int
 
-    def whole(self, size: int, tried: Tried) -> int:
-        """The multiple at or below `size`, or what is next to it between what fits and what does not."""
-        first_fail = self.cap + self.step if tried.first_fail is None else tried.first_fail
-        return max(tried.largest_fit + self.step, min(size - size % self.step, first_fail - self.step))
+    def round_down(self, size: int, history: TrialHistory) -> int:
+        """Return the multiple at or below `size`, kept between the largest size that fits and the first that fails."""
+        first_fail = self.cap + self.step if history.first_fail is None else history.first_fail
+        return max(history.largest_fit + self.step, min(size - size % self.step, first_fail - self.step))
 
 
-def _begin(tried: Tried, goal: _Goal, least_size: int) -> None:
-    """Run one size: one of which a forecast says that it probably fits, or else the least.
+def _run_first_size(history: TrialHistory, bounds: _Bounds, least_size: int) -> None:
+    """Run a first size: one that probably fits by the forecast, or else the smallest.
 
     Raises:
-        DoesNotFitError: The least does not run.
+        DoesNotFitError: The smallest size does not run.
     """
-    while goal.forecast is not None and len(tried.trials) < _FORECAST_FAILS:
-        guess = goal.forecast.guess({}, 0, tried.least_fail, surprise=1.0, tried=0)
-        size = 0 if guess is None else min(guess.size, goal.cap) // goal.step * goal.step
+    while bounds.forecast is not None and len(history.trials) < _MAX_FAILED_FORECASTS:
+        guess = bounds.forecast.next_size({}, 0, history.smallest_fail, widening=1.0, trials=0)
+        size = 0 if guess is None else min(guess.size, bounds.cap) // bounds.step * bounds.step
         if size <= least_size:
             break
-        if tried.run(size).ran:
+        if history.run(size).ran:
             return
-    if not tried.run(least_size).ran:
-        raise does_not_fit(tried.trials[-1], goal.limit_bytes, goal.need)
+    if not history.run(least_size).ran:
+        raise does_not_fit_error(history.trials[-1], bounds.limit_bytes, bounds.needs)
 
 
-def _close_in(tried: Tried, goal: _Goal) -> None:
-    """Run trials until the largest that ran is the cap, or has a failure right above it."""
-    surprise = 1.0
-    while tried.largest_fit < goal.cap and tried.first_fail != tried.largest_fit + goal.step:
+def _narrow_down(history: TrialHistory, bounds: _Bounds) -> None:
+    """Run trials until the largest size that ran is the cap, or the next one failed."""
+    widening = 1.0
+    while history.largest_fit < bounds.cap and history.first_fail != history.largest_fit + bounds.step:
         guess = None
-        if goal.forecast is not None:
-            guess = goal.forecast.guess(
-                tried.peaks, tried.largest_fit, tried.first_fail, surprise=surprise, tried=len(tried.trials)
+        if bounds.forecast is not None:
+            guess = bounds.forecast.next_size(
+                history.peaks, history.largest_fit, history.first_fail, widening=widening, trials=len(history.trials)
             )
-        # What will probably end the search is to count at once: a failure in a used process is tried again.
-        ends_it = guess is not None and goal.whole(guess.size, tried) == tried.largest_fit + goal.step
-        guess = guess or _extrapolate(tried, goal, surprise)
-        size = goal.whole(guess.size, tried)
-        tried.run(size, fresh=ends_it or tried.leftovers_matter)
-        surprise = guess.surprise(size <= tried.largest_fit, surprise)
+        # The trial that probably ends the search runs in a fresh process: a failure in a used one would be repeated.
+        ends_it = guess is not None and bounds.round_down(guess.size, history) == history.largest_fit + bounds.step
+        guess = guess or _extrapolate(history, bounds, widening)
+        size = bounds.round_down(guess.size, history)
+        history.run(size, fresh=ends_it or history.leftovers_matter)
+        widening = guess.widen(widening, fits=size <= history.largest_fit)
 
 
-def _extrapolate(tried: Tried, goal: _Goal, surprise: float) -> Guess:
+def _extrapolate(history: TrialHistory, bounds: _Bounds, widening: float) -> Guess:
     return next_size(
-        tried.peaks,
-        tried.largest_fit,
-        tried.first_fail,
-        goal.limit_bytes,
-        surprise=surprise,
-        tried=len(tried.trials),
-        sample_bytes=None if goal.need is None else goal.need.sample_bytes,
+        history.peaks,
+        history.largest_fit,
+        history.first_fail,
+        bounds.limit_bytes,
+        widening=widening,
+        trials=len(history.trials),
+        sample_bytes=None if bounds.needs is None else bounds.needs.sample_bytes,
     )
 
 
-class Tried:
-    """Runs the trials of a search, and tells what they mean together.
+class TrialHistory:
+    """Runs the trials of a search, and answers questions about all of them together.
 
     Args:
-        trial: Runs one at a size in samples.
-        fresh_trial: The same in a process that has run none; None where all share one process.
+        trial: Runs one trial at a size in samples.
+        fresh_trial: Runs it in a process that has run none before; None where all trials share one process.
         least_size: The smallest size that can be trained.
     """
 
@@ -219,17 +222,22 @@ class Tried:
         self.trials: list[Trial] = []
 
     def run(self, size: int, *, fresh: bool = False) -> Trial:
-        """Run a trial; what ran beside leftovers of others runs without them, what failed may be tried again."""
+        """Run a trial, in a fresh process on request, and keep it.
+
+        Raises:
+            WorkloadError, NotMeasuredError: It ended by an error; or the smallest size failed with an uncertain
+                out-of-memory error.
+        """
         trial = (self._fresh_trial or self._trial)(size) if fresh else self._trial(size)
         self.trials.append(trial)
         if trial.outcome == "error":
             raise trial_error(trial)
         if not trial.ran and not trial.certain and size == self._least_size:
-            raise doubtful(trial)
+            raise uncertain_oom_error(trial)
         return trial
 
     def fits(self, trial: Trial) -> bool:
-        """Whether it counts as one that fits: a `tight` one only as long as no other does."""
+        """Return whether the trial counts as one that fits: a `tight` one only as long as no other trial is `ok`."""
         return trial.outcome == "ok" or (trial.outcome == "tight" and all(t.outcome != "ok" for t in self.trials))
 
     @property
@@ -239,29 +247,29 @@ class Tried:
 
     @property
     def first_fail(self) -> int | None:
-        """The smallest size above it that does not; None when none was tried."""
-        failed = [t.micro_batch for t in self.telling if not self.fits(t) and t.micro_batch > self.largest_fit]
+        """The smallest size above `largest_fit` that does not fit; None when none was tried."""
+        failed = [t.micro_batch for t in self.valid_trials if not self.fits(t) and t.micro_batch > self.largest_fit]
         return min(failed, default=None)
 
     @property
-    def least_fail(self) -> int | None:
+    def smallest_fail(self) -> int | None:
         """The smallest size that did not run."""
         return min((t.micro_batch for t in self.trials if not t.ran), default=None)
 
     @property
-    def telling(self) -> list[Trial]:
-        """The trials that tell something: failures of used processes do not where leftovers matter."""
+    def valid_trials(self) -> list[Trial]:
+        """The trials that count: where leftovers matter, failures of used processes do not."""
         return [t for t in self.trials if t.ran or t.fresh] if self.leftovers_matter else self.trials
 
     @property
     def leftovers_matter(self) -> bool:
-        """Whether a size ran in a fresh process that failed in a used one."""
+        """Whether a size that failed in a used process ran in a fresh one."""
         refuted = {t.micro_batch for t in self.trials if not t.fresh and not t.ran}
         return any(t.fresh and t.ran and t.micro_batch in refuted for t in self.trials)
 
     @property
     def first_fail_is_stale(self) -> bool:
-        """Whether the failure right above what ran is known only from one process that had run trials before."""
+        """Whether the failure right above the largest fit comes only from one process that had run trials before."""
         tried = [t for t in self.trials if t.micro_batch == self.first_fail]
         return self._fresh_trial is not None and len(tried) == 1 and not tried[0].fresh
 
@@ -271,19 +279,25 @@ class Tried:
         ran = [(t.micro_batch, peak_bytes(t)) for t in self.trials if self.fits(t)]
         return {size: peak for size, peak in ran if peak is not None}
 
-    def settle_doubts(self) -> None:
-        """Some texts of an out-of-memory also mean a bug: they count once a smaller size ran in a fresh process."""
-        doubts = [t for t in self.trials if not t.ran and not t.certain]
-        if not doubts:
-            return
-        least = min(doubts, key=lambda t: t.micro_batch)
-        if not self._is_settled(least):
-            # After a failed trial the next process is a fresh one, so that this trial can settle it.
-            self.run(self.largest_fit, fresh=True)
-        if not self._is_settled(least):
-            raise doubtful(least)
+    def confirm_uncertain_failures(self) -> None:
+        """Run the largest fit again if failures may be bugs: some messages mean either that or out of memory.
 
-    def _is_settled(self, doubt: Trial) -> bool:
-        later = self.trials[self.trials.index(doubt) + 1 :] if self._fresh_trial is None else []
+        Such a failure counts once a smaller size ran in a fresh process.
+
+        Raises:
+            NotMeasuredError: No smaller size did.
+        """
+        uncertain = [t for t in self.trials if not t.ran and not t.certain]
+        if not uncertain:
+            return
+        smallest = min(uncertain, key=lambda t: t.micro_batch)
+        if not self._is_confirmed(smallest):
+            # After a failed trial the next process is a fresh one, so that this trial can confirm it.
+            self.run(self.largest_fit, fresh=True)
+        if not self._is_confirmed(smallest):
+            raise uncertain_oom_error(smallest)
+
+    def _is_confirmed(self, failure: Trial) -> bool:
+        later = self.trials[self.trials.index(failure) + 1 :] if self._fresh_trial is None else []
         fresh = [trial for trial in self.trials if trial.fresh]
-        return any(trial.ran and trial.micro_batch < doubt.micro_batch for trial in (*fresh, *later))
+        return any(trial.ran and trial.micro_batch < failure.micro_batch for trial in (*fresh, *later))

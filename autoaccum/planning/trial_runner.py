@@ -1,4 +1,4 @@
-"""Runs a plan's trials on a device, within the limits on them, keeps them, and tells of them."""
+"""Runs a plan's trials within the limits on trials and time, keeps them, and reports them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _RESOLUTION_SHARE = 0.005
 _FIRST_STEP_SHARE = 0.02
 
 
-class Allowance:
-    """What is left of a limit on trials and of one on time; either may be None, for no limit.
+class SearchLimits:
+    """The limits on the number of trials and on time, either of which may be None.
 
     Args:
-        max_trials: How many trials the search may run.
-        time_limit: Seconds from `began` on.
-        began: When the clock began to count.
-        clock: Seconds that only grow.
+        max_trials: The number of trials that the search may run.
+        time_limit: Seconds from `started` on.
+        started: When the time began to count, by `clock`; now when None.
+        clock: Returns seconds that never decrease.
     """
 
     def __init__(
@@ -33,70 +33,70 @@ class Allowance:
         max_trials: int | None,
         time_limit: float | None,
         *,
-        began: float | None = None,
+        started: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_trials, self._time_limit, self._clock = max_trials, time_limit, clock
-        self._began = clock() if began is None else began
+        self._started = clock() if started is None else started
 
-    def seconds_left(self, ran: int | None, keep_seconds: float) -> float | None:
-        """The seconds the next trial may take; None: no limit.
+    def seconds_left(self, trials_run: int | None, reserve_seconds: float) -> float | None:
+        """Return the seconds the next trial may take; None without a limit.
 
         Args:
-            ran: How many trials the search has run; None: they do not count here.
-            keep_seconds: What has to be left after it: the confirmation's.
+            trials_run: The number of trials the search has run; None for a trial that is not the search's.
+            reserve_seconds: The time to be left after it, for the confirmation.
 
         Raises:
-            SearchStopped: It may not be run.
+            SearchStopped: A limit is reached.
         """
-        if ran is not None and self._max_trials is not None and ran >= self._max_trials:
+        if trials_run is not None and self._max_trials is not None and trials_run >= self._max_trials:
             trials = "1 trial" if self._max_trials == 1 else f"{self._max_trials} trials"
             raise SearchStopped("trials", f"the limit of {trials}")
         if self._time_limit is None:
             return None
-        left = self._time_limit - (self._clock() - self._began) - keep_seconds
+        left = self._time_limit - (self._clock() - self._started) - reserve_seconds
         if left <= 0:
             raise SearchStopped("time", f"the time limit of {self._time_limit:g} s")
         return left
 
 
-class Runner:
-    """Runs trials on `device` as `request` asks for, as long as `allowance` lets it.
+class TrialRunner:
+    """Runs the trials of `request` on `device` within `limits`.
 
     Attributes:
         trials: All trials so far, in order.
-        proof_seconds: What to keep of the time for a confirmation, without its trial: the start of a process.
+        confirmation_start_seconds: The time to reserve for the start of the confirmation's process.
     """
 
-    def __init__(self, device: Device, request: PlanRequest, tell: Listener, allowance: Allowance) -> None:
-        self._device, self._request, self._tell, self._allowance = device, request, tell, allowance
+    def __init__(self, device: Device, request: PlanRequest, notify: Listener, limits: SearchLimits) -> None:
+        self._device, self._request, self._notify, self._limits = device, request, notify, limits
         self.trials: list[Trial] = []
-        self.proof_seconds = 0.0
+        self.confirmation_start_seconds = 0.0
 
     def try_size(self, size: int, *, fresh: bool = False) -> Trial:
-        """A trial of the search: two micro-batches of `size` samples.
+        """Run a trial of the search: two micro-batches of `size` samples.
 
         Raises:
-            SearchStopped: It may not be run, or the limit on time ended it.
+            SearchStopped: A limit forbids the trial, or ended it.
         """
-        ran = [trial.seconds for trial in self.trials if trial.ran]
-        proof = self.proof_seconds + max(ran) if ran else 0.0
-        left = self._allowance.seconds_left(len(self.trials), proof)
-        # The whole share is one micro-batch per update: nothing accumulates then.
+        seconds = [trial.seconds for trial in self.trials if trial.ran]
+        confirmation = self.confirmation_start_seconds + max(seconds) if seconds else 0.0
+        left = self._limits.seconds_left(len(self.trials), confirmation)
+        # A size of the whole share is one micro-batch per update: nothing accumulates then.
         parts = (size,) if size == self._request.share else (size, size)
         trial = self._run(parts, fresh=fresh, limit_seconds=left)
         if trial.timed_out and left is not None:
-            self._allowance.seconds_left(None, proof)
+            self._limits.seconds_left(None, confirmation)
         return trial
 
-    def try_afresh(self, size: int) -> Trial:
-        """The same from a clean state."""
+    def try_in_fresh_process(self, size: int) -> Trial:
+        """Run the same trial in a process that has run none before."""
         return self.try_size(size, fresh=True)
 
     def confirm(self, schedule: Schedule) -> Trial:
-        """Run what tells of the schedule from a clean state, unless the last trial did just that.
+        """Run the parts that prove a schedule (`Schedule.trial_parts`) from a clean state, without limits.
 
-        No limit ends it: nothing is reported that did not run (`Schedule.trial_parts`).
+        The last trial is returned instead, if it was just that.
         """
         parts = schedule.trial_parts
         last = self.trials[-1]
@@ -105,15 +105,15 @@ class Runner:
         return self._run(parts, fresh=True, confirming=True)
 
     def try_budget(self, parts: tuple[int, ...], limit_bytes: int) -> Trial:
-        """Run `parts` from a clean state, held to `limit_bytes`.
+        """Run `parts` from a clean state within `limit_bytes`.
 
         Raises:
-            SearchStopped: The limit on time ended it, or does not let it begin.
+            SearchStopped: The limit on time forbids the trial, or ended it.
         """
-        left = self._allowance.seconds_left(None, 0.0)
+        left = self._limits.seconds_left(None, 0.0)
         trial = self._run(parts, fresh=True, limit_bytes=limit_bytes, limit_seconds=left)
         if trial.timed_out and left is not None:
-            self._allowance.seconds_left(None, 0.0)
+            self._limits.seconds_left(None, 0.0)
         return trial
 
     def _run(
@@ -126,27 +126,29 @@ class Runner:
         limit_seconds: float | None = None,
     ) -> Trial:
         number = len(self.trials) + 1
-        self._tell(TrialStarted(number, parts, confirming, limit_bytes))
+        self._notify(TrialStarted(number, parts, confirming, limit_bytes))
         trial = self._device.trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds)
         self.trials.append(trial)
-        self._tell(TrialFinished(number, trial, confirming))
+        self._notify(TrialFinished(number, trial, confirming))
         return trial
 
 
-def find_least(trial: Callable[[int], Trial], *, limit_bytes: int, peak_bytes: int | None) -> tuple[int, str | None]:
-    """Find the least budget under which a trial runs, by running it, and by one that did not run close below.
+def find_least_budget(
+    trial: Callable[[int], Trial], *, limit_bytes: int, peak_bytes: int | None
+) -> tuple[int, str | None]:
+    """Find the smallest budget at which a trial runs, to 2 MiB or 0.5 %, by one that ran and one below that did not.
 
-    The peak is where it starts from: an allocator may do with less (it gives its cache back and asks again) or need
-    more (what it rounds up to). From there it gallops to the other side of the answer and bisects, to 2 MiB or 0.5 %.
+    The search starts at the peak: an allocator may do with less (it releases its cache and retries) or need more
+    (sizes are rounded up). From there it gallops until the answer is bracketed, and bisects.
 
     Args:
-        trial: Runs the schedule held to a budget in bytes, or raises SearchStopped.
-        limit_bytes: A budget under which it ran.
+        trial: Runs the schedule within a budget in bytes, or raises SearchStopped.
+        limit_bytes: A budget within which it ran.
         peak_bytes: The peak of that run; None when not measured.
 
     Returns:
-        The least budget in bytes under which it ran, and a sentence on what ended the search early, if anything did: a
-        limit, or a trial that failed by something else than its budget: the schedule is proved without it.
+        The smallest budget in bytes at which it ran, and a note where a limit, or a trial that failed by something
+        else than its budget, ended the search early.
     """
     runs, fails = limit_bytes, 0
     step = max(_RESOLUTION_BYTES, int(_FIRST_STEP_SHARE * limit_bytes))

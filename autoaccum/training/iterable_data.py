@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.planning.plan_request import LOOKED_AT
+from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.checkpoints import NotPortableError, portable
 from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
 from autoaccum.training.data_workers import END, Reader
@@ -206,7 +206,7 @@ class SamplesSource(StreamSource):
 
     def planning_batch(self, worst_of: int | None = None) -> Any:
         """A function of a size: batches of the longest of the first samples."""
-        return self._longest(self._look_ahead(worst_of or LOOKED_AT), self._settings.collate)
+        return self._longest(self._look_ahead(worst_of or DEFAULT_WORST_OF), self._settings.collate)
 
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)

@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from autoaccum.accumulation.rng_state import GENERATORS
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.checks import describe_type
-from autoaccum.planning.plan_request import LOOKED_AT
+from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
 from autoaccum.training.data_workers import END, Reader, to_shared_memory, worker_options
 from autoaccum.training.seeds import derive_seed, item_seed, preserve_rng_state, seed_generators
@@ -75,7 +75,7 @@ class MapStyleSource(WindowSource):
     def planning_batch(self, worst_of: int | None = None) -> Any:
         """A function of a size, to plan with: batches of the longest of samples from all over the dataset."""
         with fixed_seeds():
-            samples = [self._dataset[index] for index in self._some_indices(worst_of or LOOKED_AT)]
+            samples = [self._dataset[index] for index in self._some_indices(worst_of or DEFAULT_WORST_OF)]
         return self._longest(samples, None if self._collate is default_collate else self._collate)
 
     def next_window(self) -> Window | None:

@@ -29,7 +29,7 @@ from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import AccumulateIn, BatchNormMode, Options, read_accumulate_in
 from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.planning.plan import Plan
-from autoaccum.planning.plan_request import LOOKED_AT, PlanRequest
+from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
 from autoaccum.training.fit_events import WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
@@ -163,7 +163,7 @@ class TrainingSetup:
         in_code = (request.collate, request.evaluate, request.data, request.split)
         is_file = not isinstance(request.subject, Workload) and isinstance(options.optimizer, (str, type(None)))
         if is_file and all(value is None for value in in_code):
-            worst_of = options.worst_of or (LOOKED_AT if workload.batch is no_batch else None)
+            worst_of = options.worst_of or (DEFAULT_WORST_OF if workload.batch is no_batch else None)
             asked = PlanRequest(request.target_batch, Options(**limits, **options.overrides, worst_of=worst_of))
             said = None if on_event is None else lambda line: on_event(WorkloadOutput(line))
             return make_plan(os.fspath(request.subject), asked, on_event=on_event, on_output=said)

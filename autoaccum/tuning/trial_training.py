@@ -21,7 +21,7 @@ from autoaccum.devices.child.replies import describe_failure
 from autoaccum.devices.trial_run import make_accumulator, place_model, seed_everything, wait_for
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options
-from autoaccum.planning.plan_request import LOOKED_AT
+from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.data_source import is_map_style
 from autoaccum.training.fit_events import Evaluated, EvaluationFailed, OutOfMemoryRetry, Started, Updated
 from autoaccum.training.fit_request import FitRequest
@@ -163,7 +163,7 @@ class UpdateTimer:
     def __init__(self, workload: Workload, device: str, target_batch: int) -> None:
         self._place = find_device(device)
         workload = apply_settings(
-            workload, most=target_batch, worst_of=LOOKED_AT if workload.batch is no_batch else None
+            workload, most=target_batch, worst_of=DEFAULT_WORST_OF if workload.batch is no_batch else None
         )
         seed_everything()
         model = place_model(workload.build_model(), self._place)

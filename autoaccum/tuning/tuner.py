@@ -11,7 +11,7 @@ from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.options import Options
 from autoaccum.planning.plan import Plan
-from autoaccum.planning.plan_request import LOOKED_AT, PlanRequest
+from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.ranking import describe_coupling, find_default_result, find_noise, find_range_warning, rank
@@ -151,7 +151,7 @@ class _Tuner:
         """Plan updates as the study trains, with micro-batches of at most `most`; raises as the planner."""
         request, facts = self._processes.request, self._facts
         options = {name: getattr(request.options, name) for name in _PLANNED_WITH}
-        options["worst_of"] = None if facts.has_batch else LOOKED_AT
+        options["worst_of"] = None if facts.has_batch else DEFAULT_WORST_OF
         asked = PlanRequest(target_batch, Options(**options), max_micro_batch=most)
         made = make_plan(request.reference, asked, on_event=self._tell, on_output=self._on_output)
         self._processes.check_unchanged(str(made.workload.get("digest")))

@@ -218,7 +218,9 @@ def test_a_predicted_plan_counts_a_frozen_model(
 ) -> None:
     found = predicted(loss)
     assert found.workload["modules"] == {name: held}
-    assert any(note.startswith(f"beside the model, and on its device as well: {name} (") for note in found.notes)
+    assert any(
+        note.startswith(f"modules outside the model that are on its device too: {name} (") for note in found.notes
+    )
     assert found.explanation is not None
     bytes_of = found.explanation.categories
     assert PARAMETERS + held <= bytes_of["parameters"] < PARAMETERS + held + 8192

@@ -75,4 +75,4 @@ def test_a_card_too_small_for_the_model(folder: Path) -> None:
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: micro-batch 1 does not fit: it would take ")
-    assert "where nothing limits it, 20.0 MiB are there: take a smaller model" in last
+    assert "where nothing limits it, 20.0 MiB are available: take a smaller model" in last

@@ -75,7 +75,7 @@ def test_what_does_not_end_is_ended_and_named(
 ) -> None:
     (folder / "model.py").write_text(MODEL + ENDLESS + file)
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("autoaccum.planning.plan_request._LEAST_CHECK_SECONDS", 3.0)
+    monkeypatch.setattr("autoaccum.planning.plan_request._MIN_LOAD_SECONDS", 3.0)
     monkeypatch.setattr("autoaccum.tuning.trial_processes._LEAST_SECONDS", 15.0)
     name, *rest = words.split()
     result = CliRunner().invoke(main, [name, "model.py", "--target-batch", "8", *rest])

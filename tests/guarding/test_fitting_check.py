@@ -93,7 +93,7 @@ def test_where_not_even_one_sample_fits_that_is_explained(check: Check) -> None:
     error = DoesNotFitError("micro-batch 1 does not fit")
     one = a_measurement(fits=False, largest=0, micro_batches=(1,) * 4)
     told = check.of({None: error, (1,) * 4: one}, target_batch=4)
-    assert told[0].endswith("22.0 GiB are there, not even 1 fits")
+    assert told[0].endswith("22.0 GiB are available, not even 1 fits")
     assert "where the memory goes, in backward at aten.mm of head:" in told
     with pytest.raises(DoesNotFitError, match="micro-batch 1 does not fit"):
         check.of({None: error, (1,) * 4: WorkloadError("BatchNorm")}, target_batch=4)

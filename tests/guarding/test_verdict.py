@@ -102,7 +102,8 @@ def test_a_schedule_that_fits_no_more_is_the_heaviest_reason() -> None:
     verdict = judged(grown(9 * GIB, fits=False, largest=0, least_bytes=24 * GIB))
     assert verdict.outcome == "regressed"
     assert (
-        verdict.reasons[0] == "micro-batch 32 does not fit any more: it needs at least 24.00 GiB, 23.00 GiB are there"
+        verdict.reasons[0]
+        == "micro-batch 32 does not fit any more: it needs at least 24.00 GiB, 23.00 GiB are available"
     )
     assert len(verdict.reasons) == 3
     assert verdict.explanation.endswith("; rtx3090 now holds none instead of 32")

@@ -23,8 +23,8 @@ from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, Workl
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import Event, Explained, ExplanationStarted, TrialFinished
 from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import explain_proof, plan_on_device
-from autoaccum.planning.trial_runner import Allowance
+from autoaccum.planning.planner import explain_memory, plan_on_device
+from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.units import GIB, MIB, MemorySize
 
 CARD = find_card("rtx3090")
@@ -156,9 +156,9 @@ def test_no_time_is_left_for_an_explanation() -> None:
     told: list[Event] = []
     with simulated(SyntheticTracer()) as device:
         subject, late = PlanSetup(device, "model.py"), iter([0.0, 601.0])
-        allowance = Allowance(None, 600.0, clock=lambda: next(late))
-        found = explain_proof(subject, make_request(64, explain=True), (20, 20), allowance, told.append)
-    assert found == (None, ("where the memory goes was not asked: the time limit of 600 s was over",))
+        limits = SearchLimits(None, 600.0, clock=lambda: next(late))
+        found = explain_memory(subject, make_request(64, explain=True), (20, 20), limits, told.append)
+    assert found == (None, ("where the memory goes was not traced: the time limit of 600 s was over",))
     assert not any(isinstance(event, Explained) for event in told)
 
 
@@ -246,7 +246,7 @@ def test_on_the_cpu_it_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as refused:
         autoaccum.plan(tmp_path / "model.py", target_batch=8, explain=True)
     assert str(refused.value) == (
-        "explain (--explain) tells where the memory of a card goes, and trials run on the CPU: predict for a card,"
+        "explain (--explain) shows where the memory of a card goes, and trials run on the CPU: predict for a card,"
         " which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)"
     )
 

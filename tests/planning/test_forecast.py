@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.errors import DoesNotFitError
-from autoaccum.planning.extrapolation import Forecast
+from autoaccum.planning.extrapolation import CorrectedForecast
 from autoaccum.planning.search import SearchResult, search
 from autoaccum.units import GIB, MIB
 
@@ -123,7 +123,7 @@ def test_a_model_that_does_not_fit_is_the_least_that_was_tried() -> None:
 
 
 def test_peaks_that_have_nothing_to_do_with_it_end_the_forecast() -> None:
-    forecast = Forecast(lambda size: size * MIB, LIMIT, 10_000)
-    assert forecast.guess({8: 9 * MIB}, 8, None, surprise=1.0, tried=1)
-    assert forecast.guess({8: 90 * MIB}, 8, None, surprise=1.0, tried=1) is None
-    assert forecast.guess({8: 9 * MIB}, 8, None, surprise=1.0, tried=50) is None
+    forecast = CorrectedForecast(lambda size: size * MIB, LIMIT, 10_000)
+    assert forecast.next_size({8: 9 * MIB}, 8, None, widening=1.0, trials=1)
+    assert forecast.next_size({8: 90 * MIB}, 8, None, widening=1.0, trials=1) is None
+    assert forecast.next_size({8: 9 * MIB}, 8, None, widening=1.0, trials=50) is None

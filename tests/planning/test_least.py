@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.planning.search import SearchStopped
-from autoaccum.planning.trial_runner import find_least
+from autoaccum.planning.trial_runner import find_least_budget
 from autoaccum.units import GIB, MIB
 
 RESOLUTION_BYTES = 2 * MIB
@@ -36,8 +36,8 @@ def test_ends_on_a_budget_that_ran_close_above_one_that_did_not(
 ) -> None:
     least, tried = max(1, int(limit * least_share)), list[int]()
     peak = None if peak_share is None else int(limit * peak_share)
-    found, ended = find_least(needing(least, tried), limit_bytes=limit, peak_bytes=peak)
-    assert ended is None
+    found, note = find_least_budget(needing(least, tried), limit_bytes=limit, peak_bytes=peak)
+    assert note is None
     assert found in [*tried, limit]
     assert least <= found <= least + max(RESOLUTION_BYTES, int(0.005 * found))
     assert all(0 < budget < limit for budget in tried)
@@ -48,7 +48,7 @@ def test_ends_on_a_budget_that_ran_close_above_one_that_did_not(
 def test_the_peak_saves_trials(share: float) -> None:
     tried: list[int] = []
     peak = 8 * GIB
-    find_least(needing(int(share * peak), tried), limit_bytes=16 * GIB, peak_bytes=peak)
+    find_least_budget(needing(int(share * peak), tried), limit_bytes=16 * GIB, peak_bytes=peak)
     assert len(tried) <= (8 if share >= 0.95 else 11)
 
 
@@ -60,17 +60,17 @@ def test_a_limit_ends_it_with_what_ran() -> None:
             raise SearchStopped("time", "the time limit of 60 s")
         return needing(3 * GIB, tried)(limit_bytes)
 
-    found, ended = find_least(trial, limit_bytes=8 * GIB, peak_bytes=5 * GIB)
+    found, note = find_least_budget(trial, limit_bytes=8 * GIB, peak_bytes=5 * GIB)
     assert found == min(budget for budget in tried if budget >= 3 * GIB)
-    assert ended == "the time limit of 60 s ended the search for the least budget: it may run with less than that"
+    assert note == "the time limit of 60 s ended the search for the least budget: it may run with less than that"
 
 
 def test_another_failure_ends_it_too_and_costs_no_plan() -> None:
     def trial(limit_bytes: int) -> Trial:
         return Trial(parts=(4,), outcome="error", message="micro-batch 4, forward raised ValueError: unlucky")
 
-    found, ended = find_least(trial, limit_bytes=GIB, peak_bytes=512 * MIB)
+    found, note = find_least_budget(trial, limit_bytes=GIB, peak_bytes=512 * MIB)
     assert found == GIB
-    assert ended == (
+    assert note == (
         "the search for the least budget ended at 512 MiB: micro-batch 4, forward raised ValueError: unlucky"
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.planning.plan_messages import Need, does_not_fit
+from autoaccum.planning.plan_messages import MemoryNeeds, does_not_fit_error
 from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.units import GIB, MIB
 
@@ -119,7 +119,7 @@ def test_what_a_sample_takes_saves_trials_where_the_update_hides_it(ceiling: int
     base = 0.15 * LIMIT
     slope = (LIMIT - base) / (ceiling + 0.5)
     trial = scripted(lambda n: "ok" if n <= ceiling else "oom", lambda n: int(max(floor * LIMIT, base + slope * n)))
-    told = search(trial, NO_CAP, limit_bytes=LIMIT, need=Need(sample_bytes=int(slope / (1 + beside))))
+    told = search(trial, NO_CAP, limit_bytes=LIMIT, needs=MemoryNeeds(sample_bytes=int(slope / (1 + beside))))
     assert (told.largest_fit, told.first_fail) == (ceiling, ceiling + 1)
     assert len(told.trials) <= min(8, len(search(trial, NO_CAP, limit_bytes=LIMIT).trials) + 1)
 
@@ -127,7 +127,7 @@ def test_what_a_sample_takes_saves_trials_where_the_update_hides_it(ceiling: int
 @settings(deadline=None)
 @given(ceiling=st.integers(1, 3000), share=st.floats(0.0, 0.9), sample_bytes=st.integers(0, 4 * LIMIT))
 def test_what_a_sample_takes_may_be_wrong(ceiling: int, share: float, sample_bytes: int) -> None:
-    result = search(linear(ceiling, share), NO_CAP, limit_bytes=LIMIT, need=Need(sample_bytes=sample_bytes))
+    result = search(linear(ceiling, share), NO_CAP, limit_bytes=LIMIT, needs=MemoryNeeds(sample_bytes=sample_bytes))
     check(result, NO_CAP)
     assert result.largest_fit == ceiling
     assert len(result.trials) <= 30
@@ -193,9 +193,9 @@ def test_starts_at_the_least_that_can_be_trained() -> None:
 
 def test_none_runs() -> None:
     with pytest.raises(DoesNotFitError) as seen:
-        search(scripted(lambda n: "oom"), 64, limit_bytes=15 * GIB, need=Need(least_bytes=int(21.3 * GIB)))
+        search(scripted(lambda n: "oom"), 64, limit_bytes=15 * GIB, needs=MemoryNeeds(least_bytes=int(21.3 * GIB)))
     assert str(seen.value) == (
-        "micro-batch 1 needs at least 21.3 GiB, 15.0 GiB are there: "
+        "micro-batch 1 needs at least 21.3 GiB, 15.0 GiB are available: "
         "take a smaller model, --precision bf16, activation checkpointing, or more memory"
     )
     assert seen.value.exit_code == 1
@@ -204,27 +204,27 @@ def test_none_runs() -> None:
 @pytest.mark.parametrize(
     ("peak", "need", "text"),
     [
-        (None, None, "needs more memory than there is, 1.0 GiB are there: it ran out in backward: take a smaller"),
+        (None, None, "needs more memory than there is, 1.0 GiB are available: it ran out in backward: take a smaller"),
         (
             600 * MIB,
-            Need(least_bytes=400 * MIB),
-            "1.0 GiB are there: it ran out in backward with 600 MiB taken: take a smaller model",
+            MemoryNeeds(least_bytes=400 * MIB),
+            "1.0 GiB are available: it ran out in backward with 600 MiB taken: take a smaller model",
         ),
-        (None, Need(least_bytes=2 * GIB), "needs at least 2.0 GiB, 1.0 GiB are there: take a smaller model"),
-        (2 * GIB, None, "needs at least 2.0 GiB, 1.0 GiB are there: take a smaller model"),
+        (None, MemoryNeeds(least_bytes=2 * GIB), "needs at least 2.0 GiB, 1.0 GiB are available: take a smaller model"),
+        (2 * GIB, None, "needs at least 2.0 GiB, 1.0 GiB are available: take a smaller model"),
         (
             600 * MIB,
-            Need(least_bytes=2 * GIB, update_bytes=3 * GIB, update_samples=2),
+            MemoryNeeds(least_bytes=2 * GIB, update_bytes=3 * GIB, update_samples=2),
             "ran out of memory in backward: one update of 2 samples takes 3.0 GiB where nothing limits it, 1.0 GiB are",
         ),
     ],
 )
-def test_says_what_is_known_of_the_need(peak: int | None, need: Need | None, text: str) -> None:
+def test_says_what_is_known_of_the_need(peak: int | None, need: MemoryNeeds | None, text: str) -> None:
     trial = Trial(parts=(1, 1), outcome="oom", phase="backward", peak_reserved_bytes=peak)
-    assert text in str(does_not_fit(trial, GIB, need))
+    assert text in str(does_not_fit_error(trial, GIB, need))
 
 
-# --- tight, doubtful, wrong -----------------------------------------------------------------------------------------
+# --- tight, uncertain, wrong ------------------------------------------------------------------------------------------
 
 
 def test_tight_is_not_chosen_when_ok_exists() -> None:
@@ -241,7 +241,7 @@ def test_tight_is_chosen_when_nothing_else_runs() -> None:
     assert "ran only because the allocator" in result.warnings[0]
 
 
-def doubtful(from_size: int, *, fresh_below: bool, fresh_later: bool = True) -> Callable[[int], Trial]:
+def uncertain_trials(from_size: int, *, fresh_below: bool, fresh_later: bool = True) -> Callable[[int], Trial]:
     failed = False
 
     def trial(size: int) -> Trial:
@@ -255,19 +255,21 @@ def doubtful(from_size: int, *, fresh_below: bool, fresh_later: bool = True) -> 
 
 
 def test_a_doubtful_failure_counts_when_a_smaller_size_ran_fresh() -> None:
-    result = search(doubtful(6, fresh_below=True), 64, limit_bytes=LIMIT)
+    result = search(uncertain_trials(6, fresh_below=True), 64, limit_bytes=LIMIT)
     assert result.largest_fit == 5
     assert len({t.micro_batch for t in result.trials}) == len(result.trials)
 
 
 @pytest.mark.parametrize("from_size", [2, 3, 6, 40])
 def test_a_doubtful_failure_is_settled_by_one_more_trial(from_size: int) -> None:
-    result = search(doubtful(from_size, fresh_below=False), 64, limit_bytes=LIMIT)
+    result = search(uncertain_trials(from_size, fresh_below=False), 64, limit_bytes=LIMIT)
     assert result.largest_fit == from_size - 1
     assert any(t.fresh and t.ran for t in result.trials)
 
 
-@pytest.mark.parametrize("trial", [doubtful(1, fresh_below=True), doubtful(5, fresh_below=False, fresh_later=False)])
+@pytest.mark.parametrize(
+    "trial", [uncertain_trials(1, fresh_below=True), uncertain_trials(5, fresh_below=False, fresh_later=False)]
+)
 def test_a_doubtful_failure_alone_proves_nothing(trial: Callable[[int], Trial]) -> None:
     with pytest.raises(NotMeasuredError, match="CUBLAS_STATUS_NOT_INITIALIZED"):
         search(trial, 64, limit_bytes=LIMIT, fresh_trial=trial)
@@ -275,7 +277,7 @@ def test_a_doubtful_failure_alone_proves_nothing(trial: Callable[[int], Trial]) 
 
 @pytest.mark.parametrize("from_size", [2, 3, 6, 40])
 def test_where_all_trials_share_a_process_a_smaller_size_after_the_doubt_settles_it(from_size: int) -> None:
-    trial = doubtful(from_size, fresh_below=False, fresh_later=False)
+    trial = uncertain_trials(from_size, fresh_below=False, fresh_later=False)
     result = search(trial, 64, limit_bytes=LIMIT)
     assert result.largest_fit == from_size - 1
     failed = next(index for index, t in enumerate(result.trials) if not t.ran)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autoaccum.planning.search import SearchStopped
-from autoaccum.planning.trial_runner import Allowance
+from autoaccum.planning.trial_runner import SearchLimits
 
 
 class Clock:
@@ -15,24 +15,24 @@ class Clock:
 
 
 def test_trials() -> None:
-    allowance = Allowance(3, None)
-    assert allowance.seconds_left(2, 0.0) is None
+    limits = SearchLimits(3, None)
+    assert limits.seconds_left(2, 0.0) is None
     with pytest.raises(SearchStopped, match="the limit of 3 trials") as stopped:
-        allowance.seconds_left(3, 0.0)
+        limits.seconds_left(3, 0.0)
     assert stopped.value.stop == "trials"
-    assert allowance.seconds_left(None, 0.0) is None
+    assert limits.seconds_left(None, 0.0) is None
     with pytest.raises(SearchStopped, match="the limit of 1 trial$"):
-        Allowance(1, None).seconds_left(1, 0.0)
+        SearchLimits(1, None).seconds_left(1, 0.0)
 
 
 def test_time_keeps_what_the_confirmation_takes() -> None:
     clock = Clock()
-    allowance = Allowance(None, 60.0, clock=clock)
-    assert allowance.seconds_left(0, 0.0) == 60.0
+    limits = SearchLimits(None, 60.0, clock=clock)
+    assert limits.seconds_left(0, 0.0) == 60.0
     clock.now += 20
-    assert allowance.seconds_left(1, 15.0) == 25.0
+    assert limits.seconds_left(1, 15.0) == 25.0
     clock.now += 25
     with pytest.raises(SearchStopped, match="the time limit of 60 s") as stopped:
-        allowance.seconds_left(1, 15.0)
+        limits.seconds_left(1, 15.0)
     assert stopped.value.stop == "time"
-    assert allowance.seconds_left(1, 5.0) == 10.0
+    assert limits.seconds_left(1, 5.0) == 10.0
