@@ -254,14 +254,14 @@ def uncertain_trials(from_size: int, *, fresh_below: bool, fresh_later: bool = T
     return trial
 
 
-def test_a_doubtful_failure_counts_when_a_smaller_size_ran_fresh() -> None:
+def test_an_uncertain_failure_counts_when_a_smaller_size_ran_fresh() -> None:
     result = search(uncertain_trials(6, fresh_below=True), 64, limit_bytes=LIMIT)
     assert result.largest_fit == 5
     assert len({t.micro_batch for t in result.trials}) == len(result.trials)
 
 
 @pytest.mark.parametrize("from_size", [2, 3, 6, 40])
-def test_a_doubtful_failure_is_settled_by_one_more_trial(from_size: int) -> None:
+def test_an_uncertain_failure_is_confirmed_by_one_more_trial(from_size: int) -> None:
     result = search(uncertain_trials(from_size, fresh_below=False), 64, limit_bytes=LIMIT)
     assert result.largest_fit == from_size - 1
     assert any(t.fresh and t.ran for t in result.trials)
@@ -270,13 +270,13 @@ def test_a_doubtful_failure_is_settled_by_one_more_trial(from_size: int) -> None
 @pytest.mark.parametrize(
     "trial", [uncertain_trials(1, fresh_below=True), uncertain_trials(5, fresh_below=False, fresh_later=False)]
 )
-def test_a_doubtful_failure_alone_proves_nothing(trial: Callable[[int], Trial]) -> None:
+def test_an_uncertain_failure_alone_proves_nothing(trial: Callable[[int], Trial]) -> None:
     with pytest.raises(NotMeasuredError, match="CUBLAS_STATUS_NOT_INITIALIZED"):
         search(trial, 64, limit_bytes=LIMIT, fresh_trial=trial)
 
 
 @pytest.mark.parametrize("from_size", [2, 3, 6, 40])
-def test_where_all_trials_share_a_process_a_smaller_size_after_the_doubt_settles_it(from_size: int) -> None:
+def test_where_all_trials_share_a_process_a_smaller_size_afterwards_confirms_the_failure(from_size: int) -> None:
     trial = uncertain_trials(from_size, fresh_below=False, fresh_later=False)
     result = search(trial, 64, limit_bytes=LIMIT)
     assert result.largest_fit == from_size - 1
