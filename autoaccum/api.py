@@ -231,7 +231,7 @@ def fit(
 
     request = FitRequest.of(model_or_workload, given)
     with TrainingProgress(make_console(stderr=True), quiet=not progress) as shown:
-        return train(request, on_event=shown.tell)
+        return train(request, on_event=shown.notify)
 
 
 def verify(
@@ -389,9 +389,9 @@ def tune(
         def listen(event: Any) -> None:
             if on_event is not None:
                 on_event(event)
-            shown.tell(event)
+            shown.notify(event)
 
-        return run_study(request, on_event=listen, on_output=shown.pass_on if console.can_redraw else None)
+        return run_study(request, on_event=listen, on_output=shown.print_output if console.can_redraw else None)
 
 
 def guard(

@@ -242,7 +242,7 @@ def _at_the_cap(task: Task) -> _Sizing | None:
     if task.micro_batches is None or max(task.micro_batches) != task.request.cap:
         return None
     device = task.setup.device
-    inspection = device.inspect(limit_seconds=task.request.check_limit)
+    inspection = device.inspect(limit_seconds=task.request.load_limit_seconds)
     if device.trial(task.trial_parts(task.micro_batches), fresh=True).outcome != "ok":
         return None
     further = inspection.accumulation_warnings if len(task.micro_batches) > 1 else ()
