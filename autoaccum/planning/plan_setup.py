@@ -174,4 +174,4 @@ def _with_options(workload: Any, options: Options, share: int, verb: str) -> Wor
 
     if not isinstance(workload, Workload):
         raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_usage(verb))
-    return apply_settings(workload, most=share, worst_of=options.worst_of, **options.overrides)
+    return apply_settings(workload, largest_batch=share, worst_of=options.worst_of, **options.overrides)

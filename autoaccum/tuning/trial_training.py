@@ -163,7 +163,7 @@ class UpdateTimer:
     def __init__(self, workload: Workload, device: str, target_batch: int) -> None:
         self._place = find_device(device)
         workload = apply_settings(
-            workload, most=target_batch, worst_of=DEFAULT_WORST_OF if workload.batch is no_batch else None
+            workload, largest_batch=target_batch, worst_of=DEFAULT_WORST_OF if workload.batch is no_batch else None
         )
         seed_everything()
         model = place_model(workload.build_model(), self._place)

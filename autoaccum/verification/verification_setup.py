@@ -108,7 +108,7 @@ def _find_subject(
     if isinstance(way, str):
         loaded = load_workload(way, "verify")
         worst_of = _looked_at(loaded, options, target)
-        found = apply_settings(loaded, most=target, worst_of=worst_of, optimizer=options.optimizer)
+        found = apply_settings(loaded, largest_batch=target, worst_of=worst_of, optimizer=options.optimizer)
     tried = prepare(found, "auto" if isinstance(found, LiveObjects) else "cpu")
     asked = {"batchnorm": options.batchnorm, "multiple_of": options.multiple_of}
     workload = replace_fields(tried.workload, accumulate=accumulate, **asked)

@@ -1,4 +1,4 @@
-"""The loss that a model computes by itself from a batch with labels, as those of transformers do."""
+"""The loss that a model computes itself from a batch with labels, as Hugging Face models do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoaccum.workload.batches import batch_size
 from autoaccum.workload.pytree import unwrap_batch
 
 IGNORED = -100
-"""The label that does not count, in torch and in transformers."""
+"""The label that is ignored, by default, in PyTorch and in transformers."""
 
 _SHIFTED = frozenset({"ForCausalLMLoss"})
 _MARKED = frozenset({"ForMaskedLMLoss", "ForTokenClassification", "ForSequenceClassificationLoss"})
@@ -22,13 +22,13 @@ _HINT = "write loss(model, batch), or criterion = nn.CrossEntropyLoss(); without
 
 
 class ModelLoss:
-    """`model(**batch).loss`, and what its mean divides by as far as the model's class tells (`infer_divisor`).
+    """The loss `model(**batch).loss` and its divisor, inferred from the class of the model (`infer_divisor`).
 
     Attributes:
-        model: The name of the class that computes it; empty before `read_model`.
+        model: The name of the class that computes the loss; empty before `read_model`.
         divisor: `labels[..., 1:] != -100`, `labels != -100` or `samples`.
-        reduction: `sum` where the class tells that nothing divides it, as CTC losses of transformers by default.
-        access: How the loss is got from what the model returns: `["loss"]`, `.loss` or `[0]`.
+        reduction: `mean`, or `sum` for a class that sums, as the CTC losses of transformers do by default.
+        access: The expression that takes the loss from the model's output: `["loss"]`, `.loss` or `[0]`.
     """
 
     def __init__(self) -> None:
@@ -37,21 +37,21 @@ class ModelLoss:
 
     @property
     def source(self) -> str:
-        """What the mean divides by, and whose class tells it."""
+        """The divisor, with the name of the class from which it was inferred."""
         return f"{self.divisor} ({self.model})" if self.model else self.divisor
 
     def read_model(self, model: nn.Module) -> None:
-        """Look at the model whose loss this is."""
+        """Infer divisor and reduction from the class of `model`."""
         computing = find_loss_module(model) or model
         self.model, self.divisor = type_name(computing), infer_divisor(model)
         if "ForCTC" in self.model and getattr(model.config, "ctc_loss_reduction", "mean") == "sum":
             self.reduction = "sum"
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """The loss of `batch`.
+        """Return the loss of `batch`.
 
         Raises:
-            WorkloadError: The batch is no mapping, or the model returned no loss.
+            WorkloadError: The batch is not a mapping, or the model returned no loss.
         """
         outputs = model(**_named(batch))
         if isinstance(outputs, Mapping):
@@ -68,41 +68,41 @@ class ModelLoss:
         return loss
 
     def weight(self, batch: Any) -> float:
-        """What the mean of the loss of `batch` divides by."""
+        """Return the number that the mean over `batch` divides by."""
         labels = _named(batch).get("labels")
         if self.divisor == "samples" or not isinstance(labels, Tensor):
             return float(batch_size(batch))
         return float(label_mask(labels, self.divisor).sum())
 
     def code(self, batch: Any) -> str | None:
-        """The weight as an expression of `batch`; None where it is the number of samples."""
-        counts = self.divisor != "samples" and isinstance(_named(batch).get("labels"), Tensor)
-        return label_code('batch["labels"]', self.divisor) if counts else None
+        """Return the weight as an expression of `batch`; None if it is the number of samples."""
+        has_labels = self.divisor != "samples" and isinstance(_named(batch).get("labels"), Tensor)
+        return label_code('batch["labels"]', self.divisor) if has_labels else None
 
 
 def find_loss_module(model: nn.Module) -> nn.Module | None:
-    """The outermost module that computes a loss of labels as transformers' do; None where there is none.
+    """Return the outermost module that computes a loss from labels, as those of transformers do; None if there is none.
 
-    What peft, torch.compile or a wrapper has put around it is looked into.
+    Wrappers, such as those of peft and torch.compile, are searched too.
     """
     return next((each for each in model.modules() if _computes_loss(each)), None)
 
 
 def infer_divisor(model: nn.Module) -> str:
-    """What the mean of the loss of a model of transformers divides by; `samples` where no class of it tells."""
+    """Return the divisor of the loss of a transformers model; `samples` if its class is unknown."""
     computing = find_loss_module(model)
-    return (None if computing is None else _told_divisor(computing)) or "samples"
+    return (None if computing is None else _divisor_of_class(computing)) or "samples"
 
 
-def _told_divisor(model: nn.Module) -> str | None:
-    """As its class tells.
+def _divisor_of_class(model: nn.Module) -> str | None:
+    """Return the divisor that the code of the model's `forward` implies; None if unknown.
 
-    One whose `forward` calls `self.loss_function` is known by that function; another has a cross-entropy of its own.
-    Decoders alone shift labels: what an encoder stands before is given them shifted (`decoder_input_ids`).
+    A `forward` either calls `self.loss_function`, whose name is known, or a cross-entropy directly. Only decoders shift
+    the labels; encoder-decoders get shifted inputs instead (`decoder_input_ids`).
     """
     config, forward, name = getattr(model, "config", None), _forward_code(model), type_name(model)
     if sum("label" in argument for argument in forward.co_varnames[: forward.co_argcount]) > 1:
-        return None  # A sum of several means.
+        return None  # The loss is a sum of several means.
     if "SemanticSegmentation" in name:
         return f"labels != {getattr(config, 'semantic_loss_ignore_index', 255)}"
     if "Segmentation" in name or "Detection" in name:
@@ -121,7 +121,7 @@ def _told_divisor(model: nn.Module) -> str | None:
 
 
 def label_code(path: str, divisor: str) -> str:
-    """The counting of labels, as an expression.
+    """Return the expression that counts the labels.
 
     >>> label_code('batch["labels"]', "labels[..., 1:] != -100")
     '(batch["labels"][..., 1:] != -100).sum()'
@@ -130,13 +130,13 @@ def label_code(path: str, divisor: str) -> str:
 
 
 def likely_weight_code(model: nn.Module) -> str | None:
-    """What the loss of `model` likely divides by, as an expression; None where no class of transformers tells."""
+    """Return the likely weight of the loss of `model` as an expression; None if its class is unknown."""
     divisor = infer_divisor(model)
     return None if divisor == "samples" else label_code('batch["labels"]', divisor)
 
 
 def label_mask(labels: Tensor, divisor: str) -> Tensor:
-    """Which of the labels count, as `label_code` has them."""
+    """Return a mask of the labels that count, as in `label_code`."""
     return (labels[..., 1:] if "1:" in divisor else labels) != int(divisor.rpartition("!= ")[2])
 
 

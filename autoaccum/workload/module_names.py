@@ -1,4 +1,4 @@
-"""Names as text: paths of modules that differ in numbers only, references to workloads, names in source code."""
+"""Names of modules that differ only in their numbers, references to workloads, and names in source code."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 _NUMBER = re.compile(r"\d+")
 _BRACES = {"{": "{left}", "}": "{right}"}
-"""What a spelling has for a brace of a name."""
+"""How a pattern writes a brace that is part of a name."""
 
 _SPAN = re.compile(r"(?P<first>\d+)(?:\.\.(?P<last>\d+))?")
 
 
 def mask_numbers(name: str) -> str:
-    """`name` with `*` for each number in it: the same for names that differ in numbers only.
+    """Replace every number in `name` by `*`, so that names that differ only in numbers become equal.
 
     >>> mask_numbers("layer1.0.conv1")
     'layer*.*.conv*'
@@ -26,7 +26,7 @@ def mask_numbers(name: str) -> str:
 
 
 def common_name(names: Sequence[str]) -> str:
-    """Names that differ in numbers only as one, with `*` for the numbers in which they differ.
+    """Return one name for names that differ only in numbers, with `*` for the numbers that differ.
 
     >>> common_name(["layer1.0.conv1", "layer1.0.conv2", "layer1.1.conv1"])
     'layer1.*.conv*'
@@ -35,30 +35,30 @@ def common_name(names: Sequence[str]) -> str:
 
 
 def distinct_names(groups: Iterable[Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
-    """A name for each group of names that differ in numbers only, no two alike: `*` where that is enough.
+    """Return a distinct name for each group of names that differ only in numbers, with `*` if that is enough.
 
-    Where it is not, the numbers are given. A group of which they would tell too much is told in pieces of which they do
-    not, so that each name stands for its own modules and no others.
+    If it is not, the name lists the numbers. A group is split if the listed numbers would also match names of other
+    groups, so that every name stands for its own modules only.
 
     >>> [name for name, _ in distinct_names([["4.up", "5.up", "6.up"], ["8.up", "10.up"], ["4.down", "5.down"]])]
     ['{4..6}.up', '{8,10}.up', '*.down']
     """
-    told = [(common_name(group), group) for group in groups]
-    count = Counter(name for name, _ in told)
+    named = [(common_name(group), group) for group in groups]
+    count = Counter(name for name, _ in named)
     found: list[tuple[str, Sequence[str]]] = []
-    for name, group in told:
+    for name, group in named:
         found += [(name, group)] if count[name] == 1 else [(_spelled(piece), piece) for piece in _pieces(group)]
     return found
 
 
 def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Names that differ in numbers only as one spelling, which stands for just these (`expand_name`).
+    """Return patterns that stand for exactly `names`, one for names that differ only in numbers (see `expand_name`).
 
     Args:
-        names: In any order; one that is there twice counts once.
+        names: Names in any order; duplicates are ignored.
 
     Returns:
-        The spellings and the names they stand for, in the order in which names that are called alike come first.
+        The patterns and the names they stand for, in the order of the first name of each pattern.
 
     >>> compact_names(["h.0.up", "h.1.up", "h.2.up", "head"])
     [('h.{0..2}.up', ['h.0.up', 'h.1.up', 'h.2.up']), ('head', ['head'])]
@@ -71,15 +71,15 @@ def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
 
 
 def expand_name(spelled: str) -> list[str]:
-    """The names that a spelling of `compact_names` stands for.
+    """Return the names that a pattern of `compact_names` stands for.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not such a pattern.
 
     >>> expand_name("h.{0..2,5}.up")
     ['h.0.up', 'h.1.up', 'h.2.up', 'h.5.up']
     """
-    parts = re.split(r"\{(.*?)\}", spelled)  # What stands in braces is every second one.
+    parts = re.split(r"\{(.*?)\}", spelled)  # Every second part was in braces.
     choices = [_numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(chosen) for chosen in product(*choices)]
 
@@ -98,7 +98,7 @@ def _with_numbers(name: str, numbers: Iterable[str]) -> str:
 
 
 def _pieces(names: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Parts of `names` that have every combination of their numbers."""
+    """Split `names` into groups that contain every combination of their numbers."""
     columns = _columns(names)
     varied = [set(column) for column in columns]
     if prod(map(len, varied)) == len(names):
@@ -114,7 +114,7 @@ def _spelled(names: Sequence[str]) -> str:
 
 
 def _listed(numbers: set[str]) -> str:
-    """`{4..6,8}`; one number as it is, and such as `07` by themselves."""
+    """Return `{4..6,8}` for a set of numbers; a single number stays as it is, and `07` is no part of a range."""
     if len(numbers) == 1:
         return next(iter(numbers))
     odd = sorted(number for number in numbers if number != str(int(number)))
@@ -128,10 +128,10 @@ def _listed(numbers: set[str]) -> str:
 
 
 def _numbers(listed: str) -> list[str]:
-    """The numbers that `4..6,8` stands for.
+    """Return the numbers that `4..6,8` stands for.
 
     Raises:
-        ValueError: It is no such list.
+        ValueError: It is not such a list.
     """
     found = [brace for brace, spelled in _BRACES.items() if spelled == f"{{{listed}}}"]
     if found:
@@ -139,14 +139,14 @@ def _numbers(listed: str) -> list[str]:
     for each in listed.split(","):
         span = _SPAN.fullmatch(each)
         if span is None:
-            raise ValueError(f"{each!r} of {{{listed}}} is no number, and no span such as 4..6")
+            raise ValueError(f"{each!r} of {{{listed}}} is no number and no range such as 4..6")
         first, last = span["first"], span["last"]
         found += [first] if last is None else map(str, range(int(first), int(last) + 1))
     return found
 
 
 def split_reference(reference: str) -> tuple[str, str, str]:
-    """The file or module of a reference, its colon if it has one, and the name after that.
+    """Split a reference into the file or module, its colon if it has one, and the name after the colon.
 
     >>> split_reference("model.py:small"), split_reference("C:/model.py"), split_reference("model.py:")
     (('model.py', ':', 'small'), ('C:/model.py', '', ''), ('model.py', ':', ''))
@@ -156,7 +156,7 @@ def split_reference(reference: str) -> tuple[str, str, str]:
 
 
 def is_quotable(name: Any) -> bool:
-    """Whether `name` stands in source code between double quotes as it is.
+    """Return whether `name` can be written between double quotes in source code without escapes.
 
     >>> is_quotable("input_ids"), is_quotable('a"b'), is_plain_name(3)
     (True, False, False)

@@ -1,4 +1,4 @@
-"""The loss, resolved: how to compute it, and what its mean divides by."""
+"""The loss of a workload: how to compute it, and the number that its mean divides by."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Reduction: TypeAlias = Literal["mean", "sum"]
 Weights: TypeAlias = "float | dict[str, float]"
 
 _SINGLE = "loss"
-"""The name of the only term of a loss that is one number."""
+"""The name of the term of a loss that is a single number."""
 
 _OUTPUT_NAMES = ("output", "outputs", "pred", "preds", "prediction", "predictions", "logits", "y_hat", "yhat", "y_pred")
-"""First arguments that betray a criterion, where `loss(model, batch)` is meant."""
+"""Names of a first argument that show that the function is a criterion and not `loss(model, batch)`."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Objective:
     """A loss and the weight of its mean.
 
     Attributes:
-        reduction: Whether the loss is a mean over the batch or a sum.
-        source: What the mean divides by, in words: `samples`, `the workload's weight()`, `targets != -100
+        reduction: `mean` or `sum` over the batch.
+        source: The number that the mean divides by, in words: `samples`, `the workload's weight()`, `targets != -100
             (CrossEntropyLoss)`, `elements of the targets (MSELoss)`, `labels[..., 1:] != -100 (LlamaForCausalLM)`.
-        criterion: The criterion, when the loss is one.
-        loss_function: `loss(model, batch)`, when it is not.
-        weight_function: The user's `weight(batch)`.
-        batching: How batches are counted and cut whose samples are not rows; None: by their rows.
+        criterion: The criterion; None if the loss is a function.
+        loss_function: `loss(model, batch)`; None if the loss is a criterion.
+        weight_function: The user's `weight(batch)`, or that of the model's own loss.
+        batching: The workload's functions to count and split batches; None if samples are rows.
     """
 
     reduction: Reduction
@@ -50,33 +50,33 @@ class Objective:
     batching: Batching | None = None
 
     def wrap_batch(self, batch: Any) -> Any:
-        """`batch` as all else is to have it (`batches.counted`)."""
+        """Return `batch`, wrapped if the workload counts and splits its batches itself."""
         return wrap_batch(batch, self.batching)
 
     @property
     def model_loss(self) -> ModelLoss | None:
-        """The model's own loss, where none was given."""
+        """The loss that the model computes itself; None if the workload gives a loss."""
         return self.loss_function if isinstance(self.loss_function, ModelLoss) else None
 
     @property
     def uses_model_weight(self) -> bool:
-        """Whether the weight is the one that the class of the model tells."""
+        """Return whether the weight is the one inferred from the class of the model."""
         return self.model_loss is not None and getattr(self.weight_function, "__self__", None) is self.model_loss
 
     @property
     def criterion_module(self) -> nn.Module | None:
-        """The criterion, when it is a module."""
+        """The criterion if it is a module; None otherwise."""
         function = None if self.criterion is None else self.criterion.function
         return function if isinstance(function, nn.Module) else None
 
     def terms(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """The terms of the loss of `batch`, each a scalar; `{"loss": ...}` for a loss that is one number.
+        """Return the terms of the loss of `batch`, each a scalar; `{"loss": ...}` for a single number.
 
-        What the user's code raises comes through as it is.
+        Errors of the user's code are passed on.
 
         Raises:
-            WorkloadError: The loss is no floating scalar tensor or mapping of such, or, while gradients are recorded,
-                no term is connected to a parameter that requires a gradient.
+            WorkloadError: The loss is neither a floating-point scalar nor a mapping of such, or no term requires a
+                gradient although gradients are recorded.
         """
         if self.criterion is None:
             assert self.loss_function is not None
@@ -88,17 +88,17 @@ class Objective:
         return cast("dict[str, Tensor]", terms)
 
     def outputs(self, model: nn.Module, batch: Any) -> Any:
-        """What the model gives for the inputs of a batch `(inputs, targets)`, as the criterion is to have it.
+        """Return the model's outputs for the inputs of a batch `(inputs, targets)`.
 
         Raises:
-            WorkloadError: The batch is no such pair.
+            WorkloadError: The batch is not such a pair.
         """
         return _call_model(model, _inputs_and_targets(unwrap_batch(batch))[0])
 
     def weight(self, batch: Any) -> Weights:
-        """What the mean of the loss of `batch` divides by, as float64: a number, or one for each term.
+        """Return the number that the mean over `batch` divides by, or one number for each term of the loss.
 
-        For a sum, which nothing divides, the number of samples.
+        For a sum, return the number of samples.
 
         Raises:
             WorkloadError: A weight is negative, not finite, or not a number.
@@ -127,26 +127,26 @@ def resolve_objective(
     reduction: str = "mean",
     model: nn.Module | None = None,
 ) -> Objective:
-    """Find out what a loss divides by.
+    """Return the objective of a loss: how to compute it and what its mean divides by.
 
     Args:
         loss: `loss(model, batch)`, returning a scalar or a mapping of scalars; an `nn.Module`, a function of
-            `torch.nn.functional` or a partial of one is taken for a criterion. Where neither is given, it is the
-            model's own of a batch with labels (`model_loss`).
+            `torch.nn.functional` or a partial of one is taken for a criterion. Without `loss` and `criterion`, the
+            model computes its own loss from a batch with labels (`model_loss`).
         criterion: `criterion(outputs, targets)`; batches are then `(inputs, targets)`, and the model is called with
             `inputs`, `*inputs` (a tuple or list) or `**inputs` (a mapping).
-        weight: `weight(batch)`: what the mean divides by, a number or a mapping with one for each term.
-        reduction: `mean` or `sum`; a criterion known to sum tells by itself.
-        model: Tells what its own loss divides by.
+        weight: `weight(batch)`: the number that the mean divides by, or a mapping with one for each term.
+        reduction: `mean` or `sum`; the reduction of a known criterion is found without it.
+        model: The model, from which the divisor of its own loss is inferred.
 
     Raises:
-        WorkloadError: Both `loss` and `criterion`, something not callable, an unknown reduction, or a reduction, weight
-            and criterion that contradict each other.
+        WorkloadError: Both `loss` and `criterion` are given, one is not callable, the reduction is unknown, or
+            reduction, weight and criterion contradict each other.
     """
     if loss is not None and criterion is not None:
         raise WorkloadError(
             "both loss and criterion are given",
-            hint="give one: loss(model, batch), or criterion = nn.CrossEntropyLoss()",
+            hint="give only one: loss(model, batch), or criterion = nn.CrossEntropyLoss()",
         )
     if reduction not in ("mean", "sum"):
         raise WorkloadError(f"the reduction is {reduction!r}", hint='use "mean" or "sum"')
@@ -162,7 +162,7 @@ def resolve_objective(
     if resolved.reduction == "mean" and reduction == "sum":
         raise WorkloadError(
             f'the reduction is "sum", but {resolved.name} averages',
-            hint=f'write {resolved.name} with reduction="sum", or leave the reduction away',
+            hint=f'write {resolved.name} with reduction="sum", or remove the reduction',
         )
     kept = cast("Reduction", resolved.reduction or reduction)
     source = resolved.source if weight is None else "the workload's weight()"
@@ -180,7 +180,7 @@ def _own_objective(own: ModelLoss, weight: Any, reduction: Reduction, model: nn.
 
 
 def match_weights(weights: Weights, names: Collection[str]) -> dict[str, float]:
-    """One weight for each term of the loss: a single number counts for all.
+    """Return one weight for each term of the loss; a single number is used for all terms.
 
     Raises:
         WorkloadError: The terms of the loss and those of the weight have different names.
@@ -199,8 +199,8 @@ def _checked(objective: Objective) -> Objective:
     if objective.reduction == "sum":
         if objective.weight_function is not None:
             raise WorkloadError(
-                "the loss is a sum, which nothing divides, and weight is given too",
-                hint='leave weight away, or make the loss a mean with reduction="mean"',
+                "the loss is a sum, so its parts need no weight, but weight is given",
+                hint='remove weight, or make the loss a mean with reduction="mean"',
             )
         name = "" if objective.criterion is None else f" ({objective.criterion.name})"
         return Objective("sum", f"nothing: the loss is a sum{name}", objective.criterion, objective.loss_function)
@@ -215,12 +215,12 @@ def _check_loss_function(loss: Any) -> None:
     try:
         mistaken = next(iter(inspect.signature(loss).parameters), None) in _OUTPUT_NAMES
     except ValueError:
-        return  # a builtin without a signature: the call itself will tell
+        return  # A builtin without a signature: calling it will show.
     check_function(loss, "loss", "(model, batch)")
     if mistaken:
         raise WorkloadError(
             f"loss{inspect.signature(loss)} does not take a model and a batch",
-            hint="write loss(model, batch); a function of outputs and targets is a criterion: criterion = loss",
+            hint="write loss(model, batch); if it takes outputs and targets, it is a criterion: criterion = loss",
         )
 
 
@@ -230,7 +230,7 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     count = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
     raise WorkloadError(
         f"with a criterion a batch is (inputs, targets), this one is {describe_type(batch)}{count}",
-        hint="return such a pair, or write loss(model, batch)",
+        hint="return such a pair from batch(size), or write loss(model, batch)",
     )
 
 
@@ -250,12 +250,12 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
         if not isinstance(term, Tensor):
             raise WorkloadError(f"{called} is {describe_type(term)}, not a tensor", hint="return it without .item()")
         if term.ndim > 0:
-            way_out = "reduce it with .mean()"
+            hint = "reduce it with .mean()"
             if name != _SINGLE and isinstance(terms.get(_SINGLE), Tensor):
-                way_out = 'return the loss alone, as in model(**batch)["loss"]'
-            raise WorkloadError(f"{called} is not a scalar but of shape {tuple(term.shape)}", hint=way_out)
+                hint = 'return only the loss, as in model(**batch)["loss"]'
+            raise WorkloadError(f"{called} is not a scalar but of shape {tuple(term.shape)}", hint=hint)
         if not term.is_floating_point():
-            raise WorkloadError(f"{called} is of dtype {term.dtype}", hint="a loss needs a floating dtype")
+            raise WorkloadError(f"{called} is of dtype {term.dtype}", hint="return a loss of a floating-point dtype")
     if torch.is_grad_enabled() and not any(term.requires_grad for term in terms.values()):
         raise WorkloadError(
             "the loss is not connected to any trainable parameter",
@@ -271,5 +271,5 @@ def _number(value: Any, called: str) -> float:
             f"{called} is {describe_type(value)}, not a number", hint="return one number per batch"
         ) from None
     if not math.isfinite(number) or number < 0:
-        raise WorkloadError(f"{called} is {number}", hint="give what the mean divides by: finite and not negative")
+        raise WorkloadError(f"{called} is {number}", hint="return what the mean divides by: finite and at least 0")
     return number

@@ -1,4 +1,4 @@
-"""From what a workload says of its optimizer to an optimizer, and the learning rate of one: read and set."""
+"""Build the optimizer of a workload; read and set its learning rate."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _FACTORY = "write def optimizer(params): return torch.optim.AdamW(params, lr=1e-
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what cannot make one optimizer, before any model is built.
+    """Check, before any model is built, that `optimizer` can make one optimizer.
 
     Raises:
-        WorkloadError: An instance, several optimizers, an unknown name, one that needs a closure, or not callable.
+        WorkloadError: It is an instance, several optimizers, an unknown name, not callable, or needs a closure.
     """
     if isinstance(optimizer, Optimizer):
         raise WorkloadError(f"optimizer is an instance of {type_name(optimizer)}, bound to one model", hint=_FACTORY)
     if isinstance(optimizer, list | tuple | dict):
         raise WorkloadError(
             f"optimizer is {describe_type(optimizer)} of {len(optimizer)}",
-            hint="autoaccum updates with one; give it parameter groups",
+            hint="give one optimizer, with several parameter groups if needed",
         )
     if isinstance(optimizer, str):
         find_optimizer(optimizer)
@@ -40,10 +40,10 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def find_optimizer(name: str) -> type[Optimizer]:
-    """The class of `torch.optim` of that name, whatever its case.
+    """Return the class of `torch.optim` with this name, ignoring case.
 
     Raises:
-        WorkloadError: There is none, or its step needs a closure.
+        WorkloadError: There is no such class, or its step needs a closure.
     """
     known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
     found: type[Optimizer] | None = known.get(name.lower())
@@ -57,20 +57,20 @@ def find_optimizer(name: str) -> type[Optimizer]:
 
 
 def needs_closure(optimizer: type[Optimizer]) -> bool:
-    """Whether `step` cannot be called without a closure, as that of LBFGS."""
+    """Return whether `step` must be called with a closure, as for LBFGS."""
     parameters = list(inspect.signature(optimizer.step).parameters.values())[1:]
     return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def make_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
-    """One optimizer of the trainable parameters of `model`; AdamW when `optimizer` is None.
+    """Return an optimizer of the trainable parameters of `model`; AdamW if `optimizer` is None.
 
     Args:
-        optimizer: A name of `torch.optim`, a class, or a function of the list of parameters.
-        model: Whose parameters to update.
+        optimizer: A name in `torch.optim`, a class, or a function of the list of parameters.
+        model: The model to update.
 
     Raises:
-        WorkloadError: No trainable parameters, or `optimizer` does not make one optimizer of this model's.
+        WorkloadError: The model has no trainable parameters, or `optimizer` does not make an optimizer of them.
     """
     check_optimizer(optimizer)
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -91,10 +91,10 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
 
 
 def call_factory(optimizer: Any, params: list[nn.Parameter]) -> Optimizer:
-    """The optimizer that `optimizer`, as in `make_optimizer`, makes of `params`.
+    """Return the optimizer of `params` that `optimizer` makes (see `make_optimizer`).
 
     Raises:
-        WorkloadError: It makes none, or several, or one that needs a closure.
+        WorkloadError: It makes no optimizer, several, or one that needs a closure.
     """
     factory = find_optimizer(optimizer or "AdamW") if optimizer is None or isinstance(optimizer, str) else optimizer
     return _checked(_construct(factory, params) if isinstance(factory, type) else factory(params))
@@ -105,7 +105,7 @@ def _construct(optimizer: Callable[..., Any], params: list[nn.Parameter]) -> Any
         return optimizer(params)
     except (TypeError, ValueError) as error:
         name = getattr(optimizer, "__name__", optimizer)
-        raise WorkloadError(f"{name}(params) does not work here ({error})", hint=_FACTORY) from error
+        raise WorkloadError(f"{name}(params) failed ({error})", hint=_FACTORY) from error
 
 
 def _checked(made: Any) -> Optimizer:
@@ -123,34 +123,33 @@ def _is_optimizer(value: Any) -> bool:
 def _closure_refusal(name: str) -> WorkloadError:
     return WorkloadError(
         f"{name} needs a closure, which would run the model again within the update",
-        hint="take one whose step() needs none, such as AdamW or SGD",
+        hint="use an optimizer whose step() needs none, such as AdamW or SGD",
     )
 
 
 def get_learning_rate(optimizer: Optimizer) -> float:
-    """The learning rate of the first parameter group.
+    """Return the learning rate of the first parameter group.
 
     Raises:
-        WorkloadError: It has none, or it is no number above 0, to which others could keep a ratio.
+        WorkloadError: There is none, or it is not above 0, so that other groups could not keep their ratio to it.
     """
     rate = _rates(optimizer)[0]
     if not (math.isfinite(rate) and rate > 0):
         raise WorkloadError(
             f"the learning rate of the first parameter group of {type_name(optimizer)} is {rate:g}",
-            hint="begin with a group whose lr is above 0: the others keep their ratio to it",
+            hint="give the first group an lr above 0: the other groups keep their ratio to it",
         )
     return rate
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
-    """Give the first parameter group this learning rate; the others keep their ratio to it.
+    """Set the learning rate of the first parameter group; the other groups keep their ratio to it.
 
-    A rate that is a tensor, as compiled and captured updates need it, is filled in place. A schedule that is made
-    afterwards begins here, whatever one before it had kept in the groups. A schedule that is there already does not
-    follow.
+    A rate that is a tensor, as compiled or captured updates need, is changed in place. A scheduler made afterwards
+    starts from this rate, even if an earlier one had stored another; existing schedulers do not change.
 
     Raises:
-        WorkloadError: As of `get_learning_rate`; nothing is changed.
+        WorkloadError: As for `get_learning_rate`; nothing is changed.
     """
     factor = rate / get_learning_rate(optimizer)
     wanted = [each * factor for each in _rates(optimizer)]
@@ -165,17 +164,17 @@ def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
 
 
 def scheduler_follows_rate(make_optimizer: Callable[[], Optimizer], make_scheduler: Callable[[Optimizer], Any]) -> bool:
-    """Whether a schedule begins with the learning rate that its optimizer has, or goes on from it.
+    """Return whether a scheduler starts from the learning rate of its optimizer.
 
-    `OneCycleLR` and `CyclicLR` do not: they have rates of their own, and write them over the optimizer's. Found out by
-    two optimizers with different rates: a group that has the same rate under both does not follow.
+    `OneCycleLR` and `CyclicLR` do not: they overwrite it with rates of their own. To find out, make two optimizers with
+    different rates: a group that then has the same rate in both does not follow.
 
     Args:
-        make_optimizer: Makes an optimizer, each time a new one.
-        make_scheduler: Makes its schedule, or None.
+        make_optimizer: Makes a new optimizer at each call.
+        make_scheduler: Makes the scheduler of an optimizer, or returns None.
 
     Raises:
-        WorkloadError: As of `get_learning_rate`.
+        WorkloadError: As for `get_learning_rate`.
     """
     first, second = make_optimizer(), make_optimizer()
     set_learning_rate(second, get_learning_rate(first) / 2)
@@ -196,5 +195,5 @@ def _rate(optimizer: Optimizer, number: int) -> float:
         seen = f"has lr={rate!r}" if "lr" in optimizer.param_groups[number] else "has no lr"
         raise WorkloadError(
             f"parameter group {number} of {type_name(optimizer)} {seen}, so that no learning rate can be set",
-            hint="take an optimizer whose groups have a number as lr",
+            hint="use an optimizer whose groups have a number as lr",
         ) from None

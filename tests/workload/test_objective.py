@@ -59,7 +59,7 @@ def test_a_models_whole_output_for_a_loss_is_told_what_to_return() -> None:
         logits = model(batch)
         return {"loss": logits.mean(), "logits": logits}
 
-    with pytest.raises(WorkloadError, match=r"'logits' is not a scalar .*: return the loss alone"):
+    with pytest.raises(WorkloadError, match=r"'logits' is not a scalar .*: return only the loss"):
         resolve_objective(output).terms(nn.Linear(2, 2), torch.ones(4, 2))
 
 
@@ -78,7 +78,7 @@ def test_takes_any_number_for_a_weight(value: Any) -> None:
 
 
 WEIGHTS: dict[str, tuple[Any, str]] = {
-    "negative": (-1, r"weight\(batch\) is -1\.0: give what"),
+    "negative": (-1, r"weight\(batch\) is -1\.0: return what"),
     "nan": (float("nan"), r"weight\(batch\) is nan"),
     "infinite": (torch.tensor(float("inf")), r"weight\(batch\) is inf"),
     "rows": (torch.ones(4), r"weight\(batch\) is a Tensor, not a number: return one number per batch"),

@@ -63,7 +63,7 @@ def _elsewhere(params: Any) -> Optimizer:
 
 BAD: dict[str, tuple[Any, str]] = {
     "instance": (SGD(nn.Linear(1, 1).parameters()), r"optimizer is an instance of SGD, bound to one model"),
-    "several": ([SGD, AdamW], r"optimizer is a list of 2: autoaccum updates with one"),
+    "several": ([SGD, AdamW], r"optimizer is a list of 2: give one optimizer"),
     "several returned": (lambda params: (SGD(params), SGD(params)), r"returned a tuple, not an optimizer"),
     "unknown": ("adamww", r"torch\.optim has no optimizer 'adamww': did you mean AdamW"),
     "unknown far": ("zzz", r"torch\.optim has no optimizer 'zzz': did you mean AdamW, SGD\?"),
@@ -72,7 +72,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "no callable": (3, r"optimizer is an int"),
     "no optimizer": (lambda params: params, r"optimizer\(params\) returned a list, not an"),
     "nothing returned": (lambda params: None, r"optimizer\(params\) returned None, not an optimizer"),
-    "missing argument": (Wanting, r"Wanting\(params\) does not work here .*rate"),
+    "missing argument": (Wanting, r"Wanting\(params\) failed .*rate"),
     "another model's": (_elsewhere, r"holds no parameter of the model"),
 }
 
@@ -134,10 +134,10 @@ def test_a_schedule_made_afterwards_begins_there_whatever_one_before_has_kept() 
 @pytest.mark.parametrize(
     ("first", "message"),
     [
-        (0.0, r"the learning rate of the first parameter group of SGD is 0: begin with a group whose lr is above 0"),
+        (0.0, r"the learning rate of the first parameter group of SGD is 0: give the first group an lr above 0"),
         (float("nan"), r"the first parameter group of SGD is nan"),
         (float("inf"), r"the first parameter group of SGD is inf"),
-        (None, r"parameter group 0 of SGD has lr=None, so that no learning rate can be set: take an optimizer whose"),
+        (None, r"parameter group 0 of SGD has lr=None, so that no learning rate can be set: use an optimizer whose"),
         (torch.ones(2), r"parameter group 0 of SGD has lr=tensor\(\[1., 1.\]\)"),
         ("missing", r"parameter group 0 of SGD has no lr"),
     ],

@@ -1,4 +1,4 @@
-"""Batches of the longest samples: which are chosen, and what is said where there are none."""
+"""Batches of the longest samples of a dataset, and small batches for experiments."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def padded(samples: list[Tensor]) -> Tensor:
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(1, 40))
-def test_the_longest_come_first_and_equal_ones_as_they_came(lengths: list[int], most: int) -> None:
+def test_the_longest_come_first_and_equal_ones_keep_their_order(lengths: list[int], most: int) -> None:
     samples = [(index, torch.zeros(length)) for index, length in enumerate(lengths)]
     taken = longest_first(iter(samples), most)
     assert taken == sorted(samples, key=lambda sample: -len(sample[1]))[:most]
 
 
 @given(st.integers(0, 500), st.integers(1, 60))
-def test_what_is_looked_at_is_spread_and_the_same_each_time(total: int, count: int) -> None:
+def test_indices_are_spread_and_the_same_each_time(total: int, count: int) -> None:
     before = random.getstate()
     indices = spread_indices(total, count)
     assert indices == spread_indices(total, count)
@@ -83,12 +83,12 @@ class Pair:
         (torch.zeros(0), torch.zeros(1)),
     ],
 )
-def test_length_is_what_tensors_arrays_and_lists_of_numbers_hold(short: Any, long: Any) -> None:
+def test_length_counts_the_elements_of_tensors_arrays_and_lists_of_numbers(short: Any, long: Any) -> None:
     assert longest_first([short, long], 1)[0] is long
     assert longest_first([long, short], 1)[0] is long
 
 
-def test_random_samples_are_the_same_each_time_and_leave_random_states_alone() -> None:
+def test_random_samples_are_the_same_each_time_and_leave_the_rng_states_alone() -> None:
     class Drawing:
         def __len__(self) -> int:
             return 20
@@ -105,7 +105,7 @@ def test_random_samples_are_the_same_each_time_and_leave_random_states_alone() -
     assert states() == before
 
 
-def test_it_stands_in_for_a_batch_that_is_there() -> None:
+def test_worst_of_replaces_the_workloads_own_batch() -> None:
     workload = make([torch.zeros(2), torch.zeros(5)], batch=lambda size: torch.zeros(size, 1), collate=padded)
     assert apply_settings(workload).build_batch(2).shape == (2, 1)
     assert apply_settings(workload, worst_of=2).build_batch(2).shape == (2, 5)
@@ -114,22 +114,22 @@ def test_it_stands_in_for_a_batch_that_is_there() -> None:
 def test_uneven_samples_need_a_collate() -> None:
     workload = take_longest(make([torch.zeros(2), torch.zeros(5)]), 2)
     with pytest.raises(
-        WorkloadError, match=r"together raised RuntimeError: stack expects .*: write def collate\(samples\)"
+        WorkloadError, match=r"longest samples raised RuntimeError: stack expects .*: write def collate\(samples\)"
     ):
         workload.build_batch(2)
 
 
-def test_what_collate_raises_is_the_users() -> None:
+def test_an_error_in_collate_is_shown_as_the_users() -> None:
     def collate(samples: list[Any]) -> Any:
         raise KeyError("ids")
 
-    with pytest.raises(WorkloadError, match="putting the 2 longest samples together raised KeyError") as caught:
+    with pytest.raises(WorkloadError, match="collating the 2 longest samples raised KeyError") as caught:
         take_longest(make([torch.zeros(2)], collate=collate), 2).build_batch(2)
     assert caught.value.user_traceback is not None
     assert "in collate" in caught.value.user_traceback
 
 
-def test_collate_has_to_keep_every_sample() -> None:
+def test_collate_must_keep_every_sample() -> None:
     workload = take_longest(make([torch.zeros(2)] * 3, collate=lambda samples: torch.zeros(1, 2)), 3)
     with pytest.raises(WorkloadError, match=r"collate\(\) made 1 samples of 3"):
         workload.build_batch(3)
@@ -146,20 +146,20 @@ class Broken:
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (None, "dataset is None, to look for the longest samples in: define dataset"),
+        (None, "dataset is None, which has no single samples .*: define dataset"),
         ([], "the dataset has no samples"),
-        (["a text", "another"], "no tensors to tell their length by, the first is a str"),
-        ([{"path": "x.png", "label": 3}], "no tensors to tell their length by, the first is a dict"),
+        (["a text", "another"], "no tensors to measure their length by, the first is a str"),
+        ([{"path": "x.png", "label": 3}], "no tensors to measure their length by, the first is a dict"),
         (DataLoader([1, 2]), "dataset is a DataLoader, .*: define dataset = loader.dataset"),  # type: ignore[arg-type]
         (Broken(), "the dataset raised OSError: the disk is gone"),
     ],
 )
-def test_datasets_that_cannot_be_used(dataset: Any, message: str) -> None:
+def test_refuses_datasets_that_cannot_be_used(dataset: Any, message: str) -> None:
     with pytest.raises(WorkloadError, match=message):
         take_longest(make(dataset, batch=lambda size: torch.zeros(size, 1)), 2)
 
 
-def test_without_batch_there_have_to_be_samples_to_make_one_of() -> None:
+def test_without_batch_there_must_be_a_dataset_and_worst_of() -> None:
     with pytest.raises(WorkloadError, match="neither batch nor dataset"):
         make(None)
     workload = make([torch.zeros(2)])
@@ -172,7 +172,7 @@ def test_without_batch_there_have_to_be_samples_to_make_one_of() -> None:
 TEXTS = [torch.arange(length) for length in (5, 2, 3, 4)]
 
 
-def test_samples_come_from_the_dataset_by_its_own_collate() -> None:
+def test_a_small_batch_is_collated_from_the_dataset() -> None:
     taken = take_small_batch(
         make(
             batch=lambda size: torch.zeros(size, 9, dtype=torch.int64),
@@ -184,12 +184,12 @@ def test_samples_come_from_the_dataset_by_its_own_collate() -> None:
     assert taken.tolist() == [[0, 1, 2, 3, 4], [0, 1, -1, -1, -1], [0, 1, 2, -1, -1]]
 
 
-def test_without_batch_the_dataset_alone_makes_one() -> None:
+def test_without_batch_a_small_batch_comes_from_the_dataset() -> None:
     taken = take_small_batch(make(dataset=[torch.full((2,), float(i)) for i in range(4)]), 2)
     assert isinstance(taken, Tensor)
     assert taken.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
-def test_samples_that_do_not_look_like_the_batch_are_left_alone() -> None:
+def test_samples_of_another_structure_than_the_batch_are_not_used() -> None:
     taken = take_small_batch(make(batch=lambda size: torch.zeros(size, 9), dataset=TEXTS), 3)
     assert taken.shape == (3, 9)

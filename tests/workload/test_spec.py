@@ -89,7 +89,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "criterion is a number": ({"criterion": 3}, r"the criterion is an int, which cannot be called"),
     "sum and weight": (
         {"criterion": nn.MSELoss(reduction="sum"), "weight": len},
-        r"the loss is a sum, which nothing divides, and weight is given too",
+        r"the loss is a sum, so its parts need no weight, but weight is given",
     ),
     "trainable criterion": (
         {"criterion": nn.Sequential(nn.Linear(2, 2))},
@@ -149,7 +149,7 @@ def test_a_file_with_a_dataset_may_leave_batch_out(write_workload: Any) -> None:
     samples = "dataset = [torch.zeros(n) for n in (1, 4, 2)]\n"
     lines = f"del batch\n{samples}def collate(samples): return torch.stack(samples)\n"
     workload = load_workload(write_workload(HEAD + lines))
-    assert apply_settings(workload, worst_of=3, most=1).build_batch(3).shape == (3, 4)
+    assert apply_settings(workload, worst_of=3, largest_batch=1).build_batch(3).shape == (3, 4)
     with pytest.raises(WorkloadError, match="defines no 'batch'"):
         load_workload(write_workload(HEAD + "del batch\n"))
 

@@ -90,7 +90,7 @@ def load_requested(request: Mapping[str, Any]) -> Workload:
     loaded = load_workload(request["reference"]) if parcel is None else unpack(parcel)
     check_loaded(request["reference"], request.get("checkout", {}))
     options = Options(**request.get("options", {}))
-    return apply_settings(loaded, most=request.get("share"), worst_of=options.worst_of, **options.overrides)
+    return apply_settings(loaded, largest_batch=request.get("share"), worst_of=options.worst_of, **options.overrides)
 
 
 def failure_reply(error: BaseException, doing: str, at: str = "") -> dict[str, Any]:
