@@ -1,4 +1,4 @@
-"""What is trained: model, batches, loss and optimizer, as one frozen record."""
+"""`Workload`: the model, batches, loss and optimizer to train, as one frozen record."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from autoaccum.workload.optimizers import check_optimizer, make_optimizer
 
 
 def no_batch(size: int) -> Any:
-    """What stands for `batch` in a workload whose batches are to be made of its dataset (`samples`).
+    """The `batch` of a workload whose batches are made of its dataset (see `samples`).
 
     Raises:
-        WorkloadError: Always.
+        WorkloadError: At every call.
     """
     raise WorkloadError(f"there is no batch({size})", hint="write def batch(size): return a batch of that many samples")
 
@@ -43,43 +43,41 @@ class Workload:
 
     Attributes:
         model: A function that returns an `nn.Module`, an `nn.Module` class to call without arguments, or an instance.
-        batch: `batch(size)`: one batch of `size` samples on the CPU, the worst case training will see; it may be left
-            out beside a dataset whose longest samples are to make it.
-        loss: `loss(model, batch)`; or a criterion (see `resolve_objective`). None, and no criterion either: the loss
-            that the model computes of a batch with labels (`model_loss.ModelLoss`).
-        criterion: `criterion(outputs, targets)`, when batches are `(inputs, targets)`.
-        optimizer: A function of the list of trainable parameters, a class, or a name of `torch.optim`; None: AdamW.
-        precision: Of forward and backward: `fp32`, or `bf16` / `fp16` under autocast.
-        weight: `weight(batch)`: what the mean in the loss divides by.
+        batch: `batch(size)` returns one batch of `size` samples on the CPU, the largest that training will see. It may
+            be left out if batches are made of the longest samples of the dataset (`worst_of`).
+        loss: `loss(model, batch)` or a criterion (see `resolve_objective`). Without loss and criterion, the model
+            computes its own loss from a batch with labels (`model_loss.ModelLoss`).
+        criterion: `criterion(outputs, targets)`, for batches `(inputs, targets)`.
+        optimizer: A function of the list of trainable parameters, a class, or a name in `torch.optim`; None: AdamW.
+        precision: Precision of forward and backward: `fp32`, or `bf16` / `fp16` under autocast.
+        weight: `weight(batch)` returns the number that the mean in the loss divides by.
         reduction: `mean` or `sum`.
-        batchnorm: What BatchNorm sees and remembers of a batch in parts: `micro`, `running` or `frozen`
-            (`options.BatchNormMode`).
-        dataset: Map-style or iterable; None when there is none.
-        collate: `collate(samples)`: a batch of a list of the dataset's samples; None: torch's default_collate.
-        keeps: What the training loop keeps beside the step, one word or several (`options.Keep`).
-        evaluation_batch: Samples of each pass of an evaluation between updates; None: none is planned.
-        evaluate: `evaluate(model, batch)`: such a pass, called in eval mode without gradients in the workload's
-            precision; what it returns is held until the next pass is done. None: the loss, and the model's outputs.
-        scheduler: `scheduler(optimizer)`: a learning-rate schedule, stepped once per update; None: a constant rate.
-        evaluation_dataset: What is evaluated on between updates, of the same kinds as `dataset`; None: nothing.
-        accumulate: `accumulate(model, micro_batches)`: a loop of the author's own, to be verified: it runs the
-            micro-batches of one update forward and backward and leaves the gradient in `.grad`.
-        accumulate_in: What gradients of half-precision parameters are summed in: `fp32` or `parameters`
+        batchnorm: How BatchNorm treats a batch in parts: `micro`, `running` or `frozen` (`options.BatchNormMode`).
+        dataset: A map-style or iterable dataset, or None.
+        collate: `collate(samples)` makes a batch of a list of samples; None: PyTorch's `default_collate`.
+        keeps: Tensors that the training loop keeps alive, one word or several (`options.Keep`).
+        evaluation_batch: Samples per batch of an evaluation between updates; None: no evaluation is planned.
+        evaluate: `evaluate(model, batch)` evaluates one batch; it is called in eval mode, without gradients, in the
+            workload's precision, and its result is kept until the next batch is done. None: the loss and the outputs.
+        scheduler: `scheduler(optimizer)` returns a learning-rate scheduler, stepped once per update, or None.
+        evaluation_dataset: The dataset of the evaluations between updates, of the same kinds as `dataset`, or None.
+        accumulate: `accumulate(model, micro_batches)`, your own accumulation loop to verify: it runs the micro-batches
+            of one update forward and backward and leaves the gradient in `.grad`.
+        accumulate_in: The dtype in which gradients of half-precision parameters are summed: `fp32` or `parameters`
             (`options.AccumulateIn`).
-        modules: Modules beside the model, such as a teacher: one, a list or a dict of them. They are not trained, and
-            go to the device with the model, as do those that the loss names.
-        name: What reports call it.
-        path: The file it came from; None when made in code.
-        split: `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows; `size` goes
-            with it.
-        size: `size(batch)`: the number of its samples.
-        multiple_of: Every micro-batch is a multiple of so many samples, as timm's Mixup or fixed shapes need it; None:
-            1, unless a plan finds out that odd sizes do not run.
-        digest: SHA-256 over that file and the local modules it imported; empty when made in code.
-        worst_of: Of how many samples of the dataset `batch` gives the longest; None where it is the author's own.
+        modules: Further modules that are not trained, such as a teacher: one, a list or a dict. They are moved to the
+            device with the model, as are modules that the loss refers to.
+        name: The name in reports.
+        path: The file it was loaded from; None if made in code.
+        split: `split(batch, sizes)` returns parts with these numbers of samples, if samples are not rows; needs `size`.
+        size: `size(batch)` returns the number of samples.
+        multiple_of: Every micro-batch is a multiple of this many samples, as timm's Mixup and fixed shapes need; None:
+            1, unless planning finds that other sizes do not run.
+        digest: SHA-256 of that file and the local modules it imports; empty if made in code.
+        worst_of: The number of samples of the dataset of which `batch` takes the longest; None if `batch` is given.
 
     Raises:
-        WorkloadError: One of them cannot be used.
+        WorkloadError: An attribute has a value that cannot be used.
     """
 
     model: Callable[[], nn.Module] | type[nn.Module] | nn.Module
@@ -142,36 +140,36 @@ class Workload:
             if trainable:
                 raise WorkloadError(
                     f"the criterion has trainable parameters ({trainable[0]}), which no optimizer would update",
-                    hint="make it a part of the model and write loss(model, batch)",
+                    hint="make the criterion a part of the model, and write loss(model, batch)",
                 )
 
     @property
     def objective(self) -> Objective:
-        """The loss, and what its mean divides by."""
+        """The loss and the number that its mean divides by."""
         given = {"criterion": self.criterion, "weight": self.weight, "reduction": self.reduction}
         return dataclasses.replace(resolve_objective(self.loss, **given), batching=self.batching)
 
     @property
     def batching(self) -> Batching | None:
-        """How its batches are counted and cut; None: by their rows."""
+        """The functions that count and split its batches; None if samples are rows."""
         return read_batching(self.split, self.size)
 
     def build_model(self) -> nn.Module:
-        """A new model, to be trained; an instance is copied, so that every trial starts alike.
+        """Return a new model in train mode; an instance is copied, so that every trial starts from the same state.
 
-        One that is in eval mode, as `from_pretrained` leaves it, is put into train mode, as it will be trained and
-        takes the memory of that. Modules at rest within a model in train mode stay so: they are frozen on purpose.
+        A model in eval mode, as `from_pretrained` returns it, is put into train mode, in which it will need memory.
+        Submodules in eval mode within a model in train mode stay so: they are frozen on purpose.
 
-        What the user's code raises comes through as it is.
+        Errors of the user's code are passed on.
 
         Raises:
-            WorkloadError: The function returns something else, or the instance cannot be copied.
+            WorkloadError: The function does not return an `nn.Module`, or the instance cannot be copied.
         """
         model = self.make_model()
         return model if model.training else model.train()
 
     def make_model(self) -> nn.Module:
-        """As `build_model`, in the mode the model comes in."""
+        """Return a new model as `build_model` does, but leave it in train or eval mode as it is."""
         try:
             made = copy_module(self.model) if isinstance(self.model, nn.Module) else self.model()
         except (TypeError, RuntimeError, AttributeError) as error:
@@ -188,9 +186,9 @@ class Workload:
         return made
 
     def build_batch(self, size: int) -> Any:
-        """`batch(size)`, checked to hold `size` samples.
+        """Return `batch(size)`, after checking that it holds `size` samples.
 
-        What the user's code raises comes through as it is.
+        Errors of the user's code are passed on.
 
         Raises:
             WorkloadError: It holds another number of samples.
@@ -199,32 +197,32 @@ class Workload:
         if not has_size(made, size):
             counts = "" if self.batching is None else ", as size(batch) counts them"
             raise WorkloadError(
-                f"batch({size}) returned {batch_size(made)} samples{counts}", hint=f"return as many as asked: {size}"
+                f"batch({size}) returned {batch_size(made)} samples{counts}", hint=f"return exactly {size} samples"
             )
         return made
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        """One optimizer of the trainable parameters of `model`.
+        """Return an optimizer of the trainable parameters of `model`.
 
         Raises:
-            WorkloadError: No trainable parameters, several optimizers, an unknown name, one that needs a closure.
+            WorkloadError: As for `make_optimizer`.
         """
         return make_optimizer(self.optimizer, model)
 
     def build_scheduler(self, optimizer: Optimizer) -> Any:
-        """The schedule of the learning rate of `optimizer`; None when there is none.
+        """Return a learning-rate scheduler of `optimizer`, or None.
 
-        Checked here and not before: what a file calls `scheduler` matters to training only.
+        `scheduler` is only checked here, since only training uses it.
 
         Raises:
-            WorkloadError: It is no function of an optimizer.
+            WorkloadError: `scheduler` is not a function of an optimizer, or returns None.
         """
         if self.scheduler is None:
             return None
         check_function(self.scheduler, "scheduler", "(optimizer)")
         made = self.scheduler(optimizer)
         if made is None:
-            raise WorkloadError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
+            raise WorkloadError("scheduler(optimizer) returned None", hint="return the scheduler that it makes")
         return made
 
 
@@ -237,16 +235,16 @@ def _check_model(model: Any) -> None:
         )
     if isinstance(model, type) and not issubclass(model, nn.Module):
         raise WorkloadError(
-            f"model is the class {model.__name__}, which is no nn.Module", hint="derive it from nn.Module"
+            f"model is the class {model.__name__}, which is not an nn.Module", hint="derive it from nn.Module"
         )
     check_function(model, "model", "()")
 
 
 def _read_modules(modules: Any) -> dict[str, nn.Module]:
-    """Modules beside the model by name, from one, a list or a tuple, or a dict of them.
+    """Return modules by name from one module, a list, a tuple or a dict.
 
     Raises:
-        WorkloadError: Something else is among them.
+        WorkloadError: One of them is not a module.
     """
     if isinstance(modules, nn.Module):
         modules = [modules]
@@ -256,14 +254,12 @@ def _read_modules(modules: Any) -> dict[str, nn.Module]:
     odd = [module for module in given if not isinstance(module, nn.Module)]
     if odd:
         raise WorkloadError(
-            f"modules has {describe_type(odd[0])} in it",
-            hint="give the modules beside the model: modules = [teacher]; or call something else by another name",
+            f"modules contains {describe_type(odd[0])}",
+            hint="give further modules, as in modules = [teacher], or rename what is not meant for autoaccum",
         )
     return {str(name): module for name, module in modules.items()}
 
 
 def _check_dataset(dataset: Any, name: str) -> None:
     if dataset is not None and not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")):
-        raise WorkloadError(
-            f"{name} is {describe_type(dataset)}", hint="give samples by index or an iterable over samples"
-        )
+        raise WorkloadError(f"{name} is {describe_type(dataset)}", hint="give a map-style or an iterable dataset")

@@ -1,8 +1,8 @@
-"""What a training step written by hand must know of a workload, as JSON: its loss, and the form of its batches.
+"""The recipe of a training step, as JSON: what `reporting.emit` needs to write the step in plain PyTorch.
 
-A form is `tensor` (rows to cut, to be moved), `own` (cut by functions of the workload), `other` (what cannot be written
-down), or a container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`, or `{"mapping": {name:
-form}}`, a mapping of another class.
+The form of a batch is `tensor` (rows to split and move), `own` (split by the workload's own function), `other` (not
+supported), or a container: `{"tuple": [forms]}`, `{"list": [forms]}`, `{"dict": {name: form}}`, or `{"mapping": {name:
+form}}` for a mapping of another class.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from autoaccum.workload.module_names import is_quotable
 from autoaccum.workload.objective import Objective
 
 Divisor: TypeAlias = Literal["nothing", "weight", "samples", "targets", "class weights"]
-"""What shares of parts follow from. `nothing`: a sum. `weight`: the workload's function. `targets`: those of integer
-classes that are not ignored. `samples`: these, or elements of which every sample of one batch has equally many."""
+"""How the share of a part is computed. `nothing`: the loss is a sum. `weight`: by the workload's function. `targets`:
+by the integer targets that are not ignored. `samples`: by samples, or by elements if every sample has as many."""
 
 
 def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: Iterable[str]) -> dict[str, Any]:
-    """What `reporting.emit` needs: divisor, ignored class, how the criterion is called, terms, batch, precision.
+    """Return the recipe: divisor, ignored class, call of the criterion, terms of the loss, batch and half dtypes.
 
-    Of a model's own loss, how it is got from what the model returns, and what counts its weight, as code.
+    For a loss that the model computes itself, `own` holds the code that takes it from the outputs and its weight.
 
     Args:
         objective: The loss.
         model: The model.
         batch: A small batch.
-        terms: The names of the loss's terms.
+        terms: The names of the terms of the loss.
     """
     criterion, weight = objective.criterion, objective.weight(batch)
     return {
@@ -52,14 +52,14 @@ def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: I
 
 
 def find_divisor(objective: Objective, batch: Any) -> Divisor:
-    """What the shares of parts of batches such as `batch` follow from."""
+    """Return how the shares of parts of such a batch are computed."""
     if objective.reduction == "sum":
         return "nothing"
     if objective.uses_model_weight and objective.model_loss is not None and objective.model_loss.code(batch) is None:
         return "samples"
     if objective.weight_function is not None:
         return "weight"
-    return "samples" if objective.criterion is None else _counted(objective.criterion, batch[1])
+    return "samples" if objective.criterion is None else _criterion_divisor(objective.criterion, batch[1])
 
 
 def _describe_own(objective: Objective, batch: Any) -> dict[str, str | None] | None:
@@ -72,15 +72,15 @@ def _describe_own(objective: Objective, batch: Any) -> dict[str, str | None] | N
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _counted(criterion: Criterion, targets: Any) -> Divisor:
-    # Rows of one tensor have equally many elements, and class probabilities leave no target out.
+def _criterion_divisor(criterion: Criterion, targets: Any) -> Divisor:
+    # Rows of a tensor have equally many elements, and class probabilities ignore no target.
     if criterion.divisor != "targets" or not isinstance(targets, Tensor) or targets.is_floating_point():
         return "samples"
     return "class weights" if criterion.has_class_weights else "targets"
 
 
 def _is_bare_module(function: Any) -> bool:
-    """Whether it is a module with its buffers under their own names, which a compiled one has not."""
+    """Return whether `function` is a module that is not compiled: its buffers have their own names."""
     return isinstance(function, nn.Module) and not hasattr(function, "_orig_mod")
 
 
@@ -92,7 +92,7 @@ Form: TypeAlias = "str | Mapping[str, Any]"
 
 
 def describe_form(batch: Any, size: int) -> Form:
-    """The form of a batch of `size` samples."""
+    """Return the form of a batch of `size` samples."""
     return _form(batch, size, top=True)
 
 

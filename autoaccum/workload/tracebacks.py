@@ -1,4 +1,4 @@
-"""Whose fault an exception is: the user's own frames, without those of autoaccum, torch and Python."""
+"""Show errors of the user's code as theirs: tracebacks without the frames of autoaccum, PyTorch and Python."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autoaccum.errors import AutoaccumError, WorkloadError
 _OWN = str(Path(__file__).resolve().parents[1])
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _IN_WORKER = re.compile(r"Caught \w+ in DataLoader worker process \d+\.\n")
-"""What torch.utils.data raises again for a worker: its traceback as text (torch/_utils.py, `ExceptionWrapper`)."""
+"""The text of an error that PyTorch re-raises for a DataLoader worker (torch/_utils.py, `ExceptionWrapper`)."""
 _PYTHON = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}
 
 
 def format_user_traceback(error: BaseException) -> str:
-    """The traceback of `error` as Python prints it, with the user's frames and those of their libraries only.
+    """Return the traceback of `error` with only the frames of the user and of the user's libraries.
 
-    Where no frame is theirs (a model put together from torch's modules only), torch's own say which module it was.
+    If there are none (a model built only from PyTorch's modules), PyTorch's frames are kept: they name the module.
     """
     report = _pruned(traceback.TracebackException.from_exception(error), is_user_file)
     if not report.stack:
@@ -33,54 +33,54 @@ def format_user_traceback(error: BaseException) -> str:
 
 
 def user_line(error: BaseException, *, library: bool = False) -> str | None:
-    """Where in the user's own code `error` came out: model.py:31 (`x = x[mask]`); None where no frame is theirs.
+    """Return the last line of the user's code in a traceback: model.py:31 (`x = x[mask]`); None if there is none.
 
-    With `library`, a library's line where that is the last, and whom it ran for.
+    With `library`, name the last line of a library too, if the error was raised there.
     """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_file(frame.filename)]
     if not frames:
         return None
     own = [frame for frame in frames if "site-packages" not in frame.filename]
-    mine, last = (_shown(frame) for frame in ((own or frames)[-1], frames[-1]))
-    if not library or mine == last:
-        return mine
-    return f"{last}, for {mine}"
+    user, last = (_format_frame(frame) for frame in ((own or frames)[-1], frames[-1]))
+    if not library or user == last:
+        return user
+    return f"{last}, called from {user}"
 
 
-def _shown(frame: traceback.FrameSummary) -> str:
+def _format_frame(frame: traceback.FrameSummary) -> str:
     return f"{name_line(frame.filename, frame.lineno or 0)[0]} (`{frame.line}`)"
 
 
 def name_line(filename: str, number: int) -> tuple[str, bool]:
-    """A line as it is named, a library's by its path within that; and whether it is the user's own."""
+    """Return the name of a line, for a library with its path within it, and whether the line is the user's own."""
     _, library, path = filename.rpartition("site-packages/")
     return f"{path if library else Path(filename).name}:{number}", is_user_file(filename) and not library
 
 
 def raised_by_autoaccum(error: BaseException) -> bool:
-    """Whether it was raised by a line of autoaccum, or within Python's own library by one."""
+    """Return whether `error` was raised by autoaccum, or by Python's standard library called from autoaccum."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return next((is_autoaccum_file(frame.filename) for frame in frames if not _is_python(frame.filename)), False)
 
 
 def blame_workload(error: BaseException, doing: str, *, hint: str | None = None) -> WorkloadError:
-    """The error that shows an exception of the user's own code as theirs.
+    """Return an error that shows an exception of the user's code as theirs.
 
     Args:
-        error: What the user's code raised.
-        doing: What was going on, as the start of a sentence: `batch(5)`, `importing model.py`.
-        hint: The way out, where one is known.
+        error: The exception that the user's code raised.
+        doing: The start of the message: `batch(5)`, `importing model.py`.
+        hint: What to do, if known.
     """
     if _IN_WORKER.match(str(error)):
         shown = str(error).rstrip()
-        what = f"raised {shown.splitlines()[-1]} (in a worker that reads data)"
+        what = f"raised {shown.splitlines()[-1]} (in a DataLoader worker)"
         return WorkloadError(f"{doing} {what}", hint=hint, user_traceback=shown)
-    return WorkloadError(f"{doing} {_what(error)}", hint=hint, user_traceback=format_user_traceback(error))
+    return WorkloadError(f"{doing} {_describe(error)}", hint=hint, user_traceback=format_user_traceback(error))
 
 
 @contextmanager
 def user_code(doing: str, *, hint: str | None = None) -> Iterator[None]:
-    """Show what the user's code raises as theirs; running out of memory comes through as it is."""
+    """Run the user's code and show its errors as theirs; out-of-memory errors are passed on."""
     try:
         with blame_exit(doing):
             yield
@@ -92,7 +92,7 @@ def user_code(doing: str, *, hint: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def blame_exit(doing: str) -> Iterator[None]:
-    """Show a `sys.exit()` of the user's as theirs; autoaccum's own, by which a signal ends it, comes through."""
+    """Show a `sys.exit()` of the user's code as theirs; autoaccum's own, after a signal, is passed on."""
     try:
         yield
     except SystemExit as error:
@@ -101,7 +101,7 @@ def blame_exit(doing: str) -> Iterator[None]:
         raise blame_workload(error, doing) from error
 
 
-def _what(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"
     text = str(error).strip().splitlines()
@@ -109,24 +109,24 @@ def _what(error: BaseException) -> str:
 
 
 def _pruned(
-    report: traceback.TracebackException, keeps: Callable[[str], bool], depth: int = 0
+    report: traceback.TracebackException, keep: Callable[[str], bool], depth: int = 0
 ) -> traceback.TracebackException:
-    report.stack = traceback.StackSummary.from_list([frame for frame in report.stack if keeps(frame.filename)])
+    report.stack = traceback.StackSummary.from_list([frame for frame in report.stack if keep(frame.filename)])
     for chained in (report.__cause__, report.__context__):
         if chained is not None and depth < 10:
-            _pruned(chained, keeps, depth + 1)
+            _pruned(chained, keep, depth + 1)
     return report
 
 
 @cache
 def is_autoaccum_file(filename: str) -> bool:
-    """Whether it is one of autoaccum's."""
+    """Return whether the file belongs to autoaccum."""
     return str(Path(filename).resolve()).startswith(_OWN + "/")
 
 
 @cache
 def is_user_file(filename: str) -> bool:
-    """Whether it is the user's, or one of their libraries': not autoaccum's, torch's or Python's."""
+    """Return whether the file belongs to the user or to their libraries, not to autoaccum, PyTorch or Python."""
     if filename.startswith("<frozen "):
         return False
     path = str(Path(filename).resolve()) if not filename.startswith("<") else filename

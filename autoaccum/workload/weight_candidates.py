@@ -1,4 +1,4 @@
-"""What a loss may well divide by: countings of a batch, each with the code a user would write for it."""
+"""Candidates for `weight(batch)`: ways to count a batch, each with the code that a user would write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoaccum.workload.model_loss import IGNORED, infer_divisor, label_code, la
 from autoaccum.workload.objective import Objective
 
 _MARKERS = (-100, 0, -1, 1, 255)
-"""Values that commonly mark what does not count: torch's ignore_index, padding ids, the void of segmentation maps."""
+"""Common values of entries to ignore: PyTorch's ignore_index, padding ids, the void class of segmentation maps."""
 
 
 @dataclass(frozen=True)
@@ -24,38 +24,38 @@ class Candidate:
 
     Attributes:
         code: An expression of `batch`.
-        counts: What it gives for each of the parts it was asked about.
+        counts: Its value for each part.
     """
 
     code: str
     counts: tuple[float, ...]
 
     def shares(self, start: int) -> tuple[float, ...]:
-        """The shares of the parts from `start` on: candidates with equal shares cannot be told apart."""
+        """Return the shares of the parts from `start` on; candidates with equal shares cannot be distinguished."""
         counts = self.counts[start:]
         return tuple(round(count / max(sum(counts), 1e-300), 12) for count in counts)
 
 
 def list_candidates(batch: Any, parts: list[Any], likely: str | None = None) -> list[Candidate]:
-    """Everything worth trying, the likeliest first: samples, then marked labels, masks, lengths, sums.
+    """Return all candidates, the likeliest first: samples, labels not ignored, masks, lengths, sums.
 
     Args:
-        batch: The whole batch, which tells which countings exist.
+        batch: The whole batch, from which the candidates are made.
         parts: The parts to count.
-        likely: The code of one to try right behind samples.
+        likely: The code of a candidate to try right after samples.
     """
     leaves = dict(find_leaves(batch))
     of_parts = [dict(find_leaves(part)) for part in parts]
     shared = {path: leaf for path, leaf in leaves.items() if all(path in part for part in of_parts)}
     if not shared:
         return []
-    own = isinstance(batch, pytree.CustomBatch)
-    samples = "size(batch)" if own else f"len({next(iter(shared))})"
+    is_custom = isinstance(batch, pytree.CustomBatch)
+    samples = "size(batch)" if is_custom else f"len({next(iter(shared))})"
     found = [Candidate(samples, tuple(float(batch_size(part)) for part in parts))]
     ordered = sorted(shared, key=path_rank)
-    for countings in (*([_rows] if own else []), _unmarked, _summed_masks, _summed, _entries):
+    for expressions in (*([_row_counts] if is_custom else []), _label_counts, _mask_sums, _sums, _entry_sums):
         for path in ordered:
-            for code in countings(shared[path]):
+            for code in expressions(shared[path]):
                 counts = tuple(_count(code, part[path]) for part in of_parts)
                 if all(value >= 0 for value in counts):
                     found.append(Candidate(code.replace("@", path), counts))
@@ -64,29 +64,29 @@ def list_candidates(batch: Any, parts: list[Any], likely: str | None = None) -> 
 
 
 def find_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
-    """Tensors of a batch with rows, and sequences with an entry per sample, by the code that reaches them."""
+    """Yield tensors with a batch dimension, and sequences with one entry per sample, with the code to access them."""
     return _leaves(batch, "batch", batch_size(batch), top=True)
 
 
 def class_weight_candidates(batch: Any, parts: list[Any], tables: Mapping[str, Tensor]) -> list[Candidate]:
-    """Sums of the weights of classes: what a mean over labels divides by where classes have weights.
+    """Return sums of class weights, which a mean over labels divides by if classes have weights.
 
     Args:
-        batch: The whole batch, which tells which labels exist.
+        batch: The whole batch, in which labels are searched.
         parts: The parts to count.
-        tables: Weights by the code that reaches them, an entry for each class.
+        tables: Tensors with one weight for each class, by the code to access them.
     """
     labels = [(path, leaf) for path, leaf in find_leaves(batch) if _is_integer(leaf)]
     of_parts = [dict(find_leaves(part)) for part in parts]
     return [
-        Candidate(_looked_up(name, path, leaf), tuple(_sum_of_table(table, part[path]) for part in of_parts))
+        Candidate(_lookup_code(name, path, leaf), tuple(_sum_of_table(table, part[path]) for part in of_parts))
         for path, leaf in sorted(labels, key=lambda item: path_rank(item[0]))
         for name, table in tables.items()
         if leaf.numel() and int(leaf.max()) < len(table) and all(path in part for part in of_parts)
     ]
 
 
-def _looked_up(name: str, path: str, labels: Tensor) -> str:
+def _lookup_code(name: str, path: str, labels: Tensor) -> str:
     return f"{name}[{path}].sum()" if int(labels.min()) >= 0 else f"{name}[{path}[{path} >= 0]].sum()"
 
 
@@ -95,32 +95,32 @@ def _sum_of_table(table: Tensor, labels: Tensor) -> float:
 
 
 def _count(code: str, leaf: Any) -> float:
-    """What an expression of `@` gives for a leaf, whose floating entries are taken as float64."""
+    """Evaluate an expression of `@` for a leaf, in float64."""
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         leaf = leaf.double()
     return float(eval(code.replace("@", "leaf"), {"leaf": leaf}))
 
 
-def _rows(leaf: Any) -> Iterator[str]:
-    """What need not be samples where a workload counts these itself: tokens, boxes, patches."""
+def _row_counts(leaf: Any) -> Iterator[str]:
+    """Count rows that are not samples, such as tokens, boxes or patches."""
     if isinstance(leaf, Tensor):
         yield "len(@)"
 
 
-def _unmarked(leaf: Any) -> Iterator[str]:
+def _label_counts(leaf: Any) -> Iterator[str]:
     if _is_integer(leaf):
         for cut in _cuts(leaf):
             for marker in _markers(leaf):
                 yield f"({cut} != {marker}).sum()"
 
 
-def _summed_masks(leaf: Any) -> Iterator[str]:
+def _mask_sums(leaf: Any) -> Iterator[str]:
     if isinstance(leaf, Tensor) and leaf.dtype == torch.bool:
         for cut in _cuts(leaf):
             yield from (f"{cut}.sum()", f"(~{cut}).sum()")
 
 
-def _summed(leaf: Any) -> Iterator[str]:
+def _sums(leaf: Any) -> Iterator[str]:
     if isinstance(leaf, Tensor) and leaf.dtype != torch.bool and not leaf.is_complex():
         for cut in _cuts(leaf):
             yield f"{cut}.sum()"
@@ -128,7 +128,7 @@ def _summed(leaf: Any) -> Iterator[str]:
             yield "(@ - 1).sum()"
 
 
-def _entries(leaf: Any) -> Iterator[str]:
+def _entry_sums(leaf: Any) -> Iterator[str]:
     if not isinstance(leaf, list | tuple):
         return
     if all(isinstance(entry, int | float) for entry in leaf):
@@ -139,7 +139,7 @@ def _entries(leaf: Any) -> Iterator[str]:
 
 
 def _cuts(leaf: Tensor) -> list[str]:
-    """The leaf as it is, and shifted by one along its last dimension, as language models shift their labels."""
+    """Return the leaf itself and its slices without the first or last entry, as language models shift their labels."""
     axes = ":, " if leaf.ndim == 2 else "..., "
     return ["@", f"@[{axes}1:]", f"@[{axes}:-1]"] if leaf.ndim > 1 else ["@"]
 
@@ -151,7 +151,7 @@ def _is_integer(leaf: Any) -> bool:
 
 
 def _markers(leaf: Tensor) -> list[int]:
-    """The common markers that occur in `leaf`, and the value its samples most often end with (padding)."""
+    """Return the common markers that occur in `leaf`, and its most frequent last value (padding)."""
     likely = list(_MARKERS)
     if leaf.ndim > 1 and leaf.numel() > 0:
         likely.append(int(leaf[..., -1].flatten().mode().values))
@@ -159,19 +159,19 @@ def _markers(leaf: Tensor) -> list[int]:
 
 
 def path_rank(path: str) -> int:
-    """Rank of a path: labels and targets first, the second of a pair next, then masks, then all else."""
+    """Rank a path for sorting: labels and targets first, then the second of a pair, masks, and all others."""
     names = ("label", "target", "tgt", "batch[1]", "mask", "len")
     return next((rank for rank, name in enumerate(names) if name in path.lower()), len(names))
 
 
 def _leaves(node: Any, path: str, size: int, *, top: bool = False) -> Iterator[tuple[str, Any]]:
-    """Tensors with rows, and sequences with an entry per sample, by the code that reaches them."""
+    """Yield the leaves below `node` as `find_leaves` does."""
     if isinstance(node, Tensor) and pytree.has_batch_dimension(node):
         yield path, node
         return
     children = pytree.children(node)
     if children is None and callable(getattr(node, "keys", None)) and hasattr(node, "__getitem__"):
-        children = [(f"[{key!r}]", node[key]) for key in node.keys()]  # noqa: SIM118  # Such as torch_geometric's.
+        children = [(f"[{key!r}]", node[key]) for key in node.keys()]  # noqa: SIM118  # torch_geometric's Data is such a mapping.
     if pytree.is_leaf(node) or children is None:
         return
     if is_samples(node, size, top=top):
@@ -183,12 +183,12 @@ def _leaves(node: Any, path: str, size: int, *, top: bool = False) -> Iterator[t
 
 
 def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequence[Any]) -> str | None:
-    """That parts counted by samples are likely counted wrongly, with what to write instead; None where they are not.
+    """Return a warning that parts are weighted by samples although some labels are ignored; None if all is well.
 
     Args:
         objective: The loss.
-        model: The model; where it is one of transformers, its class tells whether labels are shifted.
-        parts: Of one effective batch.
+        model: The model; the class of a transformers model shows whether labels are shifted.
+        parts: The parts of one effective batch.
     """
     if objective.reduction == "sum" or objective.criterion is not None or objective.weight_function is not None:
         return None
@@ -202,8 +202,8 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     if known == "samples" and len(set(torch.cat(kept).tolist())) < 2:
         return None
     return (
-        f"{path} has entries that do not count ({IGNORED}), and parts count by their samples, not by those that do: the"
-        f" likely right weight is: def weight(batch): return {label_code(path, divisor)}"
+        f"{path} has ignored entries ({IGNORED}), but parts are weighted by their samples, not by the other entries:"
+        f" the likely right weight is: def weight(batch): return {label_code(path, divisor)}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Does the loss of a batch equal the weighted losses of its parts? An experiment, forward only, before planning."""
+"""Check by experiment, forward only, that the loss of a batch equals the weighted losses of its parts."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from autoaccum.workload.weight_candidates import Candidate, list_candidates
 
 _SAMPLES = 5
 _SPLITS = ((2, 3), (3, 2))
-"""Unequal parts; none of one sample, which BatchNorm and contrastive losses cannot do."""
+"""Sizes of unequal parts; none is 1, since BatchNorm and contrastive losses need more samples."""
 
 _PARTS = 2
 _SUM = Candidate("sum", ())
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-5}
 _HALF_TOLERANCE = 2e-2
-"""By how much two equal losses may differ, relative to their size."""
+"""The relative difference up to which two losses count as equal."""
 
 
 class Advice(str):
-    """A sentence that tells what a loss divides by, and what to write for it."""
+    """A warning that says which weight fits the loss."""
 
 
 def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     """Compare the loss of a small batch with the weighted losses of unequal parts of it.
 
-    The batch holds 5 samples, from `dataset` where `default_collate` makes of them what `batch(5)` looks like. The
-    model is a copy in eval mode, or in train mode where only that computes a loss; the random states of Python, NumPy
-    and torch are put back. Samples of equal weight cannot tell one weighting from another, and are no reason to warn.
+    The batch has 5 samples, of `dataset` if they collate to the structure of `batch(5)`. The model is a copy in eval
+    mode, or in train mode if it computes a loss only then. RNG states are restored. If all samples have the same
+    weight, every weighting agrees, and nothing is reported.
 
     Args:
         workload: The workload.
-        coupled: Whether it is said already that its samples are coupled: then nothing is said where no weight fits.
+        coupled: The samples are known to be coupled; then nothing is reported if no weight fits.
 
     Returns:
-        Sentences for the plan: none when the parts agree with the whole, or a warning, with the likely right `weight`.
+        Warnings for the plan, with the likely right `weight`; none if the parts agree with the whole.
 
     Raises:
         WorkloadError: The model, batch, loss or weight raises (with the user's traceback), or cannot be used.
@@ -58,50 +58,50 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
 
 
 class _SmallRuns:
-    """A copy of a workload's model, ready to say what its loss is on small batches."""
+    """A copy of a workload's model that computes the loss of small batches."""
 
     def __init__(self, workload: Workload, batch: Any) -> None:
         self._model, _ = copy_workload_model(workload)
-        self.objective = workload.objective  # Now that the model is there, which tells what its own loss divides by.
+        self.objective = workload.objective  # After the model, from which the divisor of its own loss is inferred.
         self.likely_weight = likely_weight_code(self._model)
-        self._records = False
+        self._has_grad = False
         self._model.eval()
         try:
             self._losses(batch)
         except Exception:
-            self._model.train()  # Detectors return no losses in eval mode.
-            self._records = True  # A model may take gradients within its forward.
+            self._model.train()  # Detectors return no loss in eval mode.
+            self._has_grad = True  # A model may compute gradients within its forward.
         self.whole = self.losses(batch)
         dtypes = {tensor.dtype for tensor in self._model.parameters() if tensor.is_floating_point()}
         self.tolerance = max((_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes), default=_HALF_TOLERANCE)
 
     def losses(self, batch: Any) -> dict[str, float]:
-        """The terms of the loss of `batch`, which is left as it is."""
+        """Return the terms of the loss of `batch`, which is not modified."""
         with user_code(f"the loss of {batch_size(batch)} samples"):
             return self._losses(batch)
 
     def compare(self, parts: list[Any]) -> LossComparison:
-        """The losses of parts beside that of the whole."""
+        """Compare the losses of the parts with that of the whole batch."""
         return LossComparison(self.objective, self.whole, parts, [self.losses(part) for part in parts])
 
     def _losses(self, batch: Any) -> dict[str, float]:
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        with torch.set_grad_enabled(self._records):
+        with torch.set_grad_enabled(self._has_grad):
             terms = self.objective.terms(self._model, move_batch(cast_batch(batch, None), device))
         return {name: float(term.detach()) for name, term in terms.items()}
 
 
 def _compare(runs: _SmallRuns, batch: Any, parts: list[Any], others: list[Any], coupled: bool) -> list[str]:
     seen = runs.compare(parts)
-    seen.refuse_nan()
+    seen.raise_if_nan()
     wrong = seen.mismatched(runs.tolerance)
     if not wrong:
         return []
     if any(not math.isfinite(seen.whole[name]) for name in wrong):
-        return ["the weighting could not be checked: the loss of a small batch is infinite"]
+        return ["the weighting could not be checked, since the loss of a small batch is infinite"]
     again = runs.losses(parts[0])
     if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in seen.losses[0].items()):
-        return ["the weighting could not be checked: the loss differs from run to run"]
+        return ["the weighting could not be checked, since the loss differs from run to run"]
     candidates = [_SUM, *list_candidates(batch, [*parts, *others], runs.likely_weight)]
     fitting = {name: _fitting(seen, name, candidates, 0, runs.tolerance) for name in wrong}
     if any(len({candidate.shares(_PARTS) for candidate in fits}) > 1 for fits in fitting.values()):
@@ -112,15 +112,15 @@ def _compare(runs: _SmallRuns, batch: Any, parts: list[Any], others: list[Any], 
         mismatches = [seen.describe(name) for name in wrong]
         samples = next((one.code for one in candidates[1:]), "len(batch)")
         return [Advice(f"{mismatches[0]}: {advise(runs.objective, known, seen.whole, samples)}"), *mismatches[1:]]
-    cause = None if coupled else "no usual weight fits: see what autoaccum verify finds"
-    told = {name: f"it likely divides by {known[name]}" if name in known else cause for name in wrong}
-    return [f"{seen.describe(name)}: {sentence}" for name, sentence in told.items() if sentence is not None]
+    cause = None if coupled else "no usual weight fits: run autoaccum verify to find the cause"
+    advice = {name: f"it likely divides by {known[name]}" if name in known else cause for name in wrong}
+    return [f"{seen.describe(name)}: {sentence}" for name, sentence in advice.items() if sentence is not None]
 
 
 def _fitting(
     seen: LossComparison, name: str, candidates: list[Candidate], start: int, tolerance: float
 ) -> list[Candidate]:
-    """The candidates under which the parts give the whole; their counts of these parts begin at `start`."""
+    """Return the candidates with which the parts agree with the whole; the counts of these parts begin at `start`."""
     return [
         candidate
         for candidate in candidates
@@ -131,30 +131,30 @@ def _fitting(
 def advise(
     objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str, *, sure: bool = False
 ) -> str:
-    """What to write instead, as a sentence.
+    """Return a sentence that says how to change the workload.
 
     Args:
-        objective: The loss as it is given.
-        found: The counting of every mismatched term, as code, or `sum`.
+        objective: The loss as given.
+        found: The weight of every mismatched term, as code, or `sum`.
         terms: All terms of the loss.
         samples: The code that counts samples.
-        sure: It was tried, and is right.
+        sure: The weight was tested and is right.
     """
     complete, codes = len(found) == len(terms), set(found.values())
     if codes == {"sum"} and complete:
-        return 'the loss is a sum, write reduction = "sum"' + (", without weight" if objective.weight_function else "")
+        return 'the loss is a sum, write reduction = "sum"' + (" and no weight" if objective.weight_function else "")
     if "sum" in codes or (objective.reduction == "sum" and not complete):
-        return "some of its terms are sums and others are not, make all of them means"
-    away = "" if objective.reduction == "mean" else ' without reduction = "sum"'
+        return "some terms of the loss are sums and others are means, make all of them means"
+    removal = "" if objective.reduction == "mean" else ' without reduction = "sum"'
     if complete and len(codes) == 1:
         code = next(iter(codes))
-        if code == samples and away:
-            return 'the loss is a mean over samples, leave reduction = "sum" away'
+        if code == samples and removal:
+            return 'the loss is a mean over samples, remove reduction = "sum"'
     elif objective.weight_function is None:
         code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in terms) + "}"
     else:
         return "; ".join(f"{name_term(name)} likely divides by {code}" for name, code in found.items())
-    return f"the {'' if sure else 'likely '}right weight{away} is: def weight(batch): return {code}"
+    return f"the {'' if sure else 'likely '}right weight{removal} is: def weight(batch): return {code}"
 
 
 class LossComparison:
@@ -169,11 +169,11 @@ class LossComparison:
 
     @property
     def samples(self) -> int:
-        """The number of samples in all parts together."""
+        """The number of samples in all parts."""
         return sum(batch_size(part) for part in self.parts)
 
     def combined(self, name: str, weights: Sequence[float] | None) -> float:
-        """The whole's loss as the parts give it: a weighted mean, or their sum without weights."""
+        """Return the loss of the whole batch computed from its parts: a weighted mean, or their sum without weights."""
         losses = [part[name] for part in self.losses]
         if weights is None:
             return sum(losses)
@@ -182,45 +182,45 @@ class LossComparison:
         return sum(loss * (weight / total) for loss, weight in counted) if counted else math.nan
 
     def declared(self, name: str) -> float:
-        """The whole's loss as the parts give it under the workload's own weighting."""
+        """Return the loss of the whole batch as computed from its parts with the workload's own weights."""
         if self.objective.reduction == "sum":
             return self.combined(name, None)
         return self.combined(name, [part[name] for part in self.weights])
 
     def agrees(self, name: str, combined: float, tolerance: float) -> bool:
-        """Whether `combined` is the loss of the whole batch, up to rounding."""
+        """Return whether `combined` equals the loss of the whole batch, up to rounding."""
         scale = max(
             abs(self.whole[name]), *(abs(part[name]) for part in self.losses if math.isfinite(part[name])), 1e-30
         )
         return abs(combined - self.whole[name]) <= tolerance * scale
 
     def mismatched(self, tolerance: float) -> list[str]:
-        """The terms whose parts do not give the whole; one whose weights are all zero is no mismatch."""
+        """Return the terms with a weight above 0 whose parts do not add up to the whole."""
         return [
             name
             for name in self.whole
             if any(part[name] > 0 for part in self.weights) and not self.agrees(name, self.declared(name), tolerance)
         ]
 
-    def refuse_nan(self) -> None:
-        """Raise when a loss that counts is NaN."""
+    def raise_if_nan(self) -> None:
+        """Raise a WorkloadError if a term with a weight above 0 is NaN."""
         for name, loss in self.whole.items():
             if math.isnan(loss) and any(part[name] > 0 for part in self.weights):
                 raise WorkloadError(
                     f"{name_term(name)} of a batch of {self.samples} samples is nan",
-                    hint="look for a mean over nothing, the logarithm of zero, or inputs that are not finite",
+                    hint="look for a mean over no elements, the logarithm of zero, or inputs that are not finite",
                 )
 
     def describe(self, name: str) -> str:
-        """The mismatch of a term, as the beginning of a sentence."""
+        """Describe the mismatch of a term, as the start of a sentence."""
         sizes = " and ".join(str(batch_size(part)) for part in self.parts)
         how = "added up" if self.objective.reduction == "sum" else f"weighted by {self.objective.source}"
         return (
-            f"the weighting is not that of the loss ({name_term(name)} of {self.samples} samples is "
+            f"the weighting does not match the loss ({name_term(name)} of {self.samples} samples is "
             f"{self.whole[name]:.6g}, its parts of {sizes} {how} give {self.declared(name):.6g})"
         )
 
 
 def name_term(name: str) -> str:
-    """What sentences call a term of the loss."""
+    """Return the name of a term of the loss in messages."""
     return "the loss" if name == "loss" else f"the loss's term {name!r}"

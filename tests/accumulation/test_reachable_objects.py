@@ -190,7 +190,7 @@ def test_listed_modules_are_read() -> None:
     assert find_auxiliary_modules(make([other, one])) == {"modules[0]": other, "modules[1]": one}
     assert find_auxiliary_modules(make({"teacher": other})) == {"teacher": other}
     for wrong in (3, "teacher", [other, 3], {"a": nn.Linear}):
-        with pytest.raises(WorkloadError, match="modules has .*: give the modules beside the model"):
+        with pytest.raises(WorkloadError, match="modules contains .*: give further modules"):
             make(wrong)
 
 

@@ -134,7 +134,7 @@ def test_an_exception_of_the_users_code_is_shown_as_theirs(folder: Path, workers
     done = run(folder, "--micro-batch", "10", "--workers", workers, BREAK="1")
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
-    where = " (in a worker that reads data)" if workers != "0" else ""
+    where = " (in a DataLoader worker)" if workers != "0" else ""
     assert lines[-1] == f"error: training raised ValueError: item 40 is odd{where}"
     begin = next(number for number, line in enumerate(lines) if line.endswith("Traceback (most recent call last):"))
     assert any(line.startswith("note: the state after update ") for line in lines[:begin])

@@ -155,7 +155,7 @@ PROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         pairs(small.class_loss, reduction="sum"),
         "reduction",
         (),
-        'leave reduction = "sum" away',
+        'remove reduction = "sum"',
     ),
     "a mean over tokens, said to be a sum": (texts(small.token_loss, reduction="sum"), "reduction", (), TOKENS),
     "a regulariser in a sum": (pairs(planted.penalised_sum, reduction="sum"), "regulariser", (), "weight_decay"),

@@ -100,7 +100,7 @@ def warned(loss: Any, data: Any, **options: Any) -> list[str]:
 def test_an_accumulator_tells_once_of_labels_that_do_not_count() -> None:
     (said,) = warned(token_loss, tokens([6, 2, 3, 1]))
     code = 'def weight(batch): return (batch["labels"] != -100).sum()'
-    assert said.startswith('batch["labels"] has entries that do not count (-100), and parts count by their samples')
+    assert said.startswith('batch["labels"] has ignored entries (-100), but parts are weighted by their samples')
     assert said.endswith(f"the likely right weight is: {code}")
 
 

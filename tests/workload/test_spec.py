@@ -64,7 +64,7 @@ def test_a_model_function_must_return_a_module() -> None:
 
 def test_a_batch_must_have_the_size_asked() -> None:
     assert len(make().build_batch(7)[0]) == 7
-    with pytest.raises(WorkloadError, match=r"batch\(7\) returned 6 samples: return as many as asked: 7"):
+    with pytest.raises(WorkloadError, match=r"batch\(7\) returned 6 samples: return exactly 7 samples"):
         make(batch=lambda size: batch(size - 1)).build_batch(7)
     with pytest.raises(WorkloadError, match=r"batch\[1\] has the length 8, batch\[0\] has 7"):
         make(batch=lambda size: (torch.zeros(size), torch.zeros(size + 1))).build_batch(7)
@@ -74,7 +74,7 @@ def test_a_batch_must_have_the_size_asked() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "model is a number": ({"model": 3}, r"model is an int: give an nn\.Module"),
-    "model is a class": ({"model": dict}, r"model is the class dict, which is no nn\.Module"),
+    "model is a class": ({"model": dict}, r"model is the class dict, which is not an nn\.Module"),
     "batch is a tensor": ({"batch": torch.zeros(3)}, r"batch is a Tensor: write def batch\(size\)"),
     "batch wants two": ({"batch": lambda a, b: a}, r"batch\(a, b\) cannot be called as batch\(size\): write def"),
     "model wants more": ({"model": nn.Linear}, r"model\(in_features.*cannot be called as model\(\)"),

@@ -89,5 +89,5 @@ def test_an_error_that_a_worker_relays_is_shown_as_it_was_there() -> None:
     with pytest.raises(KeyError) as caught:
         next(iter(loader))
     error = blame_workload(caught.value, "training")
-    assert str(error) == "training raised KeyError: 'item 0 is odd' (in a worker that reads data)"
+    assert str(error) == "training raised KeyError: 'item 0 is odd' (in a DataLoader worker)"
     assert "in __getitem__" in (error.user_traceback or "")

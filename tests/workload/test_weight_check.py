@@ -102,8 +102,8 @@ def lengths_less_one(model: nn.Module, batch: Any) -> Any:
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mask": (masked, {}, 'return (batch["labels"] != -100).sum()'),
     "sum": (summed, {}, 'the loss is a sum, write reduction = "sum"'),
-    "sum with a weight": (summed, {"weight": lambda b: len(b["ids"])}, 'write reduction = "sum", without weight'),
-    "mean over samples, said to be a sum": (sample_loss, {"reduction": "sum"}, 'leave reduction = "sum" away'),
+    "sum with a weight": (summed, {"weight": lambda b: len(b["ids"])}, 'write reduction = "sum" and no weight'),
+    "mean over samples, said to be a sum": (sample_loss, {"reduction": "sum"}, 'remove reduction = "sum"'),
     "mean over tokens, said to be a sum": (
         token_loss,
         {"reduction": "sum"},
@@ -163,7 +163,7 @@ def test_says_nothing_more_where_coupled_samples_are_told_of() -> None:
 
     assert check_weighting(workload(contrastive), coupled=True) == []
     (sentence,) = check_weighting(workload(contrastive))
-    assert "no usual weight fits: see what autoaccum verify finds" in sentence
+    assert "no usual weight fits: run autoaccum verify" in sentence
 
 
 def test_dropout_and_batchnorm_are_at_rest() -> None:
@@ -186,7 +186,7 @@ def test_a_model_that_has_a_loss_in_training_mode_only_is_checked_in_that() -> N
     (sentence,) = check_weighting(
         workload(loss, lambda n: (torch.randn(n, 3),), lambda: nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5)))
     )
-    assert "could not be checked: the loss differs from run to run" in sentence
+    assert "could not be checked, since the loss differs from run to run" in sentence
 
 
 def test_uses_the_dataset_where_it_collates_to_the_same_form() -> None:
