@@ -158,7 +158,7 @@ def split_reference(reference: str) -> tuple[str, str, str]:
 def is_quotable(name: Any) -> bool:
     """Return whether `name` can be written between double quotes in source code without escapes.
 
-    >>> is_quotable("input_ids"), is_quotable('a"b'), is_plain_name(3)
+    >>> is_quotable("input_ids"), is_quotable('a"b'), is_quotable(3)
     (True, False, False)
     """
     return isinstance(name, str) and name.isprintable() and not set(name) & set("\"'\\")
