@@ -16,7 +16,7 @@ class Expected:
     """A block of a simulation.
 
     Attributes:
-        rule: Of `scratch.RULES`; `tensor` for what an operator returns.
+        rule: Of `workspace_rules.RULES`; `tensor` for what an operator returns.
         numbers: What the rule takes; of a tensor none.
         bytes: As it is predicted; 0 where a rule predicts none.
         band_bytes: How far off that may be.

@@ -164,30 +164,30 @@ def compare_history(record: Mapping[str, Any], settings: AllocatorSettings) -> d
 
 
 class _Watched(CachingAllocator):
-    """Notes what it asks of CUDA; its segments lie where `addresses` says."""
+    """Records its requests to CUDA; its segments lie at `addresses`."""
 
     def __init__(self, settings: AllocatorSettings, addresses: Iterator[int] | None) -> None:
         self.moved: list[int] = []
         self._addresses = addresses
         super().__init__(None, settings)
 
-    def _take(self, size: int) -> bool:
+    def _cuda_malloc(self, size: int) -> bool:
         self.moved.append(size)
-        return super()._take(size)
+        return super()._cuda_malloc(size)
 
-    def _give(self, size: int) -> None:
+    def _cuda_free(self, size: int) -> None:
         self.moved.append(-size)
-        super()._give(size)
+        super()._cuda_free(size)
 
-    def _place(self, size: int) -> int:
+    def _reserve_addresses(self, size: int) -> int:
         if self._addresses is None:
-            return super()._place(size)
+            return super()._reserve_addresses(size)
         # Where more segments are asked for than came: that difference is told, not this address.
         return next(self._addresses, 0)
 
     def empty(self) -> None:
         """Give back what is cached."""
-        self._release_all()
+        self._release_cached_blocks()
 
 
 def _ask(allocator: _Watched, request: Request, blocks: dict[int, Block]) -> Block | None:

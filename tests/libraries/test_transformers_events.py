@@ -1,9 +1,9 @@
 """Models of transformers run the same operators on a simulated card as in a real run.
 
 The real run is one on the CPU. What CUDA does otherwise is brought to one vocabulary: attention is one call, noted with
-what it was given (which kernel a card takes for that, `test_attention_kernels` tells); models have no dropout, which is
-one fused operator on CUDA; a number that is written into a tensor is copied there, and filled in on the CPU. No model
-here asks for its device otherwise: `use_gqa_in_sdpa`, by which heads of keys are not repeated, holds for both.
+what it was given (`operators/test_attention.py` tests which kernel a card takes for that); models have no dropout,
+which is one fused operator on CUDA; a number that is written into a tensor is copied there, and filled in on the CPU.
+No model here asks for its device otherwise: `use_gqa_in_sdpa`, by which heads of keys are not repeated, holds for both.
 """
 
 from __future__ import annotations

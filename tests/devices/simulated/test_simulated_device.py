@@ -80,7 +80,7 @@ def test_a_trial_that_does_not_says_where_and_what_it_would_take() -> None:
     assert (trial.outcome, trial.ran, trial.certain, trial.blames) == ("oom", False, True, None)
     assert trial.phase in ("forward", "backward")
     assert trial.peak_reserved_bytes > 5 * GIB
-    assert trial.message.startswith(f"micro-batch 200 does not fit: {trial.phase} asks for 1.2 GiB more; where nothing")
+    assert trial.message.startswith(f"micro-batch 200 does not fit: {trial.phase} requests 1.2 GiB more; without a")
 
 
 def test_what_is_least_is_enough_and_less_is_not() -> None:

@@ -1,7 +1,7 @@
 """Asks the allocator of an installed CUDA build of torch, without a card, and prints what it did.
 
 `python tests/shared/real_allocator/record.py SITE_PACKAGES` wants g++ and the headers of CUDA (CUDA_INCLUDE, else
-/usr/local/cuda/include). It gives the table in tests/devices/simulated/test_allocator_recorded.py.
+/usr/local/cuda/include). It gives the table in tests/devices/simulated/allocator/test_real_allocator.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks of memory as PyTorch's caching allocator keeps them, and segments that grow by handles."""
+"""Blocks and block pools of PyTorch's caching allocator, and its expandable segments."""
 
 from __future__ import annotations
 
@@ -15,58 +15,58 @@ class Block:
     """A range of addresses in one segment, used or free (`Block` in `c10/cuda/CUDACachingAllocator.cpp`).
 
     Attributes:
-        address: Where it begins; segments are placed one behind the other, in the order they were asked for.
-        mapped: False for addresses of an expandable segment without memory.
-        segment_bytes: Of an expandable segment: all its addresses; None of others.
-        before, behind: Its neighbours in the same segment.
+        address: The first byte. Segments lie in memory one after the other, in the order of their allocation.
+        mapped: False for addresses of an expandable segment that have no memory.
+        segment_bytes: The size of the expandable segment that contains it, with all addresses; None for others.
+        prev, next: The neighbours in the same segment.
     """
 
-    __slots__ = ("address", "allocated", "before", "behind", "mapped", "pool", "segment_bytes", "size")
+    __slots__ = ("address", "allocated", "prev", "next", "mapped", "pool", "segment_bytes", "size")
 
     def __init__(
         self, pool: BlockPool, address: int, size: int, *, mapped: bool = True, segment_bytes: int | None = None
     ) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.allocated, self.mapped, self.segment_bytes = False, mapped, segment_bytes
-        self.before: Block | None = None
-        self.behind: Block | None = None
+        self.prev: Block | None = None
+        self.next: Block | None = None
 
     @property
-    def split(self) -> bool:
-        """Return whether it is only a part of its segment."""
-        return self.before is not None or self.behind is not None
+    def is_split(self) -> bool:
+        """Return whether the block is only a part of its segment (`is_split`)."""
+        return self.prev is not None or self.next is not None
 
-    def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes; the rest becomes a block behind, free and in no list."""
+    def split_at(self, size: int) -> Block:
+        """Keep the first `size` bytes and return the rest as a free block that is in no pool."""
         rest = Block(
             self.pool, self.address + size, self.size - size, mapped=self.mapped, segment_bytes=self.segment_bytes
         )
-        rest.before, rest.behind = self, self.behind
-        if self.behind is not None:
-            self.behind.before = rest
-        self.behind, self.size = rest, size
+        rest.prev, rest.next = self, self.next
+        if self.next is not None:
+            self.next.prev = rest
+        self.next, self.size = rest, size
         return rest
 
-    def merge(self) -> None:
-        """Take up free neighbours of the same segment, and out of their lists (`try_merge_blocks`)."""
-        other = self.before
+    def merge_neighbours(self) -> None:
+        """Merge with free neighbours of the same segment, and remove them from their pool (`try_merge_blocks`)."""
+        other = self.prev
         if other is not None and not other.allocated and other.mapped == self.mapped:
             self.pool.remove(other)
-            self.address, self.before = other.address, other.before
+            self.address, self.prev = other.address, other.prev
             self.size += other.size
-            if other.before is not None:
-                other.before.behind = self
-        other = self.behind
+            if other.prev is not None:
+                other.prev.next = self
+        other = self.next
         if other is not None and not other.allocated and other.mapped == self.mapped:
             self.pool.remove(other)
-            self.behind = other.behind
+            self.next = other.next
             self.size += other.size
-            if other.behind is not None:
-                other.behind.before = self
+            if other.next is not None:
+                other.next.prev = self
 
 
 class BlockPool:
-    """The free blocks of one pool by size and address, and addresses without memory by address."""
+    """The free blocks of one pool, ordered by size and address, and its unmapped blocks, ordered by address."""
 
     def __init__(self, *, small: bool) -> None:
         self.small = small
@@ -75,7 +75,7 @@ class BlockPool:
         self._unmapped: list[int] = []
 
     def insert(self, block: Block) -> None:
-        """Note a free block."""
+        """Add a free block."""
         address = block.address >> _GRAIN_BITS
         self._blocks[address] = block
         if block.mapped:
@@ -84,7 +84,7 @@ class BlockPool:
             insort(self._unmapped, address)
 
     def remove(self, block: Block) -> None:
-        """Forget a free block."""
+        """Remove a free block."""
         address = block.address >> _GRAIN_BITS
         del self._blocks[address]
         if block.mapped:
@@ -93,35 +93,32 @@ class BlockPool:
         else:
             del self._unmapped[bisect_left(self._unmapped, address)]
 
-    def best(self, size: int) -> Block | None:
-        """The smallest block that holds `size` bytes, of equal ones that with the lowest address."""
+    def best_fit(self, size: int) -> Block | None:
+        """Return the smallest block of at least `size` bytes; of equal ones, the one at the lowest address."""
         keys = self._keys
         index = bisect_left(keys, size >> _GRAIN_BITS << _ADDRESS_BITS)
         return self._blocks[keys[index] & _ADDRESSES] if index < len(keys) else None
 
-    def from_size(self, size: int) -> Iterator[Block]:
-        """Blocks of `size` bytes and more, the smallest first."""
+    def blocks_from(self, size: int) -> Iterator[Block]:
+        """Yield the blocks of at least `size` bytes, the smallest first."""
         for index in range(bisect_left(self._keys, size >> _GRAIN_BITS << _ADDRESS_BITS), len(self._keys)):
             yield self._blocks[self._keys[index] & _ADDRESSES]
 
-    def free(self) -> list[Block]:
-        """All free blocks with memory, the smallest first."""
+    def free_blocks(self) -> list[Block]:
+        """Return all free blocks with memory, the smallest first."""
         return [self._blocks[key & _ADDRESSES] for key in self._keys]
 
-    def unmapped(self) -> Iterator[Block]:
-        """Addresses without memory, the lowest first."""
+    def unmapped_blocks(self) -> Iterator[Block]:
+        """Yield the blocks without memory, the lowest address first."""
         return (self._blocks[address] for address in self._unmapped)
 
 
-Take = Callable[[int], bool]
-"""Asks for bytes of the card, and tells whether there were so many."""
-
-
 class ExpandableSegments:
-    """Memory of a pool in handles of one size, mapped to addresses that were set aside.
+    """The expandable segments of one pool: reserved addresses, to which memory is mapped in handles of one size.
 
-    A rule's source is the function of a like name in `c10/cuda/CUDACachingAllocator.cpp`. A segment sets aside
-    `address_bytes`, and `place` tells where the next one begins; `take` and `give` ask the card.
+    Rules are those of the functions named in the docstrings, in c10/cuda/CUDACachingAllocator.cpp. A segment reserves
+    `address_bytes`; `reserve_addresses` returns the first of them. `cuda_malloc` and `cuda_free` count the memory of
+    the card, and `cuda_malloc` returns False if there is not enough.
     """
 
     def __init__(
@@ -130,97 +127,97 @@ class ExpandableSegments:
         *,
         handle_bytes: int,
         address_bytes: int,
-        place: Callable[[int], int],
-        take: Take,
-        give: Callable[[int], None],
+        reserve_addresses: Callable[[int], int],
+        cuda_malloc: Callable[[int], bool],
+        cuda_free: Callable[[int], None],
     ) -> None:
         self._pool, self._handle_bytes = pool, handle_bytes
         self._address_bytes = -(-address_bytes // handle_bytes) * handle_bytes
-        self._place, self._take, self._give = place, take, give
+        self._reserve_addresses, self._cuda_malloc, self._cuda_free = reserve_addresses, cuda_malloc, cuda_free
 
-    def best(self, size: int) -> Block | None:
-        """The best fit, where a block that can grow counts as large as it may become (`get_free_block`)."""
+    def best_fit(self, size: int) -> Block | None:
+        """Return the best fit, where a block that can grow counts with its potential size (`get_free_block`)."""
         best: Block | None = None
-        for block in self._pool.from_size(size):
-            if best is not None and _may_become(block) >= _may_become(best):
+        for block in self._pool.blocks_from(size):
+            if best is not None and _potential_bytes(block) >= _potential_bytes(best):
                 break
             best = block
         return best
 
-    def grow(self, size: int) -> Block | None:
-        """A free block of at least `size` bytes at the lowest address that has room (`try_allocate_expandable_block`).
+    def allocate(self, size: int) -> Block | None:
+        """Return a free block of at least `size` bytes, at the lowest address with room; None without memory.
 
-        What was mapped before memory ran out stays so.
+        `try_allocate_expandable_block`. Memory that was mapped before memory ran out stays mapped.
         """
-        block = self._find(size)
-        if not block.mapped and not self._map(block, min(block.size, size)):
+        block = self._find_room(size)
+        if not block.mapped and not self._map_block(block, min(block.size, size)):
             return None
         while block.size < size:
-            behind = block.behind
-            if behind is None or not self._map(behind, min(size - block.size, behind.size)):
+            following = block.next
+            if following is None or not self._map_block(following, min(size - block.size, following.size)):
                 return None
-            block = behind
+            block = following
         self._pool.remove(block)
         return block
 
-    def release(self) -> None:
-        """Unmap every handle that is wholly free (`release_blocks`, `unmap_block`)."""
-        unmapped = [self._unmap(block) for block in self._pool.free() if block.segment_bytes is not None]
+    def release_cached(self) -> None:
+        """Unmap every handle that is completely free (`release_blocks`, `unmap_block`)."""
+        unmapped = [self._unmap_block(block) for block in self._pool.free_blocks() if block.segment_bytes is not None]
         for block in unmapped:
-            if block is not None and not block.split:
+            if block is not None and not block.is_split:
                 self._pool.remove(block)
 
-    def _find(self, size: int) -> Block:
-        for block in self._pool.unmapped():
-            before = block.before
-            first = before if before is not None and not before.allocated else block
+    def _find_room(self, size: int) -> Block:
+        for block in self._pool.unmapped_blocks():
+            prev = block.prev
+            first = prev if prev is not None and not prev.allocated else block
             if _has_room(first, size):
                 return first
-        address = self._place(self._address_bytes + self._handle_bytes)
+        address = self._reserve_addresses(self._address_bytes + self._handle_bytes)
         address = -(-address // self._handle_bytes) * self._handle_bytes
         segment = Block(self._pool, address, self._address_bytes, mapped=False, segment_bytes=self._address_bytes)
         self._pool.insert(segment)
         return segment
 
-    def _map(self, block: Block, size: int) -> bool:
+    def _map_block(self, block: Block, size: int) -> bool:
         mapped = -(-size // self._handle_bytes) * self._handle_bytes
-        if not self._take(mapped):
+        if not self._cuda_malloc(mapped):
             return False
         self._pool.remove(block)
         if mapped < block.size:
-            self._pool.insert(block.cut(mapped))
+            self._pool.insert(block.split_at(mapped))
         block.mapped = True
-        block.merge()
+        block.merge_neighbours()
         self._pool.insert(block)
         return True
 
-    def _unmap(self, block: Block) -> Block | None:
+    def _unmap_block(self, block: Block) -> Block | None:
         first = -(-block.address // self._handle_bytes) * self._handle_bytes
         last = (block.address + block.size) // self._handle_bytes * self._handle_bytes
         if first >= last:
             return None
         self._pool.remove(block)
         if first > block.address:
-            front, block = block, block.cut(first - block.address)
+            front, block = block, block.split_at(first - block.address)
             self._pool.insert(front)
         if last < block.address + block.size:
-            self._pool.insert(block.cut(last - block.address))
+            self._pool.insert(block.split_at(last - block.address))
         block.mapped = False
-        block.merge()
+        block.merge_neighbours()
         self._pool.insert(block)
-        self._give(last - first)
+        self._cuda_free(last - first)
         return block
 
 
-def _may_become(block: Block) -> int:
-    """Its size with the addresses behind it that have no memory yet."""
-    behind = block.behind
-    return block.size if behind is None or behind.mapped else block.size + behind.size
+def _potential_bytes(block: Block) -> int:
+    """Return the size of `block` with the unmapped addresses that follow it."""
+    following = block.next
+    return block.size if following is None or following.mapped else block.size + following.size
 
 
 def _has_room(block: Block | None, size: int) -> bool:
     room = 0
     while room < size and block is not None and not block.allocated:
         room += block.size
-        block = block.behind
+        block = block.next
     return room >= size

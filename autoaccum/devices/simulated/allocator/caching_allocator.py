@@ -1,9 +1,9 @@
-"""CUDACachingAllocator, replayed: what PyTorch reserves on a card, and what still fits.
+"""PyTorch's CUDACachingAllocator in Python: the memory that PyTorch reserves on a card, and whether a request fits.
 
-Every rule is that of the function named with it in PyTorch's `c10/cuda/CUDACachingAllocator.cpp`, the same from torch
-2.11 to 2.15, for one stream and no captured graphs: the libraries of both releases do the same, request by request
-(tests/devices/simulated/test_allocator_recorded.py). What only CUDA decides is assumed: segments lie in memory in the
-order they were asked for, and a capacity is used to its last byte.
+Each method has the name of, or names, its original in c10/cuda/CUDACachingAllocator.cpp. The rules are the same from
+torch 2.11 to 2.15, for one stream and without captured graphs: the libraries of both releases do the same, request by
+request (tests/devices/simulated/allocator/test_real_allocator.py). Two things that CUDA decides are assumed: segments
+lie in memory in the order of their allocation, and a capacity can be used to its last byte.
 """
 
 from __future__ import annotations
@@ -20,36 +20,36 @@ SMALL_SEGMENT_BYTES: Final = 2 * MIB
 LARGE_GRAIN_BYTES: Final = 2 * MIB
 LARGE_SEGMENT_BYTES: Final = 20 * MIB
 _LARGE_ALONE_BYTES: Final = 10 * MIB
-_LEAST_BYTES: Final = 512
+_MIN_BLOCK_BYTES: Final = 512
 _NO_LIMIT: Final = 1 << 60
 _ADDRESSES_WITHOUT_CARD: Final = 1 << 45
 
 
 class CudaOutOfMemory(DoesNotFitError):
-    """Not even giving back all that is cached made room for what was asked for."""
+    """A request does not fit, even after everything cached was released."""
 
-    def __init__(self, asked_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
+    def __init__(self, requested_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
         super().__init__(
-            f"{format_bytes(asked_bytes)} more are asked for when {format_bytes(reserved_bytes)} of "
+            f"{format_bytes(requested_bytes)} more are requested when {format_bytes(reserved_bytes)} of "
             f"{format_bytes(limit_bytes)} are reserved",
             hint="try a smaller micro-batch",
         )
-        self.asked_bytes, self.reserved_bytes = asked_bytes, reserved_bytes
+        self.requested_bytes, self.reserved_bytes = requested_bytes, reserved_bytes
 
 
 class CachingAllocator:
-    """Gives out blocks of segments, and keeps what is freed for the next who asks.
+    """Allocates blocks of segments, and caches freed blocks for later requests.
 
-    Of the card there are `capacity` bytes for segments; None: any number.
+    The card has `capacity` bytes for segments; None is no limit.
 
     Attributes:
-        allocated_bytes, peak_allocated_bytes: In blocks that are given out, each as large as it is.
-        reserved_bytes, peak_reserved_bytes: In segments, or handles of expandable ones.
-        retries: PyTorch's `num_alloc_retries`: how often all that was cached was given back, and CUDA asked again.
-        releases: How often something that was cached was given back before CUDA was asked, for that or another reason.
-        segments: How often CUDA was asked with success (`num_device_alloc`).
-        least_refused_bytes: The least capacity at which something would have been granted that was not; None when the
-            capacity denied nothing. At any from `peak_reserved_bytes` to below that, all would have gone the same way.
+        allocated_bytes, peak_allocated_bytes: The bytes in allocated blocks, rounding included.
+        reserved_bytes, peak_reserved_bytes: The bytes in segments, or in handles of expandable segments.
+        retries: PyTorch's `num_alloc_retries`: how often everything cached was released to try CUDA once more.
+        releases: How many requests released something cached before they tried CUDA again.
+        segments: How many allocations of CUDA succeeded (`num_device_alloc`).
+        least_refused_bytes: The least capacity at which a refused allocation of CUDA would have succeeded; None if
+            none was refused. Any capacity from `peak_reserved_bytes` to below that gives the same result.
     """
 
     def __init__(self, capacity: int | None = None, settings: AllocatorSettings | None = None) -> None:
@@ -59,29 +59,33 @@ class CachingAllocator:
         self._allowed = _NO_LIMIT if settings.allowed_bytes is None else settings.allowed_bytes
         self._max_split = _NO_LIMIT if settings.max_split_bytes is None else settings.max_split_bytes
         self._small, self._large = BlockPool(small=True), BlockPool(small=False)
-        self._handles = {pool: self._handles_of(pool) for pool in (self._small, self._large)}
-        self._next_address = self._given_bytes = 0
+        self._expandable_segments = {pool: self._expandable_segments_of(pool) for pool in (self._small, self._large)}
+        self._next_address = self._freed_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.retries = self.releases = self.segments = 0
         self.least_refused_bytes: int | None = None
 
     def malloc(self, size: int) -> Block:
-        """A block of at least `size` bytes (`malloc`)."""
-        asked, size = size, self._round(size)
+        """Return a block of at least `size` bytes (`malloc`).
+
+        Raises:
+            CudaOutOfMemory: There is no room for it.
+        """
+        requested, size = size, self._round_size(size)
         pool = self._small if size <= SMALL_BYTES else self._large
-        block = self._find(pool, size)
+        block = self._get_free_block(pool, size)
         if block is not None:
             pool.remove(block)
         else:
-            block = self._ask(pool, size)
+            block = self._allocate_or_release(pool, size)
             if block is None:
-                raise CudaOutOfMemory(asked, self.reserved_bytes, min(self._capacity, self._allowed))
+                raise CudaOutOfMemory(requested, self.reserved_bytes, min(self._capacity, self._allowed))
         rest = block.size - size
-        if rest >= _LEAST_BYTES and (
+        if rest >= _MIN_BLOCK_BYTES and (
             pool.small or self._expandable or (rest > SMALL_BYTES and size < self._max_split)
         ):  # `should_split`
-            pool.insert(block.cut(size))
+            pool.insert(block.split_at(size))
         block.allocated = True
         self.allocated_bytes += block.size
         if self.allocated_bytes > self.peak_allocated_bytes:
@@ -89,116 +93,117 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back, and join it with free neighbours (`free_block`)."""
+        """Free a block and merge it with free neighbours (`free_block`)."""
         self.allocated_bytes -= block.size
         block.allocated = False
-        block.merge()
+        block.merge_neighbours()
         block.pool.insert(block)
 
-    def _round(self, size: int) -> int:
-        """`round_size`: up to 512 bytes, or to a step between two powers of two."""
-        divisions, step = self._settings.roundup_divisions, _LEAST_BYTES
-        if divisions > 1 and size > _LEAST_BYTES * divisions:
+    def _round_size(self, size: int) -> int:
+        """Round up to a multiple of 512 bytes, or to a step between two powers of two (`round_size`)."""
+        divisions, step = self._settings.roundup_divisions, _MIN_BLOCK_BYTES
+        if divisions > 1 and size > _MIN_BLOCK_BYTES * divisions:
             step = (1 << size.bit_length() - 1) // divisions
         return -(-size // step) * step
 
-    def _find(self, pool: BlockPool, size: int) -> Block | None:
-        """`get_free_block`: the best fit, unless it is too large to be split and too large for what is asked."""
-        block = self._handles[pool].best(size) if self._expandable else pool.best(size)
+    def _get_free_block(self, pool: BlockPool, size: int) -> Block | None:
+        """Return the best fit, unless it is too large to be split and much too large (`get_free_block`)."""
+        block = self._expandable_segments[pool].best_fit(size) if self._expandable else pool.best_fit(size)
         if block is None or block.size < self._max_split:
             return block
         if size < self._max_split or block.size >= size + LARGE_SEGMENT_BYTES:
             return None
         return block
 
-    def _ask(self, pool: BlockPool, size: int) -> Block | None:
-        """The second half of `malloc`: CUDA, then giving back as little as will do, then giving back everything."""
-        given_bytes = self._given_bytes
-        block = self._grow(pool, size)
-        if block is None and self._release_enough(pool, size):
-            block = self._grow(pool, size)
+    def _allocate_or_release(self, pool: BlockPool, size: int) -> Block | None:
+        """Try CUDA; release just enough and try again; release everything and try again (second half of `malloc`)."""
+        freed_bytes = self._freed_bytes
+        block = self._alloc_block(pool, size)
+        if block is None and self._release_available_cached_blocks(pool, size):
+            block = self._alloc_block(pool, size)
         if block is None:
-            self._release_all()
+            self._release_cached_blocks()
             self.retries += 1
-            block = self._grow(pool, size)
-        self.releases += self._given_bytes > given_bytes
+            block = self._alloc_block(pool, size)
+        self.releases += self._freed_bytes > freed_bytes
         return block
 
-    def _grow(self, pool: BlockPool, size: int) -> Block | None:
-        """`alloc_block`: a segment from CUDA."""
-        segment_bytes = self._segment_bytes(size)
+    def _alloc_block(self, pool: BlockPool, size: int) -> Block | None:
+        """Allocate a segment from CUDA (`alloc_block`)."""
+        segment_bytes = self._get_allocation_size(size)
         if self.reserved_bytes + segment_bytes > self._allowed:
             return None
         if self._expandable:
-            return self._handles[pool].grow(size)
-        return Block(pool, self._place(segment_bytes), segment_bytes) if self._take(segment_bytes) else None
+            return self._expandable_segments[pool].allocate(size)
+        if not self._cuda_malloc(segment_bytes):
+            return None
+        return Block(pool, self._reserve_addresses(segment_bytes), segment_bytes)
 
-    def _segment_bytes(self, size: int) -> int:
-        """`get_allocation_size`."""
+    def _get_allocation_size(self, size: int) -> int:
+        """Return the size of the segment for a request (`get_allocation_size`)."""
         if size <= SMALL_BYTES:
             return SMALL_SEGMENT_BYTES
         if size < _LARGE_ALONE_BYTES:
             return LARGE_SEGMENT_BYTES
         return -(-size // LARGE_GRAIN_BYTES) * LARGE_GRAIN_BYTES
 
-    def _release_enough(self, pool: BlockPool, size: int) -> bool:
-        """`release_available_cached_blocks`: too large to be split, they would lie about; the largest first."""
+    def _release_available_cached_blocks(self, pool: BlockPool, size: int) -> bool:
+        """Release blocks too large to be split, the largest first, until a request fits; return whether it does."""
         if self._expandable or self._settings.max_split_bytes is None:
             return False
         wanted, released = max(size, self._max_split), 0
-        block = pool.best(wanted)
+        block = pool.best_fit(wanted)
         if block is not None:
-            self._release(block)
+            self._release_block(block)
             return True
-        for block in reversed(pool.free()):
+        for block in reversed(pool.free_blocks()):
             if released >= wanted or block.size < self._max_split:
                 break
             released += block.size
-            self._release(block)
+            self._release_block(block)
         return released >= wanted
 
-    def _release_all(self) -> None:
-        """`release_cached_blocks`: every segment, or handle, that is wholly free."""
+    def _release_cached_blocks(self) -> None:
+        """Release every segment, or handle, that is completely free (`release_cached_blocks`)."""
         for pool in (self._large, self._small):
             if self._expandable:
-                self._handles[pool].release()
+                self._expandable_segments[pool].release_cached()
                 continue
-            for block in pool.free():
-                if not block.split:
-                    self._release(block)
+            for block in pool.free_blocks():
+                if not block.is_split:
+                    self._release_block(block)
 
-    def _release(self, block: Block) -> None:
+    def _release_block(self, block: Block) -> None:
         block.pool.remove(block)
-        self._give(block.size)
+        self._cuda_free(block.size)
 
-    def _take(self, size: int) -> bool:
+    def _cuda_malloc(self, size: int) -> bool:
         wanted = self.reserved_bytes + size
         if wanted > self._capacity:
-            self.least_refused_bytes = (
-                wanted if self.least_refused_bytes is None else min(self.least_refused_bytes, wanted)
-            )
+            least = self.least_refused_bytes
+            self.least_refused_bytes = wanted if least is None else min(least, wanted)
             return False
         self.segments += 1
         self.reserved_bytes = wanted
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, wanted)
         return True
 
-    def _give(self, size: int) -> None:
+    def _cuda_free(self, size: int) -> None:
         self.reserved_bytes -= size
-        self._given_bytes += size
+        self._freed_bytes += size
 
-    def _place(self, size: int) -> int:
+    def _reserve_addresses(self, size: int) -> int:
         address, self._next_address = self._next_address, self._next_address + size
         return address
 
-    def _handles_of(self, pool: BlockPool) -> ExpandableSegments:
+    def _expandable_segments_of(self, pool: BlockPool) -> ExpandableSegments:
         total_bytes = self._settings.total_bytes
         return ExpandableSegments(
             pool,
             handle_bytes=SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES,
-            # As many addresses as the card has, and an eighth more, so that some may stay without memory.
+            # Addresses for all memory of the card and an eighth more, so that some can stay unmapped.
             address_bytes=_ADDRESSES_WITHOUT_CARD if total_bytes is None else total_bytes + total_bytes // 8,
-            place=self._place,
-            take=self._take,
-            give=self._give,
+            reserve_addresses=self._reserve_addresses,
+            cuda_malloc=self._cuda_malloc,
+            cuda_free=self._cuda_free,
         )

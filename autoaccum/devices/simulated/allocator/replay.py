@@ -1,4 +1,4 @@
-"""Trials as replays: a trace in the allocator of one card, with a limit and without, and in how little it fits."""
+"""Replays of traces in the allocator of one card: whether a trial fits, its peak, the least capacity it needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from autoaccum.devices.simulated.allocator.caching_allocator import (
 )
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.scratch import Estimate, estimate
+from autoaccum.devices.simulated.operators.workspace_estimate import Estimate
+from autoaccum.devices.simulated.operators.workspace_rules import estimate
 from autoaccum.devices.simulated.trace import Trace, Workspace
 from autoaccum.units import format_bytes
 
@@ -28,15 +29,15 @@ _NOTHING: Mapping[int, Hashable] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayResult:
-    """The outcome of a replay.
+    """The result of a replay.
 
     Attributes:
-        repeat_retries: How often updates that are like the one before still had to give cached memory back first when
-            the replay ended, so that training is slow for good. PyTorch counts only some of these among its retries.
-        failed_at: The index of the event that found no memory; one of a repeated update counts on. None: all did.
-        asked_bytes: What that event asked for; 0 when none failed.
-        valid_from_bytes: The same comes of any capacity from here
-        valid_below_bytes: to below here (None: of any above): it grants what was granted, and refuses what was refused.
+        repeat_retries: How many requests of each repeated update still had to release cached memory when the replay
+            ended, so that training stays slow. PyTorch counts only some of these among its retries.
+        failed_at: The index of the event that found no memory; None if all did. Events of repeated updates count on.
+        requested_bytes: The bytes that this event requested; 0 if none failed.
+        valid_from_bytes: The least capacity that gives the same result.
+        valid_below_bytes: The least larger capacity that may give another result; None if none does.
     """
 
     peak_allocated_bytes: int
@@ -44,13 +45,13 @@ class ReplayResult:
     retries: int = 0
     repeat_retries: int = 0
     failed_at: int | None = None
-    asked_bytes: int = 0
+    requested_bytes: int = 0
     valid_from_bytes: int
     valid_below_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
-        """Return whether every event found memory."""
+        """Return whether every request found memory."""
         return self.failed_at is None
 
 
@@ -64,21 +65,21 @@ def replay(
     repeats: int = 1,
     optional: Mapping[int, Hashable] = _NOTHING,
 ) -> ReplayResult:
-    """Replay a trace.
+    """Replay the events of a trace in an allocator.
 
     Args:
         events: In order: the number of a block that is allocated, or `~number` of one that is freed.
-        sizes: Of each block, in bytes; those of 0 are never allocated, as PyTorch does.
-        capacity: Bytes of the card there are for segments; None: any number.
-        settings: Of the allocator.
+        sizes: The bytes of each block. As in PyTorch, blocks of 0 bytes are never allocated.
+        capacity: The bytes of the card for segments; None is no limit.
+        settings: The settings of the allocator.
         repeat_from: The event at which the last update begins. That update is repeated if it leaves as much as it
             found (`match_replacements`).
-        repeats: How often, at most; two in a row that give nothing back end it.
-        optional: Blocks that are done without where there is no memory for them, and what each is for: once one was
-            refused, none is asked for again that is for the same.
+        repeats: How often to repeat it at most; two updates in a row that release nothing end the replay.
+        optional: Blocks that may find no memory, with the purpose of each: once one is refused, no other block with
+            the same purpose is requested.
 
     Raises:
-        ValueError: The settings allow a share of the card, and do not say of how much.
+        ValueError: The settings allow a share of the card without the total of the card.
     """
     allocator = CachingAllocator(capacity, settings)
     last = len(events) if repeat_from is None else repeat_from
@@ -91,7 +92,7 @@ def replay(
         update = events[last:] if index else events[:last]
         before, earlier = allocator.releases, released
         if index > 1 and replacements:
-            replayer.hand_over(replacements)
+            replayer.carry_over(replacements)
         failed = replayer.run(update)
         if failed is not None:
             failed = failed[0] + number, failed[1]
@@ -102,21 +103,21 @@ def replay(
         if index > 1 and quiet > 1:
             break
     is_slow = repeat_from is not None and quiet < max(1, min(again, 2))
-    failed_at, asked_bytes = (None, 0) if failed is None else failed
+    failed_at, requested_bytes = (None, 0) if failed is None else failed
     return ReplayResult(
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
         retries=allocator.retries,
         repeat_retries=max(released, earlier) if is_slow else 0,
         failed_at=failed_at,
-        asked_bytes=asked_bytes,
+        requested_bytes=requested_bytes,
         valid_from_bytes=allocator.peak_reserved_bytes,
         valid_below_bytes=allocator.least_refused_bytes,
     )
 
 
 class EventReplayer:
-    """Replays stretches of events, one after the other; arguments as `replay` takes them."""
+    """Replays ranges of events, one after the other. Arguments: as of `replay`."""
 
     def __init__(
         self, allocator: CachingAllocator, sizes: Sequence[int], optional: Mapping[int, Hashable] = _NOTHING
@@ -126,7 +127,7 @@ class EventReplayer:
         self._without: set[int] = set()
 
     def run(self, events: Sequence[int]) -> tuple[int, int] | None:
-        """Replay `events`; returns the index of the one that failed and what it asked for, if one did."""
+        """Replay `events`; return the index of the event that failed and the bytes it requested, if one did."""
         malloc, free = self._allocator.malloc, self._allocator.free
         sizes, blocks, without = self._sizes, self._blocks, self._without
         left, event = iter(events), 0
@@ -142,12 +143,12 @@ class EventReplayer:
                 return None
             except CudaOutOfMemory as error:
                 if event not in self._optional:
-                    return list(events).index(event), error.asked_bytes  # A block is allocated once.
+                    return list(events).index(event), error.requested_bytes  # A block is allocated once.
                 purpose = self._optional[event]
                 without.update(block for block, known in self._optional.items() if known == purpose)
 
-    def hand_over(self, replacements: Mapping[int, int]) -> None:
-        """Have the blocks that were left stand for those that were found: the same events are replayed again."""
+    def carry_over(self, replacements: Mapping[int, int]) -> None:
+        """Give the blocks that an update left the numbers of those it found, so that its events can be repeated."""
         left = {
             found: self._blocks.pop(replacement)
             for found, replacement in replacements.items()
@@ -157,10 +158,10 @@ class EventReplayer:
 
 
 def match_replacements(events: Sequence[int], sizes: Sequence[int], start: int) -> dict[int, int] | None:
-    """Of each block that is there at `start` and freed later, one as large that is allocated later and stays.
+    """Match each block that is alive at `start` and freed later with one as large that is allocated later and stays.
 
-    Outputs that a loop keeps until the next ones are there are such. None where some block has none: what comes
-    after leaves something else than it found.
+    An example are outputs that a loop keeps until it has the next ones. The result is None if some block has no match:
+    the events then leave something else than they found.
 
     >>> match_replacements((0, 1, ~1, 2, ~2), (8, 8, 8), 3), match_replacements((0, 1, ~1, 2), (8, 8, 8), 3)
     ({}, None)
@@ -192,13 +193,16 @@ def least_capacity(
     most: int | None = None,
     optional: Mapping[int, Hashable] = _NOTHING,
 ) -> int:
-    """The smallest capacity at which a trace goes through.
+    """Return a smallest capacity at which a trace fits, by bisection.
 
-    A replay tells what comes of every capacity from its peak to below the least that CUDA refused it, so that a
-    bisection needs few of them. More memory may make an allocator place blocks worse, so that some capacity above the
-    answer may fail and some below it may do: whether a card's own does, a replay at that capacity tells.
+    One replay settles all capacities from its peak to below the least request that CUDA refused, so that few replays
+    are needed. With more memory an allocator may place blocks worse: some capacity above the result may fail, and some
+    below may fit. A replay at the capacity of a card decides for that card.
 
-    Arguments are as `replay` takes them; `most` is a capacity at which it goes through.
+    Args: as of `replay`; `most` is a capacity at which the trace fits.
+
+    Raises:
+        ValueError: The trace does not fit in `most`, or in the share that the settings allow.
     """
 
     def at(capacity: int | None) -> ReplayResult:
@@ -206,8 +210,8 @@ def least_capacity(
 
     found = at(most)
     if not found.fits:
-        raise ValueError("the trace does not go through: the settings allow too little of the card, or `most` is less")
-    enough, fails = found.valid_from_bytes, _floor_bytes(events, sizes, optional) - 1
+        raise ValueError("the trace does not fit: the settings allow too little of the card, or `most` is too small")
+    enough, fails = found.valid_from_bytes, _lower_bound_bytes(events, sizes, optional) - 1
     while enough - fails > 1:
         tried = at((enough + fails) // 2)
         if tried.fits:
@@ -218,8 +222,8 @@ def least_capacity(
     return enough
 
 
-def _floor_bytes(events: Sequence[int], sizes: Sequence[int], optional: Container[int]) -> int:
-    """Return what no allocator of such segments can do without: those of the small blocks alive, and the large."""
+def _lower_bound_bytes(events: Sequence[int], sizes: Sequence[int], optional: Container[int]) -> int:
+    """Return the least bytes of any allocator with such segments: those of the small and of the large blocks alive."""
     alive, most = {True: 0, False: 0}, 0
     for event in events:
         block = event if event >= 0 else ~event
@@ -233,13 +237,13 @@ def _floor_bytes(events: Sequence[int], sizes: Sequence[int], optional: Containe
 def reserved_over_time(
     events: Sequence[int], sizes: Sequence[int], settings: AllocatorSettings | None = None, repeat_from: int = 0
 ) -> list[int]:
-    """The bytes held after each event where nothing limits them, as `replay` has it."""
+    """Return the bytes reserved after each event without a limit, in the last update once it is repeated."""
     allocator = CachingAllocator(None, settings)
     replayer = EventReplayer(allocator, sizes)
 
-    def run(stretch: Sequence[int]) -> list[int]:
+    def run(part: Sequence[int]) -> list[int]:
         held = []
-        for event in stretch:
+        for event in part:
             replayer.run((event,))
             held.append(allocator.reserved_bytes)
         return held
@@ -247,19 +251,19 @@ def reserved_over_time(
     held = run(events)
     replacements = match_replacements(events, sizes, repeat_from)
     if replacements is not None:
-        replayer.hand_over(replacements)
+        replayer.carry_over(replacements)
         held[repeat_from:] = run(events[repeat_from:])
     return held
 
 
 @dataclass(frozen=True)
 class SizedTrace:
-    """A trace whose blocks all have a size.
+    """A trace with the size of each block, workspaces included.
 
     Attributes:
-        band_bytes: How far off the blocks may be that are alive at one time: the most at any.
-        guessed: Rules that tell a size nobody has measured, of blocks that count in the band.
-        optional: Blocks that are done without where no memory is left, and what each is for.
+        band_bytes: How far off the sum of the blocks alive may be, at most at any time.
+        guessed: The rules with an unmeasured size, of blocks that count in the band.
+        optional: Blocks that may find no memory, with the purpose of each (see `replay`).
     """
 
     trace: Trace
@@ -269,7 +273,7 @@ class SizedTrace:
     optional: Mapping[int, Workspace] = field(default_factory=dict)
 
     def phase_at(self, event: int) -> Phase:
-        """Return where the step is at an event; of an update that is repeated, where it was the first time."""
+        """Return the phase of an event; for a repeated update, that of the same event the first time."""
         last, end = self.trace.last_update, len(self.trace.events)
         if event >= end:
             event = last + (event - last) % (end - last)
@@ -278,7 +282,7 @@ class SizedTrace:
 
 
 def _most_at_once(events: tuple[int, ...], bands: dict[int, int]) -> int:
-    """The most that the bands of blocks add up to that are alive at one time."""
+    """Return the largest sum of the bands of the blocks that are alive at one time."""
     alive = most = 0
     for event in events:
         alive += bands.get(event, 0) - bands.get(~event, 0)
@@ -287,12 +291,12 @@ def _most_at_once(events: tuple[int, ...], bands: dict[int, int]) -> int:
 
 
 _WORSE: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
-_SETTLED_BY = 8
-"""After so many updates an allocator has found its way, or never does: few of those looked at took longer."""
+_MAX_REPEATS = 8
+"""The updates after which an allocator has settled, or never does: few of those observed took longer."""
 
 
 class Replayer:
-    """Replays traces on one card under one torch."""
+    """Replays traces on one card under one release of PyTorch."""
 
     def __init__(self, card: Card, settings: AllocatorSettings, torch_version: tuple[int, int]) -> None:
         self._card, self._torch_version = card, torch_version
@@ -301,15 +305,15 @@ class Replayer:
         self._known: dict[Trace, tuple[SizedTrace, ReplayResult]] = {}
 
     def with_sizes(self, trace: Trace) -> SizedTrace:
-        """Return what `trace` asks for, block by block."""
-        return self._uncapped(trace)[0]
+        """Return `trace` with the size of each block."""
+        return self._unlimited(trace)[0]
 
     def peak_bytes(self, trace: Trace) -> int:
-        """The most the allocator holds where nothing limits it."""
-        return self._uncapped(trace)[1].peak_reserved_bytes
+        """Return the largest number of bytes that the allocator reserves without a limit."""
+        return self._unlimited(trace)[1].peak_reserved_bytes
 
     def least_bytes(self, trace: Trace, limit_bytes: int) -> int:
-        """The smallest capacity at which `trace` goes through: within a limit, or where it takes more, beyond."""
+        """Return the smallest capacity at which `trace` fits: within a limit, or beyond it if it does not fit there."""
         sized = self.with_sizes(trace)
         most = limit_bytes if self.trial(trace, limit_bytes).ran else self.peak_bytes(trace)
         return least_capacity(
@@ -317,43 +321,43 @@ class Replayer:
         )
 
     def held_bytes(self, trace: Trace, limit_bytes: int) -> int:
-        """The most the allocator holds within a limit, or until then where `trace` does not go through."""
-        return self._within(limit_bytes, *self._uncapped(trace)).peak_reserved_bytes
+        """Return the largest number of bytes reserved within a limit, until the failure if `trace` does not fit."""
+        return self._replay_within(limit_bytes, *self._unlimited(trace)).peak_reserved_bytes
 
     def reserved_bytes(self, trace: Trace) -> list[int]:
-        """Return what the allocator holds after each event without a limit, of the last update when it is repeated."""
+        """Return the bytes reserved after each event without a limit (`reserved_over_time`)."""
         return reserved_over_time(trace.events, self.with_sizes(trace).sizes, self._settings, trace.last_update)
 
     def expanding(self) -> Replayer | None:
-        """The same under an allocator whose segments grow; None where they do."""
+        """Return a replayer with expandable segments; None if this one has them."""
         if self._settings.expandable_segments:
             return None
         settings = dataclasses.replace(self._settings, expandable_segments=True)
         return Replayer(self._card, settings, self._torch_version)
 
     def trial(self, trace: Trace, limit_bytes: int) -> Trial:
-        """The trial of `trace` within a limit; its peaks are those without one."""
-        sized, roomy = self._uncapped(trace)
-        held = self._within(limit_bytes, sized, roomy)
+        """Return the trial of `trace` within a limit; its peaks are those without a limit."""
+        sized, unlimited = self._unlimited(trace)
+        held = self._replay_within(limit_bytes, sized, unlimited)
         about: dict[str, Any] = {
             "parts": trace.parts,
-            "peak_allocated_bytes": roomy.peak_allocated_bytes,
-            "peak_reserved_bytes": roomy.peak_reserved_bytes,
+            "peak_allocated_bytes": unlimited.peak_allocated_bytes,
+            "peak_reserved_bytes": unlimited.peak_reserved_bytes,
             "allocator_retries": held.retries,
         }
         if held.failed_at is not None:
             phase = sized.phase_at(held.failed_at)
             message = (
-                f"micro-batch {max(trace.parts)} does not fit: {phase} asks for {format_bytes(held.asked_bytes)} more; "
-                f"where nothing limits it, it takes {format_bytes(roomy.peak_reserved_bytes)}"
+                f"micro-batch {max(trace.parts)} does not fit: {phase} requests {format_bytes(held.requested_bytes)} "
+                f"more; without a limit it takes {format_bytes(unlimited.peak_reserved_bytes)}"
             )
             return Trial(outcome="oom", phase=phase, message=message, **about)
         if held.repeat_retries:
-            return Trial(outcome="tight", message="every update would release the cache and ask again", **about)
+            return Trial(outcome="tight", message="every update would release the cache and allocate again", **about)
         return Trial(outcome="ok", **about)
 
     def update(self, traces: Sequence[Trace], limit_bytes: int) -> Trial:
-        """The trial of an update all of whose stretches are traced: the worst of their outcomes, the highest peaks."""
+        """Return the trial of an update from the traces of its parts: the worst outcome, the highest peaks."""
         trials = [self.trial(trace, limit_bytes) for trace in traces]
         return dataclasses.replace(
             max(trials, key=lambda trial: _WORSE.index(trial.outcome)),
@@ -361,14 +365,14 @@ class Replayer:
             peak_reserved_bytes=max(trial.peak_reserved_bytes or 0 for trial in trials),
         )
 
-    def _uncapped(self, trace: Trace) -> tuple[SizedTrace, ReplayResult]:
-        """The sized trace of `trace`, and its replay where nothing limits it; asked for more than once."""
+    def _unlimited(self, trace: Trace) -> tuple[SizedTrace, ReplayResult]:
+        """Return the sized trace, and its replay without a limit; both are cached."""
         if trace not in self._known:
-            sized = self._weigh(trace)
+            sized = self._with_sizes(trace)
             self._known[trace] = sized, self._replay(sized, None)
         return self._known[trace]
 
-    def _weigh(self, trace: Trace) -> SizedTrace:
+    def _with_sizes(self, trace: Trace) -> SizedTrace:
         sizes: list[int] = []
         bands: dict[int, int] = {}
         guessed: dict[str, None] = {}
@@ -387,17 +391,17 @@ class Replayer:
                 guessed[size.rule] = None
         return SizedTrace(trace, tuple(sizes), _most_at_once(trace.events, bands), tuple(guessed), optional)
 
-    def _within(self, limit_bytes: int, sized: SizedTrace, roomy: ReplayResult) -> ReplayResult:
-        return roomy if roomy.valid_from_bytes <= limit_bytes else self._replay(sized, limit_bytes)
+    def _replay_within(self, limit_bytes: int, sized: SizedTrace, unlimited: ReplayResult) -> ReplayResult:
+        return unlimited if unlimited.valid_from_bytes <= limit_bytes else self._replay(sized, limit_bytes)
 
     def _replay(self, sized: SizedTrace, capacity: int | None) -> ReplayResult:
-        """Return what nothing limits is settled by the third update; what has to give back is asked for longer."""
+        """Replay a trace; without a limit, an allocator has settled by the third update."""
         return replay(
             sized.trace.events,
             sized.sizes,
             capacity=capacity,
             settings=self._settings,
             repeat_from=sized.trace.last_update,
-            repeats=1 if capacity is None else _SETTLED_BY,
+            repeats=1 if capacity is None else _MAX_REPEATS,
             optional=sized.optional,
         )

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.kernels.scratch_observer import OperatorMemory, WorkspaceObserver
-from autoaccum.devices.simulated.kernels.sparse import MAKES_SPARSE, has_parts, run_sparse
+from autoaccum.devices.simulated.operators.registry import OperatorMemory, WorkspaceObserver
+from autoaccum.devices.simulated.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.devices.simulated.patches import ObjectNumbers, torch_release
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.tracing.known_values import (
@@ -194,14 +194,14 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         in_backward = torch._C._current_autograd_node() is not None
         memory = None if key is None else self._memory.get((key, in_backward))
         if memory is None:
-            memory = self._observer.see(func, args, kwargs, out, in_backward=in_backward)
+            memory = self._observer.observe(func, args, kwargs, out, in_backward=in_backward)
             if key is not None:
                 self._memory[key, in_backward] = memory
-        if not memory.in_order:
+        if not memory.orders_outputs:
             self.recorder.record_outputs(out)
         for workspace in memory.resident:
             self.recorder.record_resident(workspace)
-        for index, workspace in memory.beside:
+        for index, workspace in memory.attached:
             self.recorder.record_attached(out[index] if isinstance(out, list | tuple) else out, workspace)
         if memory.transient:
             self.recorder.record_steps(memory.transient, out)

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.kernels import attention, layers, rnn, sparse
+from autoaccum.devices.simulated.operators.registry import install_kernels
 from autoaccum.devices.simulated.patches import patch_hashes, patched, torch_release
 from autoaccum.devices.simulated.tracing import autocast
 from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
@@ -64,10 +64,6 @@ def _never_called(*_: Any, **__: Any) -> Any:
     raise AssertionError("a CUDA kernel of the simulated card was called with real tensors")
 
 
-_OVERRIDES = (autocast, attention, layers, rnn, sparse)
-"""Modules that make CUDA's choices where PyTorch's C++ code decides by a device, which it cannot see here."""
-
-
 @contextmanager
 def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[FakeCudaMode]:
     """Simulate `card` in this process, preferably one of its own; everything is restored at the end."""
@@ -82,8 +78,8 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[FakeCudaM
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         stack.callback(library._destroy)
         _register_cuda_kernels(library, stack)
-        for overrides in _OVERRIDES:
-            overrides.install(library, card, stack)
+        autocast.install(library, card, stack)
+        install_kernels(library, card, stack)
         stack.enter_context(mode)
         yield mode
 

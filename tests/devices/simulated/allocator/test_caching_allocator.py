@@ -48,15 +48,15 @@ kinds = st.sampled_from(ALL_SETTINGS).map(lambda kind: AllocatorSettings(**kind)
 
 
 def check(made: CachingAllocator, live: list[Block], capacity: int | None) -> None:
-    free = [block for pool in (made._small, made._large) for block in (*pool.free(), *pool.unmapped())]
+    free = [block for pool in (made._small, made._large) for block in (*pool.free_blocks(), *pool.unmapped_blocks())]
     blocks = sorted([*live, *free], key=lambda block: block.address)
     for one, other in zip(blocks, blocks[1:], strict=False):
         assert one.address + one.size <= other.address, "no two blocks overlap"
     for block in blocks:
-        if block.behind is not None:
-            assert block.behind.before is block
-            assert block.address + block.size == block.behind.address, "a segment has no gaps"
-            joinable = not (block.allocated or block.behind.allocated) and block.mapped == block.behind.mapped
+        if block.next is not None:
+            assert block.next.prev is block
+            assert block.address + block.size == block.next.address, "a segment has no gaps"
+            joinable = not (block.allocated or block.next.allocated) and block.mapped == block.next.mapped
             assert not joinable, "free neighbours are joined"
     held = sum(block.size for block in blocks if block.mapped)
     assert held == made.reserved_bytes <= made.peak_reserved_bytes
@@ -81,7 +81,7 @@ def test_nothing_overlaps_and_nothing_is_lost(
     for block in live:
         made.free(block)
     check(made, [], capacity)
-    made._release_all()
+    made._release_cached_blocks()
     assert made.reserved_bytes == made.allocated_bytes == 0, "all of it can be given back"
 
 
@@ -95,7 +95,7 @@ def test_the_best_fit_is_the_best(steps: list[tuple[bool, int, int]]) -> None:
             continue
         rounded = -(-size // 512) * 512
         pool = made._small if rounded <= MIB else made._large
-        fitting = [(block.size, block.address) for block in pool.free() if block.size >= rounded]
+        fitting = [(block.size, block.address) for block in pool.free_blocks() if block.size >= rounded]
         before = made.segments
         live.append(made.malloc(size))
         if fitting:

@@ -52,7 +52,7 @@ def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSett
 def test_tells_peaks_of_a_roomy_card() -> None:
     done = replay((0, 1, ~0, 2, ~1, ~2), (30 * MIB, 40 * MIB, 29 * MIB))
     assert (done.fits, done.peak_allocated_bytes, done.peak_reserved_bytes) == (True, 70 * MIB, 70 * MIB)
-    assert (done.retries, done.repeat_retries, done.asked_bytes) == (0, 0, 0)
+    assert (done.retries, done.repeat_retries, done.requested_bytes) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_size_that_needs_the_cache_flushed_in_every_update_is_tight(replayer: 
     )
     assert replayer.peak_bytes(known) > 40 * MIB
     trial = replayer.trial(known, 40 * MIB)
-    assert (trial.outcome, trial.message) == ("tight", "every update would release the cache and ask again")
+    assert (trial.outcome, trial.message) == ("tight", "every update would release the cache and allocate again")
     assert replayer.trial(known, replayer.peak_bytes(known)).outcome == "ok"
 
 

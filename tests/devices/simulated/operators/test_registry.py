@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoaccum.devices.simulated.kernels.scratch_observer import OperatorMemory, WorkspaceObserver
-from autoaccum.devices.simulated.scratch import RULES, estimate
+from autoaccum.devices.simulated.operators.registry import OperatorMemory, WorkspaceObserver
+from autoaccum.devices.simulated.operators.workspace_rules import RULES, estimate
 from autoaccum.devices.simulated.trace import Freed, OutputAllocated, Workspace
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate
@@ -39,7 +39,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         in_backward = torch._C._current_autograd_node() is not None
-        seen = self.observer.see(func, args, kwargs, out, in_backward=in_backward)
+        seen = self.observer.observe(func, args, kwargs, out, in_backward=in_backward)
         self.transient.extend(step for step in seen.transient if isinstance(step, Workspace))
         self.resident.update(dict.fromkeys(seen.resident))
         return out
@@ -55,7 +55,7 @@ def watched(version: tuple[int, int] = (2, 13)) -> Iterator[_Watch]:
 
 
 def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> OperatorMemory:
-    return WorkspaceObserver(H100, (2, 13)).see(func, args, kwargs, out, in_backward=False)
+    return WorkspaceObserver(H100, (2, 13)).observe(func, args, kwargs, out, in_backward=False)
 
 
 def card_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -190,10 +190,10 @@ def test_group_norm_of_images_channels_last_copies_nothing_from_2_15() -> None:
         images, shape = values.contiguous(memory_format=torch.channels_last), (32, 64, 56 * 56, 8)
         observer = WorkspaceObserver(H100, (2, 15))
         args = (images, weight, weight, *shape, 1e-5)
-        forward = observer.see(_aten.native_group_norm.default, args, {}, images, in_backward=False)
+        forward = observer.observe(_aten.native_group_norm.default, args, {}, images, in_backward=False)
         back, rest = _aten.native_group_norm_backward.default, (moments, moments, weight, *shape, [True, True, True])
-        backward = observer.see(back, (images, images, *rest), {}, images, in_backward=True)
-        mixed = observer.see(back, (values, images, *rest), {}, images, in_backward=True)
+        backward = observer.observe(back, (images, images, *rest), {}, images, in_backward=True)
+        mixed = observer.observe(back, (values, images, *rest), {}, images, in_backward=True)
     groups, channels = [Workspace("group_norm", (32 * count, 4)) for count in (8, 64)]
     assert list(forward.transient) == [groups, groups, channels, channels]
     assert list(backward.transient) == [channels, channels, groups, groups]

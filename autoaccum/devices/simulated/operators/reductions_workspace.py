@@ -1,4 +1,8 @@
-"""The order in which a reduction walks over its input: TensorIterator's dimensions, sorted and merged."""
+"""Workspaces of reductions (sums, means, norms): the staging area in which blocks of threads share their results.
+
+Sources: ATen/TensorIterator.cpp for the order in which a reduction walks over its input, and `setReduceConfig` in
+ATen/native/cuda/Reduce.cuh for its blocks of threads.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,19 @@ from dataclasses import dataclass
 from math import prod
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div, power_below
+from autoaccum.devices.simulated.operators.workspace_estimate import (
+    Estimate,
+    Numbers,
+    by_name,
+    ceil_div,
+    power_below,
+    product_rule,
+)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """An input's dimensions as a reduction kernel sees them; so many are `reduced`, and come first."""
+    """The dimensions of an input as a reduction kernel sees them; the first `reduced` ones are reduced."""
 
     reduced: int
     shape: tuple[int, ...]
@@ -26,7 +37,7 @@ class _Dimension:
     stride: int
 
     def comes_after(self, other: _Dimension) -> bool | None:
-        """Return whether it belongs after `other`; None when nothing decides."""
+        """Return whether it belongs after `other`; None if nothing decides."""
         if (self.out == 0) != (other.out == 0):
             return other.out == 0
         for mine, theirs in ((self.out, other.out), (self.stride, other.stride)):
@@ -39,16 +50,16 @@ class _Dimension:
         return None
 
     def continues(self, inner: _Dimension) -> bool:
-        """Return whether walking over it goes on where `inner` ends."""
+        """Return whether it continues where `inner` ends, so that both can be merged."""
         if self.size == 1 or inner.size == 1:
             return True
         return inner.size * inner.out == self.out and inner.size * inner.stride == self.stride
 
 
 def reduction_layout(shape: Sequence[int], strides: Sequence[int], reduced: Collection[int]) -> Layout:
-    """Sort and merge the dimensions of an input of which `reduced` are summed into a new contiguous output.
+    """Sort and merge the dimensions of an input that is summed over `reduced` into a new contiguous output.
 
-    ATen/TensorIterator.cpp (`reorder_dimensions`, `coalesce_dimensions`).
+    `reorder_dimensions` and `coalesce_dimensions` in ATen/TensorIterator.cpp.
 
     >>> reduction_layout((8, 128, 768), (98304, 768, 1), (0, 1))
     Layout(reduced=1, shape=(1024, 768), strides=(768, 1))
@@ -68,7 +79,7 @@ def reduction_layout(shape: Sequence[int], strides: Sequence[int], reduced: Coll
 
 
 def _dimensions(shape: Sequence[int], strides: Sequence[int], reduced: Collection[int]) -> list[_Dimension]:
-    """Innermost first, with the strides of the output: 0 where it is reduced."""
+    """Return the dimensions, innermost first, with their strides in the output (0 if they are reduced)."""
     dimensions, step = [], 1
     for index in reversed(range(len(shape))):
         kept = index not in reduced
@@ -99,23 +110,29 @@ _MOST_32_BIT = 2**31 - 1
 
 
 def reduction(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The staging area. Numbers: `reduction_numbers`."""
+    """Return the staging area. Numbers: `reduction_numbers`."""
     return Estimate(bytes=_launch(numbers, card).staging_bytes)
 
 
 def reduction_flags(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """A counter for each column of blocks. Numbers: `reduction_numbers`."""
+    """Return one counter for each column of blocks. Numbers: `reduction_numbers`."""
     return Estimate(bytes=_launch(numbers, card).flag_bytes)
 
 
 def foreach_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """A partial norm for each chunk. Numbers: tensors, elements of the largest, bytes of a norm."""
+    """Return one partial norm for each chunk of `_foreach_norm`.
+
+    Numbers: tensors, elements of the largest, bytes of a norm.
+    """
     tensors, largest, norm_bytes = numbers
     return Estimate(bytes=tensors * ceil_div(largest, _CHUNK) * norm_bytes)
 
 
 def reduction_numbers(layout: Layout, *, accumulator_bytes: int, element_bytes: int, unroll: int = 4) -> Numbers:
-    """Numbers the rules take: bytes of an accumulator and an input, values read at once, the input's layout."""
+    """Return the numbers that the rules take.
+
+    They are the bytes of an accumulator and of an input, the values read at once, and the input's layout.
+    """
     return (accumulator_bytes, element_bytes, unroll, layout.reduced, *layout.shape, *layout.strides)
 
 
@@ -136,13 +153,14 @@ def _launch(numbers: Numbers, card: Card) -> _Launch:
 
 
 def _halve_until_32_bit(shape: list[int], strides: list[int], element: int) -> None:
-    """Cut as TensorIterator::with_32bit_indexing does: the parts run one after the other."""
+    """Halve the input as `TensorIterator::with_32bit_indexing` does; the parts run one after the other."""
     while sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) * element >= _MOST_32_BIT:
         widest = max(range(len(shape)), key=lambda dim: (shape[dim] - 1) * strides[dim])
         shape[widest] = ceil_div(shape[widest], 2)
 
 
 def _split(layout: Layout, accumulator: int, unroll: int, card: Card) -> _Launch:
+    """Return what a reduction takes if several blocks of threads share its outputs (`setReduceConfig`)."""
     inputs, outputs = prod(layout.shape[: layout.reduced]), prod(layout.shape[layout.reduced :])
     along = layout.reduced == len(layout.shape) or layout.strides[0] < layout.strides[layout.reduced]
     vector = 1 if along else _output_vector(layout)
@@ -162,6 +180,7 @@ def _split(layout: Layout, accumulator: int, unroll: int, card: Card) -> _Launch
 
 
 def _block(inputs: int, outputs: int, vector: int, along: bool, unroll: int, layout: Layout) -> tuple[int, int]:
+    """Return the width and height of a block of threads (`set_block_dimension`)."""
     first, second = (inputs, outputs) if along else (outputs // vector, inputs)
     if along and layout.strides[0] == 1 and inputs >= 128 and layout.reduced == 1:
         first //= unroll
@@ -172,9 +191,16 @@ def _block(inputs: int, outputs: int, vector: int, along: bool, unroll: int, lay
 
 
 def _output_vector(layout: Layout) -> int:
-    """Return how many neighbouring outputs one thread takes: as many of four as shape and strides are multiples of."""
+    """Return how many neighbouring outputs one thread takes: 4, 2 or 1 (`get_output_vec_size`)."""
     if layout.strides[layout.reduced] != 1:
         return 1
     numbers = [layout.shape[layout.reduced]]
     numbers += [stride for dim, stride in enumerate(layout.strides) if dim != layout.reduced]
     return next(size for size in (4, 2, 1) if all(number % size == 0 for number in numbers))
+
+
+RULES = {
+    **by_name(reduction, reduction_flags, foreach_norm),
+    "cast_copy": product_rule(),  # ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype.
+    "difference": product_rule(),  # ATen/native/ReduceOps.cpp, logsumexp: the input less its maximum.
+}

@@ -1,9 +1,13 @@
-"""LSTM, GRU and plain RNN as on a card: cuDNN with its reserve, fused cells, packed sequences."""
+"""LSTM, GRU and plain RNN as on a card: cuDNN with its reserve, fused cells, packed sequences.
+
+The size of cuDNN's workspace is in cudnn_workspace.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -11,20 +15,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.operators.operator_call import AttachedHandler, Handler, OperatorCall, bytes_of
 from autoaccum.devices.simulated.patches import patched
+from autoaccum.devices.simulated.trace import Workspace
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")
-"""As cuDNN numbers them (`cudnnRNNMode_t`)."""
+"""In the order of cuDNN's numbers for them (`cudnnRNNMode_t`)."""
 _STORED = (1, 1, 5, 6)
-"""By mode, values a layer stores for each hidden unit and step: of an LSTM four gates and the cell. 1 is a guess."""
+"""By mode, the values that a layer stores per hidden unit and step: an LSTM four gates and the cell. 1 is a guess."""
+_GATES = (1, 1, 4, 3)
+"""By mode, the gates of a layer."""
+_RESERVE = 3
+"""The index of the reserve among the outputs of `_cudnn_rnn`."""
 _MEASURED_PERCENT, _GUESSED_PERCENT, _PLAIN_PERCENT = 25, 50, 100
-"""By how much of it the reserve may be off: in the form that was measured, with an older cuDNN; with dropout, a
-projection or a second direction, which were not; and of a plain RNN, for which nothing was."""
+"""The share by which the reserve may be off: as it was measured with an older cuDNN; with dropout, a projection or a
+second direction, which were not measured; for a plain RNN, which was not measured at all."""
 
 
-class Network(NamedTuple):
-    """A recurrent network, in the order of the parameters of `lstm` and its kin."""
+class RnnOptions(NamedTuple):
+    """Options of a recurrent network, in the order of the parameters of `lstm`, `gru` and the like."""
 
     has_biases: bool
     num_layers: int
@@ -34,8 +44,8 @@ class Network(NamedTuple):
     batch_first: bool = False
 
 
-class Form(NamedTuple):
-    """A call of cuDNN, in the order of the parameters of `_cudnn_rnn` and its backward."""
+class CudnnRnnCall(NamedTuple):
+    """Options of a call of cuDNN, in the order of the parameters of `_cudnn_rnn` and its backward."""
 
     mode: int
     hidden_size: int
@@ -50,27 +60,27 @@ class Form(NamedTuple):
 
     @property
     def directions(self) -> int:
-        """How many there are."""
+        """Return the number of directions."""
         return 2 if self.bidirectional else 1
 
     @property
     def is_transposed(self) -> bool:
-        """Return whether cuDNN reads and writes samples and steps the other way round."""
+        """Return whether cuDNN reads and writes samples and steps in the other order."""
         return self.batch_first and not self.batch_sizes
 
     def reserve_bytes(self, rows: int, element_bytes: int) -> int:
-        """The bytes of `reserveSpaceSize` (`cudnnGetRNNTempSpaceSizes`, whose source is closed) for steps x samples.
+        """Return the bytes of `reserveSpaceSize` (`cudnnGetRNNTempSpaceSizes`, closed source) for steps x samples.
 
         Derived from two measurements in pytorch/pytorch#2895 (cuDNN on a P100, fp32, 4 layers of 320 units, 25,000
-        rows): 736,000,000 bytes for an LSTM and 864,000,000 for a GRU, which are 5 and 6 values per unit, row and
-        layer, and the outputs of all layers but the last. Dropout between layers stores those once more.
+        rows): 736,000,000 bytes for an LSTM and 864,000,000 for a GRU. That is 5 and 6 values per unit, row and layer,
+        and the outputs of all layers but the last. Dropout between layers stores these outputs once more.
         """
         outputs = (self.proj_size or self.hidden_size) * (self.num_layers - 1) * (2 if self.dropout else 1)
         stored = (_STORED[self.mode] * self.hidden_size + self.proj_size) * self.num_layers
         return rows * self.directions * element_bytes * (stored + outputs)
 
     def band_percent(self) -> int:
-        """Return how far off `reserve_bytes` may be, either way, in percent of it."""
+        """Return how far off `reserve_bytes` may be in either direction, in percent of it."""
         if _STORED[self.mode] == 1:
             return _PLAIN_PERCENT
         measured = not (self.bidirectional or self.proj_size or (self.dropout and self.num_layers > 1))
@@ -80,14 +90,14 @@ class Form(NamedTuple):
 def _cudnn_rnn(
     input: Tensor, weight: Sequence[Tensor], stride: int, weight_buf: Tensor, hx: Tensor, cx: Tensor | None, *form: Any
 ) -> tuple[Tensor, ...]:
-    """`_cudnn_rnn` in `aten/src/ATen/native/cudnn/RNN.cpp`; its own meta function has a reserve of 0 bytes."""
-    asked = Form(*form)
-    leading, outputs = tuple(input.shape[:-1]), asked.directions * (asked.proj_size or asked.hidden_size)
-    if asked.is_transposed:
+    """Run `_cudnn_rnn` in ATen/native/cudnn/RNN.cpp; PyTorch's meta function for it has a reserve of 0 bytes."""
+    call = CudnnRnnCall(*form)
+    leading, outputs = tuple(input.shape[:-1]), call.directions * (call.proj_size or call.hidden_size)
+    if call.is_transposed:
         output = input.new_empty((leading[1], leading[0], outputs)).transpose(0, 1)
     else:
         output = input.new_empty((*leading, outputs))
-    reserve = asked.reserve_bytes(input.numel() // input.size(-1), input.element_size()) if asked.train else 0
+    reserve = call.reserve_bytes(input.numel() // input.size(-1), input.element_size()) if call.train else 0
     return (
         output,
         hx.new_empty(hx.shape),
@@ -100,19 +110,19 @@ def _cudnn_rnn(
 def _cudnn_rnn_backward(
     input: Tensor, weight: Sequence[Tensor], stride: int, buffer: Tensor, hx: Tensor, cx: Tensor | None, *rest: Any
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, list[Tensor | None]]:
-    """`_cudnn_rnn_backward`: the gradients of all weights are views of one buffer."""
+    """Run `_cudnn_rnn_backward`: the gradients of all weights are views of one buffer."""
     *_, output_mask = rest
-    asked = Form(*rest[4:-2])  # Between the output with the gradients, and the reserve.
-    if not asked.train:
+    call = CudnnRnnCall(*rest[4:-2])  # Between the output with the gradients, and the reserve.
+    if not call.train:
         raise RuntimeError("cudnn RNN backward can only be called in training mode")
-    grad_input = input.new_empty((input.transpose(0, 1) if asked.is_transposed else input).shape)
+    grad_input = input.new_empty((input.transpose(0, 1) if call.is_transposed else input).shape)
     gradients: list[Tensor | None] = [None] * len(weight)
     if output_mask[3]:
         whole = weight[0].new_empty(sum(tensor.numel() for tensor in weight))
         pieces = torch.split_with_sizes(whole, [tensor.numel() for tensor in weight])
         gradients = [piece.view(tensor.shape) for piece, tensor in zip(pieces, weight, strict=True)]
     return (
-        (grad_input.transpose(0, 1) if asked.is_transposed else grad_input) if output_mask[0] else None,
+        (grad_input.transpose(0, 1) if call.is_transposed else grad_input) if output_mask[0] else None,
         hx.new_empty(hx.shape) if output_mask[1] else None,
         cx.new_empty(cx.shape) if cx is not None and output_mask[2] else None,
         gradients,
@@ -137,7 +147,7 @@ def lstm_cell(
 def gru_cell(
     input: Tensor, hx: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
 ) -> Tensor:
-    """`GRUCell` in `aten/src/ATen/native/RNN.cpp`."""
+    """Run `GRUCell` in ATen/native/RNN.cpp."""
     gates, hidden_gates = F.linear(input, w_ih), F.linear(hx, w_hh)
     out: Tensor = torch.ops.aten._thnn_fused_gru_cell(gates, hidden_gates, hx, b_ih, b_hh)[0]
     return out
@@ -150,7 +160,7 @@ def _gru_meta(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`_thnn_fused_gru_cell_cuda` in `aten/src/ATen/native/cuda/RNN.cu`: five values of each unit for backward."""
+    """Run `_thnn_fused_gru_cell_cuda` in ATen/native/cuda/RNN.cu: five values of each unit are kept for backward."""
     return torch.empty_like(hx), hx.new_empty((hx.size(0), 5 * hx.size(1)))
 
 
@@ -164,7 +174,7 @@ def _gru_backward_meta(
 
 
 def _pack(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """`_pack_padded_sequence` in `ATen/native/PackedSequence.cpp`; FakeTensorMode cannot tell its sizes."""
+    """Run `_pack_padded_sequence` in ATen/native/PackedSequence.cpp with the sizes that follow from the lengths."""
     counts = [int(length) for length in lengths.tolist()]
     padded = input.transpose(0, 1) if batch_first else input
     batch_sizes = [sum(length > step for length in counts) for step in range(max(counts))]
@@ -185,7 +195,7 @@ class _Pack(torch.autograd.Function):
 
 
 DROPOUT_STATE_BYTES = (2 << 20) + 512
-"""The random state that cuDNN keeps once dropout between layers was used ("slightly over 2MB", `cudnn/RNN.cpp`)."""
+"""The random state that cuDNN keeps after the first dropout between layers ("slightly over 2MB", cudnn/RNN.cpp)."""
 _STATE = "cuDNN's dropout"
 
 
@@ -205,13 +215,13 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
     for name, kernel in (("_thnn_fused_gru_cell", _gru_meta), ("_thnn_fused_gru_cell_backward", _gru_backward_meta)):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             register(name, kernel, "Meta")
-    # Weights in one buffer take what separate ones take, and it would compare their addresses.
+    # Weights in one buffer take as much as separate ones, and `flatten_parameters` would compare their addresses.
     stack.enter_context(patched(torch.nn.RNNBase, "flatten_parameters", lambda module: None))
 
 
 def _padded(mode: int) -> Callable[..., Any]:
     def kernel(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any) -> Any:
-        return _run(mode, Network(*form), input, [], hx, params)
+        return _run(mode, RnnOptions(*form), input, [], hx, params)
 
     return kernel
 
@@ -220,20 +230,20 @@ def _packed(mode: int) -> Callable[..., Any]:
     def kernel(
         data: Tensor, batch_sizes: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any
     ) -> Any:
-        return _run(mode, Network(*form), data, [int(size) for size in batch_sizes.tolist()], hx, params)
+        return _run(mode, RnnOptions(*form), data, [int(size) for size in batch_sizes.tolist()], hx, params)
 
     return kernel
 
 
 def _run(
     mode: int,
-    network: Network,
+    options: RnnOptions,
     data: Tensor,
     batch_sizes: list[int],
     hidden: Tensor | Sequence[Tensor],
     params: Sequence[Tensor],
 ) -> tuple[Tensor, ...]:
-    """`lstm`, `gru` in `aten/src/ATen/native/RNN.cpp` and `_cudnn_impl` in `cudnn/RNN.cpp`."""
+    """Run `lstm` and `gru` in ATen/native/RNN.cpp and `_cudnn_impl` in cudnn/RNN.cpp."""
     states_in = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     if not (torch._C._get_cudnn_enabled() and data.numel()):
         raise UnsupportedError(
@@ -242,24 +252,24 @@ def _run(
     hx, cx = states_in[0], states_in[1] if len(states_in) > 1 else None
     hidden_size = hx.size(2) if cx is None else cx.size(2)
     proj_size = hx.size(2) if hx.size(2) != hidden_size else 0
-    dropout_state = _dropout_state(network, data)
-    with torch.no_grad():  # what cuDNN reads lies step by step, and is given back when it is done
-        steps_first = _read(data.transpose(0, 1) if network.batch_first else data)
+    dropout_state = _dropout_state(options, data)
+    with torch.no_grad():  # cuDNN reads a copy with the steps first, which is freed afterwards.
+        steps_first = _read(data.transpose(0, 1) if options.batch_first else data)
     out = torch.ops.aten._cudnn_rnn(
         data,
         list(params),
-        (4 if network.has_biases else 2) + (proj_size > 0),
+        (4 if options.has_biases else 2) + (proj_size > 0),
         _weight_buffer(params),
         hx,
         cx,
         mode,
         hidden_size,
         proj_size,
-        network.num_layers,
-        network.batch_first,
-        network.dropout,
-        network.train,
-        network.bidirectional,
+        options.num_layers,
+        options.batch_first,
+        options.dropout,
+        options.train,
+        options.bidirectional,
         batch_sizes,
         dropout_state,
     )
@@ -268,7 +278,7 @@ def _run(
 
 
 def _read(steps: Tensor) -> Tensor:
-    """The tensor `_cudnn_rnn` reads instead of `steps`: a copy unless they are contiguous; under autocast fp16."""
+    """Return the tensor that `_cudnn_rnn` reads: a copy unless `steps` is contiguous, in fp16 under autocast."""
     if steps.is_contiguous():
         return steps
     halves = torch.is_autocast_enabled("cuda") and steps.dtype != torch.float64
@@ -276,10 +286,10 @@ def _read(steps: Tensor) -> Tensor:
 
 
 def _weight_buffer(params: Sequence[Tensor]) -> Tensor:
-    """The buffer that weights are copied to for each call when they do not lie in one; empty when they do.
+    """Return the buffer to which weights are copied for each call; empty if they lie in one buffer already.
 
-    `RNNBase.flatten_parameters` leaves bf16 alone (`CUDNN_TENSOR_DTYPES` in `torch/backends/cudnn/__init__.py`); under
-    autocast a buffer is made in any case, there.
+    `RNNBase.flatten_parameters` skips bf16 (`CUDNN_TENSOR_DTYPES` in torch/backends/cudnn/__init__.py). Under autocast,
+    tracing/autocast.py makes the buffer.
     """
     scattered = params[0].dtype == torch.bfloat16 and not torch.is_autocast_enabled("cuda")
     elements = sum(weight.numel() for weight in params) if scattered else 0
@@ -287,9 +297,26 @@ def _weight_buffer(params: Sequence[Tensor]) -> Tensor:
         return torch.empty(elements, dtype=params[0].dtype, device=params[0].device)
 
 
-def _dropout_state(network: Network, data: Tensor) -> Tensor | None:
-    """`get_dropout_state`: made once, kept for good, which is to the end of a trace."""
+def _dropout_state(options: RnnOptions, data: Tensor) -> Tensor | None:
+    """Return the state of `get_dropout_state`, which is made once and kept until the trace ends."""
     kept: dict[str, Tensor] = data.fake_mode.library_tensors  # type: ignore[attr-defined]
-    if network.train and network.dropout > 0 and _STATE not in kept:
+    if options.train and options.dropout > 0 and _STATE not in kept:
         kept[_STATE] = torch.empty(DROPOUT_STATE_BYTES, dtype=torch.uint8, device=data.device)
     return kept.get(_STATE)
+
+
+def _recurrent(call: OperatorCall) -> list[Workspace]:
+    tensor, directions = call["input"], 2 if call["bidirectional"] else 1
+    rows = tensor.numel() // max(1, tensor.shape[-1])
+    numbers = rows, call["hidden_size"], _GATES[call["mode"]], directions, tensor.dtype.itemsize
+    return [Workspace("recurrent", numbers)]
+
+
+def _reserve_band(call: OperatorCall) -> list[tuple[int, Workspace]]:
+    """The band of the reserve, for as long as the reserve lives."""
+    share = CudnnRnnCall(*(call[name] for name in CudnnRnnCall._fields)).band_percent()
+    return [(_RESERVE, Workspace("recurrent_reserve", (bytes_of(call.out[_RESERVE]), share)))] if call["train"] else []
+
+
+WORKSPACES: Mapping[str, Handler] = MappingProxyType(dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent))
+ATTACHED: Mapping[str, AttachedHandler] = MappingProxyType({"_cudnn_rnn": _reserve_band})

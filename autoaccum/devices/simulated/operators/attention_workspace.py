@@ -1,9 +1,9 @@
-"""Attention kernels: what they accumulate in fp32 before they write a gradient.
+"""Workspaces of attention kernels: the sums in fp32 that they write a gradient from.
 
 Sources, in ATen/native: transformers/cuda/flash_attn/flash_api.cpp (`mha_bwd`, `set_params_splitkv`);
 transformers/cuda/mem_eff_attention/kernel_backward.h (`workspace_size`) and kernel_forward.h
 (`kNeedsOutputAccumulatorBuffer`); transformers/cuda/attention_backward.cu (`delta`, `kKernelComputesDelta`);
-cudnn/MHA.cpp (`get_workspace_size`: cuDNN's own figure, taken to be flash attention's).
+cudnn/MHA.cpp (`get_workspace_size`, which only cuDNN knows: assumed to be as large as flash attention's).
 """
 
 from __future__ import annotations
@@ -11,11 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.scratch.estimates import Estimate, Numbers, ceil_div, round_up
+from autoaccum.devices.simulated.operators.workspace_estimate import (
+    Estimate,
+    Numbers,
+    by_name,
+    ceil_div,
+    product_rule,
+    round_up,
+)
 
 
 def flash_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The query's gradient in fp32 (`dq_accum`). Numbers: batch, heads, queries, head size, deterministic (0 or 1)."""
+    """Return the query's gradient in fp32 (`dq_accum`).
+
+    Numbers: batch, heads, queries, head size, deterministic (0 or 1).
+    """
     batch, heads, queries, head_size, deterministic = numbers
     rounded = round_up(head_size, 32)
     each = 4 * batch * heads * round_up(queries, 128)
@@ -25,13 +35,13 @@ def flash_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int])
 
 
 def flash_row_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The rows' sums of the softmax's gradient (`softmax_d`). Numbers: batch, heads, queries."""
+    """Return the row sums of the softmax's gradient (`softmax_d`). Numbers: batch, heads, queries."""
     batch, heads, queries = numbers
     return Estimate(bytes=4 * batch * heads * round_up(queries, 128))
 
 
 def flash_splits(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Partial outputs of a forward pass that is split over the keys, for want of other work (no dropout).
+    """Return the partial outputs of a forward pass that is split over the keys to keep the card busy (no dropout).
 
     Numbers: batch, heads, queries, keys, head size.
     """
@@ -40,12 +50,12 @@ def flash_splits(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -
 
 
 def flash_split_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The logarithms of their rows' sums. Numbers: as of `flash_splits`."""
+    """Return the logarithms of the row sums of partial outputs. Numbers: as of `flash_splits`."""
     return Estimate(bytes=_flash_split_rows(numbers, card) * 4)
 
 
 def _flash_split_rows(numbers: Numbers, card: Card) -> int:
-    """Rows of all partial outputs; 0 where it is not split."""
+    """Return the rows of all partial outputs; 0 if the forward pass is not split."""
     batch, heads, queries, keys, head_size = numbers
     key_block = 256 if head_size <= 64 else 128 if head_size <= 128 else 64
     blocks = batch * heads * ceil_div(queries, 64)
@@ -54,7 +64,7 @@ def _flash_split_rows(numbers: Numbers, card: Card) -> int:
 
 
 def efficient_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The workspace of memory-efficient attention's backward pass, by the tile that the card's shared memory allows.
+    """Return the workspace of memory-efficient attention's backward pass, by the tile that fits in shared memory.
 
     Numbers: batch, heads, queries, keys, head size, value size, bytes of an element, dropout, deterministic (0 or 1).
     """
@@ -66,35 +76,44 @@ def efficient_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, i
 
 
 def efficient_cast(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The output or its gradient in fp32, of halves whose rows no kernel sums. Numbers: as of `efficient_gradient`."""
+    """Return the output or its gradient of half precision in fp32, if no kernel sums its rows.
+
+    Numbers: as of `efficient_gradient`.
+    """
     return _unless_summed(numbers, card, numbers[5] if numbers[6] < 4 else 0)
 
 
 def efficient_product(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The output times its gradient in fp32, where no kernel sums its rows. Numbers: as of `efficient_gradient`."""
+    """Return the output times its gradient in fp32, if no kernel sums its rows. Numbers: as of `efficient_gradient`."""
     return _unless_summed(numbers, card, numbers[5])
 
 
 def efficient_product_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Its rows' sums, before they are laid out as `delta`. Numbers: as of `efficient_gradient`."""
+    """Return the row sums of that product, before they become `delta`. Numbers: as of `efficient_gradient`."""
     return _unless_summed(numbers, card, 1)
 
 
 def _unless_summed(numbers: Numbers, card: Card, width: int) -> Estimate:
-    """So many fp32 values for each row, where operators sum rows since no kernel does."""
+    """Return `width` fp32 values for each row, if operators sum the rows because no kernel does."""
     batch, heads, queries, *_ = numbers
     return Estimate(bytes=0 if _kernel_sums_rows(numbers, card) else 4 * batch * heads * queries * width)
 
 
 def efficient_output(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """The output in fp32, of half-precision heads above 128. Numbers: batch, heads, queries, value size, bytes."""
+    """Return the output in fp32, for half-precision heads above 128.
+
+    Numbers: batch, heads, queries, value size, bytes of an element.
+    """
     batch, heads, queries, value_size, element_bytes = numbers
     needed = element_bytes < 4 and value_size > 128
     return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0)
 
 
 def cudnn_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """A workspace of cuDNN. Numbers: batch, query heads, key heads, queries, keys, head size, bytes of an element."""
+    """Return the workspace of cuDNN's attention.
+
+    Numbers: batch, query heads, key heads, queries, keys, head size, bytes of an element.
+    """
     batch, heads, key_heads, queries, keys, head_size, element_bytes = numbers
     size = 4 * batch * heads * round_up(queries, 128) * (round_up(head_size, 32) + 1)
     if key_heads != heads:
@@ -103,7 +122,7 @@ def cudnn_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int])
 
 
 def _flash_split_count(blocks: int, slots: int, most: int) -> int:
-    """The fewest splits that keep the card within 85 % of the busiest it could be (`num_splits_heuristic`)."""
+    """Return the fewest splits that reach 85 % of the best use of the card (`num_splits_heuristic`)."""
     if 10 * blocks >= 8 * slots:
         return 1
     counts = [n for n in range(1, min(128, slots, most) + 1) if n == 1 or ceil_div(most, n) != ceil_div(most, n - 1)]
@@ -115,7 +134,7 @@ def _flash_split_count(blocks: int, slots: int, most: int) -> int:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Queries and keys that one block of threads takes, and whether keys' gradients stay in registers."""
+    """The queries and keys of one block of threads, and whether the gradients of keys stay in registers."""
 
     queries: int
     keys: int
@@ -123,7 +142,7 @@ class _Tile:
 
 
 def _efficient_tile(numbers: Numbers, card: Card) -> _Tile:
-    """The first kernel of `mem_eff_attention/kernels/cutlassB.h` that takes the head size and fits the card."""
+    """Return the tile of the first kernel in `mem_eff_attention/kernels/cutlassB.h` that supports size and card."""
     _, _, _, _, size, value_size, element_bytes, dropout, _ = numbers
     head_size = max(size, value_size)
     half, major = element_bytes < 4, card.capability[0]
@@ -140,7 +159,7 @@ def _efficient_tile(numbers: Numbers, card: Card) -> _Tile:
 
 
 def _kernel_sums_rows(numbers: Numbers, card: Card) -> bool:
-    """Return whether operators need not do it (`kKernelComputesDelta`): of halves, except wide heads on Volta."""
+    """Return whether the kernel sums the rows (`kKernelComputesDelta`): of halves, except for wide heads on Volta."""
     *_, element_bytes, _, _ = numbers
     on_volta = (7, 0) <= card.capability < (7, 5)
     return element_bytes < 4 and (_efficient_tile(numbers, card).in_registers or not on_volta)
@@ -154,3 +173,12 @@ def _efficient_workspace(numbers: Numbers, tile: _Tile) -> int:
         width = round_up(head_size, tile.queries) + round_up(value_size, tile.queries)
         elements += splits * tile.keys * width
     return 4 * batch * heads * round_up(elements, 4)
+
+
+RULES = {
+    **by_name(flash_gradient, flash_row_sums, flash_splits, flash_split_sums),
+    **by_name(efficient_gradient, efficient_cast, efficient_product, efficient_product_sums, efficient_output),
+    **by_name(cudnn_gradient),
+    "flash_grouped": product_rule(),  # For every query head: batch, heads, keys, head size, bytes of an element.
+    "efficient_row_sums": product_rule(4),  # The rows' sums (`delta`): batch, heads, queries.
+}

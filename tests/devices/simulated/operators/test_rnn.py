@@ -1,4 +1,4 @@
-"""What recurrent networks take and keep on a card (`aten/src/ATen/native/cudnn/RNN.cpp`, `cuda/RNN.cu`)."""
+"""Memory that recurrent networks take and keep on a card (`aten/src/ATen/native/cudnn/RNN.cpp`, `cuda/RNN.cu`)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from autoaccum.devices.simulated.allocator.replay import Replayer, replay
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
-from autoaccum.devices.simulated.kernels import rnn
-from autoaccum.devices.simulated.kernels.rnn import MODES, Form
+from autoaccum.devices.simulated.operators import rnn
+from autoaccum.devices.simulated.operators.rnn import MODES, CudnnRnnCall
 from autoaccum.devices.simulated.trace import Workspace
 
 CARD = make_card()
@@ -25,8 +25,8 @@ def samples(dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(BATCH, STEPS, INPUTS, device="cuda:0", dtype=dtype, requires_grad=True)
 
 
-def form(kind: str = "lstm", **changes: Any) -> Form:
-    made = Form(MODES.index(kind), 320, 0, 4, batch_first=False, dropout=0.0, train=True, bidirectional=False)
+def form(kind: str = "lstm", **changes: Any) -> CudnnRnnCall:
+    made = CudnnRnnCall(MODES.index(kind), 320, 0, 4, batch_first=False, dropout=0.0, train=True, bidirectional=False)
     return made._replace(**changes)
 
 

@@ -1,8 +1,8 @@
-"""Sparse gradients on the card, as those of `nn.Embedding(sparse=True)`: indices and values, and what is made of them.
+"""Sparse gradients on the card, such as those of `nn.Embedding(sparse=True)`.
 
-PyTorch's fake tensors have the layout and lose the rest, so that each is kept here as the two dense tensors it is made
-of, and its operators do to those what they do on a card (`ATen/native/sparse`). How many indices differ depends on
-values: as many as can are taken to, which is the most memory.
+PyTorch's fake tensors keep the layout of a sparse tensor, but not its indices and values. They are kept here as two
+dense tensors, and operators do to them what they do on a card (ATen/native/sparse). The number of different indices
+depends on values: the largest number is assumed, which takes the most memory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from autoaccum.devices.simulated.unsupported import UnsupportedError
 _PARTS = "_autoaccum_parts"
 _LEAF = "AccumulateGrad"
 _MEAN = 1
-"""Of the modes of `nn.EmbeddingBag`."""
+"""The mode of `nn.EmbeddingBag` that averages."""
 _WAY_OUT = "take SparseAdam, or SGD or Adagrad without momentum and decay; or sparse=False"
 _aten = torch.ops.aten
 MAKES_SPARSE = _aten._sparse_coo_tensor_with_dims_and_tensors.default
-Make = Callable[[Sequence[int], Tensor, Tensor], Tensor]
-Take = Callable[[Workspace], None]
+MakeSparse = Callable[[Sequence[int], Tensor, Tensor], Tensor]
+"""Makes an empty sparse tensor of a size on the card, with the ranks of indices and values."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class _Parts:
 
 
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
-    """Replace what makes a sparse gradient, which drops padding by its values: all rows are taken to be kept."""
+    """Replace the operators that make a sparse gradient: they drop padding by its value, and here keep all rows."""
     register: Any = library.impl
     for key in ("AutogradCUDA", "CUDA"):
         register("embedding_sparse_backward", _embedding_backward, key)
@@ -47,14 +47,16 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
 
 
 def has_parts(args: Sequence[Any]) -> bool:
-    """Return whether one of `args` is a sparse tensor, or holds one."""
+    """Return whether one of `args` is a sparse tensor or contains one."""
     return any(
         has_parts(arg) if isinstance(arg, list | tuple) else _PARTS in getattr(arg, "__dict__", ()) for arg in args
     )
 
 
-def run_sparse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], make: Make, take: Take) -> Any:
-    """Return what an operator returns that takes sparse tensors, or makes one."""
+def run_sparse(
+    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], make: MakeSparse, allocate: Callable[[Workspace], None]
+) -> Any:
+    """Run an operator that takes or makes sparse tensors; `allocate` is called with each workspace."""
 
     def shell(size: Sequence[int], parts: _Parts) -> Tensor:
         made = make(size, parts.indices, parts.values)
@@ -66,42 +68,42 @@ def run_sparse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], make: 
         return shell(size, _Parts(indices, values, bool(kwargs.get("is_coalesced"))))
     name = func.overloadpacket.__name__
     with torch.no_grad():
-        known: _Parts | None = getattr(args[0], _PARTS, None)
-        if known is None and name == "add_":
+        parts: _Parts | None = getattr(args[0], _PARTS, None)
+        if parts is None and name == "add_":
             return args[0]  # By `index_add_`, in place (`add_out_dense_sparse_cuda`).
-        if known is None and name == "sparse_mask":
+        if parts is None and name == "sparse_mask":
             return shell(args[0].shape, _masked(args[0], getattr(args[1], _PARTS)))
-        if known is not None and name in _TOLD:
-            return _TOLD[name](known)
-        if known is not None and name in ("add", "add_") and has_parts(args[1:2]):
+        if parts is not None and name in _ACCESSORS:
+            return _ACCESSORS[name](parts)
+        if parts is not None and name in ("add", "add_") and has_parts(args[1:2]):
             other: _Parts = getattr(args[1], _PARTS)
-            # They are concatenated; nothing is summed up before somebody asks (`add_out_sparse_cuda`).
-            joined = _Parts(_aten.cat([known.indices, other.indices], 1), _aten.cat([known.values, other.values]))
+            # Both are concatenated; equal indices are added up only by `coalesce` (`add_out_sparse_cuda`).
+            joined = _Parts(_aten.cat([parts.indices, other.indices], 1), _aten.cat([parts.values, other.values]))
             if name == "add":
                 return shell(args[0].shape, joined)
             setattr(args[0], _PARTS, joined)
             return args[0]
-        if known is not None and name == "_coalesced_":
-            setattr(args[0], _PARTS, replace(known, coalesced=bool(args[1])))
+        if parts is not None and name == "_coalesced_":
+            setattr(args[0], _PARTS, replace(parts, coalesced=bool(args[1])))
             return args[0]
-        if known is not None and name in ("_coalesce", "coalesce"):
-            return args[0] if known.coalesced else shell(args[0].shape, _coalesced(known, args[0].shape[0], take))
-        if known is not None and name in ("detach", "alias"):
-            return shell(args[0].shape, known)
-        if known is not None and name == "clone":
-            return shell(args[0].shape, _cloned(known))
+        if parts is not None and name in ("_coalesce", "coalesce"):
+            return args[0] if parts.coalesced else shell(args[0].shape, _coalesced(parts, args[0].shape[0], allocate))
+        if parts is not None and name in ("detach", "alias"):
+            return shell(args[0].shape, parts)
+        if parts is not None and name == "clone":
+            return shell(args[0].shape, _cloned(parts))
     raise UnsupportedError(f"{func} of a sparse gradient is not simulated", hint=_WAY_OUT)
 
 
-def _coalesced(parts: _Parts, rows: int, take: Take) -> _Parts:
-    """`_coalesce_sparse_cuda` in `ATen/native/sparse/cuda/SparseCUDATensor.cu`: sorted indices, and room for sums."""
+def _coalesced(parts: _Parts, rows: int, allocate: Callable[[Workspace], None]) -> _Parts:
+    """Sort indices and allocate sums (`_coalesce_sparse_cuda` in ATen/native/sparse/cuda/SparseCUDATensor.cu)."""
     count = parts.indices.shape[1]
     if count < 2:
         return _Parts(_aten.clone(parts.indices), _aten.clone(parts.values), coalesced=True)
     values = _aten.contiguous(parts.values)
     indices = _aten.clone(parts.indices)
     places = [_aten.empty_like(parts.indices) for _ in range(2)]
-    take(Workspace("sorted_pairs", (count, 16, 0)))
+    allocate(Workspace("sorted_pairs", (count, 16, 0)))
     least = min(count, rows)
     summed = _aten.new_empty(values, (least, *values.shape[1:]))
     del places
@@ -109,14 +111,14 @@ def _coalesced(parts: _Parts, rows: int, take: Take) -> _Parts:
 
 
 def _masked(dense: Tensor, mask: _Parts) -> _Parts:
-    """`sparse_mask` in `ATen/native/sparse/SparseTensor.cpp`: the rows are gathered, then multiplied by ones."""
+    """Gather rows, then multiply them by ones (`sparse_mask` in ATen/native/sparse/SparseTensor.cpp)."""
     gathered = _aten.index_select(dense, 0, _aten.select(mask.indices, 0, 0))
     indices = _aten.clone(mask.indices)
     return _Parts(indices, _aten.mul(gathered, gathered), mask.coalesced)
 
 
 def _cloned(parts: _Parts) -> _Parts:
-    """A copy; what a leaf is first given it keeps as it is (`accumulate_grad.h`), which fake tensors do not show."""
+    """Return a copy; a leaf keeps its first gradient as it is (accumulate_grad.h), which fake tensors do not show."""
     node: Any = torch._C._current_autograd_node()
     if node is not None and type(node).__name__ == _LEAF:
         return parts
@@ -126,7 +128,7 @@ def _cloned(parts: _Parts) -> _Parts:
 def _embedding_backward(
     grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Tensor:
-    """`embedding_sparse_backward` in `ATen/native/Embedding.cpp`."""
+    """Run `embedding_sparse_backward` in ATen/native/Embedding.cpp."""
     if scale_grad_by_freq:
         raise RuntimeError("embedding_backward: scale_grad_by_freq not supported with sparse gradients")
     if padding_idx != -1:
@@ -151,7 +153,7 @@ def _bag_backward(
     per_sample_weights: Tensor | None,
     padding_idx: int = -1,
 ) -> Tensor:
-    """`_embedding_bag_backward` and `_embedding_bag_sparse_backward` in `ATen/native/EmbeddingBag.cpp`."""
+    """Run `_embedding_bag_backward` and `_embedding_bag_sparse_backward` in ATen/native/EmbeddingBag.cpp."""
     if not sparse:
         rest = num_weights, scale_grad_by_freq, mode, per_sample_weights, padding_idx
         dense: Tensor = _aten._embedding_bag_dense_backward(grad, indices, offset2bag, bag_size, largest, *rest)
@@ -164,7 +166,7 @@ def _bag_backward(
     return _embedding_backward(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
-_TOLD: Mapping[str, Callable[[_Parts], Any]] = MappingProxyType(
+_ACCESSORS: Mapping[str, Callable[[_Parts], Any]] = MappingProxyType(
     {
         "_nnz": lambda parts: parts.indices.shape[1],
         "is_coalesced": lambda parts: parts.coalesced,

@@ -1,0 +1,202 @@
+"""Layer, batch and group norm as on a card: cuDNN's or PyTorch's own kernels, and their workspaces.
+
+Their sizes are in normalization_workspace.py, those of cuDNN in cudnn_workspace.py. Layer, group and RMS norm have one
+kernel each on CUDA, whose statistics are like those of fake tensors. An instance norm is a batch norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.operators.operator_call import (
+    Handler,
+    OperatorCall,
+    accumulator_bytes,
+    before_outputs,
+    layout_copies,
+)
+from autoaccum.devices.simulated.trace import Freed, MemoryStep, Workspace
+
+MIN_EPS = 0.0
+"""`CUDNN_BN_MIN_EPSILON`, since cuDNN 7.5."""
+_CUDNN, _NATIVE = 1, 0
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
+
+
+def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
+    """Run batch norms of fake CUDA tensors as CUDA does."""
+    register: Any = library.impl
+    for key in ("AutogradCUDA", "CUDA"):
+        register("_batch_norm_impl_index", _batch_norm, key)
+
+
+def is_cudnn_batch_norm(
+    *,
+    dtype: str,
+    weight: str | None,
+    bias: str | None,
+    tracks: tuple[bool, bool],
+    shape: tuple[int, ...],
+    training: bool,
+    eps: float,
+    enabled: bool,
+) -> bool:
+    """Return whether cuDNN runs a batch norm (`_select_batch_norm_backend` in ATen/native/Normalization.cpp)."""
+    if not enabled or weight is None or bias is None or "bfloat16" in (dtype, weight):
+        return False
+    wide_enough = dtype != "float16" or weight == "float32"
+    tracking = all(tracks) or (not any(tracks) and training)
+    spatial = len(shape) >= 3 and shape[0] <= (880_801 if training else 65_535)
+    return wide_enough and tracking and spatial and eps >= MIN_EPS and prod(shape) < (1 << 31) - 1
+
+
+def _batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Run `_batch_norm_impl_index` in ATen/native/Normalization.cpp."""
+    if is_cudnn_batch_norm(
+        dtype=_name(input) or "",
+        weight=_name(weight),
+        bias=_name(bias),
+        tracks=(running_mean is not None, running_var is not None),
+        shape=tuple(input.shape),
+        training=training,
+        eps=eps,
+        enabled=cudnn_enabled and torch._C._get_cudnn_enabled(),
+    ):
+        layout = suggest_memory_format(input)
+        out, mean, variance, reserve = torch.ops.aten.cudnn_batch_norm(
+            input.contiguous(memory_format=layout), weight, bias, running_mean, running_var, training, momentum, eps
+        )
+        return out, mean, variance, reserve, _CUDNN
+    out, mean, variance = torch.ops.aten.native_batch_norm(
+        input, weight, bias, running_mean, running_var, training, momentum, eps
+    )
+    return out, mean, variance, torch.empty(0, dtype=torch.uint8, device=input.device), _NATIVE
+
+
+def _name(tensor: Tensor | None) -> str | None:
+    return None if tensor is None else str(tensor.dtype).removeprefix("torch.")
+
+
+def _layer_norm(call: OperatorCall) -> list[MemoryStep]:
+    return before_outputs(layout_copies(call["input"]), call)
+
+
+def _layer_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
+    """Partial sums for weight and bias, which are added up one after the other."""
+    tensor, shape, mask = call["input"], call["normalized_shape"], call["output_mask"]
+    columns = 1
+    for size in shape:
+        columns *= size
+    if not columns:
+        return []
+    numbers = (tensor.numel() // columns, columns, tensor.dtype.itemsize)
+    partial, *summed = (Workspace(f"layer_norm_{name}", numbers) for name in ("gradient", "staging", "flags"))
+    copies = layout_copies(call["grad_out"], call["grad_output"], tensor)
+    count = sum(map(bool, mask[1:]))
+    each: list[MemoryStep] = [*summed, Freed(2)]
+    return [*before_outputs(copies, call), *[partial] * count, *each * count]
+
+
+def _group_norm(call: OperatorCall) -> list[MemoryStep]:
+    """Two factors for each channel; from 2.15 on also the moments of each group in fp32, for half precision.
+
+    From 2.15 on, channels-last inputs have kernels of their own; before, `group_norm` copies them.
+    """
+    tensor = call["input"]
+    layout, each = _group_norm_layout(call), accumulator_bytes(tensor.dtype)
+    steps = before_outputs(layout_copies(tensor, memory_format=layout), call)
+    if tensor.dtype.itemsize < each and call.torch_version >= (2, 15):
+        steps += [Workspace("group_norm", (call["N"] * call["group"], each))] * 2
+    if layout != torch.contiguous_format or (call["HxW"] > 1 and (call["weight"], call["bias"]) != (None, None)):
+        steps += [Workspace("group_norm", (call["N"] * call["C"], each))] * 2
+    return steps
+
+
+def _group_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
+    """Two sums for each channel; for the input's gradient also two factors for each group and one for each channel."""
+    layout, each = _group_norm_layout(call), accumulator_bytes(call["input"].dtype)
+    steps = before_outputs(layout_copies(call["grad_out"], call["input"], memory_format=layout), call)
+    channels, groups = (Workspace("group_norm", (call["N"] * call[name], each)) for name in ("C", "group"))
+    plain = layout == torch.contiguous_format
+    if call["HxW"] > 1 or not plain:
+        steps += [channels] * 2
+    if call["output_mask"][0]:
+        steps += [groups] * 2
+        if plain and call["HxW"] > 1 and call["weight"] is not None:
+            steps.append(channels)
+    return steps
+
+
+def _group_norm_layout(call: OperatorCall) -> torch.memory_format:
+    if call.torch_version < (2, 15):
+        return torch.contiguous_format
+    layout: torch.memory_format = suggest_memory_format(call["input"])
+    return layout
+
+
+def _batch_norm_forward(call: OperatorCall) -> list[Workspace]:
+    return _batch_sums(call["input"], _FORWARD_SUMS_BYTES) if call["training"] else []
+
+
+def _batch_norm_gradient(call: OperatorCall) -> list[Workspace]:
+    return _batch_sums(call["input"], _BACKWARD_SUMS_BYTES) if call["train"] else []
+
+
+def _batch_norm_by_backend(call: OperatorCall) -> list[Workspace]:
+    """PyTorch's own kernels run for bf16 and for two dimensions; cuDNN's take next to nothing."""
+    tensor: Tensor = call["input"]
+    if tensor.dtype != torch.bfloat16 and tensor.dim() != 2:
+        return []
+    return _batch_sums(tensor, _BACKWARD_SUMS_BYTES if call["grad_out"] is not None else _FORWARD_SUMS_BYTES)
+
+
+def _cudnn_batch_norm(call: OperatorCall) -> list[Workspace]:
+    """Forward in training, and backward, which exists only for training; autograd lays out its inputs."""
+    tensor: Tensor = call["input"]
+    if "training" in call.signature and not call["training"]:
+        return []
+    channels_last = suggest_memory_format(tensor) != torch.contiguous_format
+    return [Workspace("cudnn_batch_norm", (tensor.shape[1], int(channels_last)))]
+
+
+def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Workspace]:
+    """Partial sums of channels-last data (`batch_norm_use_channels_last_kernels` in Normalization.cu)."""
+    layout = _CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format)
+    channels = tensor.shape[1]
+    if not channels or not tensor.is_contiguous(memory_format=layout) or tensor.stride(1) != 1:
+        return []
+    return [Workspace("batch_norm", (tensor.numel() // channels, channels, sums_bytes))]
+
+
+WORKSPACES: Mapping[str, Handler] = MappingProxyType(
+    {
+        **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
+        **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _layer_norm_gradient),
+        "native_group_norm": _group_norm,
+        "native_group_norm_backward": _group_norm_gradient,
+        **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm_forward),
+        "native_batch_norm_backward": _batch_norm_gradient,
+        **dict.fromkeys(("cudnn_batch_norm", "cudnn_batch_norm_backward"), _cudnn_batch_norm),
+        **dict.fromkeys(("_batch_norm_with_update", "batch_norm_backward"), _batch_norm_by_backend),
+    }
+)
