@@ -75,7 +75,7 @@ class CudaDevice(ChildDevice):
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
         """
-        from autoaccum.devices.simulated.explain.account import explain_installed_card
+        from autoaccum.devices.simulated.explain.explainer import explain_installed_card
 
         limit_bytes = self.limit_bytes
         assert self._report is not None
@@ -92,7 +92,7 @@ class CudaDevice(ChildDevice):
 
     def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
         """What peaks to expect, from a simulation of this card in a process beside; what it prints is not shown."""
-        from autoaccum.devices.simulated.explain.account import forecast_peaks
+        from autoaccum.devices.simulated.explain.explainer import forecast_peaks
 
         self._use_worker()
         assert self._report is not None

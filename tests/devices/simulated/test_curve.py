@@ -15,7 +15,7 @@ from synthetic_traces import linear, make_trace
 from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.explain.account import curve_points
+from autoaccum.devices.simulated.explain.curves import curve_points
 from autoaccum.devices.simulated.trace import Trace, Workspace
 from autoaccum.devices.simulated.tracing.trace_scaling import NotAffineError, fit_affine_trace, grows_quadratically
 from autoaccum.units import GIB, MIB

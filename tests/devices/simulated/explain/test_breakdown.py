@@ -17,7 +17,6 @@ from planted_net import DEPTH, NET, WEIGHT, WIDTH
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding
 from autoaccum.devices.simulated.allocator.replay import SizedTrace
-from autoaccum.devices.simulated.explain.account import make_timeline
 from autoaccum.devices.simulated.explain.breakdown import (
     MemoryBreakdown,
     classify_blocks,
@@ -27,6 +26,7 @@ from autoaccum.devices.simulated.explain.breakdown import (
     module_shares,
     moments,
 )
+from autoaccum.devices.simulated.explain.curves import make_timeline
 from autoaccum.devices.simulated.trace import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
 from autoaccum.units import MIB
 

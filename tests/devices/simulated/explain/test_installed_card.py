@@ -13,7 +13,7 @@ from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import Account, Explaining
 from autoaccum.devices.simulated.cards import context_memory, installed_card
-from autoaccum.devices.simulated.explain.account import explain_installed_card, forecast_peaks
+from autoaccum.devices.simulated.explain.explainer import explain_installed_card, forecast_peaks
 from autoaccum.devices.simulated.trace import LabelledTrace
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB

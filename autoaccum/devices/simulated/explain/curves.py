@@ -1,0 +1,111 @@
+"""Curves of memory: over the events of an update, and over the size of a micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autoaccum.devices.base import Phase
+from autoaccum.devices.explanation import CurvePoint, Timeline
+from autoaccum.devices.simulated.allocator.replay import Replayer
+from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
+from autoaccum.devices.simulated.trace import Trace
+
+_TIMELINE_POINTS = 400
+_ALIKE = 0.001
+"""Of the peak: how much less a category may take in the last update, and that shows the peak all the same."""
+
+
+def make_timeline(
+    breakdown: MemoryBreakdown, reserved_bytes: Sequence[int], points: int = _TIMELINE_POINTS
+) -> Timeline:
+    """The last update in at most `points` stretches of as many events, each at its highest.
+
+    Where the peak lies before it (the first update, an evaluation) and has no like in it, all that was traced.
+    """
+    trace, held = breakdown.labelled.trace, breakdown.held_bytes
+    peak_at = _like_peak(breakdown)
+    start = trace.last_update if peak_at >= trace.last_update else 0
+    length = -(-(len(held) - start) // points)
+    stretches = [range(first, min(first + length, len(held))) for first in range(start, len(held), length)]
+    chosen = [max(reversed(stretch), key=held.__getitem__) for stretch in stretches]
+    return Timeline(
+        categories={category: tuple(total[at] for at in chosen) for category, total in breakdown.totals.items()},
+        reserved_bytes=tuple(reserved_bytes[at] for at in chosen),
+        phases=_phases(trace.phases, start, length),
+        peak_at=(peak_at - start) // length,
+    )
+
+
+def _like_peak(breakdown: MemoryBreakdown) -> int:
+    """The highest moment of the last update where it is as good as the peak in every category; else the peak."""
+    held, last, peak_at = breakdown.held_bytes, breakdown.labelled.trace.last_update, breakdown.peak_at
+    if peak_at >= last:
+        return peak_at
+    later = max(reversed(range(last, len(held))), key=held.__getitem__)
+    differ = max(abs(total[later] - total[peak_at]) for total in breakdown.totals.values())
+    return later if max(differ, held[peak_at] - held[later]) <= _ALIKE * held[peak_at] else peak_at
+
+
+def _phases(phases: Sequence[tuple[int, Phase]], start: int, length: int) -> tuple[tuple[int, Phase], ...]:
+    """Return the phases by stretch; of several that begin in one, the last. What precedes the first prepares it."""
+    later = [(index - start, phase) for index, phase in phases if index >= start]
+    found: dict[int, Phase] = {0: later[0][1]} if later else {}
+    for index, phase in later:
+        found[index // length] = phase
+    kept: list[tuple[int, Phase]] = []
+    for at, phase in found.items():
+        if not kept or kept[-1][1] != phase:
+            kept.append((at, phase))
+    return tuple(kept)
+
+
+_CURVE_POINTS = 12
+_EVENTS_FOR_LEAST = 120_000
+_BEYOND = 1.2
+"""Times the budget: how far the curve goes on, so that one sees it cross."""
+
+
+def curve_points(
+    follow: Callable[[int], Trace | None],
+    replayer: Replayer,
+    *,
+    size: int,
+    most: int,
+    limit_bytes: int,
+    events_for_least: int = _EVENTS_FOR_LEAST,
+) -> tuple[CurvePoint, ...]:
+    """Peaks and least budgets from 2 samples over `size` to where the budget is crossed, or to `most`; ascending.
+
+    None where sizes do not `follow` from each other. Least budgets take several replays each, and are left out where
+    the traces of all points have more than so many events.
+    """
+    low, high = follow(2), follow(max(size, 3))
+    if low is None or high is None:
+        return ()
+    low_bytes, high_bytes = replayer.peak_bytes(low), replayer.peak_bytes(high)
+    # The line through both peaks leaves the picture there; far off where it is flat.
+    slope = max((high_bytes - low_bytes) / (max(size, 3) - 2), high_bytes / (4 * max(size, 3)))
+    last = min(most, max(size, 3) + max(1, int((_BEYOND * limit_bytes - high_bytes) / slope)))
+    cheap = _CURVE_POINTS * len(low.events) <= events_for_least
+    found = []
+    for at in _sizes(size, max(last, size)):
+        trace = follow(at)
+        if trace is None:
+            return ()
+        peak_bytes = replayer.peak_bytes(trace)
+        found.append(CurvePoint(at, peak_bytes, replayer.least_bytes(trace, peak_bytes) if cheap else None))
+    return tuple(found)
+
+
+def _sizes(size: int, last: int) -> list[int]:
+    """Evenly from 2 to `last`, and `size` among them.
+
+    >>> _sizes(86, 112)
+    [2, 12, 22, 32, 42, 52, 62, 72, 82, 86, 92, 102, 112]
+    """
+    even = (
+        {round(2 + (last - 2) * number / (_CURVE_POINTS - 1)) for number in range(_CURVE_POINTS)}
+        if last >= 2
+        else set()
+    )
+    return sorted(even | ({size} if size >= 2 else set()))
