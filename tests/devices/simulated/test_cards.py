@@ -164,9 +164,9 @@ def test_a_plain_size_is_a_card_with_stated_assumptions(text: str, size: int) ->
     [
         ("80%", "80% is 0 B: give a size from"),
         ("100MiB", "100MiB is 100 MiB: give a size from 1.0 GiB"),
-        ("0GiB", "'0GiB' is no size that a memory has: name a card, or a size such as 24GiB"),
+        ("0GiB", "'0GiB' is not a possible size of memory: name a card, or a size such as 24GiB"),
         ("2TiB", "2TiB is 2048.0 GiB"),
-        pytest.param("9" * 500 + "GiB", "is no size that a memory has: name a card", id="a very long one"),
+        pytest.param("9" * 500 + "GiB", "is not a possible size of memory: name a card", id="a very long one"),
     ],
 )
 def test_a_size_that_cannot_be_a_card(text: str, says: str) -> None:

@@ -101,9 +101,9 @@ def test_nothing_takes_less_than_nothing() -> None:
 
 
 def test_a_family_needs_two_sizes_of_equal_parts() -> None:
-    with pytest.raises(ValueError, match="equal parts at two sizes"):
+    with pytest.raises(ValueError, match="equal parts and two sizes"):
         fit_affine_trace([trace(2, weight), trace(2, weight)])
-    with pytest.raises(ValueError, match="equal parts at two sizes"):
+    with pytest.raises(ValueError, match="equal parts and two sizes"):
         fit_affine_trace([trace(2, weight), dataclasses.replace(trace(3, weight), parts=(3, 2))])
 
 
