@@ -1,1 +1,1 @@
-"""HOW a batch becomes one optimizer step."""
+"""Gradient accumulation: run one effective batch as micro-batches and make one optimizer step of it."""

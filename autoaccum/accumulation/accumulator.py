@@ -1,4 +1,4 @@
-"""One effective batch, one update, all or nothing."""
+"""The Accumulator: one optimizer update from one effective batch, run in micro-batches, all or nothing."""
 
 from __future__ import annotations
 
@@ -63,19 +63,20 @@ from autoaccum.workload.weight_candidates import ignored_labels_warning
 
 
 class Accumulator:
-    """Trains with an effective batch in micro-batches: the same gradient, the memory of one micro-batch.
+    """Trains on an effective batch in micro-batches: the full batch's gradient in the memory of one micro-batch.
 
-    All weights of the effective batch are known before its first backward; each micro-loss is multiplied by its
-    share and its graph freed by its own backward. Gradients that are there before a step do not count, and after it
-    `.grad` is None on every parameter. Those of half precision are summed in float32 and rounded once. The norm is
-    that of the optimizer's parameters, taken and clipped once per update. Batches may be on any device.
+    A step computes the weights of all micro-batches before the first backward. It then multiplies each micro-batch's
+    loss by its share, so that the gradients add up to the full batch's, and runs backward at once, which frees the
+    graph. Gradients from before a step do not count, and `.grad` is None after it. Gradients of half-precision
+    parameters are summed in float32 and rounded once. The norm of the gradients is measured and clipped once per
+    update. A batch may be on any device.
 
-    A step is all or nothing. When memory runs out (or anything else is raised) before the optimizer has begun to
-    write, or within its first update, which is guarded by a host copy, everything is put back: weights, buffers,
-    optimizer, scaler, scheduler, random states, modes, `.grad`. Out of memory, the batch is then repeated in smaller
-    micro-batches (`recovery.shrink`), with a warning, and `micro_batch` stays that small. Later updates have their
-    memory made sure of instead of a copy; should one fail half-way all the same, UpdateInterrupted ends training.
-    Ctrl-C takes effect between a forward, a backward and the update, never within one; pressed again, at once.
+    A step is all or nothing. If it raises before the optimizer starts to write, or during the first update, everything
+    is restored: weights, buffers, optimizer, scaler, scheduler, random states, modes and `.grad`. If memory ran out,
+    the batch is then repeated in smaller micro-batches (`recovery.shrink`) with a warning, and `micro_batch` stays at
+    the smaller size. The first update is protected by a copy in host memory; later ones allocate their temporary memory
+    in advance instead. Should one of those still fail half-way, UpdateInterrupted ends the training. Ctrl-C takes
+    effect between forward, backward and update; a second Ctrl-C takes effect at once.
 
     >>> import torch
     >>> from torch.nn import Linear, MSELoss
@@ -86,42 +87,42 @@ class Accumulator:
     (86, 85, 85)
 
     Attributes:
-        phase: Where a step is now, or was when it raised.
+        phase: The phase of the running step, or the one in which the last step raised.
 
     Args:
-        model: The model, in place on its device.
-        optimizer: One optimizer of its parameters; it may lack some, whose gradients are dropped.
-        loss: `loss(model, batch)`, or a criterion, or an `Objective`; see `workload.weights.resolve_objective`.
-            None, and no criterion either: `model(**batch).loss`, as transformers' models compute it of labels.
-        micro_batch: The most samples to run at once; leave it away where `plan` is given.
-        plan: An `autoaccum.Plan`: its micro-batch is taken, and its precision, reduction and batchnorm where none are
-            given. It must have been made for this model, loss, optimizer and device.
+        model: The model, on the device it trains on.
+        optimizer: One optimizer of the model's parameters. It may leave some out; their gradients are dropped.
+        loss: `loss(model, batch)`, a criterion or an `Objective`; see `workload.objective.resolve_objective`. Without
+            `loss` and `criterion`, the loss is `model(**batch).loss`, as models of transformers compute it.
+        micro_batch: The most samples to run at once; omit it when `plan` is given.
+        plan: An `autoaccum.Plan` made for this model, loss, optimizer and device. Its micro-batch is used, and its
+            precision, reduction, batchnorm and accumulate_in where they are not given here.
         criterion: `criterion(outputs, targets)` for batches of `(inputs, targets)`, in place of `loss`.
-        weight: `weight(batch)`: what the mean in `loss` divides by; the number of samples when None.
-        reduction: `mean` (if nothing else tells) or `sum`; the parts of a sum are not divided.
-        clip_norm: The largest 2-norm of an update's gradient; infinity measures only; None does neither.
-        precision: `fp32` (if no plan tells), or `bf16` or `fp16` by autocast.
-        scaler: A GradScaler; for `fp16` one is made when None is given.
-        scheduler: Stepped once after each update that was made.
-        recover: False: an out-of-memory rolls everything back and is raised as it came.
-        check_finite: Refuse an update whose loss or (with `clip_norm`) gradient is not finite, before it is made.
-            With a scaler, whose business they are, only a loss that is no number and that no smaller scale mends.
-        batchnorm: What BatchNorm in training mode sees and remembers of an effective batch in parts. `micro` (if no
-            plan tells): as PyTorch does it, each micro-batch for itself. `running`: it normalises by the micro-batch,
-            and updates its running statistics once, as the full batch would. `frozen`: it normalises by its running
-            statistics, which stay as they are: the gradient is exactly the full batch's; its weight and bias train.
-        split: `split(batch, sizes)`: a list of parts with so many samples each, where samples are not rows of tensors
-            (graphs, images of many patches, packed tokens); `size` goes with it.
-        size: `size(batch)`: the number of its samples.
-        multiple_of: Every micro-batch is a multiple of so many samples, as is every batch of a step; the plan's, or 1,
-            when None.
-        accumulate_in: What gradients of half-precision parameters are summed in: `fp32` (if no plan tells), or
-            `parameters`, their own dtype: no bytes beside `.grad`, and each part rounded, of which it warns.
-        observer: Told of each step from within, and of an out-of-memory in place of the warning.
+        weight: `weight(batch)`: the number that the mean in `loss` divides by. Default: the number of samples.
+        reduction: `mean` (default) or `sum`; the losses of a sum are added without a division.
+        clip_norm: The largest 2-norm of an update's gradient. Infinity measures without clipping; None does neither.
+        precision: `fp32` (default), or `bf16` or `fp16` with autocast.
+        scaler: A GradScaler. With `fp16`, one is made when None is given.
+        scheduler: A learning-rate scheduler, stepped once after each update.
+        recover: Whether to repeat a batch in smaller micro-batches after an out-of-memory error. If False, the error
+            is raised after the state is restored.
+        check_finite: Whether to refuse an update with a loss or (with `clip_norm`) a gradient that is not finite. With
+            a scaler, which skips such updates itself, only a loss of NaN is refused.
+        batchnorm: How BatchNorm in training mode treats the micro-batches. `micro` (default): as in PyTorch, each by
+            itself. `running`: normalise by the micro-batch, but update the running statistics once, as the full batch
+            would. `frozen`: normalise by the running statistics and leave them as they are, so that the gradient is
+            exactly the full batch's; weight and bias still train.
+        split: `split(batch, sizes)`: a list of parts with these numbers of samples, for batches in which samples are
+            not rows of tensors (graphs, images of many patches, packed tokens). Give `size` with it.
+        size: `size(batch)`: the number of samples in the batch.
+        multiple_of: The number of samples that every micro-batch and every batch is a multiple of. Default: 1.
+        accumulate_in: `fp32` (default): sum the gradients of half-precision parameters in float32. `parameters`: sum
+            them in their own dtype, which needs no memory beyond `.grad` but rounds each part (with a warning).
+        observer: A `StepObserver`, called as a step proceeds. It replaces the warning about an out-of-memory error.
 
     Raises:
-        UsageError: An argument cannot be honoured, or the plan is for something else: says what differs.
-        WorkloadError: `loss`, `criterion`, `weight` and `reduction` do not go together.
+        UsageError: An argument is invalid, or the plan was made for something else; the message names the difference.
+        WorkloadError: `loss`, `criterion`, `weight` and `reduction` contradict each other.
     """
 
     def __init__(
@@ -152,9 +153,9 @@ class Accumulator:
         check_optimizer(optimizer, model)
         check_scheduler(scheduler, optimizer)
         check_clip_norm(clip_norm)
-        self._each = 1 if plan is None else int(getattr(plan, "multiple_of", 1))
+        self._multiple_of = 1 if plan is None else int(getattr(plan, "multiple_of", 1))
         if multiple_of is not None:
-            self._each = checked_micro_batch(multiple_of, what="multiple_of")
+            self._multiple_of = checked_micro_batch(multiple_of, what="multiple_of")
         self.micro_batch = choose_ceiling(plan, micro_batch)
         chosen = choose_option(plan, "precision", precision, "fp32")
         check_precision(chosen)
@@ -163,21 +164,21 @@ class Accumulator:
         )
         if split is not None or size is not None:
             objective = dataclasses.replace(objective, batching=read_batching(split, size))
-        norms = checked_batchnorm(
+        batchnorm_mode = checked_batchnorm(
             choose_option(plan, "batchnorm", batchnorm, "micro"), model, objective.criterion_module
         )
-        sums = read_accumulate_in(choose_option(plan, "accumulate_in", accumulate_in, "fp32"), UsageError)
+        sum_dtype = read_accumulate_in(choose_option(plan, "accumulate_in", accumulate_in, "fp32"), UsageError)
         if plan is not None:
-            check_plan(plan, model, optimizer, objective, chosen, norms, sums)
+            check_plan(plan, model, optimizer, objective, chosen, batchnorm_mode, sum_dtype)
         objective.move_criterion(model_device(model))
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
         self.phase: StepPhase = "batch"
         self._model, self._optimizer, self._objective = model, optimizer, objective
-        self._clip_norm, self._scaler, self._sums_wide = clip_norm, scaler, sums == "fp32"
+        self._clip_norm, self._scaler, self._sums_in_fp32 = clip_norm, scaler, sum_dtype == "fp32"
         self._recover, self._check_finite, self._observer = recover, check_finite, observer
         self._updater = Updater(optimizer, scaler, scheduler)
-        self._backpropagation = BACKPROPAGATIONS[norms](
-            model, objective, precision=chosen, scaler=scaler, enter=self._enter
+        self._backpropagation = BACKPROPAGATIONS[batchnorm_mode](
+            model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase
         )
         self._interrupts = DelayedInterrupts()
         self._generators = module_generators(self._modules())
@@ -186,28 +187,29 @@ class Accumulator:
 
     @property
     def micro_batch(self) -> int:
-        """The ceiling: the most samples run at once. A retry lowers it; set it to raise it again."""
+        """The most samples run at once. A retry after an out-of-memory error lowers it; set it to raise it again."""
         return self._micro_batch
 
     @micro_batch.setter
     def micro_batch(self, value: int) -> None:
-        self._micro_batch = checked_micro_batch(value, self._each)
+        self._micro_batch = checked_micro_batch(value, self._multiple_of)
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether nobody knows what state model and optimizer are in: an update was cut in two, or not put back."""
+        """True if an update failed half-way or could not be undone, so that the training state is unknown."""
         return self._updater.is_interrupted
 
     def step(self, batch: Any) -> StepResult:
-        """Make one update from the effective batch `batch`, on any device.
+        """Make one update from the effective batch `batch`, which may be on any device.
+
+        The state is as before the step when it raises anything but UpdateInterrupted.
 
         Raises:
-            DoesNotFitError: Not even one sample at a time fits; the state is as before.
-            UpdateInterrupted: The update failed half-way, now or earlier.
+            DoesNotFitError: Not even the smallest micro-batch fits.
+            UpdateInterrupted: The update failed half-way, now or in an earlier step.
             WorkloadError: The batch cannot be split, or the loss is not usable.
-            NonFiniteError: `check_finite` is asked for, and the loss or the gradient is not; the state is as before.
-            UsageError: The mode of BatchNorm could not be kept, or there are several ranks by now; the state is as
-                before.
+            NonFiniteError: The loss or the gradient is not finite, and `check_finite` is set.
+            UsageError: The chosen BatchNorm mode could not be kept, or the process is now one of several ranks.
         """
         with self._interrupts:
             return self._run([batch])
@@ -218,12 +220,12 @@ class Accumulator:
             for window in windows(loader, iter_size):
                 result = accumulator.step_parts(window)
 
-        Each keeps its own form (padding, say), is weighted by what it has, and is cut further where it is larger than
-        `micro_batch`. A short last window is right as it is.
+        Micro-batches may differ in form, such as the length they are padded to, and each counts by its own weight. One
+        that is larger than `micro_batch` is split further. A last window with fewer of them is weighted correctly.
 
         Raises:
-            UsageError: There is no micro-batch.
-            DoesNotFitError: As in `step`, like the other errors.
+            UsageError: `batches` is empty.
+            DoesNotFitError: As in `step`; so are the other errors.
         """
         batches = list(batches)
         if not batches:
@@ -235,40 +237,42 @@ class Accumulator:
         self._updater.check()
         check_group()
         if torch.is_inference_mode_enabled():
-            raise UsageError("a step is called within torch.inference_mode()", hint="call it outside, to train")
+            raise UsageError("a step is called within torch.inference_mode()", hint="call it outside of that")
         batches = [self._objective.wrap_batch(batch) for batch in batches]
         sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
         for size in sizes:
-            check_multiple(size, self._each, "a batch's size")
+            check_multiple(size, self._multiple_of, "a batch's size")
         ceiling, failed_in = self.micro_batch, list[StepPhase]()
         while True:
-            cuts = [split_evenly(size, ceiling, self._each) for size in sizes]
+            cuts = [split_evenly(size, ceiling, self._multiple_of) for size in sizes]
             outcome = self._attempt(batches, cuts, retries=len(failed_in))
             if isinstance(outcome, StepResult):
                 self.micro_batch = ceiling
                 return outcome
             failed_in.append(self.phase)
             largest = max(max(cut) for cut in cuts)
-            self._refuse(outcome, largest, failed_in, is_same=batch_versions(batches) == versions)
+            self._raise_unless_repeatable(
+                outcome, largest, failed_in, batch_unchanged=batch_versions(batches) == versions
+            )
             clear_frames(outcome)
             del outcome
             release_memory(model_device(self._model))
-            ceiling = shrink(largest, len(failed_in) - 1, self._each)
+            ceiling = shrink(largest, len(failed_in) - 1, self._multiple_of)
             if self._observer is not None:
                 self._observer.out_of_memory(self.phase, largest, ceiling)
             else:
                 warn_caller(
                     f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
-                    f" repeated with at most {ceiling}, and later steps keep to that"
+                    f" repeated in micro-batches of at most {ceiling}, and so are later ones"
                 )
 
     def _attempt(
         self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int
     ) -> StepResult | BaseException:
-        """Make one update from `batches`, each cut into parts of `cuts` samples.
+        """Make one update from `batches`, each split into parts of `cuts` samples, and return its result or its error.
 
-        What it raises is returned, so that nobody recovers while handling it: a handled exception would pin the
-        tensors of every frame it passed through. By then the state is as before, unless it is UpdateInterrupted.
+        An error is returned, not raised: while an exception is handled, it keeps the tensors of all its frames alive.
+        The state is restored by then, unless the error is UpdateInterrupted.
         """
         transaction = None
         try:
@@ -288,51 +292,53 @@ class Accumulator:
     def _update(
         self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int, transaction: Transaction
     ) -> StepResult:
-        self._enter("batch")
+        self._begin_phase("batch")
         parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
         sizes = tuple(size for cut in cuts for size in cut)
         shares = make_shares([self._objective.weight(part) for part in parts], self._objective.reduction)
         if not any(map(has_weight, shares)):
             return StepResult(math.nan, sum(sizes), sizes, None, retries, updated=False, terms={})
         record, buffers = self._accumulate(parts, shares)
-        self._enter("clip")
+        self._begin_phase("clip")
         loss, terms, norm = self._measure(record, buffers)
         if self._check_finite:
             self._refuse_nonfinite(loss, norm)
-        self._enter("update")
+        self._begin_phase("update")
         if buffers is not None:
-            buffers.settle()
+            buffers.write_gradients()
         updated = self._updater.run(transaction)
         return StepResult(loss, sum(sizes), sizes, norm, retries, updated, terms)
 
     def _accumulate(self, parts: Sequence[Any], shares: Sequence[Weights]) -> tuple[LossRecord, GradientBuffers | None]:
         accumulates = sum(map(has_weight, shares)) > 1
         trained = optimizer_parameters(self._optimizer)
-        buffers = GradientBuffers(trained, wide=self._sums_wide) if accumulates and needs_buffers(trained) else None
-        watch = ForwardSideEffects(self._model, parts) if self._is_first else None
+        buffers = (
+            GradientBuffers(trained, in_fp32=self._sums_in_fp32) if accumulates and needs_buffers(trained) else None
+        )
+        side_effects = ForwardSideEffects(self._model, parts) if self._is_first else None
         versions = BufferVersions(self._model) if accumulates and not self._has_accumulated else None
-        said = [] if self._has_warned else self._backpropagation.cautions(accumulates=accumulates)
+        messages = [] if self._has_warned else self._backpropagation.warnings(accumulates=accumulates)
         record = self._backpropagation.run(parts, shares, buffers)
-        self._has_warned, self._is_first = self._has_warned or bool(said), False
-        said += [] if watch is None else watch.warnings()
+        self._has_warned, self._is_first = self._has_warned or bool(messages), False
+        messages += [] if side_effects is None else side_effects.warnings()
         if versions is not None:
             self._has_accumulated = True
-            rounds = buffers is not None and not self._sums_wide
-            said += [
+            rounds = buffers is not None and not self._sums_in_fp32
+            messages += [
                 *load_balancing_warning(self._model),
                 *versions.warnings(),
                 *([rounding_warning(trained)] * rounds),
             ]
             if text := ignored_labels_warning(self._objective, self._model, parts):
                 warn_caller(text, WeightingWarning)
-        for text in said:
+        for text in messages:
             warn_caller(text)
         return record, buffers
 
     def _measure(
         self, record: LossRecord, buffers: GradientBuffers | None
     ) -> tuple[float, dict[str, float], float | None]:
-        """Unscale, clip, and read everything at once: the only synchronisation, and before anything is written."""
+        """Unscale and clip the gradients, then read loss, terms and norm in the step's only synchronisation."""
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
         scalars = record.values
@@ -347,7 +353,7 @@ class Accumulator:
         return *record.total(values[:count]), values[count] if self._clip_norm is not None else None
 
     def _refuse_nonfinite(self, loss: float, norm: float | None) -> None:
-        """A scaler skips an infinite gradient, and what overflowed by its scale: that is no fault of the training."""
+        """Raise NonFiniteError; with a scaler, which skips what overflowed by its own scale, only for a loss of NaN."""
         seen = None
         if math.isnan(loss) or (self._scaler is None and math.isinf(loss)):
             seen = f"the loss is {loss}"
@@ -362,7 +368,7 @@ class Accumulator:
             )
 
     def _roll_back(self, transaction: Transaction, error: BaseException) -> BaseException:
-        """Undo everything and give `error` back; UpdateInterrupted when that cannot be done."""
+        """Restore the state and return `error`, or UpdateInterrupted if that fails."""
         if isinstance(error, UpdateInterrupted) or self._updater.is_interrupted:
             return error
         if is_context_dead(error):
@@ -377,7 +383,7 @@ class Accumulator:
         except Exception as second:
             self._updater.is_interrupted = True
             interrupted = UpdateInterrupted(
-                f"a step failed, and its state could not be put back ({type(second).__name__}: {second})",
+                f"a step failed, and the state before it could not be restored ({type(second).__name__}: {second})",
                 hint="load a checkpoint and make a new Accumulator",
             )
             interrupted.__cause__ = error
@@ -395,26 +401,28 @@ class Accumulator:
             everything.extend(criterion.parameters())
         return list({id(parameter): parameter for parameter in everything}.values())
 
-    def _enter(self, phase: StepPhase) -> None:
+    def _begin_phase(self, phase: StepPhase) -> None:
         self._interrupts.deliver()
         self.phase = phase
         if self._observer is not None:
             self._observer.phase(phase)
 
-    def _refuse(self, error: BaseException, largest: int, failed_in: list[StepPhase], *, is_same: bool) -> None:
-        """Raise `error`, or the clear no it means, unless the batch can be repeated in smaller parts."""
+    def _raise_unless_repeatable(
+        self, error: BaseException, largest: int, failed_in: list[StepPhase], *, batch_unchanged: bool
+    ) -> None:
+        """Raise `error`, or DoesNotFitError in its place, unless the batch can be repeated in smaller parts."""
         try:
-            shortage = None if isinstance(error, UpdateInterrupted) else find_out_of_memory(error)
-            if shortage is None or not self._recover:
+            oom = None if isinstance(error, UpdateInterrupted) else find_out_of_memory(error)
+            if oom is None or not self._recover:
                 raise error
-            if not is_same:
+            if not batch_unchanged:
                 warn_caller("memory ran out, and forward has changed the batch in place: it cannot be repeated")
                 raise error
-            # What an update needs does not depend on the micro-batch: twice is enough, once may be fragmentation.
+            # An update's memory does not depend on the micro-batch: a first failure may be fragmentation, two are not.
             is_update = failed_in[-2:] == ["update", "update"]
-            if largest > self._each and not is_update:
+            if largest > self._multiple_of and not is_update:
                 return
-            if not shortage.certain:
+            if not oom.certain:
                 raise error
             clear_frames(error)
             if is_update:
@@ -422,7 +430,7 @@ class Accumulator:
                     "the update runs out of memory, whatever the micro-batch",
                     hint="free memory on the device, or use an optimizer with less state",
                 ) from error
-            least = "one sample" if self._each == 1 else f"{self._each} samples"
+            least = "one sample" if self._multiple_of == 1 else f"{self._multiple_of} samples"
             raise DoesNotFitError(
                 f"not even {least} at a time fits: out of memory ({self.phase})",
                 hint="free memory on the device, shorten the samples, or lower the precision",
@@ -437,7 +445,7 @@ def _drop_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def _read(scalars: Sequence[Tensor]) -> list[float]:
-    """The values of scalars of any dtype and device, in one transfer."""
+    """Read scalars of any dtype and device in one transfer."""
     device = scalars[0].device
     values = torch.stack([scalar.to(device) for scalar in scalars]).tolist()
     return [float(value) for value in values]

@@ -1,4 +1,4 @@
-"""Forward and backward over the parts of one effective batch, each with its share of the loss."""
+"""Forward and backward over the parts of one effective batch, each multiplied by its share of the loss."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from autoaccum.workload.objective import Objective, Reduction, Weights, match_we
 
 
 def make_shares(weights: Sequence[Weights], reduction: Reduction) -> tuple[Weights, ...]:
-    """What the loss of each part is multiplied by, a number or one for each term; 0 leaves it out.
+    """Return the factor of each part's loss: a number, or one for each term of the loss.
 
-    A mean's parts count by their weight over the total; a sum's are not divided, and only left out at weight zero.
+    For a mean it is the part's weight over the total weight, for a sum 1.0. A part of weight zero has the factor 0 and
+    is not run.
 
     Raises:
-        WorkloadError: The weights of the parts are not alike: different terms, or numbers and mappings.
+        WorkloadError: The parts' weights name different terms, or are numbers for some and mappings for others.
 
     >>> make_shares([3.0, 1.0, 0.0], "mean")
     (0.75, 0.25, 0.0)
@@ -49,7 +50,7 @@ def make_shares(weights: Sequence[Weights], reduction: Reduction) -> tuple[Weigh
 
 
 def has_weight(weight: Weights) -> bool:
-    """Whether `weight`, or one of its terms, is above zero."""
+    """Return whether `weight`, or one of its terms, is above zero."""
     return any(value > 0 for value in weight.values()) if isinstance(weight, dict) else weight > 0
 
 
@@ -64,12 +65,12 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass
 class LossRecord:
-    """The parts' losses; scalars that stay on their device until all are read at once.
+    """The losses of the parts, as scalars that stay on their device until all are read at once.
 
     Attributes:
-        names: Every term that was seen, in order.
-        shares: Term and share of each entry of `values`.
-        values: The unscaled loss of one term of one part each.
+        names: The names of all terms, in order.
+        shares: The term's name and the share of each entry of `values`.
+        values: The unscaled losses, one for each term of each part.
     """
 
     names: dict[str, None] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class LossRecord:
     values: list[Tensor] = field(default_factory=list)
 
     def total(self, values: Sequence[float]) -> tuple[float, dict[str, float]]:
-        """The effective batch's loss and its terms, from the `values` read; NaN for a term without weight anywhere."""
+        """Return the effective batch's loss and its terms from the `values` read; a term without weight is NaN."""
         sums: dict[str, float] = {}
         for (name, share), value in zip(self.shares, values, strict=True):
             sums[name] = sums.get(name, 0.0) + share * value
@@ -85,15 +86,15 @@ class LossRecord:
 
 
 class Backpropagation:
-    """Runs parts forward and backward, so that their gradients add up to the effective batch's.
+    """Runs forward and backward of each part, so that the gradients add up to the effective batch's.
 
-    BatchNorm is PyTorch's own; other modes are classes of their own (`batchnorm_modes`). Parts are moved to the device
-    of the model's first parameter; `enter` is called with each phase as it begins.
+    BatchNorm works as in PyTorch; `batchnorm_modes` has a subclass for each other mode. Parts are moved to the device
+    of the model's first parameter. `on_phase` is called with each phase as it begins.
     """
 
-    _caution = (
-        'the gradient is not the full batch\'s, which batchnorm="running" mends for running statistics only,'
-        ' batchnorm="frozen" or GroupNorm wholly'
+    _consequence = (
+        'the gradient is not the full batch\'s; batchnorm="frozen" or GroupNorm correct that, batchnorm="running"'
+        " corrects only the running statistics"
     )
 
     def __init__(
@@ -103,46 +104,46 @@ class Backpropagation:
         *,
         precision: str,
         scaler: GradScaler | None,
-        enter: Callable[[StepPhase], None],
+        on_phase: Callable[[StepPhase], None],
     ) -> None:
         self._model = model
         self._objective = objective
         self._criterion = objective.criterion_module
         self._precision = precision
         self._scaler = scaler
-        self._enter = enter
-        self._looks = self._has_looked = False
+        self._on_phase = on_phase
+        self._check_loss = self._has_checked_loss = False
 
     def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
-        """Go through `parts` one by one; the graph of each is freed by its own backward.
+        """Run `parts` one by one; each one's backward frees its graph.
 
-        Parts without share are left out: their loss may be 0/0.
+        Parts without weight are not run, since their loss may be 0/0.
         """
         record = LossRecord()
-        self._looks = not self._has_looked and sum(map(has_weight, shares)) > 1
+        self._check_loss = not self._has_checked_loss and sum(map(has_weight, shares)) > 1
         device = model_device(self._model)
         with torch.enable_grad(), nullcontext() if buffers is None else buffers:
             for part, share in zip(parts, shares, strict=True):
                 if has_weight(share):
-                    self._enter("batch")
+                    self._on_phase("batch")
                     self._run_part(move_batch(part, device), share, buffers, record)
         return record
 
-    def cautions(self, *, accumulates: bool) -> list[str]:
-        """Sentences on what BatchNorm will not do as for the full batch, before parts are run."""
+    def warnings(self, *, accumulates: bool) -> list[str]:
+        """Return warnings about BatchNorm; there are none unless the step `accumulates` several parts."""
         names = batchnorm_names(self._model, self._criterion) if accumulates else []
-        return [f"BatchNorm normalises by the micro-batch in {list_names(names)}: {self._caution}"] if names else []
+        return [f"BatchNorm normalises by the micro-batch in {list_names(names)}: {self._consequence}"] if names else []
 
     def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
-        self._enter("forward")
-        # Around a whole loop, the user's own autocast would keep the weights it cast before an update.
+        self._on_phase("forward")
+        # An autocast of the user's around the whole loop would keep the weights that it cast before an update.
         torch.clear_autocast_cache()
         with autocast(self._precision, model_device(self._model)):
             terms = self._terms(part)
         torch.clear_autocast_cache()
         shares = match_weights(weights, terms)
         record.names.update(dict.fromkeys(terms))
-        # The buffers multiply by the common share, in their own precision: a bf16 loss would round it by 0.4 %.
+        # The buffers multiply by the common share in float32: multiplied into a bf16 loss, it would be 0.4 % off.
         common = 1.0 if buffers is None else max(shares.values())
         if buffers is not None:
             buffers.share = common
@@ -152,15 +153,15 @@ class Backpropagation:
                 record.shares.append((name, share))
                 record.values.append(terms[name].detach().clone())
         loss = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
-        if self._looks:
-            self._looks, self._has_looked = False, True
+        if self._check_loss:
+            self._check_loss, self._has_checked_loss = False, True
             if compares_samples(loss, self._model, part):
                 warn_caller(COMPARES_SAMPLES)
-        self._enter("backward")
+        self._on_phase("backward")
         self._backward(loss)
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
-        """Forward of a part."""
+        """Run the forward of a part and return the terms of its loss."""
         return self._objective.terms(self._model, part)
 
     def _backward(self, loss: Tensor) -> None:
@@ -172,12 +173,12 @@ class Backpropagation:
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """Forward's precision on `device`: `bf16` and `fp16` by torch.autocast, `fp32` as it is."""
+    """Return the context of a forward in `precision` on `device`: autocast for `bf16` and `fp16`, none for `fp32`."""
     return torch.autocast(device.type, dtype=_AUTOCAST[precision]) if precision in _AUTOCAST else nullcontext()
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """The device of the first parameter, or buffer, of `model`; the CPU when it has none."""
+    """Return the device of the first parameter of `model`, or else of its first buffer, or else the CPU."""
     tensor: Tensor | None = next(model.parameters(), None)
     if tensor is None:
         tensor = next(model.buffers(), None)

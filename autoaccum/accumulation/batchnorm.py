@@ -1,4 +1,4 @@
-"""BatchNorm under accumulation: it sees the micro-batch, not the effective batch."""
+"""Find BatchNorm modules, which under accumulation see the micro-batch and not the effective batch."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _SCRIPTED = tuple(kind.__name__ for kind in BATCHNORMS)
 
 
 def named_modules(model: nn.Module, criterion: nn.Module | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Every module of `model`, and of its criterion where that is one, by name; a root by that of its class."""
-    known: set[nn.Module] = set()
+    """Yield name and module for all modules of `model` and of a criterion that is one; a root is named by its class."""
+    seen: set[nn.Module] = set()
     for prefix, root in (("", model), ("criterion.", criterion)):
-        for name, module in () if root is None else root.named_modules(known):
+        for name, module in () if root is None else root.named_modules(seen):
             yield prefix + (name or type(module).__name__), module
 
 
 def find_batchnorms(model: nn.Module, criterion: nn.Module | None = None) -> Iterator[_BatchNorm]:
-    """Every BatchNorm module of both, in any mode."""
+    """Yield every BatchNorm module of the model and the criterion, in training mode or not."""
     return (module for _, module in named_modules(model, criterion) if isinstance(module, BATCHNORMS))
 
 
 def batchnorm_names(model: nn.Module, criterion: nn.Module | None = None) -> list[str]:
-    """The BatchNorm modules (also SyncBatchNorm, and TorchScript's) that normalise by the batch as they stand.
+    """Return the names of the BatchNorm modules (also SyncBatchNorm and scripted ones) that now normalise by the batch.
 
-    Those are the ones in training mode, and those without running statistics in any mode.
+    Those are the ones in training mode, and those without running statistics.
     """
     return [
         name
@@ -46,9 +46,9 @@ def batchnorm_names(model: nn.Module, criterion: nn.Module | None = None) -> lis
 
 
 def frozen_warning(model: nn.Module, criterion: nn.Module | None = None) -> str | None:
-    """One sentence where `batchnorm="frozen"` would normalise by statistics that nothing was ever estimated from."""
+    """Return a warning if `batchnorm="frozen"` would normalise by running statistics that were never estimated."""
     norms = [norm for norm in find_batchnorms(model, criterion) if _is_readable(norm.running_mean)]
-    if not norms or not all(map(_is_untouched, norms)):
+    if not norms or not all(map(_is_initial, norms)):
         return None
     return (
         'batchnorm="frozen" normalises by running statistics, and these were never estimated (mean 0, variance 1):'
@@ -57,7 +57,7 @@ def frozen_warning(model: nn.Module, criterion: nn.Module | None = None) -> str 
 
 
 def check_frozen(model: nn.Module, criterion: nn.Module | None = None) -> None:
-    """Refuse to freeze BatchNorms that have no running statistics to normalise by."""
+    """Raise UsageError if a BatchNorm has no running statistics, and so cannot be frozen."""
     norms = [(name, module) for name, module in named_modules(model, criterion) if isinstance(module, BATCHNORMS)]
     if names := [name for name, module in norms if module.running_mean is None]:
         raise UsageError(
@@ -67,12 +67,12 @@ def check_frozen(model: nn.Module, criterion: nn.Module | None = None) -> None:
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Within it torch.compile does nothing. Asked of torch only where that is loaded: it takes a second."""
+    """Return a context in which torch.compile does nothing. Does not load torch._dynamo, which takes a second."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def is_scripted(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm of TorchScript's."""
+    """Return whether `module` is a BatchNorm compiled by TorchScript."""
     return isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in _SCRIPTED
 
 
@@ -80,5 +80,5 @@ def _is_readable(tensor: Tensor | None) -> bool:
     return tensor is not None and is_plain_tensor(tensor) and not tensor.is_meta
 
 
-def _is_untouched(norm: _BatchNorm) -> bool:
+def _is_initial(norm: _BatchNorm) -> bool:
     return not norm.get_buffer("running_mean").any() and bool((norm.get_buffer("running_var") == 1).all())

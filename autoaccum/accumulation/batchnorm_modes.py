@@ -1,4 +1,4 @@
-"""The parts of an update, run by what BatchNorm is to see and to remember of them."""
+"""The BatchNorm modes of an update in micro-batches: `micro`, `running` and `frozen`."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from autoaccum.options import BatchNormMode
 from autoaccum.workload.objective import Weights
 
 
-class _Call:
-    """The k-th call of a module in every part, as one: the first two moments of what it normalised.
+class _Moments:
+    """The mean and squared deviations of the inputs of a module's k-th call, taken over all parts.
 
     Attributes:
-        momentum: Its momentum; None: the cumulative average.
-        count: Values of each channel.
-        mean: Their mean, in the widest precision their device has.
-        squares: The sum of their squared deviations from it.
+        momentum: The module's momentum; None is the cumulative average.
+        count: The number of values of each channel.
+        mean: Their mean, in the widest precision of their device.
+        squares: The sum of their squared deviations from the mean.
     """
 
     mean: Tensor
@@ -43,8 +43,8 @@ class _Call:
     def __init__(self, momentum: float | None) -> None:
         self.momentum, self.count = momentum, 0
 
-    def take(self, count: int, mean: Tensor, variance: Tensor) -> None:
-        """Take a part's in; torch leaves running statistics alone where there are no values.
+    def add(self, count: int, mean: Tensor, variance: Tensor) -> None:
+        """Add the moments of one part; like PyTorch, leave the statistics alone where there are no values.
 
         Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
         Stanford CS-TR-79-773, 1979.
@@ -52,40 +52,39 @@ class _Call:
         if not count:
             return
         dtype = torch.float32 if mean.device.type == "mps" else torch.float64
-        own, squares = mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1)
+        part_mean, squares = mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1)
         if self.count:
-            self._add(count, own, squares)
+            self._merge(count, part_mean, squares)
         else:
-            self.count, self.mean, self.squares = count, own, squares
+            self.count, self.mean, self.squares = count, part_mean, squares
 
-    def _add(self, count: int, mean: Tensor, squares: Tensor) -> None:
-        both, apart = self.count + count, mean - self.mean
-        self.mean.add_(apart, alpha=count / both)
-        self.squares.add_(squares).add_(apart.square_(), alpha=self.count * count / both)
-        self.count = both
+    def _merge(self, count: int, mean: Tensor, squares: Tensor) -> None:
+        total, difference = self.count + count, mean - self.mean
+        self.mean.add_(difference, alpha=count / total)
+        self.squares.add_(squares).add_(difference.square_(), alpha=self.count * count / total)
+        self.count = total
 
 
-class _Watched:
-    """One BatchNorm, watched through the forwards and backwards of one update.
+class _StatisticsRecorder:
+    """Records what one BatchNorm normalises during an update, and then updates its running statistics once.
 
-    While it is entered, calls leave its running statistics as they are. Those within a part's forward count: the k-th
-    in every part is the k-th call of the full batch. What is called again in backward (checkpointing) does not.
-    `settle` then makes the update that the full batch would have made.
+    While it is entered, calls of the module leave its running statistics as they are. The k-th calls of all parts'
+    forwards together stand for the full batch's k-th call. Calls during backward (checkpointing) do not count.
 
-    A call's moments cost no pass over its input: with a momentum of 1, the running statistics it leaves behind are
-    the mean and the unbiased variance of what it normalised (torch/nn/modules/batchnorm.py). Each call writes into
-    buffers of its own: those of the module are saved for backward, which forbids to change them until then. They and
-    the momentum are exchanged during a call only, so that code elsewhere finds the module's own.
+    Recording needs no pass over the input: with a momentum of 1, a call leaves the mean and the unbiased variance of
+    its input in the running statistics (torch/nn/modules/batchnorm.py). Each call writes into buffers of its own,
+    since autograd saves the module's for backward and forbids to change them until then. Buffers and momentum are
+    replaced during a call only, so that other code finds the module's own.
 
     Attributes:
-        next: Which call of a part comes next; None outside of their forwards.
+        next: The index of the next call in a part's forward; None outside of forwards.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
-        self._own = {name: module.get_buffer(name) for name in STATISTICS if getattr(module, name) is not None}
-        self._calls: list[_Call] = []
-        self._put_aside: _Call | None = None
+        self._buffers = {name: module.get_buffer(name) for name in STATISTICS if getattr(module, name) is not None}
+        self._calls: list[_Moments] = []
+        self._current: _Moments | None = None
         self._hooks: list[Any] = []
         self.next: int | None = None
 
@@ -96,147 +95,147 @@ class _Watched:
         ]
 
     def __exit__(self, *_: object) -> None:
-        self._put_back()
+        self._restore()
         for hook in self._hooks:
             hook.remove()
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Update the running statistics from all that counted."""
+    def update_statistics(self) -> None:
+        """Update the running statistics as the full batch would have done."""
         for call in self._calls:
             share: float | Tensor = 0.0 if call.momentum is None else call.momentum
-            number = self._own.get("num_batches_tracked")
+            number = self._buffers.get("num_batches_tracked")
             if number is not None:
                 number.add_(1)
-                if call.momentum is None and call.count:  # torch's cumulative average
+                if call.momentum is None and call.count:  # the cumulative average
                     share = 1.0 / number.to(call.mean.dtype)
             if call.count:
                 for name, value in (("running_mean", call.mean), ("running_var", call.squares / (call.count - 1))):
-                    self._own[name].copy_(self._own[name].to(value.dtype) * (1.0 - share) + value * share)
+                    self._buffers[name].copy_(self._buffers[name].to(value.dtype) * (1.0 - share) + value * share)
 
     @torch.no_grad()
     def _begin(self, module: nn.Module, _: Any) -> None:
-        self._put_back()
+        self._restore()
         if self._module.training and self._module.track_running_stats:
-            self._put_aside = _Call(self._module.momentum)
+            self._current = _Moments(self._module.momentum)
             self._module.momentum = 1.0
-            module._buffers.update({name: buffer.clone() for name, buffer in self._own.items()})
+            module._buffers.update({name: buffer.clone() for name, buffer in self._buffers.items()})
 
     @torch.no_grad()
     def _end(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Also called where forward has raised: `output` is None then, and nothing was seen."""
-        if self._put_aside is not None and output is not None and self.next is not None:
+        """Add the call's moments. PyTorch also calls this when forward raised, with None as `output`."""
+        if self._current is not None and output is not None and self.next is not None:
             if self.next == len(self._calls):
-                self._calls.append(self._put_aside)
+                self._calls.append(self._current)
             inputs = args[0] if args else next(iter(kwargs.values()))
             mean, variance = module.get_buffer("running_mean"), module.get_buffer("running_var")
-            self._calls[self.next].take(inputs.numel() // mean.numel(), mean, variance)
+            self._calls[self.next].add(inputs.numel() // mean.numel(), mean, variance)
             self.next += 1
-        self._put_back()
+        self._restore()
 
-    def _put_back(self) -> None:
-        if self._put_aside is not None:
-            self._module.momentum = self._put_aside.momentum
-            self._module._buffers.update(self._own)
-            self._put_aside = None
+    def _restore(self) -> None:
+        if self._current is not None:
+            self._module.momentum = self._current.momentum
+            self._module._buffers.update(self._buffers)
+            self._current = None
 
 
 class RunningBackpropagation(Backpropagation):
-    """Each part is normalised by itself; running statistics become what the full batch's update makes of them.
+    """Normalises each part by itself, and updates running statistics once, as the full batch would.
 
-    Parts without weight are not run, so that they do not count: only there do these differ from the full batch's.
-    What torch.compile has compiled before would not notice that it is watched, and runs as it was written.
+    Parts without weight are not run and so do not count, which is the only difference from the full batch's statistics.
+    torch.compile is off meanwhile: code compiled before ignores hooks that were registered later.
     """
 
-    _caution = (
+    _consequence = (
         'running statistics are the full batch\'s, the gradient is not (it is with batchnorm="frozen" or GroupNorm)'
     )
-    _statistics: Sequence[_Watched]
+    _recorders: Sequence[_StatisticsRecorder]
     _is_first = True
 
     def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
-        """As every Backpropagation; the statistics begin anew, also when a step is repeated.
+        """Run `parts` as every Backpropagation does; each run, also a repeated one, collects statistics of its own.
 
         Raises:
-            UsageError: Running statistics were changed by what could not be watched.
+            UsageError: Running statistics were changed by a call that runs no hooks.
         """
         norms = {
             name: module
             for name, module in named_modules(self._model, self._criterion)
             if isinstance(module, BATCHNORMS) and module.running_mean is not None
         }
-        changed = _statistics_of(norms if self._is_first else {})
-        self._statistics = [_Watched(module) for module in norms.values()]
+        find_changed = _watch_statistics(norms if self._is_first else {})
+        self._recorders = [_StatisticsRecorder(module) for module in norms.values()]
         with ExitStack() as stack:
-            if norms:  # Compiled code looks for no hooks that came later.
+            if norms:
                 stack.enter_context(uncompiled())
-            for watched in self._statistics:
-                stack.enter_context(watched)
+            for recorder in self._recorders:
+                stack.enter_context(recorder)
             record = super().run(parts, shares, buffers)
-        if names := changed():
+        if names := find_changed():
             raise UsageError(
-                f'batchnorm is "running", and the running statistics of {list_names(names)} were changed unseen: by a'
-                " call of forward itself, or of a function",
-                hint='call the module, as in self.norm(x), or take batchnorm="micro"',
+                f'batchnorm is "running", and the running statistics of {list_names(names)} were changed by a'
+                " direct call of forward() or of a function",
+                hint='call the module, as in self.norm(x), or use batchnorm="micro"',
             )
         self._is_first = False
-        for watched in self._statistics:
-            watched.settle()
+        for recorder in self._recorders:
+            recorder.update_statistics()
         return record
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
         try:
-            for watched in self._statistics:
-                watched.next = 0
+            for recorder in self._recorders:
+                recorder.next = 0
             return super()._terms(part)
         finally:
-            for watched in self._statistics:
-                watched.next = None
+            for recorder in self._recorders:
+                recorder.next = None
 
 
 class FrozenBackpropagation(Backpropagation):
-    """BatchNorm is at rest: running statistics normalise and stay as they are, weight and bias train."""
+    """Normalises by the running statistics and leaves them as they are; BatchNorm's weight and bias train."""
 
-    _resting: Mapping[str, nn.Module]
+    _frozen: Mapping[str, nn.Module]
     _is_first = True
 
     def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
-        """As every Backpropagation.
+        """Run `parts` as every Backpropagation does, with BatchNorm modules in eval mode.
 
         Raises:
-            UsageError: A BatchNorm keeps no running statistics, or the loss woke it up.
+            UsageError: A BatchNorm has no running statistics, or the loss put it back into training mode.
         """
         check_frozen(self._model, self._criterion)
-        self._resting = {
+        self._frozen = {
             name: module
             for name, module in named_modules(self._model, self._criterion)
             if isinstance(module, BATCHNORMS) and module.training
         }
-        changed = _statistics_of(self._resting if self._is_first else {})
-        before = _training_calls(self._resting)
+        find_changed = _watch_statistics(self._frozen if self._is_first else {})
+        before = _training_calls(self._frozen)
         try:
             record = super().run(parts, shares, buffers)
         finally:
-            for module in self._resting.values():
+            for module in self._frozen.values():
                 module.training = True
-        after = _training_calls(self._resting)
-        if names := changed() or [name for name in before if before[name] != after[name]]:
+        after = _training_calls(self._frozen)
+        if names := find_changed() or [name for name in before if before[name] != after[name]]:
             raise UsageError(
                 f'batchnorm is "frozen", and within the loss {list_names(names)} ran in training mode, by train() there'
                 " or a function, and changed running statistics",
-                hint='leave the mode of these modules alone within the loss, or take batchnorm="micro"',
+                hint='do not change the mode of these modules within the loss, or use batchnorm="micro"',
             )
         self._is_first = False
         return record
 
-    def cautions(self, *, accumulates: bool) -> list[str]:
-        """That the statistics mean nothing yet, where that is so; they are read once only."""
+    def warnings(self, *, accumulates: bool) -> list[str]:
+        """Return a warning if the running statistics were never estimated; they are read at the first step only."""
         warning = frozen_warning(self._model, self._criterion) if self._is_first else None
         return [] if warning is None else [warning]
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
-        for module in self._resting.values():
-            module.training = False  # It alone: what it has within (an activation, a dropout) trains.
+        for module in self._frozen.values():
+            module.training = False  # Not eval(), which would reach modules within it (an activation, a dropout).
         return super()._terms(part)
 
 
@@ -248,15 +247,15 @@ BACKPROPAGATIONS: Final[Mapping[BatchNormMode, type[Backpropagation]]] = {
 
 
 def checked_batchnorm(mode: Any, model: nn.Module, criterion: nn.Module | None = None) -> BatchNormMode:
-    """Refuse a mode that is unknown, or not to be had with `model` or its criterion; give the others back."""
+    """Return `mode`; raise UsageError if it is unknown, or impossible with `model` or its criterion."""
     if mode not in BACKPROPAGATIONS:
-        known = ", ".join(f'"{known}"' for known in BACKPROPAGATIONS)
-        raise UsageError(f"there is no batchnorm mode {mode!r}", hint=f"take one of {known}")
+        modes = ", ".join(f'"{name}"' for name in BACKPROPAGATIONS)
+        raise UsageError(f"there is no batchnorm mode {mode!r}", hint=f"take one of {modes}")
     scripted = [name for name, module in named_modules(model, criterion) if is_scripted(module)]
     if scripted and mode != "micro":
         raise UsageError(
-            f'batchnorm is "{mode}", and {list_names(scripted)} are TorchScript\'s, which cannot be watched',
-            hint='script the model after training, or take batchnorm="micro"',
+            f'batchnorm is "{mode}", and {list_names(scripted)} are TorchScript\'s, on which no hooks run',
+            hint='script the model after training, or use batchnorm="micro"',
         )
     if mode == "frozen":
         check_frozen(model, criterion)
@@ -264,25 +263,28 @@ def checked_batchnorm(mode: Any, model: nn.Module, criterion: nn.Module | None =
 
 
 def _training_calls(norms: Mapping[str, nn.Module]) -> dict[str, int]:
-    """Versions of the buffers in which `norms` count their calls in training mode: told without waiting for a card."""
+    """Return the versions of the `num_batches_tracked` of `norms`, which every call in training mode increments.
+
+    Reading a version does not synchronise with the GPU.
+    """
     counts = {name: getattr(module, "num_batches_tracked", None) for name, module in norms.items()}
     return {name: count._version for name, count in counts.items() if count is not None and not count.is_inference()}
 
 
-def _statistics_of(norms: Mapping[str, nn.Module]) -> Callable[[], list[str]]:
-    """What tells later which of `norms`, in training mode, have had their statistics written to: by their values.
+def _watch_statistics(norms: Mapping[str, nn.Module]) -> Callable[[], list[str]]:
+    """Return a function that names those of `norms` in training mode whose running statistics have changed since.
 
-    BatchNorm's kernels write to them without counting that as a version.
+    It compares values, since BatchNorm's kernels write to the statistics without raising their version.
     """
-    kept = [
-        (called, module, buffer, buffer.clone())
-        for called, module in norms.items()
+    copies = [
+        (path, module, buffer, buffer.clone())
+        for path, module in norms.items()
         for buffer in (getattr(module, name) for name in STATISTICS)
         if buffer is not None and is_plain_tensor(buffer) and not buffer.is_meta
     ]
 
-    def changed() -> list[str]:
-        written = (name for name, module, now, before in kept if module.training and not torch.equal(now, before))
-        return list(dict.fromkeys(written))
+    def find_changed() -> list[str]:
+        changed = (path for path, module, now, before in copies if module.training and not torch.equal(now, before))
+        return list(dict.fromkeys(changed))
 
-    return changed
+    return find_changed

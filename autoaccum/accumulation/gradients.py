@@ -1,4 +1,4 @@
-"""Gradients: summed where half precision would lose them, scaled for fp16, measured, and clipped once."""
+"""Sum gradients of half-precision parameters in float32, scale them for fp16, measure and clip them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 def choose_scaler(
     precision: str, scaler: GradScaler | None, device: torch.device, parameters: Iterable[Tensor]
 ) -> GradScaler | None:
-    """The scaler a step uses: the one given, for fp16 a new one if none was, else None.
+    """Return the scaler of a step: the one given, or a new one for fp16, or None.
 
     Raises:
-        UsageError: There is one, and a parameter it would unscale is of half precision.
+        UsageError: There is a scaler, and a parameter whose gradient it would unscale is of half precision.
     """
     if scaler is None and precision == "fp16":
         scaler = GradScaler(device.type)
@@ -32,38 +32,38 @@ def choose_scaler(
     if half is not None:
         raise UsageError(
             f"a GradScaler is used, and parameters are of {str(half).removeprefix('torch.')}",
-            hint="keep the parameters in float32, autocast lowers the precision; or leave scaler and fp16 away",
+            hint="keep the parameters in float32 and let autocast lower the precision, or omit scaler and fp16",
         )
     return scaler
 
 
 def restore_scaler(scaler: GradScaler, state: dict[str, Any]) -> None:
-    """Bring `scaler` back to `state`, its `state_dict` from before the step.
+    """Restore `scaler` to `state`, its `state_dict` from before the step.
 
-    `load_state_dict` leaves it "already unscaled"; `update` with a new scale begins a new iteration.
+    `load_state_dict` alone would leave it "already unscaled"; `update` with a new scale starts a new iteration.
     """
     try:
         scaler.update(new_scale=float(state["scale"]))
     except AssertionError:
-        # Never used, or memory ran out between the two tensors it creates on first use: its pickling protocol makes
-        # both lazy again.
+        # It was never used, or memory ran out between the two tensors that it creates on first use. Its pickling
+        # protocol makes both lazy again.
         scaler.__setstate__(scaler.__getstate__())
     scaler.load_state_dict(state)
 
 
 class GradientBuffers:
-    """Sums of micro-gradients, in float32 where the parameters are of half precision, unless `wide` is False.
+    """Sums of the micro-batches' gradients, in float32 where parameters are of half precision.
 
-    Adding many small gradients in bf16 rounds them away: 1,024 of them end 3 % off. While the buffers are
-    entered, each gradient moves out of `.grad` as soon as autograd has put it there. A gradient is multiplied by
-    `share` on its way, in the buffer's precision, so that no share is rounded to half precision.
+    Summed in bf16, many small gradients are rounded away: the sum of 1,024 is 3 % off. While the buffers are entered,
+    each gradient moves from `.grad` to its sum as soon as autograd has computed it. It is multiplied by `share` in the
+    precision of the sum, so that the share is not rounded to half precision.
 
-    Unless `wide`, sums are of the parameters' own dtype, and take no more than their gradients.
+    If `in_fp32` is False, sums have the dtype of their parameters and need no memory beyond the gradients'.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, wide: bool = True) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, in_fp32: bool = True) -> None:
         self.share = 1.0
-        self._wide = wide
+        self._in_fp32 = in_fp32
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._sums: dict[Tensor, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -82,14 +82,14 @@ class GradientBuffers:
         self._handles.clear()
 
     def values(self) -> list[Tensor]:
-        """The sums so far, dense, to be changed in place."""
+        """Return the sums so far as dense tensors that may be changed in place."""
         for parameter, total in self._sums.items():
             if total.is_sparse:
                 self._sums[parameter] = total.coalesce()
         return [total.values() if total.is_sparse else total for total in self._sums.values()]
 
-    def settle(self) -> None:
-        """Round each sum once, into its parameter's `.grad`; its buffer is freed before the next is rounded."""
+    def write_gradients(self) -> None:
+        """Round each sum once into its parameter's `.grad`, and free it before the next is rounded."""
         for parameter in list(self._sums):
             parameter.grad = self._sums.pop(parameter).to(parameter.dtype)
 
@@ -99,7 +99,7 @@ class GradientBuffers:
             return
         total = self._sums.get(parameter)
         if total is None:
-            is_widened = self._wide and gradient.dtype in HALF_DTYPES
+            is_widened = self._in_fp32 and gradient.dtype in HALF_DTYPES
             self._sums[parameter] = gradient.to(torch.float32 if is_widened else gradient.dtype).mul_(self.share)
         elif gradient.is_sparse:
             self._sums[parameter] = total + gradient.to(total.dtype).mul_(self.share)
@@ -108,12 +108,12 @@ class GradientBuffers:
 
 
 def needs_buffers(parameters: Iterable[Tensor]) -> bool:
-    """Whether one of `parameters` is trainable and of half precision."""
+    """Return whether one of `parameters` is trainable and of half precision."""
     return any(parameter.requires_grad and parameter.dtype in HALF_DTYPES for parameter in parameters)
 
 
 def rounding_warning(parameters: Iterable[Tensor]) -> str:
-    """One sentence on what sums in half precision lose."""
+    """Return a warning about the rounding of sums in half precision."""
     half = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters if parameter.dtype in HALF_DTYPES}
     return (
         f'gradients are summed in {" and ".join(sorted(half))}, as accumulate_in="parameters" asks: each part is'
@@ -123,7 +123,7 @@ def rounding_warning(parameters: Iterable[Tensor]) -> str:
 
 
 def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients there are, to be changed in place; of a sparse one, its (coalesced) values."""
+    """Return the gradients of `parameters`, or the values of sparse ones, as tensors that may be changed in place."""
     gradients = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -137,7 +137,7 @@ def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> Tensor:
-    """Scale `gradients` in place so that their common 2-norm is at most `clip_norm`; infinity only measures.
+    """Scale `gradients` in place so that their total 2-norm is at most `clip_norm`; infinity measures only.
 
     The norm of half-precision gradients is computed in float32.
 
@@ -156,7 +156,7 @@ def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> Tensor:
 
 
 def _holder(gradient: Tensor) -> Tensor:
-    """A tensor without memory of its own whose `.grad` is `gradient`, as torch's clipping wants it."""
+    """Return a view of `gradient` that has it as its `.grad`, the form that PyTorch's clipping takes."""
     holder = gradient.detach()
     holder.grad = gradient
     return holder

@@ -1,9 +1,9 @@
-"""Random operations as they are called: what of their outputs is chance, and how other values are put in its place.
+"""Intercept calls of random operators, read the random values in their outputs, and replace them by other values.
 
-What is random is told by torch's own tag (`torch.Tag.nondeterministic_seeded`), not by name. Names stand here only
-for the few ops whose outputs hold more than chance: their inputs. Those are computed again from the inputs at hand,
-since a recorded output would hide that the inputs differ. Samples of a distribution (bernoulli, normal, gamma) are
-taken as they were recorded.
+PyTorch's tag `torch.Tag.nondeterministic_seeded` says which operators are random. Operators are named here only where
+outputs also depend on inputs, as dropout's do. Those outputs are computed again from the present inputs, since a
+recorded output would hide that the inputs differ. Samples of a distribution (bernoulli, normal, gamma) are replaced by
+the recorded samples.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices
 from autoaccum.workload.tracebacks import is_autoaccum_file, is_user_file
 
-_BETWEEN = "__torch_dispatch__"
-"""Another mode of ours, which the user's call comes through: that of float64."""
+_DISPATCH = "__torch_dispatch__"
+"""The frame of another dispatch mode of this package (`verify` in float64), through which the user's call comes."""
 
 
 @dataclass(frozen=True)
 class CallSite:
-    """A random op and the line that calls it.
+    """A random operator and the user's line that calls it.
 
     Attributes:
-        op: As torch names it, without overload: aten.bernoulli_.
-        line: The nearest of the user's, as model.py:31; None where torch's own modules draw.
+        op: The operator's name in PyTorch without overload, such as aten.bernoulli_.
+        line: The nearest line of the user's code, such as model.py:31; None if there is none.
     """
 
     op: str
@@ -48,11 +48,14 @@ class CallSite:
 
 
 def calling_line() -> str | None:
-    """The user's line that is running now; autoaccum's frames in between end the search, those that ask do not."""
+    """Return the user's line that is running now.
+
+    The search skips the innermost frames of autoaccum, which call this, and ends at any further one.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_autoaccum_file(frame.f_code.co_filename):
         frame = frame.f_back
-    while frame is not None and (not is_autoaccum_file(frame.f_code.co_filename) or frame.f_code.co_name == _BETWEEN):
+    while frame is not None and (not is_autoaccum_file(frame.f_code.co_filename) or frame.f_code.co_name == _DISPATCH):
         if is_user_file(frame.f_code.co_filename):
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
@@ -64,9 +67,10 @@ _RNNS = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
 
 @contextmanager
 def unfused_kernels() -> Iterator[None]:
-    """On a card, let attention take its math path and RNNs torch's own: their dropout is then an op of its own.
+    """On a GPU, run attention and RNNs without fused kernels, so that their dropout is an operator of its own.
 
-    On the CPU dropout takes these paths anyway (*run*, torch 2.11 to 2.15), and nothing is changed.
+    Attention then takes PyTorch's math path, and RNNs run without cuDNN. On the CPU dropout always takes these paths
+    (seen with torch 2.11 to 2.15), so nothing is changed.
     """
     if not torch.get_device_module("cuda").is_initialized():
         yield
@@ -76,30 +80,30 @@ def unfused_kernels() -> Iterator[None]:
 
 
 class RnnsWithoutCudnn(TorchFunctionMode):
-    """RNNs without cuDNN; convolutions keep it."""
+    """Runs RNNs without cuDNN; convolutions still use it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`, with cuDNN off for RNNs."""
+        """Call `func`, without cuDNN if it is an RNN."""
         if getattr(func, "__name__", "") not in _RNNS:
             return func(*args, **(kwargs or {}))
         with torch.backends.cudnn.flags(enabled=False):
             return func(*args, **(kwargs or {}))
 
 
-_ROWS_OF = {"aten.randperm": "n", "aten.multinomial": "self", "aten.randint": "high", "aten.random_": "to"}
-"""Ops that draw indices, and the argument that bounds them."""
+_INDEX_BOUNDS = {"aten.randperm": "n", "aten.multinomial": "self", "aten.randint": "high", "aten.random_": "to"}
+"""The operators that draw indices, and the argument that bounds the indices."""
 
 
 @dataclass(frozen=True)
 class RandomCall:
-    """One call of a random op, made already.
+    """A finished call of a random operator.
 
     Attributes:
-        site: The op and the user's line.
-        arguments: By name, with defaults.
-        outputs: Its tensors, in order.
+        site: The operator and the user's line.
+        arguments: All arguments by name, including defaults.
+        outputs: The output tensors, in order.
     """
 
     site: CallSite
@@ -108,12 +112,12 @@ class RandomCall:
 
     @property
     def op(self) -> str:
-        """The op alone."""
+        """The name of the operator."""
         return self.site.op
 
     @property
     def is_random(self) -> bool:
-        """Not so for dropout that is off, and where no tensor comes out."""
+        """True if the call drew random numbers: not if dropout is off or there is no output tensor."""
         if not self.outputs or self.op == "aten._cudnn_init_dropout_state":
             return False
         if self.arguments.get("train") is False or self.arguments.get("training") is False:
@@ -122,70 +126,70 @@ class RandomCall:
 
     @property
     def is_fused(self) -> bool:
-        """Whether chance never leaves the kernel: fused attention and cuDNN's RNNs give seeds out, not masks."""
+        """True for fused attention and cuDNN's RNNs, which return a seed and not the dropout mask."""
         return self._kernel_dropout is not None
 
     @property
-    def rows(self) -> int | None:
-        """How many things the drawn indices choose among; None where what is drawn are no indices."""
-        bound = self.arguments.get(_ROWS_OF.get(self.op.replace("_like", ""), ""))
+    def index_range(self) -> int | None:
+        """The number of items that the drawn indices choose from; None if the call draws no indices."""
+        bound = self.arguments.get(_INDEX_BOUNDS.get(self.op.replace("_like", ""), ""))
         if isinstance(bound, Tensor):
             return int(bound.shape[-1] if self.op == "aten.multinomial" else bound)
         return None if bound is None else int(bound)
 
     @property
-    def chance(self) -> tuple[Tensor, ...]:
-        """What was drawn; may share memory with the outputs."""
+    def random_values(self) -> tuple[Tensor, ...]:
+        """The tensors of random values; they may share memory with the outputs."""
         if self.op == "aten.native_dropout":
             return self.outputs[1:]
         if "noise" in self.arguments:
             return (self.arguments["noise"],)
         return self.outputs
 
-    def give(self, values: Sequence[Tensor]) -> None:
-        """Make it as if `values` (of `chance`'s shapes, any dtype and device) had been drawn."""
-        inputs = self._inputs()
-        for drawn, value in zip(self.chance, values, strict=True):
+    def replace(self, values: Sequence[Tensor]) -> None:
+        """Change the outputs as if `values` (of the shapes of `random_values`, any dtype and device) had been drawn."""
+        recompute = self._output_function()
+        for drawn, value in zip(self.random_values, values, strict=True):
             drawn.copy_(value)
-        if inputs is not None:
-            self.outputs[0].copy_(inputs())
+        if recompute is not None:
+            self.outputs[0].copy_(recompute())
 
     @property
     def _kernel_dropout(self) -> float | None:
         dropout = self.arguments.get("dropout_p", self.arguments.get("dropout"))
         return None if dropout is None else float(dropout)
 
-    def _inputs(self) -> Callable[[], Tensor] | None:
-        """What computes the first output from inputs and chance, for ops where it is both."""
+    def _output_function(self) -> Callable[[], Tensor] | None:
+        """Return a function that computes the first output from inputs and random values, if it depends on both."""
         if self.op == "aten.native_dropout":
             keep = 1.0 - self.arguments["p"]
             return lambda: self.arguments["input"] * self.outputs[1] * (1.0 / keep if keep else 0.0)
         if "noise" in self.arguments:
             noise = self.arguments["noise"]
-            was = self.outputs[0] / noise if self.op.endswith("_") else self.arguments["self"]
-            return lambda: was * noise
+            inputs = self.outputs[0] / noise if self.op.endswith("_") else self.arguments["self"]
+            return lambda: inputs * noise
         return None
 
 
 class RandomCallMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is active, every random op that draws is handed to `answer`, which may give it other values."""
+    """Passes every call that drew random numbers to `handle`, which may replace its values."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, answer: Callable[[RandomCall], None]) -> None:
+    def __init__(self, handle: Callable[[RandomCall], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._answer = answer
+        self._handle = handle
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run `func`, and hand it on where it draws."""
+        """Run `func`, and handle the call if it drew random numbers."""
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             call = _read_call(func, args, kwargs or {}, result)
             if call.is_random:
                 with torch.no_grad():
-                    self._answer(call)
+                    self._handle(call)
         return result
 
 
@@ -203,16 +207,16 @@ _SEED = 0
 
 @contextmanager
 def neutral_rng() -> Iterator[set[tuple[str, int]]]:
-    """Run without chance, on whatever is run: a whole batch and its parts then see the same.
+    """Replace all random values by neutral ones, so that a whole batch and its parts see the same values.
 
-    Dropout keeps all, still divided by what it would have kept on average. Uniform draws are the middle of their
-    range, normal ones the mean, permutations the identity, integers the lowest; Bernoulli draws are 1 unless their
-    probability is 0; multinomial ones the likeliest. What no value is known for draws as it does, from a fixed seed.
-    Python's and NumPy's global generators start from a fixed seed: parts must rewind them between each other
-    (`RngRecording.begin_part`). All generators are put back afterwards.
+    Dropout keeps all entries, still divided by the probability of keeping one. Uniform numbers are the middle of their
+    range, normal ones the mean, integers the lowest, permutations the identity. Bernoulli numbers are 1 unless their
+    probability is 0, and multinomial ones the most likely. Operators without a neutral value draw from a fixed seed, as
+    do Python's and NumPy's global generators, which must be rewound between parts (`RngRecording.begin_part`). All
+    generators are restored afterwards.
 
     Yields:
-        Filled with the operations that draw indices, and of how many rows.
+        A set that is filled with the call sites that draw indices, and the range of the indices.
     """
     state = RngState(initialized_cuda_devices())
     torch.manual_seed(_SEED)
@@ -220,13 +224,13 @@ def neutral_rng() -> Iterator[set[tuple[str, int]]]:
     np.random.seed(_SEED)
     ranges: set[tuple[str, int]] = set()
 
-    def answer(call: RandomCall) -> None:
-        if call.rows is not None:
-            ranges.add((str(call.site), call.rows))
+    def handle(call: RandomCall) -> None:
+        if call.index_range is not None:
+            ranges.add((str(call.site), call.index_range))
         _make_neutral(call)
 
     try:
-        with unfused_kernels(), RandomCallMode(answer):
+        with unfused_kernels(), RandomCallMode(handle):
             yield ranges
     finally:
         state.restore()
@@ -234,10 +238,10 @@ def neutral_rng() -> Iterator[set[tuple[str, int]]]:
 
 def _make_neutral(call: RandomCall) -> None:
     if call.op == "aten.native_dropout":
-        call.give([torch.ones_like(call.outputs[1])])
+        call.replace([torch.ones_like(call.outputs[1])])
     elif "noise" in call.arguments:
         middle = (call.arguments["lower"] + call.arguments["upper"]) / 2
-        call.give([torch.where(call.arguments["noise"] == 1, 1.0, middle)])
+        call.replace([torch.where(call.arguments["noise"] == 1, 1.0, middle)])
     elif call.op.rstrip("_") in _NEUTRAL_VALUES:
         call.outputs[0].copy_(torch.as_tensor(_NEUTRAL_VALUES[call.op.rstrip("_")](call.arguments)))
 
@@ -251,8 +255,8 @@ def _lowest(arguments: Mapping[str, Any]) -> Any:
     return arguments.get("low", arguments.get("from", 0))
 
 
-def _chosen(arguments: Mapping[str, Any]) -> Tensor:
-    """The likeliest of each row: as often as asked with replacement, the next likeliest else."""
+def _most_likely(arguments: Mapping[str, Any]) -> Tensor:
+    """Return the most likely index of each row, repeated with replacement and followed by the next ones without."""
     weights, count = arguments["self"], arguments["num_samples"]
     if arguments["replacement"]:
         return torch.as_tensor(weights.argmax(-1, keepdim=True).expand(*weights.shape[:-1], count))
@@ -262,7 +266,7 @@ def _chosen(arguments: Mapping[str, Any]) -> Tensor:
 _NEUTRAL_VALUES: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
     "aten.bernoulli": _bernoulli,
     "aten.exponential": lambda arguments: 1 / arguments["lambd"],
-    "aten.multinomial": _chosen,
+    "aten.multinomial": _most_likely,
     "aten.normal": lambda arguments: arguments.get("mean", 0.0),
     "aten.poisson": lambda arguments: arguments["self"].round(),
     "aten.rand": lambda arguments: 0.5,

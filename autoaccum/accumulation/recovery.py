@@ -1,7 +1,7 @@
-"""What is an out-of-memory error, how its memory comes back, and Ctrl-C, held back to where nothing is half done.
+"""Recognise out-of-memory errors, free their memory, and delay Ctrl-C to where nothing is half done.
 
-Recover outside of `except`: while an exception is being handled its traceback pins every tensor of the frames it
-passed through. Leave the block, drop the exception, then call `release_memory`.
+Recover outside of the `except` block: while an exception is handled, its traceback keeps the tensors of all its frames
+alive. Leave the block, drop the exception, then call `release_memory`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class OutOfMemory:
     """An error that means memory ran out.
 
     Attributes:
-        certain: False where bugs share the text: it counts only if a smaller size then succeeds.
-        text: What matched, or the name of the exception's type.
+        certain: False if bugs can cause the same text; then it counts only if a smaller size succeeds.
+        text: The text that matched, or the name of the exception's type.
     """
 
     certain: bool
     text: str
 
 
-# Texts as PyTorch 2.x, its libraries and their drivers write them. `(?! \w)` keeps prose such as "out of memory
-# budget" out. What is uncertain is also said by bugs: unsupported shapes, broken installations, races.
+# The texts of PyTorch 2.x, its libraries and their drivers. `(?! \w)` leaves out prose such as "out of memory budget".
+# Uncertain texts are also those of bugs: unsupported shapes, broken installations, races.
 _CERTAIN = re.compile(
     "|".join(
         (
@@ -78,7 +78,7 @@ _UNCERTAIN = re.compile(
             r"\b(?:GET|FIND) was unable to find an engine\b",
             r"\b(?:UR_RESULT|PI)_ERROR_OUT_OF_RESOURCES\b",
             "^Invalid buffer size: ",
-            # A descriptor is made before any memory is asked for: without one, the processor lacks the kernel.
+            # A descriptor is made before any allocation: if that fails, the processor lacks the kernel.
             r"\bcould not create a (?:primitive(?! descriptor)|memory)\b",
             r"\bcould not execute a primitive\b",
         )
@@ -95,28 +95,28 @@ _DEAD_CONTEXT = re.compile(
 
 
 def find_out_of_memory(error: BaseException) -> OutOfMemory | None:
-    """Say whether `error`, or one it was raised from, means that memory ran out.
+    """Return the out-of-memory error that `error`, or an exception it was raised from, means; None if there is none.
 
-    By type first (`torch.OutOfMemoryError`, `MemoryError`, an `OSError` with ENOMEM), then by the texts above, which
-    is read for `RuntimeError` and `OSError` only. A dead context (`is_context_dead`) and an interruption are never a
-    shortage, whatever they were raised from.
+    Types count first (`torch.OutOfMemoryError`, `MemoryError`, an `OSError` with ENOMEM), then the texts above in a
+    `RuntimeError` or `OSError`. A dead context (`is_context_dead`) and an interruption never count, whatever they were
+    raised from.
     """
     if not isinstance(error, Exception) or is_context_dead(error):
         return None
-    found = [shortage for link in _chain(error) if (shortage := _match(link)) is not None]
-    return next((shortage for shortage in found if shortage.certain), found[0] if found else None)
+    found = [oom for link in _chain(error) if (oom := _match(link)) is not None]
+    return next((oom for oom in found if oom.certain), found[0] if found else None)
 
 
 def is_context_dead(error: BaseException) -> bool:
-    """Whether the device's context is lost: only a fresh process helps, never a smaller batch."""
+    """Return whether the device's context is lost, so that only a new process helps, never a smaller batch."""
     return any(isinstance(link, RuntimeError) and _DEAD_CONTEXT.search(str(link)) for link in _chain(error))
 
 
 def release_memory(device: torch.device | None = None) -> None:
-    """Collect cyclic garbage, then give the device's cached blocks back.
+    """Collect cyclic garbage, then return the device's cached blocks to it.
 
     Args:
-        device: The device whose cache is emptied; None for the accelerator this build of PyTorch has, if any.
+        device: The device whose cache is emptied; None is the accelerator of this build of PyTorch, if it has one.
     """
     gc.collect()
     if device is None:
@@ -126,11 +126,11 @@ def release_memory(device: torch.device | None = None) -> None:
 
 
 def shrink(micro_batch: int, retries: int, multiple_of: int = 1) -> int:
-    """The ceiling to try after `micro_batch` samples did not fit and `retries` attempts were repeated before.
+    """Return the micro-batch to try after `micro_batch` samples did not fit, `retries` retries before this one.
 
-    Gentle at first, since a size that was found to fit mostly misses by little: 7/8, 3/4, 2/3, then halves. From 256
-    that is 224, 168, 112, 56, ... 1: at most nine retries, and never less than half of a size that might have fitted.
-    Of sizes that are multiples, it is the next one below.
+    The first steps are small (7/8, 3/4, 2/3), since a planned size usually misses by little; then the size is halved.
+    From 256 that gives 224, 168, 112, 56, ... 1: at most nine retries, and never less than half of a size that might
+    have fitted. The result is rounded down to a multiple of `multiple_of`.
 
     >>> [shrink(256, 0), shrink(224, 1), shrink(168, 2), shrink(112, 3), shrink(2, 4)]
     [224, 168, 112, 56, 1]
@@ -143,7 +143,7 @@ def shrink(micro_batch: int, retries: int, multiple_of: int = 1) -> int:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Let go of what the frames of `error`, and of the errors it came from, hold: tensors, mostly."""
+    """Drop the local variables, such as tensors, in the frames of `error` and of the exceptions it was raised from."""
     for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
 
@@ -162,35 +162,35 @@ def _match(error: BaseException) -> OutOfMemory | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    waiting, seen = [error], set()
-    while waiting:
-        link = waiting.pop(0)
+    queue, seen = [error], set()
+    while queue:
+        link = queue.pop(0)
         if id(link) in seen:
             continue
         seen.add(id(link))
         yield link
         if link.__cause__ is not None:
-            waiting.append(link.__cause__)
+            queue.append(link.__cause__)
         if link.__context__ is not None and not link.__suppress_context__:
-            waiting.append(link.__context__)
+            queue.append(link.__context__)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class DelayedInterrupts:
-    """Within it SIGINT, and SIGTERM where Python handles it, wait for `deliver` or the end; a second comes at once.
+    """Delays SIGINT, and SIGTERM where Python handles it, until `deliver` or the exit; a second signal acts at once.
 
-    A KeyboardInterrupt strikes between any two bytecodes: half-way through an update, or within the `__exit__` of a
-    context manager, after which gradients stay disabled or a hook stays registered. Only the main thread hears
-    signals; elsewhere this does nothing. A handler that says `only_records` is left in place: it raises nothing at the
-    first signal, and should know when the second comes. So is one that is `at_once`, where copies run that nobody
-    needs afterwards. Not to be entered again within itself.
+    Without it a KeyboardInterrupt can strike between any two bytecodes: half-way through an update, or in the
+    `__exit__` of a context manager, which leaves gradients disabled or a hook registered. Only the main thread receives
+    signals; in other threads this does nothing. A handler with the attribute `only_records` is left in place, since it
+    raises nothing at the first signal and must see the second. So is one with `at_once`, under which only copies run
+    that nobody needs afterwards. It must not be nested.
     """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-        self._waiting: dict[int, FrameType | None] = {}
+        self._pending: dict[int, FrameType | None] = {}
 
     def __enter__(self) -> DelayedInterrupts:
         if threading.current_thread() is threading.main_thread():
@@ -202,26 +202,26 @@ class DelayedInterrupts:
                 and not (getattr(handler, "only_records", False) or getattr(handler, "at_once", False))
             }
             for number in self._handlers:
-                signal.signal(number, self._hold)
+                signal.signal(number, self._delay)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for number, handler in self._handlers.items():
-            if signal.getsignal(number) == self._hold:
+            if signal.getsignal(number) == self._delay:
                 signal.signal(number, handler)
         self.deliver()
 
     def deliver(self) -> None:
-        """Let the handlers have what has come meanwhile; Python's own raises KeyboardInterrupt."""
-        while self._waiting:
-            number, frame = self._waiting.popitem()
+        """Call the handlers of the signals that came meanwhile; Python's own raises KeyboardInterrupt."""
+        while self._pending:
+            number, frame = self._pending.popitem()
             self._handlers[number](number, frame)
 
-    def _hold(self, number: int, frame: FrameType | None) -> None:
-        if number in self._waiting:
-            del self._waiting[number]
+    def _delay(self, number: int, frame: FrameType | None) -> None:
+        if number in self._pending:
+            del self._pending[number]
             self._handlers[number](number, frame)
         else:
-            self._waiting[number] = frame
+            self._pending[number] = frame

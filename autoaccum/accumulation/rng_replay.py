@@ -1,7 +1,7 @@
-"""The random draws of one accumulated run, given to other runs of the same batch.
+"""Record the random numbers of an accumulated run, and replay them in other runs of the same batch.
 
-Equality of a full batch with its parts can only be stated for the draws made: dropout's masks of the whole batch and
-of its parts differ under one seed. So what the parts drew is joined along the samples and given to the full run.
+A full batch and its parts draw different dropout masks from one seed, and so can only be compared under the same random
+numbers. Those of the parts are recorded, joined along the samples, and replayed in the full run.
 """
 
 from __future__ import annotations
@@ -22,101 +22,103 @@ from autoaccum.accumulation.rng_state import Generator, generator_state, has_rea
 
 
 class HostRngReplay:
-    """Where these generators begin each part: the global ones, and others.
+    """Sets the generators of Python and NumPy to where each part begins.
 
-    Rewound, all parts are given what the first one drew, as is right for what is drawn once per forward and serves all
-    samples. Onward, each part goes on where the one before has ended, as is right for what is drawn for each sample:
-    the whole batch then draws the same.
+    By default every part begins where the first one began, and so draws the same numbers. That is right for numbers
+    that are drawn once per forward and serve all samples. If `sequential`, each part begins where the one before ended.
+    That is right for numbers that are drawn for each sample, since the whole batch then draws the same ones.
 
-    `named` are others beside the global ones; torch's among them are passed over: `RngRecording` replays
-    what those draw.
+    `generators` are added to the global ones. PyTorch's among them are left out, since `RngRecording` replays those.
 
     Attributes:
-        ends: Where they were as each part ended, to be compared: rewound, equal ends mean equal draws.
+        ends: The states at the end of each part. Equal ends of parts that began alike mean equal numbers.
     """
 
-    def __init__(self, named: Iterable[Generator] = (), *, onward: bool = False) -> None:
-        self._named, self._onward = host_generators(named), onward
+    def __init__(self, generators: Iterable[Generator] = (), *, sequential: bool = False) -> None:
+        self._generators, self._sequential = host_generators(generators), sequential
         self._starts: dict[int, list[Any]] = {}
         self.ends: list[bytes] = []
-        self._is_open = False
+        self._is_running = False
 
     def begin(self, index: int, own: Iterable[Generator] = ()) -> None:
-        """Put generators to where this part begins, and `own` ones: of this run alone, as of a model's copy."""
+        """Set the generators to where part `index` begins; `own` are those of this run, as of its copy of the model."""
         self.finish()
-        self._is_open = True
-        generators = [*self._named, *host_generators(own)]
+        self._is_running = True
+        generators = [*self._generators, *host_generators(own)]
         if index not in self._starts:
             now = host_rng_states(generators)
-            self._starts[index] = now if self._onward else next(iter(self._starts.values()), now)
-        _put(generators, self._starts[index])
+            self._starts[index] = now if self._sequential else next(iter(self._starts.values()), now)
+        _set_host_states(generators, self._starts[index])
 
     def finish(self) -> None:
-        """The part that began last, if any, is over."""
-        if self._is_open:
-            self.ends.append(pickle.dumps(host_rng_states(self._named)))
-        self._is_open = False
+        """End the part that began last, if there is one."""
+        if self._is_running:
+            self.ends.append(pickle.dumps(host_rng_states(self._generators)))
+        self._is_running = False
 
 
 def host_generators(generators: Iterable[Generator]) -> list[Generator]:
-    """Those of Python and NumPy whose state can be told."""
+    """Return those of `generators` that are Python's or NumPy's and whose state can be read."""
     return [one for one in generators if not isinstance(one, torch.Generator) and has_readable_state(one)]
 
 
 def host_rng_states(generators: Sequence[Generator]) -> list[Any]:
-    """Where Python's and NumPy's global generators are, and these."""
+    """Return the states of Python's and NumPy's global generators and of `generators`."""
     return [random.getstate(), np.random.get_state(), *map(generator_state, generators)]
 
 
-def _put(generators: Sequence[Generator], places: Sequence[Any]) -> None:
-    random.setstate(places[0])
-    np.random.set_state(places[1])
-    for generator, place in zip(generators, places[2:], strict=False):  # Runs without a copy of the model have fewer.
-        set_generator_state(generator, place)
+def _set_host_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    for generator, state in zip(generators, states[2:], strict=False):  # Runs without a copy of the model have fewer.
+        set_generator_state(generator, state)
 
 
-class ReplayMismatch(Exception):  # noqa: N818 -- no error of a command: whoever compares goes on without chance
-    """The draws of one run cannot be given to another; says which, in which line, and why."""
+class ReplayMismatch(Exception):  # noqa: N818 -- no failure of a command: the comparison continues with a neutral RNG
+    """Recorded random numbers cannot be replayed in another run; the message names operator, line and reason."""
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """What one random op drew.
+    """The random values of one recorded call.
 
     Attributes:
-        site: Which op, in which line.
-        rows: How many things the drawn indices choose among; None where they are no indices.
-        is_fused: Whether its kernel keeps what it drew to itself.
-        values: Copies without a graph.
+        site: The operator and its line.
+        index_range: The number of items that drawn indices choose from; None if the values are no indices.
+        is_fused: True if the kernel does not return its random values.
+        values: Copies of the values without a graph.
     """
 
     site: CallSite
-    rows: int | None
+    index_range: int | None
     is_fused: bool
     values: tuple[Tensor, ...]
 
     def check(self, call: RandomCall) -> None:
-        """Raise ReplayMismatch unless `call` is of the same op, and an open one."""
+        """Raise ReplayMismatch unless `call` is of the same operator, and neither is fused."""
         if self.site.op != call.op:
-            raise ReplayMismatch(f"{call.site} draws where {self.site} drew when it was recorded")
+            raise ReplayMismatch(f"{call.site} draws where {self.site} drew in the recorded run")
         if self.is_fused or call.is_fused:
-            raise ReplayMismatch(f"{call.site} draws within its kernel, which does not give its draws out")
+            raise ReplayMismatch(f"{call.site} draws within a fused kernel, which does not return its random numbers")
 
 
 def join_recorded(call: RandomCall, parts: Sequence[RecordedCall], sizes: Sequence[int]) -> tuple[Tensor, ...]:
-    """The values for a call of the whole batch: those of its parts, one after the other along the samples.
+    """Return the random values for `call` in the whole batch: those of its parts, joined along the samples.
 
     Raises:
-        ReplayMismatch: When another op drew, shapes tell no samples, or what was drawn are indices into a part's rows.
+        ReplayMismatch: Another operator drew, no dimension is the samples', or the values are indices into a part.
     """
     for part in parts:
         part.check(call)
-        if part.rows != call.rows:
+        if part.index_range != call.index_range:
             raise ReplayMismatch(
-                f"{call.site} draws indices of {part.rows} rows in a part, of {call.rows} in the whole"
+                f"{call.site} draws from {part.index_range} indices in a part and from {call.index_range} in the whole"
+                " batch"
             )
-    chance = call.chance
-    return tuple(_join(call, whole, [part.values[at] for part in parts], sizes) for at, whole in enumerate(chance))
+    return tuple(
+        _join(call, whole, [part.values[index] for part in parts], sizes)
+        for index, whole in enumerate(call.random_values)
+    )
 
 
 def _join(call: RandomCall, whole: Tensor, drawn: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
@@ -127,35 +129,36 @@ def _join(call: RandomCall, whole: Tensor, drawn: Sequence[Tensor], sizes: Seque
         return torch.cat([value.to(whole) for value in drawn], dim=dims[0])
     if len(drawn) == 1 and drawn[0].shape == whole.shape:
         return drawn[0]
-    listed = ", ".join(dict.fromkeys(str(list(value.shape)) for value in drawn))
+    shapes = ", ".join(dict.fromkeys(str(list(value.shape)) for value in drawn))
     raise ReplayMismatch(
-        f"{call.site} draws {list(whole.shape)} for the whole batch and {listed} for its parts: no dimension is the"
-        " samples'"
+        f"{call.site} draws {list(whole.shape)} for the whole batch and {shapes} for its parts: no dimension is that"
+        " of the samples"
     )
 
 
 def _adds_up(whole: Sequence[int], parts: Sequence[Sequence[int]], dim: int) -> bool:
-    """Whether the lengths of `dim` add up to the whole's, and all else is alike."""
+    """Return whether the parts' lengths of `dim` add up to the whole's, and all other dimensions are equal."""
     if any(len(part) != len(whole) for part in parts) or sum(part[dim] for part in parts) != whole[dim]:
         return False
     return all([*part[:dim], *part[dim + 1 :]] == [*whole[:dim], *whole[dim + 1 :]] for part in parts)
 
 
 class RngRecording:
-    """Records what the parts of one accumulated run draw, and gives it to other runs.
+    """Records the random numbers that the parts of one accumulated run draw, and replays them in other runs.
 
-    The k-th draw of a run is matched with the k-th of each part, backward included, since checkpointing draws again
-    there. Generators are used up as without it; putting them back is the caller's.
+    The k-th random call of the full run gets the values of the k-th calls of all parts. Calls in backward count, since
+    checkpointing draws again there. Generators advance as they would anyway; the caller restores them.
 
-    Not joined is what is drawn once for all samples, and indices whose range grows with the batch (a permutation of
-    the samples): a part's would point at other rows of the whole batch. Shapes cannot tell (B*T, ...) from (T*B, ...),
-    nor what packed sequences hold: runs that differ under joined draws and agree under `calm` may differ by these.
+    Two kinds of values cannot be joined: values drawn once for all samples, and indices whose range grows with the
+    batch (a permutation of the samples), since a part's indices mean other rows in the whole batch. Shapes do not tell
+    (B*T, ...) from (T*B, ...), nor show what packed sequences hold. Such values may be the cause if runs differ under
+    replayed numbers and agree under `neutral_rng`.
 
-    A run that is given draws raises ReplayMismatch when it draws otherwise than was recorded.
+    A replaying run raises ReplayMismatch if it draws otherwise than the recorded one.
 
     Attributes:
-        tracks: What each part has drawn, by its index; None: the update.
-        host: What Python's and NumPy's generators do; the global ones are rewound for each part where none is given.
+        calls_by_part: The calls of each part, by its index; None is the update.
+        host: The replay of Python's and NumPy's generators; by default every part begins with the same global states.
     """
 
     def __init__(self, sizes: Sequence[int], *, host: HostRngReplay | None = None) -> None:
@@ -163,35 +166,35 @@ class RngRecording:
         self.calls_by_part: dict[int | None, list[RecordedCall]] = {}
         self.host = HostRngReplay() if host is None else host
         self._part: int | None = None
-        self._made = 0
-        self._expects: int | None = None
+        self._count = 0
+        self._expected: int | None = None
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Where the recorded run has drawn; empty where nothing is random."""
-        return tuple(dict.fromkeys(str(draw.site) for track in self.calls_by_part.values() for draw in track))
+        """The operators and lines of the recorded run that drew random numbers."""
+        return tuple(dict.fromkeys(str(call.site) for calls in self.calls_by_part.values() for call in calls))
 
     @property
     def is_per_sample(self) -> bool:
-        """Whether all that parts drew has a dimension of their samples, so that joined rows are surely theirs."""
+        """True if all recorded values have a dimension of the samples, so that joined rows surely match them."""
         drawn = [(size, draw) for index, size in enumerate(self._sizes) for draw in self.calls_by_part.get(index, [])]
         return all(size in value.shape for size, draw in drawn for value in draw.values)
 
     def begin_part(self, index: int, own: Iterable[Generator] = ()) -> None:
-        """Draws belong to this part from now on; those of an earlier attempt at it are forgotten."""
+        """Begin part `index`, which later calls belong to, and forget the calls of an earlier attempt at it."""
         self.host.begin(index, own)
         self._part = index
         self.calls_by_part[index] = []
 
     def end_part(self) -> None:
-        """The last backward is over: later draws are the update's, and given as they were, not joined."""
+        """End the last part; later calls are the update's, whose values are replayed without joining them."""
         self._finish()
         self.host.finish()
         self._part = None
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Around the accumulated run, which draws as without it; on a card attention and RNNs change their kernels."""
+        """Record the accumulated run within it; on a GPU, attention and RNNs run with other kernels."""
         self.calls_by_part, self._part = {None: []}, None
         with unfused_kernels(), RandomCallMode(self._record):
             yield
@@ -200,58 +203,58 @@ class RngRecording:
 
     @contextmanager
     def replay_whole(self) -> Iterator[None]:
-        """Around the full run; where its update draws, call `end_part` before."""
-        tracks = [self.calls_by_part.get(index, []) for index in range(len(self._sizes))]
-        with self._giving(0, lambda call: self._join(tracks, call), max(map(len, tracks), default=0)):
+        """Replay joined values in the full run within it; call `end_part` before the update if that draws, too."""
+        parts = [self.calls_by_part.get(index, []) for index in range(len(self._sizes))]
+        with self._replaying(0, lambda call: self._replay_joined(parts, call), max(map(len, parts), default=0)):
             yield
 
     @contextmanager
     def replay_part(self, index: int) -> Iterator[None]:
-        """Around a run of one part alone, likewise."""
-        track = self.calls_by_part.get(index, [])
-        with self._giving(index, lambda call: self._give(track, call), len(track)):
+        """Replay the values of part `index` in a run of that part alone within it."""
+        calls = self.calls_by_part.get(index, [])
+        with self._replaying(index, lambda call: self._replay(calls, call), len(calls)):
             yield
 
     @contextmanager
-    def _giving(self, index: int, give: Callable[[RandomCall], None], expects: int) -> Iterator[None]:
-        def answer(call: RandomCall) -> None:
+    def _replaying(self, index: int, replay: Callable[[RandomCall], None], expected: int) -> Iterator[None]:
+        def handle(call: RandomCall) -> None:
             if self._part is None:
-                self._give(self.calls_by_part[None], call)
+                self._replay(self.calls_by_part[None], call)
             else:
-                give(call)
-            self._made += 1
+                replay(call)
+            self._count += 1
 
         self.host.begin(index)
-        self._part, self._made, self._expects = index, 0, expects
+        self._part, self._count, self._expected = index, 0, expected
         try:
-            with unfused_kernels(), RandomCallMode(answer):
+            with unfused_kernels(), RandomCallMode(handle):
                 yield
             if self._part is not None:
                 self._finish()
         finally:
-            self._part = self._expects = None
+            self._part = self._expected = None
 
     def _finish(self) -> None:
-        """Raise ReplayMismatch unless what is under way drew all that is recorded of it."""
-        if self._expects not in (None, self._made):
-            raise ReplayMismatch(f"{self._expects} random draws were recorded, a later run made {self._made} of them")
-        self._made = 0
+        """Raise ReplayMismatch unless the running part made all calls that were recorded."""
+        if self._expected not in (None, self._count):
+            raise ReplayMismatch(f"{self._expected} random calls were recorded, a later run made {self._count} of them")
+        self._count = 0
 
     def _record(self, call: RandomCall) -> None:
-        values = () if call.is_fused else tuple(value.detach().clone() for value in call.chance)
-        self.calls_by_part[self._part].append(RecordedCall(call.site, call.rows, call.is_fused, values))
+        values = () if call.is_fused else tuple(value.detach().clone() for value in call.random_values)
+        self.calls_by_part[self._part].append(RecordedCall(call.site, call.index_range, call.is_fused, values))
 
-    def _join(self, tracks: Sequence[Sequence[RecordedCall]], call: RandomCall) -> None:
-        call.give(join_recorded(call, [self._recorded(track, call) for track in tracks], self._sizes))
+    def _replay_joined(self, parts: Sequence[Sequence[RecordedCall]], call: RandomCall) -> None:
+        call.replace(join_recorded(call, [self._next_recorded(calls, call) for calls in parts], self._sizes))
 
-    def _give(self, track: Sequence[RecordedCall], call: RandomCall) -> None:
-        draw = self._recorded(track, call)
-        draw.check(call)
-        if [value.shape for value in draw.values] != [value.shape for value in call.chance]:
-            raise ReplayMismatch(f"{call.site} draws another shape than when it was recorded")
-        call.give(draw.values)
+    def _replay(self, calls: Sequence[RecordedCall], call: RandomCall) -> None:
+        recorded = self._next_recorded(calls, call)
+        recorded.check(call)
+        if [value.shape for value in recorded.values] != [value.shape for value in call.random_values]:
+            raise ReplayMismatch(f"{call.site} draws another shape than in the recorded run")
+        call.replace(recorded.values)
 
-    def _recorded(self, track: Sequence[RecordedCall], call: RandomCall) -> RecordedCall:
-        if self._made >= len(track):
-            raise ReplayMismatch(f"{call.site} draws once more than the {len(track)} times that were recorded")
-        return track[self._made]
+    def _next_recorded(self, calls: Sequence[RecordedCall], call: RandomCall) -> RecordedCall:
+        if self._count >= len(calls):
+            raise ReplayMismatch(f"{call.site} draws once more than the {len(calls)} times that were recorded")
+        return calls[self._count]

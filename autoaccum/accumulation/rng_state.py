@@ -1,4 +1,4 @@
-"""The random states a step may draw from."""
+"""Read and restore the states of random generators: Python's, NumPy's and PyTorch's."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 
 
 class RngState:
-    """The generators of Python, NumPy, torch on the CPU and on `devices`, and `generators`.
+    """A copy of the states of the global generators (Python, NumPy, PyTorch on CPU and `devices`) and of `generators`.
 
     Attributes:
-        states: Of the global ones, by name.
+        states: The states of the global generators, by name.
     """
 
     def __init__(self, devices: Iterable[torch.device] = (), generators: Iterable[Generator] = ()) -> None:
@@ -30,39 +30,39 @@ class RngState:
         }
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
         self.states |= {str(device): device_rng_state(device) for device in self._devices}
-        self._rewinds = [generator_restorer(generator) for generator in generators]
+        self._restorers = [generator_restorer(generator) for generator in generators]
 
     def restore(self) -> None:
-        """Rewind every generator."""
+        """Restore the state of every generator."""
         random.setstate(self.states["Python"])
         np.random.set_state(self.states["NumPy"])
         torch.set_rng_state(self.states["torch"])
         for device in self._devices:
             set_device_rng_state(device, self.states[str(device)])
-        for rewind in self._rewinds:
-            rewind()
+        for restore in self._restorers:
+            restore()
 
 
 def module_generators(modules: Iterable[nn.Module]) -> list[Generator]:
-    """The generators that modules keep as attributes: torch's, NumPy's and Python's."""
+    """Return the generators that are attributes of `modules`: PyTorch's, NumPy's and Python's."""
     found = (value for module in modules for value in vars(module).values() if isinstance(value, GENERATORS))
     return list({id(generator): generator for generator in found}.values())
 
 
 def has_readable_state(generator: Generator) -> bool:
-    """Not so for `SystemRandom`, which has none, and a class of the user's own with a state of its own."""
+    """Return whether the state of `generator` can be read: not of `SystemRandom`, nor of a class that overrides it."""
     return not isinstance(generator, random.Random) or type(generator).getstate is random.Random.getstate
 
 
 def initialized_cuda_devices() -> list[torch.device]:
-    """Every card whose generators exist: all of them once CUDA has started, none before."""
+    """Return all CUDA devices once CUDA is initialized, and none before, when their generators do not exist yet."""
     if not torch.get_device_module("cuda").is_initialized():
         return []
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 def generator_state(generator: Generator) -> Any:
-    """The state of one generator, as something that can be hashed; None for one that has none (`SystemRandom`)."""
+    """Return the state of `generator` in a form that can be hashed; None for `SystemRandom`, which has no state."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -73,13 +73,13 @@ def generator_state(generator: Generator) -> Any:
 
 
 def generator_restorer(generator: Generator) -> Callable[[], None]:
-    """What puts `generator` back to where it is now."""
+    """Return a function that restores `generator` to its present state."""
     state = generator_state(generator)
     return lambda: set_generator_state(generator, state)
 
 
 def set_generator_state(generator: Generator, state: Any) -> None:
-    """Put `generator` to a state that `generator_state` gave, of it or of an equal one."""
+    """Set `generator` to a state that `generator_state` returned for it or for another generator of its kind."""
     if isinstance(generator, torch.Generator | np.random.RandomState):
         generator.set_state(state)
     elif isinstance(generator, np.random.Generator):
@@ -89,7 +89,7 @@ def set_generator_state(generator: Generator, state: Any) -> None:
 
 
 def device_rng_state(device: torch.device) -> Tensor:
-    """The state of the default generator of `device`."""
+    """Return the state of the default generator of `device`."""
     module = torch.get_device_module(device)
     state = module.get_rng_state() if device.type == "mps" else module.get_rng_state(device)
     assert isinstance(state, Tensor)
@@ -97,7 +97,7 @@ def device_rng_state(device: torch.device) -> Tensor:
 
 
 def set_device_rng_state(device: torch.device, state: Tensor) -> None:
-    """Put the default generator of `device` to `state` of `device_rng_state`."""
+    """Set the default generator of `device` to a state that `device_rng_state` returned."""
     module = torch.get_device_module(device)
     if device.type == "mps":
         module.set_rng_state(state)

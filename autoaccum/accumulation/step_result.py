@@ -1,4 +1,4 @@
-"""A step from without: its phases, its result, who is told of it, and what it warns of."""
+"""The phases and the result of a step, the observer that follows it, and its warnings."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 StepPhase: TypeAlias = Literal["batch", "forward", "backward", "clip", "update"]
-"""`batch`: cutting, weighing and moving it. `clip`: unscaling, the norm, reading the loss. `update`: from the last
-rounding of the gradients to the scheduler's step."""
+"""`batch`: split, weight and move the batch. `clip`: unscale gradients, measure the norm, read the loss. `update`:
+round summed gradients to their dtype, run the optimizer and the scheduler."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one update was.
+    """The result of one step.
 
     Attributes:
-        loss: The loss of the effective batch: what the full batch's forward would have given, the sum of `terms`
-            that have weight; NaN when nothing had any.
-        samples: Samples in the effective batch.
-        micro_batches: The sizes it was cut into, in order; they add up to `samples`.
-        grad_norm: The 2-norm of the gradients the optimizer was to apply, before clipping; None without `clip_norm`.
-        retries: How often the batch was repeated with smaller micro-batches because memory ran out.
-        updated: False when no update was made: nothing had weight, or the scaler found gradients not finite.
+        loss: The loss of the effective batch, as the full batch's forward would have given it: the sum of the `terms`
+            that have weight. NaN when none has.
+        samples: The number of samples in the effective batch.
+        micro_batches: The sizes it was split into, in order; they add up to `samples`.
+        grad_norm: The 2-norm of the gradients before clipping; None without `clip_norm`.
+        retries: How often memory ran out and the batch was repeated in smaller micro-batches.
+        updated: False when no update was made: no part had weight, or the scaler found gradients that are not finite.
         terms: The terms of the loss by name; `{"loss": ...}` when it is one number.
     """
 
@@ -38,28 +38,28 @@ class StepResult:
 
 
 class StepObserver:
-    """Hears of a step from within; derive from it and override what is of interest.
+    """Follows the progress of a step; derive from it and override the methods you need.
 
-    What `phase` raises ends the step, which is rolled back.
+    An exception that `phase` raises ends the step, which is then rolled back.
     """
 
     def phase(self, phase: StepPhase) -> None:
-        """A phase begins: `batch`, `forward` and `backward` of each part, `clip`, `update`."""
+        """Called as a phase begins: `batch`, `forward` and `backward` for each part, then `clip` and `update`."""
 
     def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
-        """Memory ran out in `phase` with parts of up to so many samples; all is put back, smaller ones are next."""
+        """Called after memory ran out in `phase` and the state was restored, before a retry at `next_micro_batch`."""
 
 
 class AccumulationWarning(UserWarning):
-    """Accumulating changes something here, or could not be undone: said once for each Accumulator."""
+    """A warning that accumulation differs from the full batch here, given once for each Accumulator."""
 
 
 class WeightingWarning(AccumulationWarning):
-    """The parts are likely weighted otherwise than the loss divides; where values are, an experiment knows more."""
+    """A warning that the parts' weights probably differ from the number that the loss divides by."""
 
 
 def warn_caller(message: str, category: type[AccumulationWarning] = AccumulationWarning) -> None:
-    """Warn at the nearest frame outside this package, so that Python's filters know one caller from another."""
+    """Warn at the nearest frame outside this package, so that Python's warning filters see the caller's line."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] == "autoaccum":
         level, frame = level + 1, frame.f_back

@@ -1,7 +1,7 @@
-"""What torch knows of a training, set aside and put back: the same objects with the same values.
+"""Copy the training state that PyTorch knows, and restore it: the same objects with the same values.
 
-Parameters, buffers, modes, gradients, hooks, the optimizer, the scaler, and random states. What else Python holds is
-compared and told where it is plain (`changes`), and is otherwise nobody's business.
+That is parameters, buffers, modes, gradients, hooks, optimizer, scaler and random states. Other state that Python
+objects hold is not restored; `state_hash` names plain attributes that have changed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from autoaccum.accumulation.rng_state import Generator, RngState, initialized_cu
 from autoaccum.units import MIB
 
 _SMALL_BYTES = MIB
-"""Buffers up to this size are copied on their own device, where a copy costs no synchronisation; larger ones to the
-host, so that a step needs no device memory for them."""
+"""Buffers up to this size are copied on their own device, without a synchronisation; larger ones to the host, so that a
+step needs no device memory for them."""
 
 REGISTERED = frozenset(vars(nn.Module()))
-"""Attributes that torch gives to every module."""
+"""The attributes that PyTorch gives to every module."""
 
 
 class TensorCopy:
-    """The values of one tensor.
+    """A copy of the values of one tensor, in host memory or on the tensor's device.
 
-    It is put back even if its `.data` was exchanged meanwhile. The copy is in host memory, or on the tensor's device.
+    `restore` also works after the tensor's `.data` was replaced.
     """
 
     def __init__(self, tensor: Tensor, *, on_host: bool = True) -> None:
@@ -41,7 +41,7 @@ class TensorCopy:
             self._values = self._alias.to("cpu", copy=True) if on_host else self._alias.clone()
 
     def restore(self) -> Tensor:
-        """Put the values back; allocates nothing on the tensor's device, unless it is sparse."""
+        """Restore the values; this allocates nothing on the tensor's device, unless the tensor is sparse."""
         with torch.no_grad():
             if self._values is not None:
                 (self._alias if self._tensor.layout is torch.strided else self._tensor).copy_(self._values)
@@ -51,9 +51,9 @@ class TensorCopy:
 
 
 class StateCopy:
-    """A nest of tensors, optimizers, schedulers and Python's own containers of them.
+    """A copy of a nested structure of tensors, optimizers, schedulers and Python's own containers.
 
-    Everything else, a library's mapping too, counts as a value of its own and is put back as the object it was.
+    Any other object in it, such as a library's mapping, is restored by reference only.
     """
 
     def __init__(self, root: Any) -> None:
@@ -81,11 +81,11 @@ class StateCopy:
                 waiting.extend(node)
 
     def restore(self) -> None:
-        """Put everything back in place and in order; what was added since is removed."""
+        """Restore everything in place and in order, and remove what was added since."""
         for mapping, content in self._mappings:
             now = list(mapping)
             if len(now) != len(content) or any(new is not old for new, old in zip(now, content, strict=True)):
-                mapping.clear()  # Only then, so that what watches a mapping sees no more than it must.
+                mapping.clear()  # Only then, so that code that watches a mapping sees no needless change.
             mapping.update(content)
         for sequence, items in self._sequences:
             sequence.clear()
@@ -95,22 +95,23 @@ class StateCopy:
 
 
 class ModuleState:
-    """Buffers (changed, replaced, or added) and train/eval modes of modules.
+    """A copy of the buffers and the train/eval modes of modules.
 
-    Buffers beyond `host_bytes` are copied to host memory, smaller ones on their own device.
+    Buffers larger than `host_bytes` are copied to host memory, smaller ones on their own device. Buffers that were
+    replaced or added meanwhile are restored, too.
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, host_bytes: int = 0) -> None:
         listed = list(modules)
         self._modes = [(module, module.training) for module in listed]
-        # Whether a name is registered without a tensor, or not at all, is told by `_buffers` only.
+        # Only `_buffers` tells a name that is registered without a tensor from one that is not registered.
         self._buffers = [(module._buffers, dict(module._buffers)) for module in listed]
         found = {id(tensor): tensor for _, held in self._buffers for tensor in held.values() if tensor is not None}
         self.buffers = list(found.values())
         self._copies = [TensorCopy(buffer, on_host=tensor_bytes(buffer) > host_bytes) for buffer in self.buffers]
 
     def restore(self) -> None:
-        """Put everything back; allocates nothing on the buffers' devices."""
+        """Restore buffers and modes; this allocates nothing on the buffers' devices."""
         for held, before in self._buffers:
             held.clear()
             held.update(before)
@@ -121,11 +122,12 @@ class ModuleState:
 
 
 class TorchState:
-    """What modules register, with its values, and what belongs to it.
+    """A copy of all that modules register, and of the optimizer.
 
-    Parameters, buffers (replaced, registered and renamed ones too), submodules, modes, hooks of modules and tensors,
-    `.grad`, `requires_grad`, tensors that are attributes of modules, the optimizer with all it keeps, and (unless
-    `random` is False) the generators of Python, NumPy, torch, every card, those that modules own, and `generators`.
+    It covers parameters, buffers (also replaced, added and renamed ones), submodules, modes, hooks of modules and
+    tensors, `.grad`, `requires_grad`, tensors that are attributes of modules, and all attributes of the optimizer.
+    Unless `random` is False it also covers the generators of Python, NumPy, PyTorch and every GPU, those that modules
+    have as attributes, and `generators`.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class TorchState:
         random: bool = True,
     ) -> None:
         modules = list({id(module): module for root in roots for module in root.modules()}.values())
-        self._modes = [(module, module.training) for module in modules]  # TorchScript keeps its own elsewhere.
+        self._modes = [(module, module.training) for module in modules]  # Not in vars() for TorchScript.
         self._attributes = [
             (own, {name: own[name] for name in own if name in REGISTERED or isinstance(own[name], Tensor)})
             for own in map(vars, modules)
@@ -147,15 +149,15 @@ class TorchState:
         parameters = list({id(one): one for one in found}.values())
         self._parameters = [(one, one.requires_grad, one.grad, tensor_hooks(one)) for one in parameters]
         tensors = [*parameters, *(one for module in modules for one in module.buffers(recurse=False))]
-        kept = [list(before.values()) for _, before in self._attributes]
-        beside = [(one.grad, vars(one), *tensor_hooks(one)) for one in parameters]
-        self._copy = StateCopy([tensors, kept, optimizer, beside])
+        registered = [list(before.values()) for _, before in self._attributes]
+        attached = [(one.grad, vars(one), *tensor_hooks(one)) for one in parameters]
+        self._copy = StateCopy([tensors, registered, optimizer, attached])
         self._random = (
             RngState(initialized_cuda_devices(), [*module_generators(modules), *generators]) if random else None
         )
 
     def restore(self) -> None:
-        """Put everything back; may be called again when it was interrupted."""
+        """Restore everything; call it again if it was interrupted."""
         for attributes, before in self._attributes:
             attributes.update(before)
         self._copy.restore()
@@ -173,13 +175,17 @@ class TorchState:
 
 
 class Transaction:
-    """The state of a training step from before it: all or nothing.
+    """The state before a training step, to which a step that fails is rolled back.
 
-    Covers buffers (mutated or replaced), train/eval modes, `requires_grad`, `.grad`, random states and the scaler;
-    from `guard` on also what is passed there, which is only copied for the first update. Parameters change nowhere
-    else. State that a model keeps in Python attributes is not covered: see `ForwardSideEffects`.
+    It covers buffers (changed or replaced), train/eval modes, `requires_grad`, `.grad`, random states and the scaler.
+    Parameters and optimizer state change in the update only; `protect` copies them as well. State that a model keeps in
+    Python attributes is not covered: see `ForwardSideEffects`.
 
-    `modules` are all of the model and the criterion, `parameters` those whose `.grad` the step touches.
+    Args:
+        modules: All modules of the model and the criterion.
+        parameters: The parameters whose `.grad` the step changes.
+        generators: Random generators to restore beyond the global ones.
+        scaler: The scaler of the step.
     """
 
     def __init__(
@@ -196,27 +202,27 @@ class Transaction:
         self._random = RngState(devices, generators)
         self._scaler = scaler
         self._scaler_state: dict[str, Any] = {} if scaler is None else scaler.state_dict()
-        self._guarded: StateCopy | None = None
+        self._protected: StateCopy | None = None
 
     @property
     def scale(self) -> float:
         """The loss scale before the step; 1.0 without a scaler."""
         return float(self._scaler_state.get("scale", 1.0))
 
-    def guard(self, *owners: Any) -> None:
-        """Copy the parameters and the state that `owners` (optimizer, scheduler) hold to host memory."""
-        self._guarded = StateCopy([getattr(owner, "__dict__", None) for owner in owners])
+    def protect(self, *owners: Any) -> None:
+        """Copy the parameters and the state of `owners` (optimizer, scheduler) to host memory."""
+        self._protected = StateCopy([getattr(owner, "__dict__", None) for owner in owners])
 
     def commit(self) -> None:
-        """Free the copies: the update was made, and from now on `rollback` does nothing."""
-        self._guarded = self._modules = None
+        """Free the copies after the update; from now on `rollback` does nothing."""
+        self._protected = self._modules = None
 
     def rollback(self) -> None:
-        """Put everything back; allocates no device memory, and may be called again when it was interrupted."""
+        """Restore everything without allocating device memory; call it again if it was interrupted."""
         if self._modules is None:
             return
-        if self._guarded is not None:
-            self._guarded.restore()
+        if self._protected is not None:
+            self._protected.restore()
         self._modules.restore()
         for parameter, requires_grad, gradient in self._gradients:
             parameter.requires_grad_(requires_grad)
@@ -227,12 +233,12 @@ class Transaction:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Bytes of the values of `tensor`, and of the indices of a sparse one, which torch does not count."""
+    """Return the bytes of the values of `tensor` and, if it is sparse, of its indices, which `nbytes` leaves out."""
     return sum(part.nbytes for part in dense_parts(tensor))
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the values of `tensor`: itself, or the indices and values of a sparse one."""
+    """Return the dense tensors that hold the values of `tensor`: itself, or the indices and values of a sparse one."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
@@ -243,12 +249,12 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
-    """Whether `tensor` is strided and of no subclass of its own, which may lack operators."""
+    """Return whether `tensor` is strided and not of a tensor subclass, which may lack operators."""
     return tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
 
 
 def _is_fixed(tensor: Tensor) -> bool:
-    """Whether nothing can write to `tensor` in place: torch refuses overlapping and inference tensors."""
+    """Return whether PyTorch refuses to write to `tensor` in place, as for overlapping and inference tensors."""
     if tensor.is_inference() or tensor.layout is not torch.strided:
         return tensor.is_inference()
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -1,4 +1,4 @@
-"""The optimizer's step, which mutates as it goes: guarded the first time, its temporaries made sure of later."""
+"""Run the optimizer's update: protected by a copy the first time, with preallocated temporary memory later."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from autoaccum.accumulation.transaction import Transaction
 from autoaccum.errors import UpdateInterrupted
 
 Block = tuple[torch.device, int]
-"""A device, and bytes on it."""
+"""A device and a number of bytes on it."""
 
 
 class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the storages that operators create within it, and when they die.
+    """Records the storages that operators create within it, and when they are freed.
 
-    Storages, not tensors, are what costs: views and in-place operators create none. Scratch memory inside one
+    Storages are counted, not tensors, since views and in-place operators take no memory. The workspace of a single
     operator is not seen.
     """
 
@@ -38,30 +38,30 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `func`, and note the storages it created."""
+        """Run `func` and record the storages it created."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        known = {id(tensor.untyped_storage()) for tensor in _tensors((args, list(kwargs.values())))}
+        existing = {id(tensor.untyped_storage()) for tensor in _tensors((args, list(kwargs.values())))}
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
-            if id(storage) not in known and id(storage) not in self._alive:
+            if id(storage) not in existing and id(storage) not in self._alive:
                 self._watch(storage)
         return out
 
     @property
     def alive_bytes(self) -> int:
-        """What the storages hold that were created within and are alive."""
-        return sum(self._blocks[index][1] * (1 if born else -1) for index, born in self._events)
+        """The bytes of recorded storages that are still alive."""
+        return sum(self._blocks[index][1] * (1 if created else -1) for index, created in self._events)
 
     def peak_blocks(self) -> list[Block]:
-        """The blocks that were alive together when they were most, of those that are dead by now."""
-        survivors = {index for index, _ in self._events} - {index for index, born in self._events if not born}
+        """Return the blocks that were alive at the peak, leaving out those that are still alive now."""
+        survivors = {index for index, _ in self._events} - {index for index, created in self._events if not created}
         events = [event for event in self._events if event[0] not in survivors]
-        changes = (self._blocks[index][1] * (1 if born else -1) for index, born in events)
+        changes = (self._blocks[index][1] * (1 if created else -1) for index, created in events)
         totals = list(accumulate(changes, initial=0))
         alive: dict[int, Block] = {}
-        for index, born in events[: totals.index(max(totals))]:
-            if born:
+        for index, created in events[: totals.index(max(totals))]:
+            if created:
                 alive[index] = self._blocks[index]
             else:
                 del alive[index]
@@ -72,48 +72,49 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._blocks.append((storage.device, storage.nbytes()))
         self._events.append((index, True))
 
-        def note_death(_: Any) -> None:
+        def record_end(_: Any) -> None:
             self._alive.pop(key, None)
             self._events.append((index, False))
 
-        self._alive[key] = weakref.ref(storage, note_death)
+        self._alive[key] = weakref.ref(storage, record_end)
 
 
 def preallocate(blocks: Iterable[Block]) -> None:
-    """Allocate `blocks` together and free them, so that a caching allocator has them at hand.
+    """Allocate `blocks` together and free them, so that the caching allocator has them ready.
 
     Raises:
-        torch.OutOfMemoryError: Or its kin: they cannot be had.
+        torch.OutOfMemoryError: Or another out-of-memory error: there is not enough memory for them.
     """
     held = [torch.empty(size, dtype=torch.uint8, device=device) for device, size in blocks]
     del held
 
 
-def _tensors(nest: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
 
 
 class Updater:
     """Runs the update of one optimizer, its scaler and its scheduler.
 
-    The first update is guarded by a host copy of parameters and optimizer state, and its temporaries are recorded;
-    later ones allocate those and free them first, so that `optimizer.step()` finds its memory. The guard returns
-    when the parameters with gradients, the parameter groups, or the amount of optimizer state change.
+    The first update is protected by a copy of parameters and optimizer state in host memory, and its temporary blocks
+    are recorded. Later updates allocate and free such blocks first, so that `optimizer.step()` finds its memory. An
+    update is protected again when the parameters with gradients, the parameter groups or the number of optimizer states
+    have changed.
 
     Attributes:
-        is_interrupted: Whether half an update was made: the state is no longer known, later updates are refused.
+        is_interrupted: True after an update failed half-way: the state is unknown, and later updates are refused.
     """
 
     def __init__(self, optimizer: Optimizer, scaler: GradScaler | None, scheduler: LRScheduler | None) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
         self._scheduler = scheduler
-        self._seen: Any = None
+        self._protected_signature: Any = None
         self._temporaries: list[Block] = []
         self.is_interrupted = False
 
     def check(self) -> None:
-        """Refuse to go on with half an update."""
+        """Raise UpdateInterrupted if an earlier update failed half-way."""
         if self.is_interrupted:
             raise UpdateInterrupted(
                 "an earlier update was interrupted half-way, the parameters are neither the old nor the new ones",
@@ -121,15 +122,15 @@ class Updater:
             )
 
     def run(self, transaction: Transaction) -> bool:
-        """Update once; False when the scaler found gradients that are not finite and skipped the update.
+        """Update once; return False if the scaler found gradients that are not finite and skipped the update.
 
-        What a scheduler raises after an update that was not guarded comes as it is: that update was made.
+        An exception of the scheduler after an unprotected update is raised as it is, since that update was made.
 
         Raises:
-            UpdateInterrupted: It failed half-way, and was not guarded.
+            UpdateInterrupted: The update failed half-way and was not protected.
         """
-        if self._signature() != self._seen:
-            return self._run_guarded(transaction)
+        if self._signature() != self._protected_signature:
+            return self._run_protected(transaction)
         preallocate(self._temporaries)
         try:
             updated = self._step(transaction.scale)
@@ -138,7 +139,7 @@ class Updater:
             self.is_interrupted = True
             if isinstance(error, Exception):
                 raise UpdateInterrupted(
-                    f"{type(error).__name__} within the update, which was not guarded: the parameters are neither the"
+                    f"{type(error).__name__} within the update, which cannot be undone: the parameters are neither the"
                     " old nor the new ones",
                     hint="load a checkpoint and make a new Accumulator",
                 ) from error
@@ -146,14 +147,14 @@ class Updater:
         self._schedule(updated)
         return updated
 
-    def _run_guarded(self, transaction: Transaction) -> bool:
-        transaction.guard(self._optimizer, self._scheduler)
+    def _run_protected(self, transaction: Transaction) -> bool:
+        transaction.protect(self._optimizer, self._scheduler)
         with StorageRecorder() as recorder:
             updated = self._step(transaction.scale)
             self._schedule(updated)
         transaction.commit()
-        # A skipped update has shown neither its state nor its temporaries.
-        self._seen = self._signature() if updated else None
+        # A skipped update creates neither optimizer state nor temporary blocks.
+        self._protected_signature = self._signature() if updated else None
         self._temporaries = recorder.peak_blocks()
         return updated
 
@@ -187,5 +188,5 @@ class Updater:
 
 
 def optimizer_parameters(optimizer: Optimizer) -> Sequence[Tensor]:
-    """Every parameter `optimizer` holds."""
+    """Return all parameters of `optimizer`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -209,7 +209,7 @@ class Runs:
         """Both updates with random operations that do nothing; parts begin alike, or go on where only that is equal."""
         made: list[Pair] = []
         for onward in (False, True):
-            draws = RngRecording(self.sizes, host=HostRngReplay(self.fixture.generators, onward=onward))
+            draws = RngRecording(self.sizes, host=HostRngReplay(self.fixture.generators, sequential=onward))
             seed_everything()
             with neutral_rng():
                 run = Run(self.fixture, change)
@@ -242,7 +242,7 @@ class Runs:
 
     def _try(self, change: Change, *, onward: bool = False) -> Pair | ReplayMismatch:
         """Both updates under joined draws."""
-        host = HostRngReplay(self.fixture.generators, onward=onward)
+        host = HostRngReplay(self.fixture.generators, sequential=onward)
         draws = RngRecording(self.sizes, host=host)
         seed_everything()
         with draws.record():

@@ -60,7 +60,7 @@ def test_buffers_of_sparse_gradients(dtype: torch.dtype) -> None:
     (values,) = buffers.values()
     assert values.dtype == torch.float32
     values.mul_(2)
-    buffers.settle()
+    buffers.write_gradients()
     gradient = layer.weight.grad
     assert isinstance(gradient, Tensor)
     assert gradient.dtype is dtype
@@ -77,7 +77,7 @@ def test_buffers_let_go_as_they_settle() -> None:
     assert layer.bias.grad is not None
     assert layer.bias.grad.tolist() == [1.0, 1.0], "outside, gradients go where autograd puts them"
     assert [value.dtype for value in buffers.values()] == [torch.float32] * 2
-    buffers.settle()
+    buffers.write_gradients()
     assert buffers.values() == []
     assert layer.bias.grad.tolist() == [3.0, 3.0]
 

@@ -1,4 +1,4 @@
-"""Random draws: heard, given to the whole batch, switched off."""
+"""Random numbers: recorded, replayed in the whole batch, replaced by neutral values."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autoaccum.accumulation.rng_replay import RecordedCall, ReplayMismatch, RngR
 
 SIZES = (3, 1, 2)
 Loss = Callable[[nn.Module, Tensor], Tensor]
+Both = tuple[list[Tensor], list[Tensor]]
 
 
 def mean_of_squares(model: nn.Module, x: Tensor) -> Tensor:
@@ -35,11 +36,11 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return found
 
 
-def accumulated(model: nn.Module, draws: RngRecording | None = None, loss: Loss = mean_of_squares) -> list[Tensor]:
+def accumulated(model: nn.Module, recording: RngRecording | None = None, loss: Loss = mean_of_squares) -> list[Tensor]:
     """A plain loop over the parts."""
     for index, part in enumerate(torch.split(batch(), list(SIZES))):
-        if draws is not None:
-            draws.begin_part(index)
+        if recording is not None:
+            recording.begin_part(index)
         torch.autograd.backward(loss(model, part) * (len(part) / sum(SIZES)))
     return gradients(model)
 
@@ -149,22 +150,22 @@ def fresh(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 @pytest.mark.parametrize("make", JOINED.values(), ids=JOINED.keys())
-def test_the_whole_batch_under_joined_draws_has_the_accumulated_gradient(make: Callable[[], nn.Module]) -> None:
+def test_the_whole_batch_under_replayed_numbers_has_the_accumulated_gradient(make: Callable[[], nn.Module]) -> None:
     plain = accumulated(fresh(make))
     after = torch.rand(1)
-    model, draws = fresh(make), RngRecording(SIZES)
-    with draws.record():
-        from_parts = accumulated(model, draws)
+    model, recording = fresh(make), RngRecording(SIZES)
+    with recording.record():
+        from_parts = accumulated(model, recording)
     assert_equal(plain, from_parts, 0.0)
     assert torch.equal(torch.rand(1), after)
-    with draws.replay_whole():
+    with recording.replay_whole():
         from_whole = full(model)
     assert_equal(from_parts, from_whole)
     assert differs(full(model), from_whole), "nothing random happened"
 
 
 @pytest.mark.parametrize("make", JOINED.values(), ids=JOINED.keys())
-def test_calm_runs_agree_without_any_draws(make: Callable[[], nn.Module]) -> None:
+def test_runs_under_a_neutral_rng_agree(make: Callable[[], nn.Module]) -> None:
     model = fresh(make)
     with neutral_rng():
         from_parts = accumulated(model)
@@ -175,42 +176,42 @@ def test_calm_runs_agree_without_any_draws(make: Callable[[], nn.Module]) -> Non
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def run_both(model: nn.Module, draws: RngRecording, loss: Loss = mean_of_squares) -> tuple[list[Tensor], list[Tensor]]:
-    with draws.record():
-        from_parts = accumulated(model, draws, loss)
-    with draws.replay_whole():
+def run_both(model: nn.Module, recording: RngRecording, loss: Loss = mean_of_squares) -> Both:
+    with recording.record():
+        from_parts = accumulated(model, recording, loss)
+    with recording.replay_whole():
         return from_parts, full(model, loss)
 
 
-def test_the_generators_of_python_and_numpy_are_held() -> None:
+def test_the_generators_of_python_and_numpy_are_rewound() -> None:
     model = fresh(lambda: Between(lambda x: x * random.random() + np.random.normal()))
-    draws = RngRecording(SIZES)
-    from_parts, from_whole = run_both(model, draws)
+    recording = RngRecording(SIZES)
+    from_parts, from_whole = run_both(model, recording)
     assert_equal(from_parts, from_whole)
 
 
 def test_one_part_alone_draws_as_it_did() -> None:
-    model, draws = fresh(JOINED["dropout module"]), RngRecording(SIZES)
-    with draws.record():
-        from_parts = accumulated(model, draws)
+    model, recording = fresh(JOINED["dropout module"]), RngRecording(SIZES)
+    with recording.record():
+        from_parts = accumulated(model, recording)
     sums = [torch.zeros_like(gradient) for gradient in from_parts]
     for index, part in enumerate(torch.split(batch(), list(SIZES))):
-        with draws.replay_part(index):
+        with recording.replay_part(index):
             torch.autograd.backward(mean_of_squares(model, part))
         for total, gradient in zip(sums, gradients(model), strict=True):
             total += gradient * len(part) / sum(SIZES)
     assert_equal(from_parts, sums)
 
 
-def test_draws_of_the_update_are_given_as_they_were() -> None:
-    model, draws, noise = fresh(JOINED["dropout module"]), RngRecording(SIZES), []
-    with draws.record():
-        accumulated(model, draws)
-        draws.end_part()
+def test_random_numbers_of_the_update_are_replayed_unjoined() -> None:
+    model, recording, noise = fresh(JOINED["dropout module"]), RngRecording(SIZES), []
+    with recording.record():
+        accumulated(model, recording)
+        recording.end_part()
         noise.append(torch.randn(6))
-    with draws.replay_whole():
+    with recording.replay_whole():
         full(model)
-        draws.end_part()
+        recording.end_part()
         noise.append(torch.randn(6))
     assert torch.equal(*noise)
 
@@ -231,60 +232,60 @@ def noise_for_all(x: Tensor) -> Tensor:
     return x * torch.randn(4, dtype=x.dtype)
 
 
-def sizes_of_draws(x: Tensor) -> Tensor:
+def dropout_of_large_parts(x: Tensor) -> Tensor:
     return x * (F.dropout(x) if len(x) > 2 else x)
 
 
 @pytest.mark.parametrize(
     ("between", "said"),
     [
-        (mixup, r"aten\.randperm \(test_draws.py:\d+\) draws indices of 3 rows in a part, of 6 in the whole"),
-        (negatives, r"aten\.randint \(test_draws.py:\d+\) draws indices of 3 rows in a part, of 6 in the whole"),
+        (mixup, r"aten\.randperm \(test_rng_replay.py:\d+\) draws from 3 indices in a part and from 6 in the whole"),
+        (negatives, r"aten\.randint \(test_rng_replay.py:\d+\) draws from 3 indices in a part and from 6 in the whole"),
         (pairs, r"aten\.rand .* draws \[6, 6\] for the whole batch and \[3, 3\], \[1, 1\], \[2, 2\] for its parts"),
         (noise_for_all, r"aten\.randn .* draws \[4\] for the whole batch and \[4\] for its parts"),
-        (sizes_of_draws, r"aten\.bernoulli_ .* draws once more than the 0 times that were recorded"),
+        (dropout_of_large_parts, r"aten\.bernoulli_ .* draws once more than the 0 times that were recorded"),
     ],
-    ids=["permutation", "indices of rows", "pairs of samples", "once for all", "draws of some parts"],
+    ids=["permutation", "indices of rows", "pairs of samples", "once for all", "calls in some parts"],
 )
 def test_what_cannot_be_joined_is_said(between: Callable[[Tensor], Tensor], said: str) -> None:
     with pytest.raises(ReplayMismatch, match=said):
         run_both(fresh(lambda: Between(between)), RngRecording(SIZES))
 
 
-def test_fewer_draws_than_recorded_are_a_mismatch() -> None:
-    model, draws = fresh(JOINED["dropout module"]), RngRecording(SIZES)
-    with draws.record():
-        accumulated(model, draws)
+def test_fewer_calls_than_recorded_are_a_mismatch() -> None:
+    model, recording = fresh(JOINED["dropout module"]), RngRecording(SIZES)
+    with recording.record():
+        accumulated(model, recording)
     with (
-        pytest.raises(ReplayMismatch, match="1 random draws were recorded, a later run made 0 of them"),
-        draws.replay_whole(),
+        pytest.raises(ReplayMismatch, match="1 random calls were recorded, a later run made 0 of them"),
+        recording.replay_whole(),
     ):
         full(model.eval())
 
 
-def heard(draw: Any) -> list[RandomCall]:
+def recorded(run: Any) -> list[RandomCall]:
     calls: list[RandomCall] = []
     with RandomCallMode(calls.append):
-        draw()
+        run()
     return calls
 
 
 def test_dropout_that_is_off_draws_nothing() -> None:
     q = torch.ones(1, 1, 3, 4)
     attend = nn.functional.scaled_dot_product_attention
-    assert heard(lambda: (attend(q, q, q), torch.native_dropout(q, 0.5, False), nn.functional.rrelu(q))) == []
+    assert recorded(lambda: (attend(q, q, q), torch.native_dropout(q, 0.5, False), nn.functional.rrelu(q))) == []
 
 
 def test_the_line_is_the_users_own() -> None:
-    (call,) = heard(lambda: nn.Dropout(0.5)(torch.ones(2)))
-    assert str(call.site).startswith("aten.bernoulli_ (test_draws.py:")
+    (call,) = recorded(lambda: nn.Dropout(0.5)(torch.ones(2)))
+    assert str(call.site).startswith("aten.bernoulli_ (test_rng_replay.py:")
 
 
 def test_an_output_is_computed_again_from_the_inputs_at_hand() -> None:
     """A recorded output would hide that something upstream differs."""
 
     def answer(call: RandomCall) -> None:
-        call.give([torch.tensor([True, False])])
+        call.replace([torch.tensor([True, False])])
 
     x = torch.tensor([3.0, 5.0], requires_grad=True)
     with RandomCallMode(answer):
@@ -295,18 +296,18 @@ def test_an_output_is_computed_again_from_the_inputs_at_hand() -> None:
     assert x.grad.tolist() == [2.0, 0.0]
 
 
-def sealed(dropout: float) -> RandomCall:
+def fused(dropout: float) -> RandomCall:
     site = CallSite("aten._cudnn_rnn", "model.py:31")
     return RandomCall(site, {"dropout": dropout, "train": True}, (torch.ones(2),))
 
 
-def test_kernels_that_keep_their_draws_are_named() -> None:
-    assert not sealed(0.0).is_random
-    call = sealed(0.5)
+def test_fused_kernels_are_named() -> None:
+    assert not fused(0.0).is_random
+    call = fused(0.5)
     assert call.is_random
-    draw = RecordedCall(call.site, None, call.is_fused, ())
-    with pytest.raises(ReplayMismatch, match=r"aten\._cudnn_rnn \(model\.py:31\) draws within its kernel"):
-        join_recorded(call, [draw, draw], (1, 1))
+    call_before = RecordedCall(call.site, None, call.is_fused, ())
+    with pytest.raises(ReplayMismatch, match=r"aten\._cudnn_rnn \(model\.py:31\) draws within a fused kernel"):
+        join_recorded(call, [call_before, call_before], (1, 1))
 
 
 def test_neutral_values() -> None:

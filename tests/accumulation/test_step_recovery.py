@@ -293,7 +293,7 @@ def test_a_rollback_that_fails_stops_for_good() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters())
     accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=2, precision="fp16", scaler=Stubborn("cpu"))
-    with pytest.raises(UpdateInterrupted, match="could not be put back") as caught:
+    with pytest.raises(UpdateInterrupted, match="could not be restored") as caught:
         accumulator.step((torch.ones(4, 5), torch.ones(4, 3)))
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(UpdateInterrupted, match="load a checkpoint"):
