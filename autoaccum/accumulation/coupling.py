@@ -1,4 +1,4 @@
-"""Samples that depend on the others of their batch: what is known of them, and how it is said."""
+"""Batch coupling: the record of samples that depend on the others of their batch, and its warnings."""
 
 from __future__ import annotations
 
@@ -6,27 +6,26 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 WHOLE_MODEL = "the model itself"
-"""The name of the outermost module."""
+"""The name of the outermost module in messages."""
 
 COMPARES_SAMPLES = (
     "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a time, so that the"
-    " gradient is not the full batch's: `autoaccum verify` tells by how much"
+    " gradient is not the full batch's: `autoaccum verify` shows by how much"
 )
-"""Where a table of samples by samples is seen on the way to the loss."""
+"""The warning for a loss that is computed from a table of samples by samples."""
 
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class Coupling:
-    """Whether a sample's gradient depends on the others of its batch, as far as that is known.
+    """What is known about batch coupling: whether a sample's gradient depends on the others of its batch.
 
     Attributes:
-        modules: Those whose own computation gives a sample another output beside other samples, in the order of their
-            calls.
-        loss: Whether the loss mixes the rows of the model's outputs, or adds to a sum over them; None: untold.
-        reason: Why the experiment could not be made, or not wholly; None: nothing was in its way.
-        pairs: Those of the modules that give a table of all samples by all samples.
+        modules: The modules whose own computation depends on the other samples, in the order of their calls.
+        loss: True if the loss mixes the rows of the model's outputs, or adds to a sum over them; None if unknown.
+        reason: Why the experiment could not be made, or only in part; None if it was made.
+        pairs: Those of the modules that return a table of all samples by all samples.
     """
 
     modules: tuple[str, ...] = ()
@@ -36,34 +35,33 @@ class Coupling:
 
     @property
     def found(self) -> bool:
-        """Whether samples are coupled, as far as that is known."""
+        """True if coupling was found."""
         return bool(self.modules) or bool(self.loss)
 
-    def warnings(self, told: Collection[str] = ()) -> tuple[str, ...]:
-        """Sentences for where several micro-batches make an update.
+    def warnings(self, covered: Collection[str] = ()) -> tuple[str, ...]:
+        """Return the warnings for an update that is made from several micro-batches.
 
         Args:
-            told: Modules that something else warns of: BatchNorms, of which the Accumulator knows more.
+            covered: Modules that are warned of elsewhere: the Accumulator warns of BatchNorms.
         """
-        names = [name for name in self.modules if name not in {*told, *self.pairs}]
-        said = [COMPARES_SAMPLES] if self.pairs else []
+        names = [name for name in self.modules if name not in {*covered, *self.pairs}]
+        messages = [COMPARES_SAMPLES] if self.pairs else []
         if names:
-            said.append(
-                f"what {describe_modules(names)} {'give' if len(names) > 1 else 'gives'} for a sample depends on the"
-                " others of its micro-batch, so that the gradient is not the full batch's: use what looks at one sample"
-                " at a time (GroupNorm)"
+            messages.append(
+                f"the output of {describe_modules(names)} for a sample depends on the others of its micro-batch, so"
+                " that the gradient is not the full batch's: use a layer that looks at one sample at a time (GroupNorm)"
             )
         if self.loss:
-            said.append(
-                "the loss mixes the samples of a batch, as contrastive losses and those that balance experts do, or"
-                " adds to a sum over them what does not grow with them, as weight decay: the gradient of micro-batches"
-                " is not the full batch's; make it a mean over samples"
+            messages.append(
+                "the loss mixes the samples of a batch, as contrastive and load-balancing losses do, or adds to a sum a"
+                " term that does not grow with the batch, as weight decay: the gradient of micro-batches is not the"
+                " full batch's; make it a mean over samples"
             )
-        return tuple(said)
+        return tuple(messages)
 
 
 def list_names(names: Sequence[str]) -> str:
-    """The first names, and how many more there are.
+    """Join the first names to a list in words, and add how many more there are.
 
     >>> list_names(["a", "b"]), list_names([f"layer{index}" for index in range(7)])
     ('a and b', 'layer0, layer1, layer2, layer3, layer4 and 2 more')
@@ -75,7 +73,7 @@ def list_names(names: Sequence[str]) -> str:
 
 
 def describe_modules(names: Sequence[str]) -> str:
-    """Modules by name.
+    """Return the names of modules in words.
 
     >>> describe_modules(["0"]), describe_modules(["0", "2"])
     ('module 0', 'modules 0 and 2')

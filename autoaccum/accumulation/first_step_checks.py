@@ -1,4 +1,4 @@
-"""What accumulation changes in a loss or in buffers, seen at the first step that has several parts."""
+"""Find losses and buffers that accumulation changes, at the first step that has several parts."""
 
 from __future__ import annotations
 
@@ -15,62 +15,60 @@ from autoaccum.workload.batches import batch_size
 from autoaccum.workload.pytree import tensors
 
 _NODES = 200
-"""As far from the loss as a table is looked for; behind it is the model."""
+"""The number of autograd nodes, from the loss on, among which a table is looked for; behind them is the model."""
 
 _LEAST = 5
-"""Fewer samples than that are too often as many as something else is."""
+"""The least number of samples that is looked for; smaller numbers are too often the size of something else."""
 
 _VIEWS = 4
-"""Of each sample at the most, in a table of all views by all views."""
+"""The most views of each sample, in a table of all views by all views."""
 
 
 def compares_samples(loss: Tensor, model: nn.Module, part: Any) -> bool:
-    """Whether `loss` comes of a square of as many rows as `part` has samples, or views of them.
+    """Return whether `loss` is computed from a table of samples by samples of `part`, or of views of them.
 
-    A square that may have its size of something else, a dimension of a parameter or of the batch, is none. Only shapes
-    are read, as autograd knows them.
+    Only the shapes in the autograd graph are read. A square table does not count if its size is also that of a
+    parameter's dimension or of another dimension of the batch.
     """
     samples = batch_size(part)
     if samples < _LEAST:
         return False
-    known = {size for parameter in model.parameters() for size in parameter.shape}
-    known |= {size for leaf in tensors(part) for size in leaf.shape[1:]}
-    squares = {(samples * views,) * 2 for views in range(1, _VIEWS + 1) if samples * views not in known}
-    waiting, seen = deque([loss.grad_fn]), set[Any]()
-    while waiting and len(seen) < _NODES:
-        node: Any = waiting.popleft()
+    other_sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    other_sizes |= {size for leaf in tensors(part) for size in leaf.shape[1:]}
+    squares = {(samples * views,) * 2 for views in range(1, _VIEWS + 1) if samples * views not in other_sizes}
+    queue, seen = deque([loss.grad_fn]), set[Any]()
+    while queue and len(seen) < _NODES:
+        node: Any = queue.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
         if any(tuple(made.shape) in squares for made in getattr(node, "_input_metadata", ())):
             return True
-        waiting.extend(after for after, _ in node.next_functions)
+        queue.extend(after for after, _ in node.next_functions)
     return False
 
 
 _FACTORS = ("router_aux_loss_coef", "router_z_loss_coef")
-"""Attributes of transformers' models, or of their configurations, that what their routers chose is multiplied by."""
+"""The factors of load-balancing losses, which models of transformers or their configurations have as attributes."""
 
 
 def load_balancing_factors(model: nn.Module) -> tuple[str, ...]:
-    """Names of the factors that are not zero."""
+    """Return the names of the load-balancing factors of `model` that are not zero."""
     return tuple(dict.fromkeys(name for owner in _owners(model) for name in _FACTORS if getattr(owner, name, None)))
 
 
 def load_balancing_warning(model: nn.Module) -> list[str]:
-    """A sentence for where parts make an update, if the loss of `model` balances its experts."""
-    told = any(getattr(owner, "output_router_logits", False) for owner in _owners(model)) and load_balancing_factors(
-        model
-    )
-    said = (
+    """Return a warning if the loss of `model` has a load-balancing term for its experts."""
+    is_on = any(getattr(owner, "output_router_logits", False) for owner in _owners(model))
+    message = (
         "the loss that balances experts (output_router_logits) is computed from the tokens of a micro-batch, not of the"
         " effective batch, so that the gradient is not quite the full batch's: output_router_logits=False leaves it out"
     )
-    return [said] if told else []
+    return [message] if is_on and load_balancing_factors(model) else []
 
 
 def disable_load_balancing(model: nn.Module) -> None:
-    """Have `model` add none; its configurations are exchanged for copies, since others may hold them too."""
+    """Set the load-balancing factors of `model` to zero, in copies of its configurations, which others may share."""
     copies: dict[int, Any] = {}
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -83,7 +81,7 @@ def disable_load_balancing(model: nn.Module) -> None:
 
 
 def _owners(model: nn.Module) -> Iterator[Any]:
-    """What may hold a factor."""
+    """Yield the objects that may have a load-balancing factor."""
     for module in model.modules():
         yield module
         yield from _configs(getattr(module, "config", None))
@@ -94,13 +92,13 @@ def _configs(config: Any) -> tuple[Any, ...]:
 
 
 class BufferVersions:
-    """How often each floating buffer was written to, but for those of BatchNorm, which is warned of on its own.
+    """Finds floating-point buffers that forward writes to; BatchNorm's are left out, since they have a warning.
 
     Buffers that forward replaces, such as a table it enlarges, do not count.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._seen = {
+        self._versions = {
             f"{prefix}{'.' if prefix else ''}{name}": (buffer, buffer._version)
             for prefix, module in model.named_modules()
             if not isinstance(module, BATCHNORMS)
@@ -109,8 +107,8 @@ class BufferVersions:
         }
 
     def warnings(self) -> list[str]:
-        """A sentence that names the buffers that were written to since, where there are any."""
-        names = [name for name, (buffer, version) in self._seen.items() if buffer._version != version]
+        """Return a warning that names the buffers written to since, if there are any."""
+        names = [name for name, (buffer, version) in self._versions.items() if buffer._version != version]
         if not names:
             return []
         return [

@@ -1,4 +1,4 @@
-"""The calls of modules in one run, recorded by hooks, and held against those of another with fewer samples."""
+"""Record inputs and outputs of modules by hooks, and compare those of a part of the batch with the whole's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autoaccum.workload import pytree
 
-Name: TypeAlias = "tuple[str, str, int]"
-"""A module's name, `in` or `out`, and its calls before this one."""
+Key: TypeAlias = "tuple[str, str, int]"
+"""A module's name, `in` or `out`, and the number of its calls before this one."""
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-3}
 _HALF_TOLERANCE = 5e-2
@@ -21,16 +21,19 @@ _MOST_ROWS = 2048
 
 
 class ModuleCalls:
-    """Records what goes into and comes out of modules in the run of the whole; in those of its parts, compares.
+    """Records inputs and outputs of modules in a run of the whole batch, and compares those of runs of its parts.
 
-    What differs is exchanged for the whole's rows, so that only that is blamed whose own code depends on the others.
+    A tensor of a part that differs is replaced by the whole's rows, so that only the module whose own code depends on
+    the other samples is found, not those after it.
 
-    `found` is filled with the names of what is blamed (None is the loss), `pairs` with the modules that give a table of
-    all samples by all samples; `sizes` are the samples of the parts.
+    Args:
+        sizes: The numbers of samples of the parts.
+        found: Filled with the names of modules that couple samples; None stands for the loss.
+        pairs: Filled with the names of modules that return a table of all samples by all samples.
 
     Attributes:
-        part: Which part runs; None: the whole.
-        outermost: What the calls that the loss makes gave in the run of the whole, in order.
+        part: The index of the part that runs; None is the whole.
+        top_outputs: The outputs of the modules that the loss calls, in a run of the whole, in order.
     """
 
     def __init__(
@@ -41,14 +44,14 @@ class ModuleCalls:
     ) -> None:
         self._sizes = sizes
         self._found, self._pairs = {} if found is None else found, {} if pairs is None else pairs
-        self._whole: dict[Name, list[Tensor]] = {}
-        self._known: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._whole: dict[Key, list[Tensor]] = {}
+        self._row_indices: dict[tuple[Any, ...], list[Tensor]] = {}
         self.part: int | None = None
         self.top_outputs: list[Tensor] = []
 
     @contextmanager
     def attach(self, roots: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Follow the modules of `roots`, by name; no hook is left behind."""
+        """Record or compare all modules of `roots`, which are given by name; remove all hooks at the end."""
         stack: list[tuple[str, int]] = []
         counts = Counter[str]()
 
@@ -57,15 +60,15 @@ class ModuleCalls:
                 caller = stack[-1][0] if stack else None
                 stack.append((name, counts[name]))
                 counts[name] += 1
-                return self._look((name, "in", stack[-1][1]), (args, kwargs), caller)
+                return self._visit((name, "in", stack[-1][1]), (args, kwargs), caller)
 
             return hook
 
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             name, count = stack.pop()
             if self.part is None and not stack:
-                self.top_outputs += [tensor.detach().clone() for tensor in floating(output)]
-            return self._look((name, "out", count), output, name)
+                self.top_outputs += [tensor.detach().clone() for tensor in floating_tensors(output)]
+            return self._visit((name, "out", count), output, name)
 
         with ExitStack() as hooks:
             for prefix, root in roots.items():
@@ -74,19 +77,19 @@ class ModuleCalls:
                     hooks.callback(module.register_forward_hook(leave).remove)
             yield
 
-    def _look(self, call: Name, nest: Any, blamed: str | None) -> Any:
-        tensors = [tensor.detach().clone() for tensor in floating(nest)]
+    def _visit(self, call: Key, tree: Any, responsible: str | None) -> Any:
+        tensors = [tensor.detach().clone() for tensor in floating_tensors(tree)]
         if self.part is None:
             self._whole[call] = tensors
-            return nest
+            return tree
         expected = self._whole.get(call, [])
         if len(expected) != len(tensors):
-            return nest
+            return tree
         wholes = iter(expected)
-        return exchange(nest, lambda tensor: self._compare(next(wholes), tensor, call, blamed))
+        return map_floating(tree, lambda tensor: self._compare(next(wholes), tensor, call, responsible))
 
-    def _compare(self, whole: Tensor, part: Tensor, call: Name, blamed: str | None) -> Tensor:
-        """The tensor of a part, or what the whole has in its place."""
+    def _compare(self, whole: Tensor, part: Tensor, call: Key, responsible: str | None) -> Tensor:
+        """Return the tensor of the part or, if they differ, the whole's rows in its place."""
         assert self.part is not None
         total, size = sum(self._sizes), self._sizes[self.part]
         if whole.ndim != part.ndim or whole.numel() <= 1 or not part.numel():
@@ -98,59 +101,59 @@ class ModuleCalls:
                 self._pairs[call[0]] = None
             return part
         dim = (samples or growing or [0])[0]
-        for other in growing:  # Padding to the longest may be shorter in a part.
+        for other in growing:  # A part may be padded to a shorter length.
             whole = whole if other == dim else whole.narrow(other, 0, part.shape[other])
-        right = self._rows(whole, part, dim, call) if growing else whole
-        if right.shape != part.shape or is_close(right, part) or len(growing) > 1:
+        rows = self._rows(whole, part, dim, call) if growing else whole
+        if rows.shape != part.shape or is_close(rows, part) or len(growing) > 1:
             return part
-        self._found[blamed] = None
-        return right.clone().requires_grad_().clone() if part.requires_grad else right.clone()
+        self._found[responsible] = None
+        return rows.clone().requires_grad_().clone() if part.requires_grad else rows.clone()
 
-    def _rows(self, whole: Tensor, part: Tensor, dim: int, call: Name) -> Tensor:
-        """The whole's rows of a part: where they are equal, or else where its samples likely are."""
+    def _rows(self, whole: Tensor, part: Tensor, dim: int, call: Key) -> Tensor:
+        """Return the whole's rows that equal the part's, or else those of its likely samples."""
         length, total = part.shape[dim], whole.shape[dim]
         first = 0 if self.part == 0 else total - length
-        known = self._known.setdefault((self.part, call[0], call[2], length, total), [])
-        known.append(torch.arange(first, first + length, device=whole.device))
-        if total <= _MOST_ROWS:  # In any order: a batch may be sorted by length, or flattened with time first.
+        candidates = self._row_indices.setdefault((self.part, call[0], call[2], length, total), [])
+        candidates.append(torch.arange(first, first + length, device=whole.device))
+        if total <= _MOST_ROWS:  # In any order: some models sort by length, or flatten with time first.
             wholes, rows = (one.movedim(dim, 0).flatten(1).double().nan_to_num(0.0, 0.0, 0.0) for one in (whole, part))
-            known.append(torch.cdist(rows, wholes, compute_mode="donot_use_mm_for_euclid_dist").argmin(1))
-        for places in known:
-            if is_close(found := whole.index_select(dim, places), part):
-                known.insert(0, places)
+            candidates.append(torch.cdist(rows, wholes, compute_mode="donot_use_mm_for_euclid_dist").argmin(1))
+        for indices in candidates:
+            if is_close(found := whole.index_select(dim, indices), part):
+                candidates.insert(0, indices)
                 return found
-        return whole.index_select(dim, known[0])
+        return whole.index_select(dim, candidates[0])
 
 
 def is_close(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape are equal but for rounding, relative to their usual entry."""
+    """Return whether two tensors of one shape are equal up to rounding, relative to the median of their entries."""
     tolerance = _TOLERANCE.get(one.dtype, _HALF_TOLERANCE)
     sizes = one[one.isfinite() & (one != 0)].abs()
-    usual = float(sizes.median()) if sizes.numel() else 0.0
-    return torch.allclose(one, other.to(one.dtype), rtol=tolerance, atol=tolerance * usual, equal_nan=True)
+    median = float(sizes.median()) if sizes.numel() else 0.0
+    return torch.allclose(one, other.to(one.dtype), rtol=tolerance, atol=tolerance * median, equal_nan=True)
 
 
-def floating(nest: Any) -> list[Tensor]:
-    """The dense floating tensors of a nest, in order; what cannot be looked into (a PackedSequence) has none."""
+def floating_tensors(tree: Any) -> list[Tensor]:
+    """Return the dense floating-point tensors of a nested structure, in order; opaque objects count as empty."""
     found: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    exchange(nest, keep)
+    map_floating(tree, keep)
     return found
 
 
-def exchange(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A nest with each of its `floating` tensors changed; itself where none was."""
+def map_floating(node: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a nested structure with `change` applied to its floating-point tensors; itself if none is changed."""
     if isinstance(node, Tensor):
         dense = node.is_floating_point() and not node.is_nested and not node.is_sparse and not node.is_sparse_csr
         return change(node) if dense else node
     children = pytree.children(node)
     if children is None:
         return node
-    changed = [exchange(child, change) for _, child in children]
+    changed = [map_floating(child, change) for _, child in children]
     if all(new is old for new, (_, old) in zip(changed, children, strict=True)):
         return node
     return pytree.rebuild(node, changed)

@@ -1,4 +1,4 @@
-"""A plan handed to the Accumulator: what it gives, and was it made for what is here?"""
+"""Read an Accumulator's options from a plan, and check that the plan was made for this training."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _RECORDED = (
     *("model", "parameters", "parameter_bytes", "optimizer", "precision", "loss", "kind", "card"),
     *("batchnorm", "accumulate_in"),
 )
-"""Facts that a plan was made with, or that are here; one that is not known is None or left out."""
+"""The names of the facts that are compared; a fact that is unknown is None or missing."""
 
 _WRAPPERS = ("OptimizedModule", "DataParallel")
-"""What a plan of a wrapped model records as its name; the model within, which is compared here, it does not know."""
+"""The model names in plans of wrapped models; they do not tell the name of the inner model, which is compared here."""
 
-_WORDS = {
+_PHRASES = {
     "model": "the model {}",
     "parameters": "{:,} parameters",
     "parameter_bytes": "parameters of {:,} bytes",
@@ -35,26 +35,26 @@ _KINDS = {"cpu": "the CPU", "cuda": "a CUDA card"}
 
 @runtime_checkable
 class PlanLike(Protocol):
-    """What of a plan is read here; `autoaccum.Plan` has it."""
+    """The attributes of a plan that are read here, as `autoaccum.Plan` has them."""
 
     @property
     def micro_batch(self) -> int:
-        """The largest part, in samples."""
+        """The largest micro-batch, in samples."""
 
     @property
     def workload(self) -> Mapping[str, Any]:
-        """What the plan records of the workload."""
+        """The facts that the plan records about the workload."""
 
     @property
     def device(self) -> Mapping[str, Any]:
-        """Kind, and for a card its name."""
+        """The kind of device, and the name of a GPU."""
 
 
 def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
-    """The micro-batch that is given, or the plan's.
+    """Return the micro-batch that is given, or the plan's.
 
     Raises:
-        UsageError: Neither or both are given, the plan is none, or the micro-batch is no whole number of at least 1.
+        UsageError: Neither or both are given, `plan` is no plan, or the micro-batch is not a whole number from 1 on.
     """
     if plan is not None and not isinstance(plan, PlanLike):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, such as Plan.load("plan.json")')
@@ -64,20 +64,20 @@ def choose_ceiling(plan: PlanLike | None, micro_batch: int | None) -> int:
     return checked_micro_batch(micro_batch if plan is None else plan.micro_batch)
 
 
-def choose_option(plan: PlanLike | None, name: str, given: Any, otherwise: Any) -> Any:
-    """What is given, or else what the plan records by that name, or else the other; not yet checked."""
+def choose_option(plan: PlanLike | None, name: str, given: Any, default: Any) -> Any:
+    """Return the option `name`: the given value, or else the plan's, or else `default`; it is not checked yet."""
     planned = None if plan is None else plan.workload.get(name)
-    return given or planned or otherwise
+    return given or planned or default
 
 
 def choose_objective(
     loss: Any, *, criterion: Any, weight: Any, reduction: str | None, plan: PlanLike | None, model: nn.Module
 ) -> Objective:
-    """The loss, resolved; where nothing else tells whether it is a mean or a sum, the plan does.
+    """Resolve the loss; the plan's reduction is used if nothing else says whether the loss is a mean or a sum.
 
     Raises:
-        UsageError: An Objective is given, and with it what contradicts it.
-        WorkloadError: As `resolve_objective`.
+        UsageError: An Objective is given together with other arguments.
+        WorkloadError: As in `resolve_objective`.
     """
     if isinstance(loss, Objective):
         if criterion is not None or weight is not None or reduction not in (None, loss.reduction):
@@ -102,9 +102,10 @@ def check_plan(
     batchnorm: str | None = None,
     accumulate_in: str | None = None,
 ) -> None:
-    """Refuse a plan for another model, loss, optimizer, precision, mode of BatchNorm or device than are here.
+    """Raise UsageError if the plan was made for another model, loss, optimizer, precision, BatchNorm mode or device.
 
-    What the plan does not record is not compared; how many ranks there are does not matter to a micro-batch.
+    Facts that the plan does not record are not compared, nor is the number of ranks, which a micro-batch does not
+    depend on.
     """
     planned, here = plan_facts(plan), current_facts(model, optimizer, objective, precision, batchnorm, accumulate_in)
     different = differences(planned, here)
@@ -112,17 +113,17 @@ def check_plan(
         theirs, ours = (", ".join(words) for words in zip(*different, strict=True))
         raise UsageError(
             f"the plan is for {theirs}; here is {ours}",
-            hint=f"plan again for what is here, or take its number all the same: micro_batch={plan.micro_batch}",
+            hint=f"plan again for what is here, or use its number all the same: micro_batch={plan.micro_batch}",
         )
 
 
 def plan_facts(plan: PlanLike) -> dict[str, Any]:
-    """What the plan was made for, as far as it records that."""
+    """Return the facts that the plan records about its workload and device."""
     workload, device = plan.workload, plan.device
     found = {name: workload.get(name) for name in _RECORDED}
     found |= {name: device.get(name) for name in ("kind", "card")}
     weight = workload.get("weight")
-    found["loss"] = None if weight is None else _loss_words(workload.get("reduction") or "mean", weight)
+    found["loss"] = None if weight is None else _loss_phrase(workload.get("reduction") or "mean", weight)
     if found["kind"] == "simulated":
         found["kind"] = "cuda"
     if found["model"] in _WRAPPERS:
@@ -138,18 +139,18 @@ def current_facts(
     batchnorm: str | None = None,
     accumulate_in: str | None = None,
 ) -> dict[str, Any]:
-    """What is here, in the plan's terms."""
-    own, device = unwrap_model(model), model_device(model)
-    parameters = list(own.parameters())
-    # Sharded and quantised tensors keep their storage elsewhere.
+    """Return the facts of this training, by the names that a plan uses."""
+    inner, device = unwrap_model(model), model_device(model)
+    parameters = list(inner.parameters())
+    # Sharded and quantised tensors have their storage elsewhere.
     is_dense = all(type(parameter.detach()) is Tensor for parameter in parameters)
     return {
-        "model": type(own).__name__,
+        "model": type(inner).__name__,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storage_bytes(parameters) if is_dense else None,
         "optimizer": type(unwrap_optimizer(optimizer)).__name__,
         "precision": precision,
-        "loss": _loss_words(objective.reduction, objective.source),
+        "loss": _loss_phrase(objective.reduction, objective.source),
         "kind": device.type,
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "batchnorm": batchnorm,
@@ -158,27 +159,27 @@ def current_facts(
 
 
 def differences(planned: Mapping[str, Any], here: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What differs, in words: the plan's and what is here.
+    """Return the differing facts in words, as pairs of the plan's and this training's.
 
     >>> differences({"model": "GPT", "precision": "bf16"}, {"model": "GPT", "precision": "fp32", "optimizer": "SGD"})
     [('bf16', 'fp32')]
     """
-    known = [name for name in _RECORDED if planned.get(name) is not None and here.get(name) is not None]
-    different = [name for name in known if planned[name] != here[name]]
+    compared = [name for name in _RECORDED if planned.get(name) is not None and here.get(name) is not None]
+    different = [name for name in compared if planned[name] != here[name]]
     if "parameters" in different:  # Their bytes differ with them.
         different = [name for name in different if name != "parameter_bytes"]
-    return [(_words(name, planned[name]), _words(name, here[name])) for name in different]
+    return [(_phrase(name, planned[name]), _phrase(name, here[name])) for name in different]
 
 
 def storage_bytes(parameters: Iterable[Tensor]) -> int:
-    """Bytes of dense `parameters`: tied ones count once, and of a storage they share with others their own part."""
+    """Return the bytes of dense `parameters`; tied ones count once, and a part of a shared storage counts alone."""
     dense = [parameter.detach() for parameter in parameters if parameter.layout == torch.strided]
-    places = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t.nbytes for t in dense}
-    return sum(places.values())
+    spans = {(t.untyped_storage()._cdata, t.storage_offset(), t.numel()): t.nbytes for t in dense}
+    return sum(spans.values())
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The module that torch.compile or DataParallel was given."""
+    """Return the module within a wrapper of torch.compile or DataParallel."""
     while True:
         inner = model.module if isinstance(model, nn.DataParallel) else getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):
@@ -186,12 +187,12 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def _words(name: str, value: Any) -> str:
-    return _KINDS.get(value, str(value)) if name == "kind" else _WORDS.get(name, "{}").format(value)
+def _phrase(name: str, value: Any) -> str:
+    return _KINDS.get(value, str(value)) if name == "kind" else _PHRASES.get(name, "{}").format(value)
 
 
-def _loss_words(reduction: str, source: str) -> str:
-    """By what it is divided, without the name of the criterion: a function and a module of it are one."""
+def _loss_phrase(reduction: str, source: str) -> str:
+    """Return what the loss is divided by, without the criterion's name, which may be a function's or a module's."""
     if reduction == "sum":
         return "a summed loss"
     return f"a loss divided by {source.partition(' (')[0]}"

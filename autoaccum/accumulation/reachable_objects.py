@@ -1,7 +1,7 @@
-"""What the user's own code reaches beside the model: modules, such as a teacher, and generators.
+"""Find the modules and random generators that the user's code uses beside the model, such as a teacher.
 
-Told by reading only: no object of a library is looked into. Modules beside the model are not trained; they go to the
-device with it, and take their bytes there.
+These auxiliary modules are not trained, but are moved to the model's device and need memory there. The search only
+reads attributes, and does not enter objects of libraries.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
 
 MAPPINGS = (dict, OrderedDict, defaultdict)
 SEQUENCES = (list, deque, set)
-"""Python's own containers, which can be looked into without running anybody's code."""
+"""Python's own containers, which can be read without running other code."""
 
 _DEPTH, _ENTRIES = 6, 64
 _PLAIN = (bool, int, float, str, type(None))
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _LISTED = ("param_groups", "state", "defaults")
 _LIBRARIES = ("torch", "autoaccum")
-"""Theirs wherever they lie, as in a checkout."""
+"""Packages that are libraries wherever they are installed, also in a checkout."""
 
 
 def find_used_modules(objective: Objective, model: nn.Module | None, *functions: object) -> dict[str, nn.Module]:
-    """The modules that the loss and other functions of the user's name, by name: no part of the model or criterion.
+    """Return the modules by name that the loss and `functions` use and that are no part of the model or the criterion.
 
-    Those without parameters and buffers, as a loss without class weights, have nothing to place.
+    Modules without parameters and buffers, as a loss without class weights, are left out.
     """
     criterion = objective.criterion
     used = [None if objective.model_loss is not None else objective.loss_function, *functions]
@@ -52,7 +52,7 @@ def find_used_modules(objective: Objective, model: nn.Module | None, *functions:
 
 
 def find_auxiliary_modules(workload: Workload) -> dict[str, nn.Module]:
-    """The modules of a workload beside its model, by name: those it lists, and those its functions name."""
+    """Return a workload's modules beside its model by name: those it lists, and those its functions use."""
     model = workload.model if isinstance(workload.model, nn.Module) else None
     named = find_used_modules(workload.objective, model, workload.evaluate)
     listed = {id(module) for module in workload.modules.values()}
@@ -61,7 +61,7 @@ def find_auxiliary_modules(workload: Workload) -> dict[str, nn.Module]:
 
 @contextmanager
 def on_device(modules: Iterable[nn.Module], device: torch.device | None) -> Iterator[None]:
-    """Have `modules` on a card, and put them back as they lay; on the CPU they stay where they are."""
+    """Move `modules` to `device` within it, and restore them afterwards; for the CPU, do nothing."""
     if device is None or device.type == "cpu":
         yield
         return
@@ -82,67 +82,67 @@ def on_device(modules: Iterable[nn.Module], device: torch.device | None) -> Iter
 
 
 def find_reachable(
-    functions: Iterable[Any], held: Iterable[tuple[str, Any]] = ()
+    functions: Iterable[Any], others: Iterable[tuple[str, Any]] = ()
 ) -> tuple[dict[str, nn.Module], list[Generator]]:
-    """The modules (by a name) and generators that `functions` hold in closures, defaults, attributes or globals.
+    """Return the modules by name, and the generators, in closures, defaults, attributes and globals of `functions`.
 
-    Not found: what is deep in other objects or in a library's, or reached by names that are put together at run time.
-    `held` is more that may lead there, by name: see `find_python_attributes`.
+    Objects deep within others, within a library's, or under names computed at run time are not found. `others` are
+    further objects by name where the search begins, such as `find_python_attributes` yields.
     """
     modules: dict[str, nn.Module] = {}
     generators: dict[int, Generator] = {}
     seen: set[int] = set()
-    waiting = [("criterion" if isinstance(function, nn.Module) else "", function, 0) for function in functions]
-    waiting += [(name, node, 0) for name, node in held]
-    while waiting:
-        name, node, depth = waiting.pop()
+    queue = [("criterion" if isinstance(function, nn.Module) else "", function, 0) for function in functions]
+    queue += [(name, node, 0) for name, node in others]
+    while queue:
+        name, node, depth = queue.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
-        with suppress(Exception):  # Raised by code of the node's own: a dead proxy, a lazy object.
+        with suppress(Exception):  # Code of the object may raise: a dead proxy, a lazy object.
             if isinstance(node, nn.Module):
                 modules[name if name not in modules else f"{name} {len(modules)}"] = node
             elif isinstance(node, GENERATORS):
                 generators[id(node)] = node
             elif depth < _DEPTH:
-                waiting.extend([(inner or name, value, depth + 1) for inner, value in _inside(node)])
+                queue.extend([(inner or name, value, depth + 1) for inner, value in _children(node)])
     return modules, list(generators.values())
 
 
 def find_python_attributes(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Any]]:
-    """What a model and its optimizer keep in Python, by name: hooks, and attributes that are not registered."""
+    """Yield the hooks and unregistered attributes of a model and its optimizer, by name."""
     owners = [(f"{path}." if path else "", vars(module), _REGISTERED) for path, module in model.named_modules()]
     owners += [] if optimizer is None else [("optimizer.", vars(optimizer), _LISTED)]
-    for prefix, attributes, known in owners:
+    for prefix, attributes, excluded in owners:
         for name, value in attributes.items():
             if name.endswith("_hooks"):
                 yield from (("hook", hook) for hook in _values(value))
-            elif name not in known and type(value) not in _PLAIN:
+            elif name not in excluded and type(value) not in _PLAIN:
                 yield f"{prefix}{name}", value
     for parameter in model.parameters():
         yield from (("hook", hook) for hooks in tensor_hooks(parameter) for hook in _values(hooks))
 
 
 def is_user_class(kind: type) -> bool:
-    """Whether a class is the user's own: defined in no installed library, nor in Python's."""
+    """Return whether a class is the user's own: not defined in an installed or the standard library."""
     top = kind.__module__.partition(".")[0]
-    if top == "__main__":  # Of `python -m tool`, too, which runs the user's code.
+    if top == "__main__":  # Also under `python -m tool`, which runs the user's code.
         return True
     if top in _LIBRARIES or top in sys.stdlib_module_names:
         return False
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is None or _is_own_code(file)
+    return file is None or _is_user_code(file)
 
 
 def find_user_methods(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:
-    """Those that the user's own classes of `modules` define."""
+    """Yield the methods that the user's own classes of `modules` define."""
     for kind in dict.fromkeys(kind for module in modules for kind in type(module).__mro__):
         if is_user_class(kind):
             yield from (value for value in vars(kind).values() if isinstance(value, FunctionType))
 
 
 def code_names(code: CodeType) -> Iterator[str]:
-    """Globals and attributes that a function's code names, those within it too."""
+    """Yield the names of globals and attributes in a function's code and in the functions nested in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -150,7 +150,7 @@ def code_names(code: CodeType) -> Iterator[str]:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """The mappings of hooks on a tensor: of `register_hook`, and of `register_post_accumulate_grad_hook`."""
+    """Return the mappings of a tensor's hooks: of `register_hook` and of `register_post_accumulate_grad_hook`."""
     return getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None)
 
 
@@ -162,13 +162,13 @@ def _values(mapping: Any) -> list[Any]:
     return list(mapping.values()) if type(mapping) in MAPPINGS else []
 
 
-def _inside(node: Any) -> Iterator[tuple[str, Any]]:
+def _children(node: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(node, functools.partial):
         yield from [("", node.func), *(("", value) for value in node.args), *node.keywords.items()]
     elif isinstance(node, MethodType):
         yield from [("", node.__self__), ("", node.__func__)]
     elif isinstance(node, FunctionType):
-        yield from _of_function(node)
+        yield from _function_objects(node)
     elif isinstance(node, tuple) or type(node) in SEQUENCES:
         yield from (("", value) for value in node if len(node) <= _ENTRIES)
     elif type(node) in MAPPINGS:
@@ -177,18 +177,18 @@ def _inside(node: Any) -> Iterator[tuple[str, Any]]:
         yield from getattr(node, "__dict__", {}).items()
 
 
-def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Of a library's function only what it was given: a decorator holds the user's."""
+def _function_objects(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the closure and defaults of a function and, if it is the user's, the globals it uses."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):  # not assigned yet
             yield name, cell.cell_contents
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield "", value
-    if _is_own_code(function.__code__.co_filename):
+    if _is_user_code(function.__code__.co_filename):
         yield from (
             (name, function.__globals__[name]) for name in code_names(function.__code__) if name in function.__globals__
         )
 
 
-def _is_own_code(file: str) -> bool:
+def _is_user_code(file: str) -> bool:
     return is_user_file(file) and not any(folder in file for folder in ("site-packages", "dist-packages"))

@@ -1,7 +1,7 @@
-"""What changed of a training: every part of its state by name and hash, and what is told of it.
+"""Find what changed in a training state: hash every part of it by name.
 
-Plain attributes of modules of the user's own classes (numbers, strings, tensors, small containers) count beside what
-torch knows: no rollback of a step restores them, so they are told.
+Plain attributes (numbers, strings, tensors, small containers) of modules of the user's own classes are included. The
+rollback of a step does not restore them, so their changes are reported.
 """
 
 from __future__ import annotations
@@ -37,69 +37,69 @@ _DEPTH, _ENTRIES = 3, 1024
 
 
 class PlainAttributes:
-    """Plain values that modules of the user's own classes keep in Python: numbers, strings, tensors, small containers.
+    """The plain attributes of modules of the user's own classes: numbers, strings, tensors, small containers.
 
-    `roots` are modules by the prefix of their names. Values are `kept` to be put back; hashes alone tell what changed.
+    `roots` are modules by the prefix of their names. If `kept` is False, changes are found but cannot be restored.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module], *, kept: bool = True) -> None:
         self._roots = roots
-        self._kept = [(module, _plain_of(module)) for _, module in _own_modules(roots)] if kept else []
+        self._kept = [(module, _plain_attributes(module)) for _, module in _user_modules(roots)] if kept else []
         self._copy = StateCopy([values for _, values in self._kept])
         self._hashes = _attribute_hashes(roots)
 
     def changed(self) -> list[str]:
-        """Names (`encoder.calls`) of attributes that came, went or changed."""
+        """Return the names (`encoder.calls`) of attributes that were added, removed or changed."""
         return changed_names(self._hashes, _attribute_hashes(self._roots))
 
     def restore(self) -> None:
-        """Give them their values back, the very objects; those that came since are gone."""
+        """Restore the same objects with the same values, and remove attributes that were added."""
         for module, kept in self._kept:
             attributes = vars(module)
-            for name in _plain_of(module).keys() - kept.keys():
+            for name in _plain_attributes(module).keys() - kept.keys():
                 del attributes[name]
             attributes.update(kept)
         self._copy.restore()
 
 
 class ForwardSideEffects:
-    """What a rollback cannot restore, and a forward may change: see `warnings`."""
+    """Finds changes by a forward that a rollback cannot restore: of plain attributes, parameters and the batch."""
 
     def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
         self._model, self._batches = model, batches
-        self._own = PlainAttributes({"": model}, kept=False)
+        self._attributes = PlainAttributes({"": model}, kept=False)
         self._sums, self._versions = _sums(model), batch_versions(batches)
 
     def warnings(self) -> list[str]:
-        """One sentence that names what has changed since, where something has."""
-        attributes, now = self._own.changed(), _sums(self._model)
+        """Return a warning that names what has changed since, if something has."""
+        attributes, now = self._attributes.changed(), _sums(self._model)
         parameters = [name for name, total in now.items() if self._sums.get(name, total) != total]
         named = (("Python attributes", attributes), ("parameters", parameters))
         found = [f"{what} ({list_names(names)})" for what, names in named if names]
         found += ["the batch it is given"] * (batch_versions(self._batches) != self._versions)
-        said = (
+        message = (
             f"forward changes {' and '.join(found)}, which cannot be rolled back when memory runs out within a step:"
             " keep state in buffers (register_buffer), and change no inputs in place"
         )
-        return [said] if found else []
+        return [message] if found else []
 
 
 def changed_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """What came, changed or went, but for what a forward computes anew."""
+    """Return the names of entries that were added, changed or removed, except values that forward computes anew."""
     names = [name for name, value in after.items() if name not in before or before[name] != value]
     names += [name for name in before if name not in after]
     return [name for name in names if _COMPUTED not in (before.get(name), after.get(name))]
 
 
 def batch_versions(batches: Sequence[Any]) -> list[int]:
-    """How often each tensor of `batches` was changed in place, and where views of it were."""
+    """Return the version of each tensor of `batches`, which in-place changes of it or of its views increment."""
     return [tensor._version for tensor in pytree.tensors(batches) if not tensor.is_inference()]
 
 
 def state_digest(
     model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None = None, *, criterion: nn.Module | None = None
 ) -> str:
-    """SHA-256 over all that `state_entries` names; states of equal values are equal, whatever objects hold them."""
+    """Return a SHA-256 over all of `state_entries`; equal values give equal digests, whatever objects hold them."""
     modules = {"": model} if criterion is None else {"": model, "criterion": criterion}
     found = state_entries(modules, optimizer, scaler, device=next(model.parameters()).device)
     return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
@@ -113,13 +113,13 @@ def state_entries(
     device: torch.device | None = None,
     identity: bool = False,
 ) -> dict[str, str]:
-    """Parts of the state by name, a hash for each: what proves that nothing was changed.
+    """Return a hash of each part of the training state by name, to prove that nothing was changed.
 
-    Parameters, buffers, `.grad`, modes, `requires_grad`, hooks, optimizer, scaler and the random states of Python,
-    NumPy, torch's CPU generator, `device`, and every card once CUDA has started.
+    The parts are parameters, buffers, `.grad`, modes, `requires_grad`, hooks, optimizer, scaler and the random states
+    of Python, NumPy, PyTorch's CPU generator, `device`, and every GPU once CUDA is initialized.
 
-    With `identity`, a tensor, module or hook exchanged for an equal one counts as a difference. `roots` are modules by
-    the prefix of their names.
+    With `identity`, a tensor, module or hook that was replaced by an equal one counts as a change. `roots` are modules
+    by the prefix of their names.
     """
     hasher = StateHasher(identity=identity)
     found: dict[str, Any] = {}
@@ -131,44 +131,44 @@ def state_entries(
     found["the scaler"] = {} if scaler is None else scaler.state_dict()
     own = [] if device is None or device.type == "cuda" else [device]
     random_state = RngState([*initialized_cuda_devices(), *own])
-    found.update({f"the random state of {name}": _loose(state) for name, state in random_state.states.items()})
+    found.update({f"the random state of {name}": _hashable_state(state) for name, state in random_state.states.items()})
     return {name: hasher.hash(part) for name, part in found.items()}
 
 
 class StateHasher:
-    """Hashes nests of values, every tensor once; with `identity`, equal tensors that are other objects differ."""
+    """Hashes nested structures, each tensor once; with `identity`, equal tensors that are different objects differ."""
 
     def __init__(self, *, identity: bool = False) -> None:
         self._identity = identity
         self._tensors: dict[int, tuple[Tensor, bytes]] = {}
 
     def hash(self, node: Any) -> str:
-        """SHA-256 over `node`: plain values, tensors, arrays, generators, and containers of them; others by type."""
+        """Return a SHA-256 of values, tensors, arrays, generators and containers; other objects count by type."""
         digest = hashlib.sha256()
         self._feed(digest, node, ())
         return digest.hexdigest()
 
-    def _feed(self, digest: Any, node: Any, above: tuple[int, ...]) -> None:
+    def _feed(self, digest: Any, node: Any, ancestors: tuple[int, ...]) -> None:
         if isinstance(node, Tensor):
             digest.update(self._tensor(node))
         elif isinstance(node, np.ndarray | np.generic):
             digest.update(f"{node.dtype}{node.shape}".encode() + node.tobytes())
         elif isinstance(node, _PLAIN):
             digest.update(repr(node).encode())
-        elif id(node) in above:
+        elif id(node) in ancestors:
             digest.update(b"itself")
         elif isinstance(node, Mapping | list | tuple | deque):
             entries = [*node.keys(), *node.values()] if isinstance(node, Mapping) else list(node)
             digest.update(f"[{len(entries)}".encode())
             for entry in entries:
-                self._feed(digest, entry, (*above, id(node)))
+                self._feed(digest, entry, (*ancestors, id(node)))
                 digest.update(b",")
         elif isinstance(node, set | frozenset):
             digest.update("".join(sorted(self.hash(entry) for entry in node)).encode())
         else:
             digest.update(str(id(node) if self._identity else type(node).__qualname__).encode())
             if isinstance(node, GENERATORS):
-                self._feed(digest, _loose(generator_state(node)), above)
+                self._feed(digest, _hashable_state(generator_state(node)), ancestors)
 
     def _tensor(self, tensor: Tensor) -> bytes:
         if id(tensor) not in self._tensors:
@@ -212,16 +212,16 @@ def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def _hooks(attributes: Mapping[str, Any], endings: tuple[str, ...]) -> dict[str, Any]:
-    """Mappings of hooks; what is not there and what is empty are alike."""
+    """Return the mappings of hooks; a missing one counts as an empty one."""
     return {name: value or {} for name, value in attributes.items() if name.endswith(endings)}
 
 
-def _loose(state: Any) -> Any:
-    """A generator's state without the tensor that was made to hold it, which is another one each time."""
+def _hashable_state(state: Any) -> Any:
+    """Return a generator's state without its tensor, which is a new object each time."""
     return bytes(state.tolist()) if isinstance(state, Tensor) else state
 
 
-def _own_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def _user_modules(roots: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     for prefix, root in roots.items():
         for path, module in root.named_modules(prefix=prefix):
             if is_user_class(type(module)):
@@ -232,13 +232,16 @@ def _attribute_hashes(roots: Mapping[str, nn.Module]) -> dict[str, str]:
     hasher = StateHasher()
     return {
         f"{path}.{name}" if path else name: _COMPUTED if _is_computed(value) else hasher.hash(value)
-        for path, module in _own_modules(roots)
-        for name, value in _plain_of(module).items()
+        for path, module in _user_modules(roots)
+        for name, value in _plain_attributes(module).items()
     }
 
 
-def _plain_of(module: nn.Module) -> dict[str, Any]:
-    """Where the class extends a library's (`PreTrainedModel`), only what its own methods name is the user's."""
+def _plain_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of `module`.
+
+    If its class extends a library's (`PreTrainedModel`), only those that the user's own methods name are the user's.
+    """
     others = [base for base in type(module).__mro__ if not is_user_class(base)]
     is_of_torch = all(base.__module__.partition(".")[0] in ("torch", "builtins") for base in others)
     own = (
@@ -265,7 +268,7 @@ def _is_plain(value: Any, depth: int) -> bool:
 
 
 def _is_computed(value: Any) -> bool:
-    """Whether a tensor has a graph, as an auxiliary loss that the next forward replaces: no state of later updates."""
+    """Return whether `value` has a graph, as an auxiliary loss has, and so is replaced by the next forward."""
     return any(tensor.grad_fn is not None for tensor in pytree.tensors([value]))
 
 

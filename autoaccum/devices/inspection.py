@@ -70,7 +70,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
         workload.objective.move_criterion(origin)
     subject = describe_subject(workload, model, made, few_samples(workload, FORM_SAMPLES, share), first.terms)
     coupling = probe_workload(workload, model)
-    coupled = coupling.warnings(told=batchnorms)
+    coupled = coupling.warnings(covered=batchnorms)
     told = [sentence for sentence in said if not isinstance(sentence, Advice)]  # Of these, the experiment knows more.
     weighting = check_weighting(workload, coupled=bool(coupled))
     subject["recipe"]["misweighted"] = find_advice(weighting)

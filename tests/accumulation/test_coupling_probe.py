@@ -78,7 +78,7 @@ COUPLED: dict[str, tuple[Case, tuple[str, ...], bool | None]] = {
 }
 
 
-def look(case: Case, sizes: tuple[int, ...] = (2, 2), dtype: torch.dtype = torch.float64) -> Coupling:
+def probe(case: Case, sizes: tuple[int, ...] = (2, 2), dtype: torch.dtype = torch.float64) -> Coupling:
     make, loss, make_batch = case
     torch.manual_seed(0)
     model, batch = make().to(dtype), make_batch(sum(sizes))
@@ -87,36 +87,36 @@ def look(case: Case, sizes: tuple[int, ...] = (2, 2), dtype: torch.dtype = torch
 
 
 @pytest.mark.parametrize("name", WELL)
-def test_nothing_is_claimed_where_all_is_well(name: str) -> None:
-    found = look(WELL[name])
+def test_no_coupling_is_found_where_there_is_none(name: str) -> None:
+    found = probe(WELL[name])
     assert (found.modules, found.loss) == ((), False), found
 
 
 @pytest.mark.parametrize("name", COUPLED)
-def test_what_couples_is_named(name: str) -> None:
+def test_coupled_modules_and_losses_are_named(name: str) -> None:
     case, modules, loss = COUPLED[name]
-    found = look(case)
+    found = probe(case)
     assert (found.modules, found.loss) == (modules, loss), found
 
 
 @pytest.mark.parametrize("sizes", [(3, 2), (2, 3), (2, 2, 4)])
 @pytest.mark.parametrize("name", ["time times batch", "sorted and packed", "experts", "GPT with dropout"])
 def test_the_parts_may_have_any_sizes(name: str, sizes: tuple[int, ...]) -> None:
-    found = look(WELL[name], sizes)
+    found = probe(WELL[name], sizes)
     assert (found.modules, found.loss) == ((), False), found
 
 
 @pytest.mark.parametrize("name", ["in-batch negatives", "BatchNorm after dropout"])
-def test_what_couples_is_named_from_unequal_parts(name: str) -> None:
+def test_coupling_is_found_from_unequal_parts(name: str) -> None:
     case, modules, loss = COUPLED[name]
-    found = look(case, (2, 3))
+    found = probe(case, (2, 3))
     assert (found.modules, found.loss) == (modules, loss), found
 
 
 @pytest.mark.parametrize("name", [*list(WELL)[::4], *list(COUPLED)[::3]])
-def test_single_precision_tells_the_same(name: str) -> None:
+def test_single_precision_gives_the_same(name: str) -> None:
     case, modules, loss = COUPLED.get(name) or (WELL[name], (), False)
-    found = look(case, dtype=torch.float32)
+    found = probe(case, dtype=torch.float32)
     assert (found.modules, found.loss) == (modules, loss), found
 
 
@@ -134,49 +134,49 @@ def test_leaves_model_batch_and_generators_as_they_are() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_what_a_model_raises_is_the_reason() -> None:
+def test_an_error_of_the_model_is_the_reason() -> None:
     def raising(model: nn.Module, batch: Any) -> Tensor:
         raise ValueError("no such thing\nat all")
 
-    found = look((small.mlp, raising, small.rows))
+    found = probe((small.mlp, raising, small.rows))
     assert found == Coupling(reason="ValueError: no such thing")
     assert not found.found
 
 
-def test_what_chance_mixes_is_not_told() -> None:
-    found = look((small.mlp, small.mixup_loss, small.rows))
+def test_random_mixing_of_samples_is_no_finding() -> None:
+    found = probe((small.mlp, small.mixup_loss, small.rows))
     assert (found.modules, found.loss) == ((), None)
     assert found.reason is not None
     assert "draws indices whose range grows with the batch" in found.reason
 
 
-def test_what_python_draws_for_each_sample_is_not_judged() -> None:
+def test_a_python_generator_used_for_each_sample_is_no_finding() -> None:
     def jittered(model: nn.Module, batch: Any) -> Tensor:
         factors = torch.tensor([random.random() for _ in batch[0]], dtype=batch[0].dtype)
         return small.mean_square(model, (batch[0] * factors[:, None], batch[1]))
 
-    found = look((small.mlp, jittered, small.rows))
+    found = probe((small.mlp, jittered, small.rows))
     assert found.reason == "it draws from Python's or NumPy's generator once for each sample"
 
 
-def test_a_summed_loss_with_weight_decay_is_told_as_what_it_is() -> None:
+def test_the_warning_fits_a_summed_loss_with_weight_decay() -> None:
     def summed(model: nn.Module, batch: Any) -> Tensor:
         decay = sum(parameter.square().sum() for parameter in model.parameters())
         return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum") + decay
 
-    (said,) = look((small.mlp, summed, small.rows)).warnings()
-    assert "or adds to a sum over them what does not grow with them, as weight decay" in said
+    (said,) = probe((small.mlp, summed, small.rows)).warnings()
+    assert "or adds to a sum a term that does not grow with the batch, as weight decay" in said
     assert said.endswith("make it a mean over samples")
-    assert look((small.mlp, small.regularised_loss, small.rows)).loss is False  # As of a mean.
+    assert probe((small.mlp, small.regularised_loss, small.rows)).loss is False  # As of a mean.
 
 
-def test_a_loss_that_is_never_the_same_tells_nothing() -> None:
+def test_a_loss_that_is_never_the_same_gives_no_finding() -> None:
     count = iter(range(1000))
 
     def counting(model: nn.Module, batch: Any) -> Tensor:
         return small.mean_square(model, batch) * (1 + next(count))
 
-    assert look((small.mlp, counting, small.rows)).reason == "the loss differs from run to run"
+    assert probe((small.mlp, counting, small.rows)).reason == "the loss differs from run to run"
 
 
 class Locked(nn.Linear):
@@ -212,7 +212,7 @@ def check(model: Callable[[], nn.Module], criterion: nn.Module) -> Coupling:
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_what_fails_within_is_the_reason(name: str) -> None:
+def test_a_failure_within_is_the_reason(name: str) -> None:
     model, criterion, reason = FAILING[name]
     found = check(model, criterion)
     assert not found.found
@@ -243,6 +243,6 @@ def test_a_model_that_cannot_be_widened_runs_as_it_is() -> None:
     assert check(NeverWidened, nn.MSELoss()) == Coupling(loss=False)
 
 
-def test_a_model_of_much_work_is_told_by_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_much_work_is_found_by_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoaccum.accumulation.coupling_probe._MOST_WORK", 10**6)
     assert check(small.mlp, nn.MSELoss()).reason == "the model is too large for an experiment beside it"

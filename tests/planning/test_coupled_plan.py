@@ -59,7 +59,7 @@ def test_a_live_model_is_told_of_and_left_as_it_was() -> None:
     made = plan(model, small.root_loss, optimizer=optimizer)
     assert state_digest(model, optimizer) == before
     assert made.coupling == Coupling(("1",), True, None)
-    assert sum("what module 1 gives for a sample depends on the others" in said for said in made.warnings) == 1
+    assert sum("the output of module 1 for a sample depends on the others" in said for said in made.warnings) == 1
     assert sum("the loss mixes the samples of a batch, as" in said for said in made.warnings) == 1
     assert not any(said.startswith("the weighting") for said in made.warnings)
     assert Plan.from_json(made.to_json()) == made

@@ -34,7 +34,7 @@ def test_says_once_and_first_what_couples() -> None:
     notes = [event for event in events if isinstance(event, Notice)]
     assert [note.text for note in notes] == list(done.warnings)
     assert len(notes) == 2
-    assert notes[0].text.startswith("what module 1 gives for a sample depends on the others of its micro-batch")
+    assert notes[0].text.startswith("the output of module 1 for a sample depends on the others of its micro-batch")
     assert "the loss mixes the samples of a batch" in notes[1].text
     assert events.index(notes[1]) < next(i for i, event in enumerate(events) if isinstance(event, Updated))
 
