@@ -172,7 +172,7 @@ def test_says_all_that_differs(changes: dict[str, Any], text: str) -> None:
     optimizer = getattr(torch.optim, changes.get("optimizer", "AdamW"))(model.parameters())
     with pytest.raises(UsageError, match=text) as seen:
         accumulator(plan_of(), **{"model": model, **changes, "optimizer": optimizer})
-    assert str(seen.value).endswith("take its number all the same: micro_batch=3")
+    assert str(seen.value).endswith("use its number all the same: micro_batch=3")
 
 
 @pytest.mark.parametrize(
