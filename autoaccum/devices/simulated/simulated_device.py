@@ -196,11 +196,11 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
         )
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> Account:
-        """Explain the memory of `parts` after a fresh trial of them; `options` are those of `Explainer.account`."""
+        """Explain the memory of `parts` after a fresh trial of them; `options` are those of `Explainer.explain`."""
         deadline = Deadline(limit_seconds)
         traces = self._traces.of_schedule(parts, True, deadline.left_seconds)
         explainer = Explainer(self.name, self._context.bytes, self.limit_bytes, self._traces, self._replayer)
-        return explainer.account(traces, deadline, **options)
+        return explainer.explain(traces, deadline, **options)
 
     def close(self) -> None:
         """End the tracer's process, if it runs."""

@@ -1,4 +1,4 @@
-"""The memory a labelled trace holds at every event, by what it is for, and its peak by category and by module."""
+"""The memory that a labelled trace holds at each event, by category, and its peak by category and module."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from autoaccum.workload.module_names import distinct_names, mask_numbers
 
 _STAGES: dict[Phase, int] = {"batch": 0, "forward": 1, "backward": 2}
 _BACKWARD = 2
-_AGAIN: tuple[Role, ...] = ("recomputed", "workspace")
+_WITHIN_RECOMPUTATION: tuple[Role, ...] = ("recomputed", "workspace")
 
 
 @dataclass(frozen=True)
 class BlockUse:
-    """The purpose of a block between two events; `module` is an index in `LabelledTrace.modules`."""
+    """The category and module of a block between two events; `module` is an index in `LabelledTrace.modules`."""
 
     category: Category
     module: int
-    born: int
-    died: int
+    allocated_at: int
+    freed_at: int
 
 
 class MicroBatch(NamedTuple):
-    """Events of one micro-batch: those of its forward, with its inputs, end where `backward` begins; `end` is past."""
+    """The events of one micro-batch: inputs and forward from `start`, backward from `backward` to before `end`."""
 
     start: int
     backward: int
@@ -41,44 +41,44 @@ class MicroBatch(NamedTuple):
 
 
 def classify_blocks(labelled: LabelledTrace) -> list[BlockUse]:
-    """By block: who owns it, or else what it did.
+    """Return the use of each block: that of its owner, or else what follows from its lifetime.
 
-    An activation is what outlives the forward it was made in, be it that of a micro-batch or one within backward. What
-    a gradient is added up in outlives its micro-batch, and was made where autograd hands over a gradient. What was
-    there before the first micro-batch and stays counts as parameters: a constant on the card. A workspace that is kept
-    is no module's.
+    An activation outlives the forward pass in which it was allocated, of a micro-batch or within backward. An
+    accumulated gradient outlives its micro-batch and was allocated where autograd hands over a gradient. A block that
+    was there before the first micro-batch and stays, such as a constant on the card, counts as parameters. A workspace
+    that stays belongs to no module.
     """
     trace = labelled.trace
     lives = _lives(trace)
     batches = micro_batches(trace)
     starts = [batch.start for batch in batches]
-    again = _ends_of_recomputation(labelled, [born for born, _ in lives])
+    again = _ends_of_recomputation(labelled, [allocated_at for allocated_at, _ in lives])
     found = []
-    for block, (born, died) in enumerate(lives):
+    for block, (allocated_at, freed_at) in enumerate(lives):
         origin, owner = labelled.origins[block], labelled.owners.get(block)
         if owner is not None:
-            found.append(BlockUse(owner.category, owner.module, born, died))
+            found.append(BlockUse(owner.category, owner.module, allocated_at, freed_at))
             continue
-        index = bisect_right(starts, born) - 1
-        batch = batches[index] if index >= 0 and born < batches[index].end else None
+        index = bisect_right(starts, allocated_at) - 1
+        batch = batches[index] if index >= 0 and allocated_at < batches[index].end else None
         category: Category = "temporaries"
         module = origin.module
         if origin.role == "workspace":
             category = "workspace"
-            module = module if died < len(trace.events) else 0
+            module = module if freed_at < len(trace.events) else 0
         elif batch is None:
-            if index < 0 and died > trace.last_update:
+            if index < 0 and freed_at > trace.last_update:
                 category = "parameters"
-        elif origin.role == "summed" and died > batch.end:
+        elif origin.role == "summed" and freed_at > batch.end:
             category = "gradients"
-        elif died > (batch.backward if born < batch.backward else again[block]):
+        elif freed_at > (batch.backward if allocated_at < batch.backward else again[block]):
             category = "activations"
-        found.append(BlockUse(category, module, born, died))
+        found.append(BlockUse(category, module, allocated_at, freed_at))
     return found
 
 
 def micro_batches(trace: Trace) -> list[MicroBatch]:
-    """The stretches of a trace in which a micro-batch is moved, goes forward and comes back, ascending."""
+    """Return the micro-batches of a trace in order, each with its transfer, forward and backward."""
     ends = [*(index for index, _ in trace.phases[1:]), len(trace.events)]
     runs: list[list[tuple[int, int, int]]] = []
     last = None
@@ -96,34 +96,34 @@ def micro_batches(trace: Trace) -> list[MicroBatch]:
 
 
 def _lives(trace: Trace) -> list[tuple[int, int]]:
-    """By block, the indices of the events at which it comes and goes."""
-    born, died = [0] * len(trace.sizes), [len(trace.events)] * len(trace.sizes)
+    """Return for each block the indices of the events that allocate and free it."""
+    allocated_at, freed_at = [0] * len(trace.sizes), [len(trace.events)] * len(trace.sizes)
     for index, event in enumerate(trace.events):
         if event >= 0:
-            born[event] = index
+            allocated_at[event] = index
         else:
-            died[~event] = index
-    return list(zip(born, died, strict=True))
+            freed_at[~event] = index
+    return list(zip(allocated_at, freed_at, strict=True))
 
 
-def _ends_of_recomputation(labelled: LabelledTrace, born: Sequence[int]) -> list[int]:
-    """By block that a forward within backward made, where the first one after it is made that is not of that forward.
+def _ends_of_recomputation(labelled: LabelledTrace, allocated_at: Sequence[int]) -> list[int]:
+    """Return for each block of a forward within backward the next allocation after that forward.
 
-    Of any other block it is a place that none outlives.
+    For other blocks it is the end of the trace.
     """
     never = len(labelled.trace.events)
-    ends, end = [never] * len(born), never
-    for block in range(len(born) - 1, -1, -1):
+    ends, end = [never] * len(allocated_at), never
+    for block in range(len(allocated_at) - 1, -1, -1):
         role = labelled.origins[block].role
         if role == "recomputed":
             ends[block] = end
-        elif role not in _AGAIN:
-            end = born[block]
+        elif role not in _WITHIN_RECOMPUTATION:
+            end = allocated_at[block]
     return ends
 
 
 class MemoryBreakdown:
-    """Adds up the blocks of a trace that are alive."""
+    """Adds up the live blocks of a trace."""
 
     def __init__(self, labelled: LabelledTrace, sized: SizedTrace) -> None:
         self.labelled, self.sized = labelled, sized
@@ -131,43 +131,43 @@ class MemoryBreakdown:
 
     @cached_property
     def totals(self) -> Mapping[Category, Sequence[int]]:
-        """By category, in order, the bytes that are held after each event; `unused` is no block's."""
+        """Return by category the bytes that are held after each event, without `unused`."""
         steps = {category: [0] * (len(self.labelled.trace.events) + 1) for category in CATEGORIES}
         del steps["unused"]
-        for purpose, size in zip(self.uses, self.sized.sizes, strict=True):
-            own = steps[purpose.category]
-            own[purpose.born] += size
-            own[purpose.died] -= size
+        for use, size in zip(self.uses, self.sized.sizes, strict=True):
+            own = steps[use.category]
+            own[use.allocated_at] += size
+            own[use.freed_at] -= size
         return {category: list(accumulate(step[:-1])) for category, step in steps.items()}
 
     @cached_property
     def held_bytes(self) -> Sequence[int]:
-        """Return what is held after each event."""
+        """Return the bytes that are held after each event."""
         return [sum(held) for held in zip(*self.totals.values(), strict=True)]
 
     @cached_property
     def highest(self) -> Mapping[Phase, int]:
-        """By phase, in order, the index of the event that asks for memory when most is held in it: the last such."""
+        """Return for each phase the event at which most is held (a request for memory; the last of equal ones)."""
         trace, held, sizes = self.labelled.trace, self.held_bytes, self.sized.sizes
         ends = [*(index for index, _ in trace.phases[1:]), len(trace.events)]
         found: dict[Phase, int] = {}
         for (start, phase), end in zip(trace.phases, ends, strict=True):
             for at in range(start, end):
                 event = trace.events[at]
-                asks = event >= 0 and (sizes[event] or not held[at])
-                if asks and held[at] >= held[found.get(phase, at)]:
+                requests = event >= 0 and (sizes[event] or not held[at])
+                if requests and held[at] >= held[found.get(phase, at)]:
                     found[phase] = at
         return {phase: found[phase] for phase in get_args(Phase) if phase in found}
 
     @cached_property
     def peak_at(self) -> int:
-        """The index of the event that asks for memory when most is held: the last such."""
+        """Return the event at which most is held (a request for memory; the last of equal ones)."""
         return max(self.highest.values(), key=lambda at: (self.held_bytes[at], at))
 
     def alive(self, event: int) -> list[tuple[int, Category]]:
-        """The blocks that are there after an event, and what they are for."""
+        """Return the blocks that are alive after an event, with their categories."""
         return [
-            (block, purpose.category) for block, purpose in enumerate(self.uses) if purpose.born <= event < purpose.died
+            (block, use.category) for block, use in enumerate(self.uses) if use.allocated_at <= event < use.freed_at
         ]
 
 
@@ -177,9 +177,9 @@ _MOST = 10
 def module_shares(
     breakdown: MemoryBreakdown, event: int, growth: tuple[SizedTrace, SizedTrace] | None = None
 ) -> list[ModuleShare]:
-    """Return what each module holds after an event, in the model's order; like ones are one record.
+    """Return the share of each module after an event, in the order of the model; equal modules are one record.
 
-    Averages are no module's: they count among what belongs to none, so that the shares add up to all that is held.
+    Averages such as an EMA belong to no module; they are part of the share without one, so that shares add up.
     """
     slopes = None if growth is None else _slopes(breakdown, growth)
     categories: dict[int, dict[Category, int]] = {}
@@ -190,7 +190,7 @@ def module_shares(
         held[category] = held.get(category, 0) + breakdown.sized.sizes[block]
         if slopes is not None:
             per_sample[module] = per_sample.get(module, 0.0) + slopes[block]
-    return _joined(
+    return _join_equal(
         ModuleShare(
             name=breakdown.labelled.modules[module].path,
             kind=breakdown.labelled.modules[module].kind,
@@ -204,13 +204,13 @@ def module_shares(
     )
 
 
-def largest(shares: Iterable[ModuleShare], most: int = _MOST) -> tuple[ModuleShare, ...]:
-    """The shares that hold most, the largest first."""
+def largest_shares(shares: Iterable[ModuleShare], most: int = _MOST) -> tuple[ModuleShare, ...]:
+    """Return the largest shares, in descending order."""
     return tuple(sorted(shares, key=lambda share: -share.bytes)[:most])
 
 
 def _slopes(breakdown: MemoryBreakdown, growth: tuple[SizedTrace, SizedTrace]) -> Sequence[float] | None:
-    """By block, the bytes that a sample more takes; None where the demands are not of the breakdown's events."""
+    """Return for each block the bytes per sample; None if the traces have other events than the breakdown."""
     one, other = growth
     samples = other.trace.parts[0] - one.trace.parts[0]
     if samples == 0 or not all(sized.trace.events == breakdown.labelled.trace.events for sized in growth):
@@ -218,8 +218,8 @@ def _slopes(breakdown: MemoryBreakdown, growth: tuple[SizedTrace, SizedTrace]) -
     return [(most - least) / samples for least, most in zip(one.sizes, other.sizes, strict=True)]
 
 
-def _joined(shares: Iterable[ModuleShare]) -> list[ModuleShare]:
-    """Shares that differ in nothing but numbers of their names, as one each, where the first of them is."""
+def _join_equal(shares: Iterable[ModuleShare]) -> list[ModuleShare]:
+    """Join shares that differ only in numbers within their names, in the place of the first of them."""
     named: dict[str, ModuleShare] = {}
     alike: dict[tuple[object, ...], list[str]] = {}
     found = []
@@ -230,10 +230,10 @@ def _joined(shares: Iterable[ModuleShare]) -> list[ModuleShare]:
         named[share.name] = share
         key = mask_numbers(share.name), share.kind, tuple(share.categories.items()), share.bytes_per_sample
         alike.setdefault(key, []).append(share.name)
-    return [*found, *(_times(named[names[0]], name, len(names)) for name, names in distinct_names(alike.values()))]
+    return [*found, *(_multiply(named[names[0]], name, len(names)) for name, names in distinct_names(alike.values()))]
 
 
-def _times(share: ModuleShare, name: str, count: int) -> ModuleShare:
+def _multiply(share: ModuleShare, name: str, count: int) -> ModuleShare:
     return replace(
         share,
         name=name,
@@ -244,20 +244,21 @@ def _times(share: ModuleShare, name: str, count: int) -> ModuleShare:
     )
 
 
-_APART: Final = ("_attention", "aten._softmax", "aten._safe_softmax")
-"""What of an operator's name tells how attention is computed, whatever else the module makes."""
+_ATTENTION_OPS: Final = ("_attention", "aten._softmax", "aten._safe_softmax")
+"""Parts of operator names that show how attention is computed; such blocks are listed separately."""
 
 
 def holdings_at(breakdown: MemoryBreakdown, event: int) -> tuple[Holding, ...]:
-    """Return what is held after an event, in the order of the model; what belongs to no module is first.
+    """Return everything held after an event, in the order of the model, first what belongs to no module.
 
-    Of operators that made as much of one holding it names the first. What tells how attention is computed is apart.
+    A holding names the operator that allocated most of it, of equal ones the first. Blocks that show how attention is
+    computed are holdings of their own.
     """
     labelled, sizes = breakdown.labelled, breakdown.sized.sizes
     made: dict[tuple[int, int, str, str], Counter[str]] = {}
     for block, category in breakdown.alive(event):
         origin = labelled.origins[block]
-        apart = origin.op if any(part in origin.op for part in _APART) else ""
+        apart = origin.op if any(part in origin.op for part in _ATTENTION_OPS) else ""
         key = breakdown.uses[block].module, CATEGORIES.index(category), origin.dtype, apart
         made.setdefault(key, Counter())[origin.op] += sizes[block]
     return tuple(
@@ -274,8 +275,8 @@ def holdings_at(breakdown: MemoryBreakdown, event: int) -> tuple[Holding, ...]:
     )
 
 
-def moments(breakdown: MemoryBreakdown) -> tuple[Moment, ...]:
-    """When most is held in each phase of all that is traced, in the order of `Phase`; of equal moments the last."""
+def phase_peaks(breakdown: MemoryBreakdown) -> tuple[Moment, ...]:
+    """Return the moment of each phase at which most is held, in the order of `Phase`."""
     found = []
     for phase, at in breakdown.highest.items():
         totals = {category: held[at] for category, held in breakdown.totals.items()}
@@ -299,7 +300,7 @@ def explain_peak(
     context_bytes: int,
     growth: tuple[SizedTrace, SizedTrace] | None = None,
 ) -> Explanation:
-    """Tell what is held at the moment when most is: all of an explanation but the changes."""
+    """Explain the moment at which most is held; suggested changes are added later."""
     at, trace = breakdown.peak_at, breakdown.labelled.trace
     categories: dict[Category, int] = {category: held[at] for category, held in breakdown.totals.items()}
     categories["unused"] = peak_bytes - sum(categories.values())
@@ -314,5 +315,5 @@ def explain_peak(
         phase=breakdown.sized.phase_at(at),
         op=origin.op,
         module=breakdown.labelled.modules[origin.module].path,
-        modules=largest(shares),
+        modules=largest_shares(shares),
     )

@@ -1,4 +1,4 @@
-"""Explanations of where the memory of a step goes, and of the card at hand: put together from traces and replays."""
+"""Explains the memory of a schedule on a simulated card; forecasts and explains the installed card by simulating it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoaccum.devices.explanation import Account, Change, CurvePoint, Foresight
 from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, context_memory, installed_card
-from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at, moments
+from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at, phase_peaks
 from autoaccum.devices.simulated.explain.curves import curve_points, make_timeline
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.trace_cache import (
@@ -30,32 +30,32 @@ from autoaccum.devices.simulated.tracing.trace_cache import (
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes
 
-_EXPANDING = SuggestedChange(
+_EXPANDABLE_SEGMENTS = SuggestedChange(
     "expandable_segments",
     "segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)",
 )
 
 
 class Deadline:
-    """The rest of a limit on time; without a limit it is endless."""
+    """The end of a time limit; never reached without a limit."""
 
     def __init__(self, limit_seconds: float | None) -> None:
         self._end = None if limit_seconds is None else time.monotonic() + limit_seconds
 
     @property
     def left_seconds(self) -> float | None:
-        """More than 0; None: nothing limits it."""
+        """Return the seconds left, always more than 0; None without a limit."""
         return None if self._end is None else max(self._end - time.monotonic(), 0.001)
 
     @property
     def is_over(self) -> bool:
-        """Return whether nothing is left."""
+        """Return whether no time is left."""
         return self._end is not None and time.monotonic() >= self._end
 
 
 @dataclass(frozen=True)
 class Explainer:
-    """Accounts for schedules of one workload on one simulated card, which `card` names as `Explanation.card` does."""
+    """Explains schedules of one workload on one simulated card; `card` is its name in `Explanation.card`."""
 
     card: str
     context_bytes: int
@@ -63,7 +63,7 @@ class Explainer:
     traces: TraceCache
     replayer: Replayer
 
-    def account(
+    def explain(
         self,
         made: Sequence[Trace],
         deadline: Deadline,
@@ -72,20 +72,24 @@ class Explainer:
         curve: bool = False,
         detail: bool = False,
     ) -> Account:
-        """Account for the one of `made`, the traces a schedule rests on, whose peak is the highest.
+        """Explain the trace with the highest peak among `made`, the traces of a schedule.
 
-        With `changes` it simulates what would change the peak, with `curve` it tells how the peak grows with the
-        micro-batch, and with `detail` all that is held, to be compared (`Account.holdings`, `Account.moments`), in
-        place of by how much each module's share grows with the batch.
+        Args:
+            made: The traces of the schedule.
+            deadline: The time limit of all traces.
+            changes: Also simulate changes that would lower the peak.
+            curve: Also compute the peak over the size of the micro-batch.
+            detail: Also list everything held (`Account.holdings`, `Account.moments`), for a comparison; the growth of
+                each module with the batch is then left out.
 
         Raises:
-            WorkloadError, UsageError, NotMeasuredError: They cannot be traced again; or, for the detail, took other
-                memory then.
+            WorkloadError, UsageError, NotMeasuredError: The schedule cannot be traced again, or with `detail` takes
+                other memory each time.
         """
         trace = max(made, key=self.replayer.peak_bytes)
         labelled = self._labelled(trace, deadline)
         if detail:
-            labelled = self._settled(trace, labelled, deadline)
+            labelled = self._repeatable(trace, labelled, deadline)
         breakdown = MemoryBreakdown(labelled, self.replayer.with_sizes(labelled.trace))
         explanation = explain_peak(
             breakdown,
@@ -102,17 +106,17 @@ class Explainer:
             curve=self._curve(max(trace.parts), deadline) if curve else (),
             notes=notes,
             holdings=holdings_at(breakdown, breakdown.peak_at) if detail else (),
-            moments=moments(breakdown) if detail else (),
+            moments=phase_peaks(breakdown) if detail else (),
         )
 
     def _labelled(self, trace: Trace, deadline: Deadline) -> LabelledTrace:
         return self.traces.ask(lambda tracer: tracer.labelled(trace.parts, limit_seconds=deadline.left_seconds))
 
-    def _settled(self, trace: Trace, labelled: LabelledTrace, deadline: Deadline) -> LabelledTrace:
-        """The trace that others of the same parts are like; the first may be another, by what it keeps for later.
+    def _repeatable(self, trace: Trace, labelled: LabelledTrace, deadline: Deadline) -> LabelledTrace:
+        """Return the trace that repeats; the first one may differ, by what the workload keeps for later calls.
 
         Raises:
-            NotMeasuredError: There is none, since each is another.
+            NotMeasuredError: Each trace differs from the one before.
         """
         if labelled.trace == trace:
             return labelled
@@ -130,68 +134,69 @@ class Explainer:
     def _curve(self, size: int, deadline: Deadline) -> tuple[CurvePoint, ...]:
         most, limit_bytes = max(self.traces.share, size), self.limit_bytes
         with suppress(AutoaccumError):
-            follow = partial(self._follow, deadline=deadline)
-            return curve_points(follow, self.replayer, size=size, most=most, limit_bytes=limit_bytes)
+            trace_of = partial(self._follow, deadline=deadline)
+            return curve_points(trace_of, self.replayer, size=size, most=most, limit_bytes=limit_bytes)
         return ()
 
     def _follow(self, size: int, *, deadline: Deadline) -> Trace | None:
-        """The trace of a size that follows from small ones, if there is time to trace those."""
+        """Return the trace of a size by its affine trace; None if there is none, or no time to fit it."""
         return None if deadline.is_over else self.traces.follow(size, deadline.left_seconds)
 
     def _growth(self, trace: Trace, deadline: Deadline) -> tuple[SizedTrace, SizedTrace] | None:
-        """Return what the events of `trace` ask for at two sizes."""
+        """Return the events of `trace` with their sizes at two micro-batches; None if that cannot be traced."""
         size = max(trace.parts)
         pair: tuple[Trace | None, Trace | None] = None, None
         with suppress(AutoaccumError):
             if len(trace.parts) > 1:
                 pair = self._follow(size, deadline=deadline), self._follow(2 * size, deadline=deadline)
-            elif size > max(2, self.traces.step) and not deadline.is_over:  # Other events, since nothing accumulates.
+            elif size > max(2, self.traces.step) and not deadline.is_over:
+                # One part has other events than several, because nothing accumulates.
                 pair = self.traces.make((size - self.traces.step,), deadline.left_seconds), trace
         one, other = pair
-        return (
-            None if one is None or other is None else (self.replayer.with_sizes(one), self.replayer.with_sizes(other))
-        )
+        if one is None or other is None:
+            return None
+        return self.replayer.with_sizes(one), self.replayer.with_sizes(other)
 
     def _all_changes(
         self, trace: Trace, labelled: LabelledTrace, deadline: Deadline
     ) -> tuple[tuple[Change, ...], tuple[str, ...]]:
-        """Return what each change gives, the most saving first; and a sentence where not all could be asked."""
-        if labelled.trace != trace:  # What differs by itself would be told as what a change does.
+        """Return each change with its saving, the largest first, and a note if some could not be simulated."""
+        if labelled.trace != trace:  # The workload's own variation would look like the effect of a change.
             return (), (
                 "what would change the peak is not known: the same micro-batches, traced twice, took other memory",
             )
         found: list[Change] = []
-        said: tuple[str, ...] = ()
+        notes: tuple[str, ...] = ()
         if expanding := self.replayer.expanding():
-            found.append(self._compare(_EXPANDING, trace, trace, expanding))
+            found.append(self._compare(_EXPANDABLE_SEGMENTS, trace, trace, expanding))
         try:
-            offers = self.traces.ask(lambda tracer: tracer.changes(limit_seconds=deadline.left_seconds))
+            suggestions = self.traces.ask(lambda tracer: tracer.changes(limit_seconds=deadline.left_seconds))
         except AutoaccumError as error:
-            offers, said = (), (f"what else would change the peak is not known ({first_line(error)})",)
+            suggestions, notes = (), (f"what else would change the peak is not known ({first_line(error)})",)
         recomputes = any(origin.role == "recomputed" for origin in labelled.origins)
-        for offer in offers:
-            if offer.name == CHECKPOINT and recomputes:
-                continue  # It is so already.
+        for suggestion in suggestions:
+            if suggestion.name == CHECKPOINT and recomputes:
+                continue  # The model is checkpointed already.
             if deadline.is_over:
-                said = (f"the limit on time ended the changes before {offer.name}",)
+                notes = (f"the time limit ended before {suggestion.name} was simulated",)
                 break
-            found.append(self._change(offer, trace, deadline))
-        return tuple(sorted(found, key=_saving)), said
+            found.append(self._change(suggestion, trace, deadline))
+        return tuple(sorted(found, key=_saving)), notes
 
-    def _change(self, offer: SuggestedChange, trace: Trace, deadline: Deadline) -> Change:
+    def _change(self, suggestion: SuggestedChange, trace: Trace, deadline: Deadline) -> Change:
         try:
             changed = self.traces.ask(
-                lambda tracer: tracer.changed(trace.parts, offer.name, limit_seconds=deadline.left_seconds)
+                lambda tracer: tracer.changed(trace.parts, suggestion.name, limit_seconds=deadline.left_seconds)
             )
         except (ChangeFailedError, AutoaccumError) as error:
-            return Change(name=offer.name, what=offer.what, message=first_line(error))
-        return self._compare(offer, trace, changed, self.replayer)
+            return Change(name=suggestion.name, what=suggestion.what, message=first_line(error))
+        return self._compare(suggestion, trace, changed, self.replayer)
 
-    def _compare(self, offer: SuggestedChange, trace: Trace, changed: Trace, replayer: Replayer) -> Change:
+    def _compare(self, suggestion: SuggestedChange, trace: Trace, changed: Trace, replayer: Replayer) -> Change:
         peak_bytes = replayer.peak_bytes(changed)
         return Change(
-            name=offer.name,
-            what=offer.what,
+            name=suggestion.name,
+            what=suggestion.what,
             peak_bytes=peak_bytes,
             saved_bytes=self.replayer.peak_bytes(trace) - peak_bytes,
             least_bytes=replayer.least_bytes(changed, self.limit_bytes),
@@ -199,34 +204,34 @@ class Explainer:
 
 
 def _saving(change: Change) -> tuple[float, float]:
-    """The larger the saving the smaller, and among equal ones by the least budget."""
+    """Return a sort key: the largest saving first, then the smallest least budget."""
     if change.saved_bytes is None or change.least_bytes is None:
         return math.inf, math.inf
     return -change.saved_bytes, change.least_bytes
 
 
-_MOST_SECONDS = 60.0
-_PROBE = 2
+_MAX_SECONDS = 60.0
+_PROBE_SIZE = 2
 
 
 def forecast_peaks(
     memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int, limit_seconds: float | None = None
 ) -> Foresight:
-    """Return what peaks to expect on the card at hand; none where it cannot be simulated, whatever the reason.
+    """Forecast peaks on the installed card; if it cannot be simulated for any reason, a note says why.
 
-    The traces are made now, so that no other process is left while trials run.
+    The traces are made now, so that no other process remains while trials run.
     """
     card = installed_card(memory)
     traces = TraceCache(lambda: make_tracer(card), share)
     try:
-        replayer = _replays_at_hand(card)
-        follows = traces.follow(_PROBE, min(_MOST_SECONDS, limit_seconds or _MOST_SECONDS))
+        replayer = _replayer_of(card)
+        follows = traces.follow(_PROBE_SIZE, min(_MAX_SECONDS, limit_seconds or _MAX_SECONDS))
     except AutoaccumError as error:
-        return _none(error.message)
+        return _no_forecast(error.message)
     finally:
         traces.close()
     if follows is None:
-        return _none("; ".join(traces.notes) or "there are too few samples")
+        return _no_forecast("; ".join(traces.notes) or "there are too few samples")
 
     def peak_bytes(size: int) -> int | None:
         trace = traces.follow(size)
@@ -245,20 +250,20 @@ def explain_installed_card(
     limit_seconds: float | None = None,
     **asked: bool,
 ) -> Account:
-    """Account for the memory of `parts`, which ran on the card at hand, by simulating it: it is predicted."""
+    """Explain the memory of `parts`, which ran on the installed card, by a simulation: the result is predicted."""
     card, deadline = installed_card(report.memory), Deadline(limit_seconds)
-    outside = context_memory(card).bytes if report.context_bytes is None else report.context_bytes
+    outside_bytes = context_memory(card).bytes if report.context_bytes is None else report.context_bytes
     traces = TraceCache(lambda: make_tracer(card), share)
     try:
-        explainer = Explainer(f"{card.name} (simulated)", outside, limit_bytes, traces, _replays_at_hand(card))
-        return explainer.account(traces.of_schedule(parts, True, deadline.left_seconds), deadline, **asked)
+        explainer = Explainer(f"{card.name} (simulated)", outside_bytes, limit_bytes, traces, _replayer_of(card))
+        return explainer.explain(traces.of_schedule(parts, True, deadline.left_seconds), deadline, **asked)
     finally:
         traces.close()
 
 
-def _replays_at_hand(card: Card) -> Replayer:
+def _replayer_of(card: Card) -> Replayer:
     return Replayer(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
 
 
-def _none(why: str) -> Foresight:
+def _no_forecast(why: str) -> Foresight:
     return Foresight(notes=(f"the search began without a simulation of the card ({first_line(why)})",))

@@ -1,4 +1,4 @@
-"""Changes by which a workload takes another amount of memory, and the workload so changed."""
+"""Changes of a workload that would change its memory: which ones to suggest, and the workload with one applied."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from autoaccum.workload.optimizers import call_factory
 from autoaccum.workload.spec import Workload
 
 _HALF = (torch.bfloat16, torch.float16)
-_SINGLE, _FUSED, _PLAIN = "foreach=False", "fused=True", "SGD"
+_NO_LISTS, _FUSED, _PLAIN_SGD = "foreach=False", "fused=True", "SGD"
 _Change = Callable[[Workload], Workload]
 
 
 def suggest_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, card: Card) -> list[SuggestedChange]:
-    """The changes that make a difference, each by its own."""
+    """Return the changes that would make a difference, each on its own."""
     return [
         *_precisions(workload, model, card),
         *_checkpoints(workload, model),
@@ -42,7 +42,11 @@ def suggest_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, 
 
 
 def apply_change(workload: Workload, change: str) -> Workload:
-    """Make one change, by the name of its offer."""
+    """Return the workload with the change of that name.
+
+    Raises:
+        UsageError: There is no change of that name.
+    """
     if change not in _CHANGES:
         raise UsageError(f"no change is named {change!r}", hint=f"take one of {', '.join(_CHANGES)}")
     return _CHANGES[change](workload)
@@ -68,7 +72,7 @@ def _checkpoints(workload: Workload, model: nn.Module) -> Iterator[SuggestedChan
 
 
 def _trained_blocks(model: nn.Module) -> list[str]:
-    """The blocks of `model` that have parameters to train: what a checkpoint is offered for, and what it is made of."""
+    """Return the names of the blocks of `model` with parameters to train, which checkpointing would recompute."""
 
     def is_trained(name: str) -> bool:
         return any(parameter.requires_grad for parameter in model.get_submodule(name).parameters())
@@ -79,26 +83,26 @@ def _trained_blocks(model: nn.Module) -> list[str]:
 def _optimizers(optimizer: Optimizer) -> Iterator[SuggestedChange]:
     kind, name = type(optimizer), type_name(optimizer)
     if kind.__module__.startswith("torch.optim."):
-        # Both leave the temporaries of lists away: one of them is asked for, as each takes a rehearsal.
+        # Both avoid the temporaries of lists: one of them is suggested, because each takes a trial run.
         if _takes_lists(optimizer):
-            yield SuggestedChange(_SINGLE, f"{name}(..., foreach=False), which updates one parameter after the other")
+            yield SuggestedChange(_NO_LISTS, f"{name}(..., foreach=False), which updates one parameter after the other")
         elif "fused" in inspect.signature(kind).parameters and not _any(optimizer, "fused"):
             yield SuggestedChange(_FUSED, f"{name}(..., fused=True), which updates in one kernel")
     if kind is not torch.optim.SGD or _any(optimizer, "momentum"):
         own = "SGD with it" if kind is torch.optim.SGD else name
-        yield SuggestedChange(_PLAIN, f"SGD without momentum in place of {own} (--optimizer SGD)")
+        yield SuggestedChange(_PLAIN_SGD, f"SGD without momentum in place of {own} (--optimizer SGD)")
 
 
 def _takes_lists(optimizer: Optimizer) -> bool:
-    """Return whether nobody chose, and PyTorch takes lists of parameters on a card (`_default_to_fused_or_foreach`).
+    """Return whether PyTorch itself chooses lists of parameters on a card (`_default_to_fused_or_foreach`).
 
-    Those of its optimizers that do not, such as Adafactor, do not ask that function.
+    Optimizers that never use lists, such as Adafactor, do not import that function.
     """
     unset = all(group.get("foreach", False) is None for group in optimizer.param_groups)
     kinds = type(optimizer).__mro__
     own = kinds[: kinds.index(Optimizer)]
-    asks = any(hasattr(sys.modules[kind.__module__], "_default_to_fused_or_foreach") for kind in own)
-    return unset and asks and not any(_any(optimizer, option) for option in ("fused", "differentiable"))
+    chooses = any(hasattr(sys.modules[kind.__module__], "_default_to_fused_or_foreach") for kind in own)
+    return unset and chooses and not any(_any(optimizer, option) for option in ("fused", "differentiable"))
 
 
 def _any(optimizer: Optimizer, option: str) -> bool:
@@ -123,13 +127,13 @@ def _updated_with(options: Mapping[str, Any], workload: Workload) -> Workload:
 
 
 def _with_options(own: Any, options: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
-    """Return what `own` makes of `params`, made once more with other options; its groups keep theirs beside these."""
+    """Make the optimizer of `own` once more with other options; its groups keep their other options."""
     made = call_factory(own, params)
     kind = cast("Callable[..., Optimizer]", type(made))
     known = inspect.signature(kind).parameters
     groups = [{name: value for name, value in group.items() if name not in options} for group in made.param_groups]
     defaults = {name: value for name, value in made.defaults.items() if name in known}
-    del made  # What it holds on the card, as Adagrad does from the start.
+    del made  # It may hold memory on the card, as Adagrad does from the start.
     return kind(groups, **{**defaults, **options})
 
 
@@ -137,7 +141,7 @@ _CHANGES: Final[Mapping[str, _Change]] = {
     "bf16": partial(_with, precision="bf16"),
     "fp16": partial(_with, precision="fp16"),
     CHECKPOINT: _checkpointed,
-    _SINGLE: partial(_updated_with, {"foreach": False}),
+    _NO_LISTS: partial(_updated_with, {"foreach": False}),
     _FUSED: partial(_updated_with, {"fused": True, "foreach": None}),
-    _PLAIN: partial(_with, optimizer=_PLAIN),
+    _PLAIN_SGD: partial(_with, optimizer=_PLAIN_SGD),
 }

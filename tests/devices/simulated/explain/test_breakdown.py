@@ -22,9 +22,9 @@ from autoaccum.devices.simulated.explain.breakdown import (
     classify_blocks,
     explain_peak,
     holdings_at,
-    largest,
+    largest_shares,
     module_shares,
-    moments,
+    phase_peaks,
 )
 from autoaccum.devices.simulated.explain.curves import make_timeline
 from autoaccum.devices.simulated.trace import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
@@ -281,7 +281,7 @@ def test_categories_and_modules_add_up_to_the_peak(explained: Callable[..., Any]
     )
     for category in CATEGORIES[:-1]:
         assert sum(share.categories.get(category, 0) for share in shares) == explanation.categories[category]
-    assert explanation.modules == largest(shares)
+    assert explanation.modules == largest_shares(shares)
     assert len(explanation.modules) <= 10
 
 
@@ -379,7 +379,7 @@ def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any
     assert len(set(keys)) == len(keys)
     order = {(name.path, name.kind): index for index, name in enumerate(found.labelled.modules)}
     assert [order[row.module, row.kind] for row in held] == sorted(order[row.module, row.kind] for row in held)
-    told = moments(found.breakdown)
+    told = phase_peaks(found.breakdown)
     phases = [moment.phase for moment in told]
     assert phases == [phase for phase in get_args(Phase) if phase in phases]
     assert {"forward", "backward", "update"} <= set(phases)

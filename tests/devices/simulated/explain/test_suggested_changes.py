@@ -88,8 +88,8 @@ def model():
     net = Model(some)
 {frozen}"""
     ask = simulated(BLOCKS + OWN + plain)
-    offers = {offer["name"]: offer["what"] for offer in ask("changes")["changes"]}
-    assert offers["checkpoint"].startswith("run the 2 blocks blocks.* again")
+    suggestions = {suggestion["name"]: suggestion["what"] for suggestion in ask("changes")["changes"]}
+    assert suggestions["checkpoint"].startswith("run the 2 blocks blocks.* again")
     changed = read(ask("changed", parts=PARTS, change="checkpoint"))
     assert changed == read(simulated(BLOCKS + OWN + some)("trace", parts=PARTS))
 
@@ -152,8 +152,8 @@ def test_a_process_lives_on_after_a_change_that_fails(write_workload: Callable[[
     tracer = Tracer(TrialSettings(reference=write_workload(COUNTING), share=64), CARD)
     try:
         pid = tracer._worker.pid
-        offers = [offer.name for offer in tracer.changes()]
-        assert offers == ["bf16", "checkpoint", "foreach=False", "SGD"]
+        suggestions = [suggestion.name for suggestion in tracer.changes()]
+        assert suggestions == ["bf16", "checkpoint", "foreach=False", "SGD"]
         with pytest.raises(ChangeFailedError, match="with checkpoint, in backward raised CheckpointError"):
             tracer.changed(PARTS, "checkpoint")
         assert tracer.changed(PARTS, "SGD").parts == tracer.trace(PARTS).parts == PARTS
@@ -165,12 +165,12 @@ def test_a_process_lives_on_after_a_change_that_fails(write_workload: Callable[[
 # --- what is offered -------------------------------------------------------------------------------------------------
 
 
-def offers(
+def suggestions(
     model: nn.Module, optimizer: Callable[..., Any] = torch.optim.AdamW, *, card: str = "rtx3090", **fields: Any
 ) -> dict[str, str]:
     workload = Workload(model=model, batch=lambda size: None, criterion=nn.MSELoss(), **fields)
     made = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
-    return {offer.name: offer.what for offer in suggest_changes(workload, model, made, find_card(card))}
+    return {suggestion.name: suggestion.what for suggestion in suggest_changes(workload, model, made, find_card(card))}
 
 
 class Wide(nn.Module):
@@ -183,7 +183,7 @@ class Wide(nn.Module):
 
 
 def test_all_that_is_offered() -> None:
-    assert offers(nn.Sequential(Wide(), Wide(), nn.Linear(8, 8))) == {
+    assert suggestions(nn.Sequential(Wide(), Wide(), nn.Linear(8, 8))) == {
         "bf16": "forward and backward in bf16 by autocast (--precision bf16)",
         "checkpoint": "run the 2 blocks * again in backward (torch.utils.checkpoint)",
         "foreach=False": "AdamW(..., foreach=False), which updates one parameter after the other",
@@ -192,7 +192,7 @@ def test_all_that_is_offered() -> None:
 
 
 def test_batch_norms_that_would_count_twice_are_told() -> None:
-    found = offers(nn.Sequential(Wide(nn.BatchNorm1d), Wide(nn.BatchNorm1d)))
+    found = suggestions(nn.Sequential(Wide(nn.BatchNorm1d), Wide(nn.BatchNorm1d)))
     assert found["checkpoint"].endswith("; their BatchNorms *.norm then update running statistics twice")
 
 
@@ -208,7 +208,7 @@ def test_batch_norms_that_would_count_twice_are_told() -> None:
     ],
 )
 def test_the_precision_that_is_offered(fields: dict[str, Any], card: str, half: list[str]) -> None:
-    found = offers(nn.Linear(2, 2), card=card, **fields)
+    found = suggestions(nn.Linear(2, 2), card=card, **fields)
     assert [name for name in found if name in ("bf16", "fp16")] == half
 
 
@@ -229,4 +229,4 @@ def test_the_precision_that_is_offered(fields: dict[str, Any], card: str, half: 
     ids=["AdamW", "SGD", "momentum", "RMSprop", "Adafactor", "one by one", "lists", "fused", "fused SGD", "subclass"],
 )
 def test_what_is_so_already_is_not_offered(optimizer: Callable[..., Any], names: list[str]) -> None:
-    assert [name for name in offers(nn.Linear(2, 2), optimizer) if name != "bf16"] == names
+    assert [name for name in suggestions(nn.Linear(2, 2), optimizer) if name != "bf16"] == names

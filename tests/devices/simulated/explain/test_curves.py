@@ -1,0 +1,62 @@
+"""The curve of memory over the micro-batch."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from synthetic_traces import make_trace
+
+from autoaccum.devices.simulated.allocator.replay import Replayer
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.explain.curves import curve_points
+from autoaccum.devices.simulated.trace import Trace
+from autoaccum.units import GIB, MIB
+
+
+def replayer() -> Replayer:
+    return Replayer(find_card("rtx3090"), AllocatorSettings(), (2, 13))
+
+
+def follow(size: int) -> Trace | None:
+    return make_trace((size, size), lambda n: 3 * MIB + n * 6 * MIB) if size >= 2 else None
+
+
+def test_every_point_is_a_replay() -> None:
+    known = replayer()
+    points = curve_points(follow, known, size=20, most=256, limit_bytes=2 * GIB)
+    assert [point.size for point in points][:1] == [2]
+    assert 20 in [point.size for point in points]
+    assert all(one.size < other.size for one, other in pairwise(points))
+    for point in points:
+        trace = follow(point.size)
+        assert trace is not None
+        assert point.peak_bytes == known.peak_bytes(trace)
+        assert point.least_bytes == known.least_bytes(trace, point.peak_bytes) <= point.peak_bytes
+
+
+def test_goes_on_to_where_the_budget_is_crossed() -> None:
+    points = curve_points(follow, replayer(), size=20, most=256, limit_bytes=2 * GIB)
+    assert points[-2].peak_bytes < 1.2 * 2 * GIB
+    assert 2 * GIB < points[-1].peak_bytes < 1.3 * 2 * GIB
+
+
+def test_memory_that_hardly_grows_is_not_followed_for_ever() -> None:
+    flat = curve_points(
+        lambda size: make_trace((size, size), lambda n: 90 * MIB + n),
+        replayer(),
+        size=8,
+        most=10**6,
+        limit_bytes=80 * GIB,
+    )
+    assert flat[-1].size < 10_000
+
+
+def test_long_traces_have_no_least_budgets() -> None:
+    def long(size: int) -> Trace:
+        return make_trace((size, size), lambda n: n * MIB, layer_bytes=MIB)
+
+    events = len(long(2).events)
+    assert events < 10_000
+    points = curve_points(long, replayer(), size=8, most=16, limit_bytes=GIB, events_for_least=12 * events - 1)
+    assert {point.least_bytes for point in points} == {None}
