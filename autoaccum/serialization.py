@@ -25,7 +25,7 @@ def read_record(plain: Any, kind: type[_Record]) -> _Record:
         RecordError: A field without a default is missing, or a value is not of its type.
     """
     try:
-        return msgspec.convert(plain, kind)
+        return msgspec.convert(plain, kind, str_keys=True)
     except msgspec.ValidationError as error:
         said, _, where = first_line(error).partition(" - at `$.")
         raise RecordError(f"{where.rstrip('`')}: {said}" if where else said) from None

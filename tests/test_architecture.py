@@ -60,9 +60,9 @@ WITHOUT_TORCH = (
     "devices/simulated/operators/reductions_workspace.py",
     "devices/simulated/operators/workspace_estimate.py",
     "devices/simulated/operators/workspace_rules.py",
-    "devices/child/checkout.py",
+    "devices/child/import_paths.py",
     "devices/explanation.py",
-    "devices/child/interrupts.py",
+    "devices/delayed_signals.py",
     "devices/simulated/explain/curves.py",
     "devices/simulated/explain/explainer.py",
     "devices/simulated/trace.py",
@@ -112,6 +112,18 @@ def test_imports_run_one_way() -> None:
             if head == "autoaccum" and rest and rest[0] in LEVEL and rest[0] != room and LEVEL[rest[0]] >= LEVEL[room]:
                 wrong.append(f"{path.relative_to(PACKAGE)} imports {name}: {rest[0]} does not lie below {room}")
     assert wrong == []
+
+
+def test_no_two_folders_side_by_side_import_each_other() -> None:
+    pairs = set()
+    for path in MODULES:
+        folders = ("autoaccum", *path.relative_to(PACKAGE).parent.parts)
+        for name in modules_imported(path):
+            parts = tuple(name.split("."))
+            for depth in range(1, min(len(folders), len(parts))):
+                if parts[:depth] == folders[:depth] and PACKAGE.joinpath(*parts[1 : depth + 1]).is_dir():
+                    pairs.add((folders[: depth + 1], parts[: depth + 1]))
+    assert {(one, other) for one, other in pairs if one < other and (other, one) in pairs} == set()
 
 
 def test_libraries_stay_in_their_rooms() -> None:

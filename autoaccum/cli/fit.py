@@ -107,7 +107,7 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
 
 
 def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) -> FitResult:
-    from autoaccum.devices.child.replies import describe_failure, failure_error
+    from autoaccum.devices.child.failures import describe_failure, failure_error
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.fit_report import TrainingProgress
     from autoaccum.training.fit_request import FitRequest

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Literal, Protocol
 
 from autoaccum.accumulation.coupling import Coupling
-from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.options import Options
 
 Outcome = Literal["ok", "tight", "oom", "error"]
@@ -83,7 +83,7 @@ class TrialSettings:
         load_limit_seconds: What importing the workload may take at first; None: as a trial, five minutes at least.
         on_output: Gets each line the workload prints; None: it goes to stderr.
         checkout: Where its modules lie; None: where this process finds them.
-        parcel: Live objects, packed (`devices.parcels`), in place of what `reference` would load.
+        pickled: Live objects (`devices.child.pickling.pack`), in place of what `reference` would load.
     """
 
     share: int
@@ -92,7 +92,7 @@ class TrialSettings:
     load_limit_seconds: float | None = None
     on_output: Callable[[str], None] | None = None
     checkout: Checkout | None = None
-    parcel: str | None = field(default=None, repr=False)
+    pickled: str | None = field(default=None, repr=False)
 
     @property
     def trial_limit_seconds(self) -> float:
@@ -100,12 +100,12 @@ class TrialSettings:
         return self.options.trial_limit or TRIAL_LIMIT_SECONDS
 
     def to_request(self) -> dict[str, Any]:
-        """What a child is told to load."""
+        """Return the fields of a request to load the workload (`devices.trial_requests.LoadWorkload`)."""
         return {
             "reference": self.reference,
             "share": self.share,
             "options": self.options.to_record(),
-            "parcel": self.parcel,
+            "pickled": self.pickled,
         }
 
 

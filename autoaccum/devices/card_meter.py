@@ -15,8 +15,8 @@ import torch
 from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.devices.card_memory import CardMemory as CardMemory
 from autoaccum.devices.card_memory import check_index, report_card
-from autoaccum.devices.child.replies import Reading
 from autoaccum.devices.nvml import read_all_cards, read_nvml
+from autoaccum.devices.trial_record import Reading
 from autoaccum.errors import NotMeasuredError, UsageError, first_line
 
 _NO_CACHING = "PYTORCH_NO_CUDA_MEMORY_CACHING"

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoaccum.devices.base import Trial, TrialSettings
 from autoaccum.devices.budget import Supply, choose_budget, room_above
-from autoaccum.devices.child.child_device import ChildDevice
+from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB, format_bytes

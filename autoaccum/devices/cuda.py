@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import CARD_HEADROOM, Supply, choose_budget
 from autoaccum.devices.card_memory import CardReport
-from autoaccum.devices.child.child_device import ChildDevice
+from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import Account, Foresight
 from autoaccum.serialization import read_record
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.cards import Card
-    from autoaccum.devices.simulated.tracing.trace_cache import Tracer
+    from autoaccum.devices.simulated.tracer import Tracer
 
 _MOST_NAMED = 5
 
@@ -99,7 +99,7 @@ class CudaDevice(ChildDevice):
         return forecast_peaks(self._report.memory, self._make_tracer, self._settings.share, limit_seconds)
 
     def _make_tracer(self, card: Card) -> Tracer:
-        from autoaccum.devices.simulated.tracing.trace_cache import Tracer
+        from autoaccum.devices.simulated.tracer import Tracer
 
         return Tracer(replace(self._settings, on_output=lambda line: None), card)
 

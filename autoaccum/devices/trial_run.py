@@ -7,7 +7,6 @@ behind it: what that finds cached is the evaluation's, what the last one finds i
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 import warnings
@@ -25,9 +24,10 @@ from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.devices.base import Phase
-from autoaccum.devices.child.replies import Reading, without_stretch
+from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.loop_memory import Averages, KeptOutputs, evaluate, naming
 from autoaccum.devices.meters import Meter
+from autoaccum.devices.trial_record import Reading, TrialMeasurement, without_stretch
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.objective import Objective
@@ -147,12 +147,31 @@ class TrialRun:
 
 
 class TrialRunResult(NamedTuple):
-    """What came of a rehearsal under a limit: `reply` as a child answers it, `beside` as for `without_stretch`."""
+    """The result of a trial run under a limit.
 
-    reply: dict[str, Any]
+    Attributes:
+        parts: As in `Trial`.
+        seconds: Its wall time.
+        reading: The memory that it took; the evaluation's own retries do not count.
+        beside: Readings before and after the evaluation, and after the update behind it.
+        phase: Where the run was at its end.
+        failure: What it raised.
+    """
+
+    parts: Sequence[int]
+    seconds: float
     reading: Reading
     beside: list[Reading]
+    phase: Phase
     failure: BaseException | None
+
+    def measurement(self) -> TrialMeasurement:
+        """Return what was measured as a record, with the failure in words."""
+        if self.failure is None:
+            return TrialMeasurement(seconds=self.seconds, reading=self.reading)
+        doing = f"micro-batch {max(self.parts)}, {self.phase}"
+        failure = describe_failure(self.failure, doing, at=f"{doing}: ")
+        return TrialMeasurement(seconds=self.seconds, reading=self.reading, failure=failure, phase=self.phase)
 
 
 def run_trial(
@@ -178,10 +197,8 @@ def run_trial(
         except BaseException as error:
             failure = error
     reading = without_stretch(meter.read(), beside)
-    reply = {"seconds": time.perf_counter() - began, "reading": dataclasses.asdict(reading)}
-    if failure is not None:
-        reply["phase"] = rehearsal.phase
-    return TrialRunResult(reply, reading, beside, failure)
+    seconds = time.perf_counter() - began
+    return TrialRunResult(parts, seconds, reading, beside, rehearsal.phase, failure)
 
 
 def place_model(model: nn.Module, device: torch.device | None) -> nn.Module:

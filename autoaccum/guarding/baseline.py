@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from autoaccum.devices.child.checkout import Checkout
-from autoaccum.devices.child.interrupts import DelayedSignals
+from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.errors import NotMeasuredError, UsageError
 
 _PREFIX = "autoaccum-baseline-"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import (
     AutoaccumError,

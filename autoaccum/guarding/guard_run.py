@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from autoaccum.checks import read_seconds
-from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.errors import (
     AutoaccumError,
     DoesNotFitError,

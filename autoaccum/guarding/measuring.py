@@ -12,7 +12,7 @@ from typing import Any
 from autoaccum import __version__
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding.cases import Case

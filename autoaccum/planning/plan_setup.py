@@ -16,7 +16,7 @@ from autoaccum.planning.device_choice import check_device, make_device
 from autoaccum.planning.plan_request import PlanRequest
 
 if TYPE_CHECKING:
-    from autoaccum.devices.child.checkout import Checkout
+    from autoaccum.devices.child.import_paths import Checkout
     from autoaccum.devices.in_place.live_objects import LiveObjects
     from autoaccum.workload.spec import Workload
 
@@ -77,7 +77,7 @@ def make_setup(
     else:
         options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are pickled with the workload.
         reference = f"{resolved.name} (made in code)"
-        settings = dataclasses.replace(settings, reference=reference, parcel=_pickle(resolved), options=options)
+        settings = dataclasses.replace(settings, reference=reference, pickled=_pickle(resolved), options=options)
     return PlanSetup(make_device(settings), settings.reference, isolated=options.gpu is None)
 
 

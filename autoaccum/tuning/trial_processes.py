@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from autoaccum.devices.child.process import ChildDied, ChildProcess, where_to_import
-from autoaccum.devices.child.replies import Failure, failure_error
-from autoaccum.devices.child.worker import death_error
+from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
+from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.devices.child.process import ChildProcess
+from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.errors import WorkloadError
 from autoaccum.planning.device_choice import check_device
 from autoaccum.tuning.tune_request import Budget, TuneRequest
+from autoaccum.tuning.tuning_requests import ContinueTraining, Describe, LoadForTuning, TimeUpdate, Train
 from autoaccum.tuning.tuning_result import FinalState, Outcome, Setting, WorkloadFacts
 
 _LEAVE_SECONDS = 5.0
@@ -50,11 +50,11 @@ class TrialProcesses:
             DoesNotFitError: Loading it runs the machine out of memory.
             NotMeasuredError: The process cannot be started, or died.
         """
-        order = {"job": "describe", "doing": "building the workload", **self._asked()}
+        request = Describe(device=self.request.options.device, target_batch=self.request.target_batch.high)
         with self._loaded() as process:
-            facts = _ask(process, order, self._limit_seconds())["facts"]
-        self._digest = facts["digest"]
-        return WorkloadFacts(**{**facts, "batchnorms": tuple(facts["batchnorms"])})
+            facts = _call(process, request, self._limit_seconds())
+        self._digest = facts.digest
+        return facts
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[int], float]]:
@@ -68,9 +68,9 @@ class TrialProcesses:
         with self._loaded() as process:
 
             def time_update(micro_batch: int) -> float:
-                doing = f"an update in micro-batches of {micro_batch}"
-                order = {"job": "update", "doing": doing, "micro_batch": micro_batch, **self._asked()}
-                return float(_ask(process, order, _MOST_SECONDS)["seconds"])
+                device, target_batch = self.request.options.device, self.request.target_batch.high
+                request = TimeUpdate(micro_batch=micro_batch, device=device, target_batch=target_batch)
+                return _call(process, request, _MOST_SECONDS)
 
             yield time_update
 
@@ -92,20 +92,29 @@ class TrialProcesses:
         """
         limit = self.request.options.trial_limit or math.inf
         deadline = time.monotonic() + limit
-        order = {"setting": dataclasses.asdict(setting), "budget": dataclasses.asdict(budget), "seed": seed}
+        train = Train(
+            setting=setting,
+            budget=budget,
+            seed=seed,
+            evaluation_batch=evaluation_batch,
+            device=self.request.options.device,
+        )
         process = self._start()
 
-        def ask(request: Mapping[str, Any]) -> dict[str, Any]:
-            return process.ask(request, max(0.0, deadline - time.monotonic()))
+        def call(request: Request[Reply]) -> Reply:
+            return process.call(request, max(0.0, deadline - time.monotonic()))
 
         try:
-            reply = ask(self._loading())
-            if "failure" not in reply:
-                self.check_unchanged(reply["digest"])
-                asked = {"evaluation_batch": evaluation_batch, **self._asked()}
-                reply = ask({"job": "train", "doing": "training", **order, **asked})
-            while "percent" in reply:
-                reply = ask({"goes_on": should_continue(reply["percent"], reply["loss"])})
+            self.check_unchanged(call(self._load()))
+            progress = call(train)
+            while progress.outcome is None:
+                go_on = should_continue(progress.percent, progress.loss)
+                progress = call(ContinueTraining(should_continue=go_on))
+            return progress.outcome
+        except JobFailed as failed:
+            failure = failed.failure
+            state: FinalState = "out_of_memory" if failure.outcome == "oom" else "failed"
+            return Outcome(state=state, reason=failure.message, user_traceback=failure.traceback)
         except ChildDied as death:
             reason = f"its process {death}"
             if death.kind == "limit":
@@ -113,11 +122,6 @@ class TrialProcesses:
             return Outcome(state="out_of_memory" if death.out_of_memory else "failed", reason=reason)
         finally:
             process.end(grace_seconds=_LEAVE_SECONDS)
-        if "failure" in reply:
-            failure = Failure(**reply["failure"])
-            state: FinalState = "out_of_memory" if failure.outcome == "oom" else "failed"
-            return Outcome(state=state, reason=failure.message, user_traceback=failure.traceback)
-        return Outcome(**{**reply["outcome"], "warnings": tuple(reply["outcome"]["warnings"])})
 
     def check_unchanged(self, digest: str) -> None:
         """Hold what was loaded to the source files that the study is of.
@@ -136,7 +140,7 @@ class TrialProcesses:
         """Within, a child has loaded the workload."""
         process = self._start()
         try:
-            self.check_unchanged(_ask(process, self._loading(), self._limit_seconds())["digest"])
+            self.check_unchanged(_call(process, self._load(), self._limit_seconds()))
             yield process
         finally:
             process.end(grace_seconds=_LEAVE_SECONDS)
@@ -145,23 +149,19 @@ class TrialProcesses:
         limit = self.request.options.time_limit
         return _MOST_SECONDS if limit is None else max(limit, _LEAST_SECONDS)
 
-    def _loading(self) -> dict[str, Any]:
-        asked = {"reference": self.request.reference, "options": self.request.options.to_record()}
-        return {"job": "load", "doing": "loading the workload", **asked, **where_to_import()}
-
-    def _asked(self) -> dict[str, Any]:
-        return {"device": self.request.options.device, "target_batch": self.request.target_batch.high}
+    def _load(self) -> LoadForTuning:
+        request = self.request
+        return LoadForTuning(paths=ImportPaths.of(), reference=request.reference, options=request.options.to_record())
 
     def _start(self) -> ChildProcess:
         return ChildProcess(_MODULE, on_output=self._on_output, measured=False)
 
 
-def _ask(process: ChildProcess, request: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
-    """Ask before any trial, where a failure ends the study."""
+def _call(process: ChildProcess, request: Request[Reply], limit_seconds: float) -> Reply:
+    """Call a child before any trial, where a failure ends the study."""
     try:
-        reply = process.ask(request, limit_seconds)
+        return process.call(request, limit_seconds)
     except ChildDied as death:
-        raise death_error(death, request["doing"], limit_seconds) from None
-    if "failure" in reply:
-        raise failure_error(Failure(**reply["failure"]), "the machine")
-    return reply
+        raise death_error(death, request.doing, limit_seconds) from None
+    except JobFailed as failed:
+        raise failure_error(failed.failure, "the machine") from None

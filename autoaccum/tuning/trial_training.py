@@ -17,7 +17,7 @@ from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.checks import type_name
-from autoaccum.devices.child.replies import describe_failure
+from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.trial_run import make_accumulator, place_model, seed_everything, wait_for
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options

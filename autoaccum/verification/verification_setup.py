@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.checks import read_count
-from autoaccum.devices.child.interrupts import DelayedSignals
-from autoaccum.devices.child.replies import describe_failure, failure_error
-from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.host_meter import data_limit, read_process_memory
+from autoaccum.devices.child.failures import describe_failure, failure_error
+from autoaccum.devices.delayed_signals import DelayedSignals
+from autoaccum.devices.host_memory import data_limit, read_host_memory, read_process_memory
 from autoaccum.devices.in_place.live_objects import LiveObjects, Tried, prepare
 from autoaccum.devices.in_place.state_keeper import StateKeeper
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError

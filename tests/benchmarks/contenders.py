@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import autoaccum
-from autoaccum.devices.host_meter import check_data_limit, data_limit, read_process_memory
+from autoaccum.devices.host_memory import check_data_limit, data_limit, read_process_memory
 from autoaccum.devices.meters import warm_up
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.loading import load_workload

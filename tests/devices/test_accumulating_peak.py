@@ -38,7 +38,7 @@ def optimizer(params):
 
 FIRST_STEP = """
 import sys
-from autoaccum.devices.host_meter import read_process_memory, reset_peak
+from autoaccum.devices.host_memory import read_process_memory, reset_peak
 from autoaccum.devices.meters import warm_up
 from autoaccum.workload.loading import load_workload
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoaccum.devices import host_meter
+from autoaccum.devices import host_memory
 from autoaccum.devices.child.process import child_environment
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.host_meter import data_limit, read_process_memory, reset_peak
+from autoaccum.devices.host_memory import data_limit, read_process_memory, reset_peak
 from autoaccum.devices.meters import warm_up
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
@@ -59,7 +59,7 @@ def test_the_limit_refuses_and_is_lifted_again() -> None:
 
 
 def test_without_proc_it_says_that_linux_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(host_meter, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(host_memory, "_STATUS", tmp_path / "status")
     with pytest.raises(NotMeasuredError, match="this needs Linux"):
         read_process_memory()
 
@@ -67,13 +67,13 @@ def test_without_proc_it_says_that_linux_is_needed(monkeypatch: pytest.MonkeyPat
 def test_a_kernel_that_does_not_reset_the_peak_is_told_from_one_that_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(host_meter, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
+    monkeypatch.setattr(host_memory, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
     assert not reset_peak()
 
 
 HOST_METER = """
 import torch
-from autoaccum.devices.host_meter import HostMeter
+from autoaccum.devices.meters import HostMeter
 
 meter = HostMeter()
 meter.open()

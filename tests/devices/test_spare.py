@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from asking import make_settings
 
-from autoaccum.devices.child import child_device
+from autoaccum.devices import child_device
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.units import MIB
 

@@ -14,7 +14,7 @@ from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracing.trace_cache import Tracer
+from autoaccum.devices.simulated.tracer import TraceParts, Tracer
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 from tests.gpu.cases import Case
@@ -37,7 +37,7 @@ def trace_case(case: Case, card: Card) -> Trace:
     """The trace of the case's parts on `card`, by the tracer that plans use."""
     tracer = Tracer(TrialSettings(reference=case.reference, share=sum(case.parts)), card)
     try:
-        return tracer.trace(case.parts)
+        return tracer.call(TraceParts(parts=case.parts))
     finally:
         tracer.close()
 

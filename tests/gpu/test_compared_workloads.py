@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.tracer import LoadOnCard, TraceParts
+from autoaccum.devices.trial_requests import Loaded
 from tests.gpu.cases import CASES, FOLDER
 
-WHERE = {"cwd": os.getcwd(), "sys_path": sys.path, "pythonpath": os.environ.get("PYTHONPATH")}  # noqa: PTH109
 NAMES = {file: sorted({case.name for case in CASES if case.file == file}) for file in {case.file for case in CASES}}
 
 
@@ -24,18 +22,19 @@ NAMES = {file: sorted({case.name for case in CASES if case.file == file}) for fi
 def loaded(reference: str) -> Iterator[SimulatedChild]:
     child = SimulatedChild()
     try:
-        card = dataclasses.asdict(find_card("h100"))
-        answer = child.answer({"job": "load", "card": card, "reference": reference, "precision": None, **WHERE})
-        assert "failure" not in answer, answer
+        load = LoadOnCard(
+            card=find_card("h100"), device="h100", paths=ImportPaths.of(), reference=reference, share=4, options={}
+        )
+        assert isinstance(loaded := child.handle(load), Loaded), loaded
         yield child
     finally:
         child.close()
 
 
 def trace(child: SimulatedChild, size: int) -> Trace:
-    answer: dict[str, Any] = child.answer({"job": "trace", "parts": (size, size), "share": 2 * size, "optimizer": None})
-    assert "failure" not in answer, answer
-    return Trace.from_record(answer["trace"])
+    traced = child.handle(TraceParts(parts=(size, size)))
+    assert isinstance(traced, Trace), traced
+    return traced
 
 
 @pytest.mark.parametrize("file", sorted(NAMES))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from small_repository import commit, git
 
-from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.guarding.baseline import checked_out

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_locks import a_case, a_lock, a_measurement
 
-from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError
 from autoaccum.guarding import guard_run

@@ -17,7 +17,7 @@ from guard_reports import ALL, UNMEASURED, report
 from small_locks import a_case, a_lock, a_measurement
 from small_repository import commit
 
-from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import (
     AutoaccumError,

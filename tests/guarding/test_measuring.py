@@ -11,7 +11,7 @@ import pytest
 from asking import make_request
 from synthetic_traces import Sizes, SyntheticTracer, linear
 
-from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError

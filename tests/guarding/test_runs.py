@@ -11,7 +11,7 @@ from synthetic_traces import INSPECTION
 from typing_extensions import Self
 
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.errors import WorkloadError
 from autoaccum.guarding import measuring
 from autoaccum.guarding.cases import make_case

@@ -15,10 +15,11 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear
 
 import autoaccum
 from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.child.requests import Request
 from autoaccum.devices.explanation import CATEGORIES, Account, Change, Explaining
 from autoaccum.devices.simulated.cards import context_memory, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailedError
+from autoaccum.devices.simulated.tracer import LabelParts
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import Event, Explained, ExplanationStarted, TrialFinished
@@ -31,7 +32,7 @@ CARD = find_card("rtx3090")
 OFFERS: dict[str, Any] = {
     "dearer": linear(sample=8 * MIB),
     "half": linear(sample=3 * MIB),
-    "broken": ChangeFailedError("it broke\nin line 3"),
+    "broken": "it broke\nin line 3",
 }
 
 
@@ -324,9 +325,10 @@ def test_what_differs_from_trace_to_trace_is_no_change() -> None:
     """A batch as long as a counter says, or a list that grows: the next rehearsal takes other memory by itself."""
 
     class Growing(SyntheticTracer):
-        def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Any:
-            other = SyntheticTracer(linear(sample=7 * MIB))
-            return other.labelled(parts, limit_seconds=limit_seconds)
+        def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
+            if isinstance(request, LabelParts):
+                return SyntheticTracer(linear(sample=7 * MIB)).call(request, limit_seconds)
+            return super().call(request, limit_seconds)
 
     plan = explain(Growing(offers=OFFERS))
     assert plan.explanation is not None
@@ -339,8 +341,10 @@ def test_what_differs_from_trace_to_trace_is_no_change() -> None:
 
 def test_an_interruption_ends_the_explanation_and_not_the_plan() -> None:
     class Interrupted(SyntheticTracer):
-        def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Any:
-            raise KeyboardInterrupt
+        def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
+            if isinstance(request, LabelParts):
+                raise KeyboardInterrupt
+            return super().call(request, limit_seconds)
 
     plan = explain(Interrupted())
     assert plan.explanation is None

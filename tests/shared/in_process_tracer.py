@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
-import sys
-from pathlib import Path
-from typing import Any
 
-from autoaccum.devices.base import Inspection, TrialSettings
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.devices.child.requests import (
+    Reply,
+    Request,
+    read_reply,
+    read_request,
+    request_message,
+    to_json,
+)
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
-from autoaccum.devices.simulated.tracing.trace_cache import Tracer
+from autoaccum.devices.simulated.tracer import LoadOnCard, Tracer
 from autoaccum.errors import WorkloadError
 
 
@@ -20,19 +25,14 @@ class InProcessTracer(Tracer):
     """A child that is none: it simulates in this process, until it is closed."""
 
     def __init__(self, settings: TrialSettings, card: Card) -> None:
-        self._settings, self._child = settings, SimulatedChild()
-        where: dict[str, Any] = {"cwd": str(Path.cwd()), "sys_path": list(sys.path)}
-        self.ask("load", card=dataclasses.asdict(card), pythonpath=os.environ.get("PYTHONPATH"), **where)
+        self._child = SimulatedChild()
+        self.call(LoadOnCard(card=card, device=card.name, paths=ImportPaths.of(), **settings.to_request()))
 
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        return Inspection(**self.ask("inspect")["inspection"])
-
-    def ask(self, job: str, *, limit_seconds: float | None = None, **asked: Any) -> dict[str, Any]:
-        request = {**self._settings.to_request(), "job": job, **asked}
-        reply: dict[str, Any] = json.loads(json.dumps(self._child.answer(request)))
-        if "failure" in reply:
-            raise WorkloadError(f"{job}: {reply['failure']['message']}\n{reply['failure'].get('traceback')}")
-        return reply
+    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+        reply = self._child.handle(read_request(json.loads(to_json(request_message(request)))))
+        if isinstance(reply, Failure):
+            raise WorkloadError(f"{request.doing}: {reply.message}\n{reply.traceback}")
+        return read_reply(json.loads(to_json({"reply": reply})), request)
 
     def close(self) -> None:
         self._child.close()

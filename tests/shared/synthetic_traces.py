@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from autoaccum.devices.base import Inspection, Phase
+from autoaccum.devices.child.requests import Request
 from autoaccum.devices.explanation import Category
 from autoaccum.devices.simulated.trace import (
     NO_MODULE,
@@ -15,7 +17,16 @@ from autoaccum.devices.simulated.trace import (
     Trace,
     Workspace,
 )
-from autoaccum.devices.simulated.tracing.trace_cache import SuggestedChange, Tracer
+from autoaccum.devices.simulated.tracer import (
+    ChangedTrace,
+    LabelParts,
+    SuggestChanges,
+    SuggestedChange,
+    TraceChanged,
+    TraceParts,
+    Tracer,
+)
+from autoaccum.devices.trial_requests import Inspect, Inspected
 from autoaccum.units import MIB
 
 Sizes = Callable[[int], int]
@@ -129,7 +140,7 @@ class SyntheticTracer(Tracer):
         change: What is different in the traces of some parts: an error to raise, or other activations.
         inspection: What it tells of the workload.
         workspace: What a kernel takes in backward.
-        offers: Changes by name: activations, or an error to raise.
+        offers: Changes by name: activations, or why it fails.
     """
 
     def __init__(
@@ -139,7 +150,7 @@ class SyntheticTracer(Tracer):
         change: Callable[[tuple[int, ...]], Exception | Sizes | None] = lambda parts: None,
         inspection: Inspection = INSPECTION,
         workspace: Workspace | None = None,
-        offers: Mapping[str, Exception | Sizes] | None = None,
+        offers: Mapping[str, str | Sizes] | None = None,
     ) -> None:
         self.offers = offers or {}
         self._activations, self._change = activations or linear(), change
@@ -148,29 +159,31 @@ class SyntheticTracer(Tracer):
         self.limits: list[float | None] = []
         self.closed = 0
 
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        return self._inspection
+    def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
+        match request:
+            case Inspect():
+                return Inspected(inspection=self._inspection)
+            case TraceParts(parts=parts):
+                return self._trace(parts, limit_seconds)
+            case LabelParts(parts=parts):
+                return label(self._trace(parts, limit_seconds))
+            case SuggestChanges():
+                return tuple(SuggestedChange(name, f"take {name}") for name in self.offers)
+            case TraceChanged(parts=parts, change=change):
+                self.limits.append(limit_seconds)
+                found = self.offers[change]
+                if isinstance(found, str):
+                    return ChangedTrace(message=found)
+                return ChangedTrace(trace=make_trace(parts, found, workspace=self._workspace))
+        raise NotImplementedError(request)
 
-    def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
+    def _trace(self, parts: tuple[int, ...], limit_seconds: float | None) -> Trace:
         self.asked.append(parts)
         self.limits.append(limit_seconds)
         changed = self._change(parts)
         if isinstance(changed, Exception):
             raise changed
         return make_trace(parts, changed or self._activations, workspace=self._workspace)
-
-    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
-        return label(self.trace(parts, limit_seconds=limit_seconds))
-
-    def changes(self, *, limit_seconds: float | None = None) -> tuple[SuggestedChange, ...]:
-        return tuple(SuggestedChange(name, f"take {name}") for name in self.offers)
-
-    def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
-        self.limits.append(limit_seconds)
-        found = self.offers[change]
-        if isinstance(found, Exception):
-            raise found
-        return make_trace(parts, found, workspace=self._workspace)
 
     def close(self) -> None:
         self.closed += 1

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import dataclasses
 import faulthandler
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autoaccum.devices.child.checkout import check_loaded
-
-if TYPE_CHECKING:
-    from autoaccum.workload.spec import Workload
+from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.child.requests import Request, read_request, to_json
 
 _PR_SET_PDEATHSIG = 1
 _FIRST_VICTIM = "1000"
@@ -61,43 +58,22 @@ class ParentConnection:
             return None
         return request
 
-    def answer(self, reply: Mapping[str, Any]) -> None:
-        """Answer a request."""
+    def reply(self, reply: Any) -> None:
+        """Reply to a request, by a `Failure` where its job failed."""
+        self.answer({"failure" if isinstance(reply, Failure) else "reply": reply})
+
+    def answer(self, message: Mapping[str, Any]) -> None:
+        """Answer a message."""
         if os.getpid() != self._pid:  # A copy the workload made by os.fork: one answer is enough.
             os._exit(0)
         _flush()
-        self._connection.send_bytes(json.dumps(reply).encode())
+        self._connection.send_bytes(to_json(message))
 
 
-def use_import_paths(request: Mapping[str, Any]) -> None:
-    """Find modules and files where the parent does."""
-    sys.path[:] = request["sys_path"]
-    os.chdir(request["cwd"])
-    if request["pythonpath"] is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = request["pythonpath"]
-
-
-def load_requested(request: Mapping[str, Any]) -> Workload:
-    """The workload that a request names, as it asks for it (`TrialSettings.to_request`)."""
-    from autoaccum.devices.child.pickling import unpack
-    from autoaccum.options import Options
-    from autoaccum.workload.loading import load_workload
-    from autoaccum.workload.samples import apply_settings
-
-    parcel = request.get("parcel")
-    loaded = load_workload(request["reference"]) if parcel is None else unpack(parcel)
-    check_loaded(request["reference"], request.get("checkout", {}))
-    options = Options(**request.get("options", {}))
-    return apply_settings(loaded, largest_batch=request.get("share"), worst_of=options.worst_of, **options.overrides)
-
-
-def failure_reply(error: BaseException, doing: str, at: str = "") -> dict[str, Any]:
-    """A reply that tells `error`, as `describe_failure` sees it."""
-    from autoaccum.devices.child.replies import describe_failure
-
-    return {"failure": dataclasses.asdict(describe_failure(error, doing, at=at))}
+def serve(connection: ParentConnection, handle: Callable[[Request[Any]], Any]) -> None:
+    """Reply to requests until the parent closes its end; `handle` returns a reply, or a `Failure` in place of it."""
+    for message in connection:
+        connection.reply(handle(read_request(message)))
 
 
 def _leave() -> None:

@@ -62,9 +62,9 @@ def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimize
     return base64.b64encode(content).decode("ascii")
 
 
-def unpack(parcel: str) -> Workload:
+def unpack(pickled: str) -> Workload:
     """What `pack` was given, less its data; its model is a new one at each call, with weights that have no values."""
-    workload: Workload = pickle.loads(base64.b64decode(parcel))
+    workload: Workload = pickle.loads(base64.b64decode(pickled))
     return workload
 
 

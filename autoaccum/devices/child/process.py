@@ -19,11 +19,21 @@ from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from autoaccum.devices.child.checkout import Checkout
+from autoaccum.devices.child.failures import ChildDied, Failure, JobFailed
+from autoaccum.devices.child.import_paths import Checkout, ImportPaths
+from autoaccum.devices.child.requests import (
+    Prepare,
+    Reply,
+    Request,
+    read_reply,
+    request_message,
+    to_json,
+)
 from autoaccum.devices.host_memory import count_oom_kills
 from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.serialization import read_record
 from autoaccum.units import MIB
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -42,27 +52,6 @@ _POLL_SECONDS = 0.2
 _LEAVE_POLL_SECONDS = 0.01
 _KILL_SECONDS = 10.0
 _CHUNK_BYTES = 2 * MIB
-
-Death = Literal["signal", "exit", "limit", "pipe"]
-
-
-class ChildDied(Exception):
-    """A child that will not answer any more, and has been ended; its text is a predicate ("was ended by SIGSEGV").
-
-    Attributes:
-        kind: "signal" or "exit": by itself; "limit": it took too long and was ended; "pipe": it closed its connection,
-            and was ended.
-        out_of_memory: It died by SIGKILL, and the kernel's count of kills for lack of memory rose meanwhile.
-        number: The signal's, where the kind is "signal".
-        seconds: From the request until its end was noticed.
-    """
-
-    def __init__(self, kind: Death, text: str, *, out_of_memory: bool = False, number: int | None = None) -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.out_of_memory = out_of_memory
-        self.number = number
-        self.seconds = 0.0
 
 
 def child_environment(*, measured: bool = True) -> dict[str, str]:
@@ -133,8 +122,20 @@ class ChildProcess:
         """Whether it can be asked."""
         return not self._ended
 
-    def ask(self, request: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
-        """Send a request and wait for its reply; unless there is one, the child is ended.
+    def call(self, request: Request[Reply], limit_seconds: float) -> Reply:
+        """Send a request and wait for its reply.
+
+        Raises:
+            ChildDied: As `ask`.
+            JobFailed: The job raised something; the child can be asked for another.
+        """
+        message = self.ask(request_message(request), limit_seconds)
+        if "failure" in message:
+            raise JobFailed(read_record(message["failure"], Failure))
+        return read_reply(message, request)
+
+    def ask(self, message: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
+        """Send a message and wait for the one that answers it; unless there is one, the child is ended.
 
         Raises:
             ChildDied: There will be no reply: see its `kind`.
@@ -142,7 +143,7 @@ class ChildProcess:
         kills_before = count_oom_kills()
         began = time.monotonic()
         try:
-            self.tell(request)
+            self.send(message)
             return self._receive(limit_seconds, kills_before)
         except ChildDied as death:
             self.end()
@@ -152,10 +153,10 @@ class ChildProcess:
             self.end()
             raise
 
-    def tell(self, request: Mapping[str, Any]) -> None:
-        """Send a request that has no reply, and do not wait; a child that is gone is noticed when it is asked."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message and do not wait; a child that is gone is noticed when it is asked."""
         with suppress(ConnectionError):
-            self._connection.send_bytes(json.dumps(request).encode())
+            self._connection.send_bytes(to_json(message))
 
     def has_died(self) -> bool:
         """Whether it has ended, by itself or by `end`."""
@@ -242,32 +243,24 @@ def _describe_death(death: os.waitid_result | None, kills_before: int) -> ChildD
 
 
 def start_child(
-    on_output: Callable[[str], None] | None = None, *, simulated: bool = False, checkout: Checkout | None = None
+    handler: str,
+    on_output: Callable[[str], None] | None = None,
+    *,
+    measured: bool = True,
+    checkout: Checkout | None = None,
 ) -> ChildProcess:
-    """Start a child of `devices.child` and have it import what all of them need; does not wait for that.
+    """Start a child and have it import what its `handler` needs; do not wait for that.
 
     Args:
+        handler: The class that handles its requests (`requests.Prepare`).
         on_output: Gets each line it prints; None: it goes to stderr.
-        simulated: It is to simulate a card, which needs more of PyTorch.
-        checkout: Where its modules lie; None: where this process finds them.
+        measured: Whether it measures its own memory.
+        checkout: Where its modules are; None: where this process finds them.
 
     Raises:
         UsageError: This process is such a child itself.
         NotMeasuredError: It cannot be started.
     """
-    process = ChildProcess("autoaccum.devices.child", on_output=on_output, measured=not simulated)
-    process.tell({"job": "prepare", "simulated": simulated, **where_to_import(checkout)})
+    process = ChildProcess("autoaccum.devices.child", on_output=on_output, measured=measured)
+    process.send(request_message(Prepare(handler=handler, paths=ImportPaths.of(checkout), measured=measured)))
     return process
-
-
-def where_to_import(checkout: Checkout | None = None) -> Mapping[str, Any]:
-    """Where modules are found in this process, or in a checkout instead, as a child is told."""
-    pythonpath = os.environ.get("PYTHONPATH")
-    if checkout is None:
-        return {"cwd": os.getcwd(), "sys_path": sys.path, "pythonpath": pythonpath}  # noqa: PTH109
-    return {
-        "cwd": str(checkout.folder),
-        "sys_path": [checkout.map_entry(entry) for entry in sys.path],
-        "pythonpath": None if pythonpath is None else checkout.map_path(pythonpath),
-        "checkout": checkout.to_record(),
-    }

@@ -13,14 +13,15 @@ import torch
 
 from autoaccum.accumulation.recovery import clear_frames, release_memory
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.child.interrupts import DelayedSignals
-from autoaccum.devices.child.replies import describe_failure, failure_error, record_reply
+from autoaccum.devices.child.failures import describe_failure, failure_error
+from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.in_place.live_objects import LiveObjects, prepare
 from autoaccum.devices.in_place.memory_limits import Place, check_single_thread, make_place, tight_heap
 from autoaccum.devices.in_place.state_keeper import StateKeeper, check_host_copy, count_live_bytes
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import warm_up
+from autoaccum.devices.trial_record import record_trial
 from autoaccum.devices.trial_run import run_trial
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MemorySize, format_bytes
@@ -209,13 +210,11 @@ class InPlaceDevice:
             window=interruptions.window(),
         )
         if done.failure is None:
-            return place.judge(record_reply(done.reply, held_to, {"parts": parts}), done.reading, done.beside)
+            return place.judge(record_trial(done.measurement(), held_to, {"parts": parts}), done.reading, done.beside)
         try:
             if interruptions.ended(done.failure):
                 raise done.failure
-            doing = f"micro-batch {max(parts)}, {done.reply['phase']}"
-            told = dataclasses.asdict(describe_failure(done.failure, doing, at=f"{doing}: "))
-            return record_reply({**done.reply, "failure": told}, held_to, {"parts": parts})
+            return record_trial(done.measurement(), held_to, {"parts": parts})
         finally:
             clear_frames(done.failure)
             del done  # the traceback holds this frame

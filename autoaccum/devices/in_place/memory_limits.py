@@ -17,11 +17,11 @@ from autoaccum.devices.base import Trial
 from autoaccum.devices.budget import Supply, choose_budget, room_above
 from autoaccum.devices.card_memory import CardReport
 from autoaccum.devices.card_meter import CardMeter, start_error
-from autoaccum.devices.child.replies import Reading
 from autoaccum.devices.cuda import choose_card_budget, describe_card
-from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.host_meter import HostMeter, data_limit, read_process_memory
+from autoaccum.devices.host_memory import data_limit, read_host_memory, read_process_memory
 from autoaccum.devices.in_place.state_keeper import LiveBytes
+from autoaccum.devices.meters import HostMeter
+from autoaccum.devices.trial_record import Reading
 from autoaccum.errors import UsageError
 from autoaccum.serialization import read_record
 from autoaccum.units import KIB, MIB, MemorySize, format_bytes

@@ -17,7 +17,7 @@ from autoaccum.accumulation.rng_state import Generator
 from autoaccum.accumulation.state_hash import PlainAttributes, changed_names, state_entries
 from autoaccum.accumulation.transaction import TorchState, dense_parts, tensor_bytes
 from autoaccum.devices.budget import Supply
-from autoaccum.devices.child.interrupts import DelayedSignals
+from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.in_place.live_objects import Tried
 from autoaccum.errors import NotMeasuredError, UsageError, first_line
 from autoaccum.units import MIB, format_bytes

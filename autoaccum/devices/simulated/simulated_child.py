@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import singledispatchmethod
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.devices.base import Inspection
-from autoaccum.devices.child.connection import failure_reply, load_requested, use_import_paths
+from autoaccum.devices.child.failures import Failure, describe_failure
+from autoaccum.devices.child.requests import Request
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import (
     FORM_SAMPLES,
@@ -30,6 +32,15 @@ from autoaccum.devices.inspection import (
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.tracer import (
+    ChangedTrace,
+    LabelParts,
+    LoadOnCard,
+    SuggestChanges,
+    SuggestedChange,
+    TraceChanged,
+    TraceParts,
+)
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
 from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
@@ -37,8 +48,12 @@ from autoaccum.devices.simulated.tracing.placement import with_copied_criterion,
 from autoaccum.devices.simulated.tracing.recorder import OnAllocation
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.devices.simulated.unsupported import as_workload_error, reads_missing_host_value
+from autoaccum.devices.trial_child import TrialChild, load_requested
+from autoaccum.devices.trial_requests import Inspect, Inspected, Loaded
 from autoaccum.devices.trial_run import TrialRun, place_model, seed_everything
 from autoaccum.workload.spec import Workload
+
+T = TypeVar("T")
 
 
 def trace_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode) -> tuple[Trace, TrialRun, list[str]]:
@@ -136,103 +151,103 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode) -> tup
 
 
 class SimulatedChild:
-    """Answers one request after the other: `load`, then any other."""
+    """Handles the requests of `simulated.tracer`, and `Inspect`, one after the other; `LoadOnCard` comes first."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._mode: FakeCudaMode | None = None
         self._card: Card | None = None
         self._workload: Workload | None = None
+        self._share = 0
         self._lazy: tuple[str, ...] = ("models", "batches")
         self._traces: dict[tuple[int, ...], Trace] = {}
 
-    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The reply to `request`: `{"failure": ...}` when there is nothing else to tell."""
-        jobs = {
-            "load": self._load,
-            "inspect": self._inspect,
-            "trace": self._trace,
-            "labelled": self._labelled,
-            "changes": self._changes,
-            "changed": self._changed,
-        }
-        return jobs[request["job"]](request)
+    @staticmethod
+    def prepare() -> None:
+        """Import the parts of PyTorch that it would import with the first fake tensor and the first optimizer."""
+        card = Card(name="any", title="any", total_bytes=1 << 30, capability=(8, 0), multiprocessors=1, source="none")
+        with simulate(card):
+            weight = torch.ones(2, 2, device="cuda", requires_grad=True)
+            torch.autograd.backward((weight @ weight).sum())
+        TrialChild.prepare()
 
     def close(self) -> None:
         """Undo the simulation."""
         self._stack.close()
 
-    def _load(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        use_import_paths(request)
-        doing = f"loading {request['reference']}"
+    @singledispatchmethod
+    def handle(self, request: Request[Any]) -> Any:
+        """Return the reply to `request`, or a `Failure`."""
+        raise NotImplementedError(request)
+
+    @handle.register
+    def _load(self, request: LoadOnCard) -> Loaded | Failure:
+        request.paths.use()
+        doing = f"loading {request.reference}"
         # What cannot be simulated gets one message of our own, with the user's frames.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
-            self._card = _card(request["card"])
+            self._card, self._share = request.card, request.share
             self._mode = self._stack.enter_context(simulate(self._card))
             seed_everything()
             workload = load_requested(request)
         except BaseException as error:
-            return failure_reply(as_workload_error(error, doing) or error, doing)
+            return describe_failure(as_workload_error(error, doing) or error, doing)
         self._workload = with_host_batches(workload)
         gc.collect()
         gc.freeze()
-        return {}
+        return Loaded()
 
-    def _inspect(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
-            inspection, trace = inspect_simulated(workload, request["share"], mode)
+    @handle.register
+    def _inspect(self, request: Inspect) -> Inspected | Failure:
+        def run(workload: Workload, mode: FakeCudaMode) -> Inspected:
+            inspection, trace = inspect_simulated(workload, self._share, mode)
             self._traces[trace.parts] = trace
-            return {"inspection": dataclasses.asdict(inspection)}
+            return Inspected(inspection=inspection)
 
         return self._run(run, "a trial of two samples on the simulated card")
 
-    def _trace(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        parts = tuple(request["parts"])
+    @handle.register
+    def _trace(self, request: TraceParts) -> Trace | Failure:
+        def run(workload: Workload, mode: FakeCudaMode) -> Trace:
+            if request.parts not in self._traces:
+                self._traces[request.parts], *_ = trace_trial(workload, request.parts, mode)
+            return self._traces[request.parts]
 
-        def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
-            if parts not in self._traces:
-                self._traces[parts], *_ = trace_trial(workload, parts, mode)
-            return {"trace": vars(self._traces[parts])}
+        return self._run(run, f"{request.doing} on the simulated card", silent=True)
 
-        return self._run(run, f"micro-batch {max(parts)} on the simulated card", silent=True)
+    @handle.register
+    def _label(self, request: LabelParts) -> LabelledTrace | Failure:
+        def run(workload: Workload, mode: FakeCudaMode) -> LabelledTrace:
+            return label_trial(workload, request.parts, mode)
 
-    def _changes(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
+        return self._run(run, f"{request.doing} on the simulated card", silent=True)
+
+    @handle.register
+    def _suggest(self, request: SuggestChanges) -> tuple[SuggestedChange, ...] | Failure:
+        def run(workload: Workload, mode: FakeCudaMode) -> tuple[SuggestedChange, ...]:
             assert self._card is not None
             model = place_model(workload.build_model(), DEVICE)
-            optimizer = workload.build_optimizer(model)
-            return {"changes": [vars(offer) for offer in suggest_changes(workload, model, optimizer, self._card)]}
+            return tuple(suggest_changes(workload, model, workload.build_optimizer(model), self._card))
 
         return self._run(run, "looking for changes to suggest")
 
-    def _changed(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        parts, change = tuple(request["parts"]), request["change"]
-
-        def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
-            return {"trace": vars(trace_trial(apply_change(workload, change), parts, mode)[0])}
+    @handle.register
+    def _change(self, request: TraceChanged) -> ChangedTrace:
+        def run(workload: Workload, mode: FakeCudaMode) -> Trace:
+            return trace_trial(apply_change(workload, request.change), request.parts, mode)[0]
 
         assert self._mode is not None
         gc.collect()
         live = self._mode.recorder.live_storages()
-        reply = self._run(run, f"micro-batch {max(parts)} with {change}", silent=True)
-        if "failure" not in reply:
-            return reply
+        traced = self._run(run, request.doing, silent=True)
+        if not isinstance(traced, Failure):
+            return ChangedTrace(trace=traced)
         gc.collect()
         self._mode.recorder.forget_all_but(live)
-        return {"failed": reply["failure"]["message"]}
+        return ChangedTrace(message=traced.message)
 
-    def _labelled(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        parts = tuple(request["parts"])
-
-        def run(workload: Workload, mode: FakeCudaMode) -> dict[str, Any]:
-            return {"labelled": label_trial(workload, parts, mode).to_record()}
-
-        return self._run(run, f"micro-batch {max(parts)} on the simulated card", silent=True)
-
-    def _run(
-        self, job: Callable[[Workload, FakeCudaMode], dict[str, Any]], about: str, *, silent: bool = False
-    ) -> dict[str, Any]:
+    def _run(self, job: Callable[[Workload, FakeCudaMode], T], about: str, *, silent: bool = False) -> T | Failure:
         """Run a job on a lazily built batch and model; if it reads values that these lack, run it again on real ones.
 
         A `silent` job shows no warnings, since the inspection has shown them.
@@ -258,18 +273,4 @@ class SimulatedChild:
             self._mode.recorder.forget_all_but(live)
             return self._run(job, about, silent=silent)
         doing = f"{about}, in {self._mode.phase}"
-        return failure_reply(as_workload_error(failure, doing) or failure, doing)
-
-
-def _card(record: Mapping[str, Any]) -> Card:
-    return Card(**{**record, "capability": tuple(record["capability"])})
-
-
-def prepare() -> None:
-    """Import the parts of PyTorch that it would import with the first fake tensor."""
-    card = Card(name="any", title="any", total_bytes=1 << 30, capability=(8, 0), multiprocessors=1, source="none")
-    import torch
-
-    with simulate(card):
-        weight = torch.ones(2, 2, device="cuda", requires_grad=True)
-        torch.autograd.backward((weight @ weight).sum())
+        return describe_failure(as_workload_error(failure, doing) or failure, doing)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
-from autoaccum.serialization import read_record
 
 
 class Workspace(NamedTuple):
@@ -42,11 +41,6 @@ class Trace:
     sizes: tuple[int | Workspace, ...]
     phases: tuple[tuple[int, Phase], ...]
     last_update: int
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Trace:
-        """Read a trace from `vars` of one, after a round trip through JSON."""
-        return read_record(record, cls)
 
 
 @dataclass(frozen=True)
@@ -111,12 +105,3 @@ class LabelledTrace:
     modules: tuple[ModuleName, ...]
     origins: tuple[Origin, ...]
     owners: Mapping[int, Owner]
-
-    def to_record(self) -> dict[str, Any]:
-        """Return a record for JSON, as `from_record` reads it."""
-        return {**vars(self), "trace": vars(self.trace)}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> LabelledTrace:
-        """Read a record of `to_record`, after a round trip through JSON."""
-        return read_record({**record, "owners": {int(block): owner for block, owner in record["owners"].items()}}, cls)

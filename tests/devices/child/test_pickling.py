@@ -142,10 +142,10 @@ def test_what_was_loaded_by_its_path_goes_by_value(tmp_path: Path) -> None:
     mine = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mine)
     sys.modules["no_folder.mine"] = mine
-    parcel = pack(workload(model=mine.Net(3, 2), batch=mine.batch, loss=mine.loss))
+    pickled = pack(workload(model=mine.Net(3, 2), batch=mine.batch, loss=mine.loss))
     del sys.modules["no_folder.mine"]
     assert not cloudpickle.list_registry_pickle_by_value()
-    found = unpack(parcel)
+    found = unpack(pickled)
     assert callable(found.model)
     made = found.model()
     assert type(made).__name__ == "Net"

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from autoaccum.devices.child import process
-from autoaccum.devices.child.process import PACKAGE_ROOT, ChildDied, ChildProcess
+from autoaccum.devices.child.failures import ChildDied
+from autoaccum.devices.child.process import PACKAGE_ROOT, ChildProcess
 from autoaccum.errors import UsageError
 
 PREAMBLE = """

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.devices.child.process import ChildDied
-from autoaccum.devices.child.replies import (
-    Failure,
-    Reading,
-    describe_failure,
-    record_death,
-    record_reply,
-    without_stretch,
-)
+from autoaccum.devices.child.failures import ChildDied, Failure, describe_failure
+from autoaccum.devices.trial_record import Reading, TrialMeasurement, record_death, record_trial, without_stretch
 from autoaccum.devices.trial_run import take_parts
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
@@ -25,13 +17,13 @@ from autoaccum.units import GIB, MIB
 ABOUT = {"parts": (8, 8), "fresh": True, "limit_bytes": None}
 
 
-def reply(**reading: Any) -> dict[str, Any]:
-    return {"seconds": 1.5, "reading": dataclasses.asdict(Reading(**reading))}
+def measured(**reading: Any) -> TrialMeasurement:
+    return TrialMeasurement(seconds=1.5, reading=Reading(**reading))
 
 
 def test_a_card_tells_both_peaks_and_its_retries() -> None:
-    told = reply(peak_reserved_bytes=3 * GIB, peak_allocated_bytes=2 * GIB, retries=0)
-    trial = record_reply(told, 4 * GIB, ABOUT)
+    told = measured(peak_reserved_bytes=3 * GIB, peak_allocated_bytes=2 * GIB, retries=0)
+    trial = record_trial(told, 4 * GIB, ABOUT)
     assert (trial.outcome, trial.message, trial.phase) == ("ok", None, None)
     assert (trial.peak_reserved_bytes, trial.peak_allocated_bytes, trial.allocator_retries) == (3 * GIB, 2 * GIB, 0)
     assert (trial.seconds, trial.fresh, trial.parts) == (1.5, True, (8, 8))
@@ -39,18 +31,18 @@ def test_a_card_tells_both_peaks_and_its_retries() -> None:
 
 @pytest.mark.parametrize(("retries", "times"), [(1, "once"), (3, "3 times")])
 def test_a_trial_that_ran_by_retries_is_tight(retries: int, times: str) -> None:
-    trial = record_reply(reply(peak_reserved_bytes=3 * GIB, retries=retries), 3 * GIB, ABOUT)
+    trial = record_trial(measured(peak_reserved_bytes=3 * GIB, retries=retries), 3 * GIB, ABOUT)
     assert (trial.outcome, trial.ran, trial.allocator_retries) == ("tight", True, retries)
     assert trial.message == f"it ran, but the allocator released its cache and tried again {times}"
 
 
 def test_the_hosts_count_is_coarse_and_its_limit_is_not() -> None:
-    trial = record_reply(reply(peak_reserved_bytes=60 * MIB + 4096), 60 * MIB, ABOUT)
+    trial = record_trial(measured(peak_reserved_bytes=60 * MIB + 4096), 60 * MIB, ABOUT)
     assert (trial.outcome, trial.peak_reserved_bytes) == ("ok", 60 * MIB)
 
 
 def test_shared_memory_beyond_the_budget_is_out_of_memory() -> None:
-    trial = record_reply(reply(peak_reserved_bytes=80 * MIB, shared_bytes=48 * MIB), 60 * MIB, ABOUT)
+    trial = record_trial(measured(peak_reserved_bytes=80 * MIB, shared_bytes=48 * MIB), 60 * MIB, ABOUT)
     assert (trial.outcome, trial.phase) == ("oom", "update")
 
 

@@ -75,7 +75,7 @@ SCRIPT = """
 import json
 import numpy as np
 from autoaccum.devices.in_place.memory_limits import tight_heap, trim_heap
-from autoaccum.devices.host_meter import read_process_memory
+from autoaccum.devices.host_memory import read_process_memory
 from autoaccum.units import MIB
 
 def left():

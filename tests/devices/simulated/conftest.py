@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.devices.child.requests import Request
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Explanation
 from autoaccum.devices.simulated.allocator.replay import Replayer
@@ -20,6 +20,7 @@ from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
 from autoaccum.devices.simulated.trace import LabelledTrace
+from autoaccum.devices.simulated.tracer import LabelParts, LoadOnCard
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.options import Options
@@ -37,30 +38,30 @@ def batch(n):
 criterion = nn.CrossEntropyLoss()
 """
 
-Answer = Callable[..., dict[str, Any]]
+Ask = Callable[[Request[Any]], Any]
 
 
 @pytest.fixture
-def simulated(tmp_path: Path) -> Iterator[Callable[[str], Answer]]:
-    """From the lines of a workload file to a function that asks a simulated RTX 3090 for a job, in this process."""
+def simulated(tmp_path: Path) -> Iterator[Callable[[str], Ask]]:
+    """From the lines of a workload file to a function that runs a request on a simulated RTX 3090, here."""
     children = [SimulatedChild()]
 
-    def load(lines: str, precision: Any = None, **asked: Any) -> Answer:
+    def load(lines: str, precision: Any = None, **asked: Any) -> Ask:
         children[-1].close()
         children.append(child := SimulatedChild())
         path = tmp_path / "model.py"
         path.write_text(HEAD + lines)
-        where = {"cwd": os.getcwd(), "sys_path": sys.path, "pythonpath": os.environ.get("PYTHONPATH")}  # noqa: PTH109
-        card, options = dataclasses.asdict(find_card("rtx3090")), Options(precision=precision, **asked)
-        request = {"job": "load", "card": card, "reference": str(path), "options": options.to_record(), **where}
-        loaded = child.answer(request)
-
-        def ask(job: str, **request: Any) -> dict[str, Any]:
-            if "failure" in loaded:
-                return loaded
-            return child.answer({"job": job, "share": 256, **request})
-
-        return ask
+        card, options = find_card("rtx3090"), Options(precision=precision, **asked)
+        load = LoadOnCard(
+            card=card,
+            device=card.name,
+            paths=ImportPaths.of(),
+            reference=str(path),
+            share=256,
+            options=options.to_record(),
+        )
+        loaded = child.handle(load)
+        return lambda request: loaded if isinstance(loaded, Failure) else child.handle(request)
 
     yield load
     children[-1].close()
@@ -100,13 +101,12 @@ def make_explained(labelled: LabelledTrace) -> Explained:
 
 
 @pytest.fixture
-def explained(simulated: Callable[..., Answer]) -> Callable[..., Explained]:
+def explained(simulated: Callable[..., Ask]) -> Callable[..., Explained]:
     """From the lines of a workload file to what is known of the memory of two parts of `size`, or of `parts`."""
 
     def make(lines: str, precision: str | None = None, size: int = 64, parts: Sequence[int] | None = None) -> Explained:
-        reply = simulated(lines, precision)("labelled", parts=parts or [size, size])
-        assert "failure" not in reply, reply["failure"]
-        labelled = LabelledTrace.from_record(json.loads(json.dumps(reply["labelled"])))
+        labelled = simulated(lines, precision)(LabelParts(parts=tuple(parts or (size, size))))
+        assert not isinstance(labelled, Failure), labelled
         return make_explained(labelled)
 
     return make

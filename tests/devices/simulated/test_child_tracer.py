@@ -10,7 +10,8 @@ import pytest
 from asking import make_settings
 
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.tracing.trace_cache import Tracer
+from autoaccum.devices.simulated.tracer import LabelParts, TraceParts, Tracer
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -33,10 +34,10 @@ def make() -> Iterator[Make]:
 
 def test_a_trace_has_both_updates_and_grows_with_the_batch(make: Make) -> None:
     tracer = make(EXAMPLES / "digits_cnn.py")
-    inspection = tracer.inspect()
+    inspection = tracer.call(Inspect()).inspection
     assert (inspection.parameters, inspection.least_size, inspection.optimizer) == (19_658, 1, "AdamW")
     assert any("BatchNorm normalises by the micro-batch" in said for said in inspection.accumulation_warnings)
-    small, large = tracer.trace((2, 2)), tracer.trace((8, 8))
+    small, large = tracer.call(TraceParts(parts=(2, 2))), tracer.call(TraceParts(parts=(8, 8)))
     assert (small.parts, large.parts) == ((2, 2), (8, 8))
     assert small.events == large.events
     assert small.phases == large.phases
@@ -45,19 +46,19 @@ def test_a_trace_has_both_updates_and_grows_with_the_batch(make: Make) -> None:
     assert small.phases[names.index("update")][0] < small.last_update < len(small.events)
     ints = [(a, b) for a, b in zip(small.sizes, large.sizes, strict=True) if isinstance(a, int) and isinstance(b, int)]
     assert all(a <= b <= 4 * a for a, b in ints)
-    assert tracer.trace((2, 2)) == small
+    assert tracer.call(TraceParts(parts=(2, 2))) == small
 
 
 def test_a_labelled_trace_is_the_plain_one_with_labels(make: Make) -> None:
     tracer = make(EXAMPLES / "docstring_gpt.py", precision="bf16")
-    plain = tracer.trace((3, 2))
-    labelled = tracer.labelled((3, 2))
+    plain = tracer.call(TraceParts(parts=(3, 2)))
+    labelled = tracer.call(LabelParts(parts=(3, 2)))
     assert labelled.trace == plain
     assert len(labelled.origins) == len(plain.sizes)
     assert {"aten.mm", "aten.addmm"} <= {origin.op for origin in labelled.origins}
     assert {"head", "blocks.0"} <= {module.path for module in labelled.modules}
     assert {claim.category for claim in labelled.owners.values()} == {"parameters", "gradients", "optimizer_state"}
-    assert tracer.trace((3, 2)) == plain
+    assert tracer.call(TraceParts(parts=(3, 2))) == plain
 
 
 def test_a_bad_file_is_told_at_once(make: Make, tmp_path: Path) -> None:
@@ -72,4 +73,4 @@ def test_a_dead_child_is_no_answer(make: Make, tmp_path: Path) -> None:
         "def batch(n): os._exit(7)\ndef loss(m, b): return m(b).sum()\n"
     )
     with pytest.raises(NotMeasuredError, match="exit code 7|with code 7|7"):
-        make(tmp_path / "dies.py").inspect()
+        make(tmp_path / "dies.py").call(Inspect())

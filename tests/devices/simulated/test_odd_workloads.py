@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.simulated.tracer import TraceParts
+from autoaccum.devices.trial_requests import Inspect
+
 
 def module(forward: str, init: str = "pass") -> str:
     """A model with one layer, more of a constructor, and a forward pass."""
@@ -214,36 +218,36 @@ REFUSED = {
 @pytest.mark.parametrize("name", RUNS)
 def test_what_runs_on_a_card_is_traced(name: str, simulated: Callable[[str], Any]) -> None:
     ask = simulated(RUNS[name])
-    inspected = ask("inspect")
-    assert "failure" not in inspected, inspected["failure"]
-    assert inspected["inspection"]["parameters"] > 0
-    traced = ask("trace", parts=[5, 5])
-    assert "failure" not in traced, traced["failure"]
-    assert len(traced["trace"]["events"]) > 50
+    inspected = ask(Inspect())
+    assert not isinstance(inspected, Failure), inspected
+    assert inspected.inspection.parameters > 0
+    traced = ask(TraceParts(parts=(5, 5)))
+    assert not isinstance(traced, Failure), traced
+    assert len(traced.events) > 50
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if "checkpoint" in name or "recurrent" in name])
 def test_every_trace_is_like_the_first(name: str, simulated: Callable[[str], Any]) -> None:
     ask = simulated(RUNS[name])
-    large, other = (ask("trace", parts=parts)["trace"] for parts in ([5, 5], [3, 3]))
-    assert large["events"] == other["events"]
-    assert large["phases"][0] == other["phases"][0] == (0, "model")
+    large, other = (ask(TraceParts(parts=parts)) for parts in ((5, 5), (3, 3)))
+    assert large.events == other.events
+    assert large.phases[0] == other.phases[0] == (0, "model")
 
 
 def test_values_of_a_checkpoint_are_those_of_its_file(simulated: Callable[[str], Any]) -> None:
     lines = CHECKPOINT + "torch.load(file)); assert torch.equal(m[0].weight, torch.load(file)['0.weight']); return m"
-    assert "failure" not in simulated(lines)("inspect")
+    assert not isinstance(simulated(lines)(Inspect()), Failure)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_run_is_refused_by_line(name: str, simulated: Callable[[str], Any]) -> None:
     lines, words = REFUSED[name]
-    failure = simulated(lines)("inspect")["failure"]
-    assert (failure["outcome"], failure["blames"]) == ("error", "user")
+    failure = simulated(lines)(Inspect())
+    assert (failure.outcome, failure.blames) == ("error", "user")
     for word in words:
-        assert word in failure["message"]
-    assert (failure["traceback"] is not None) == (name == "a bug of theirs"), "the others are told by their line"
-    assert "autoaccum/" not in (failure["traceback"] or "")
+        assert word in failure.message
+    assert (failure.traceback is not None) == (name == "a bug of theirs"), "the others are told by their line"
+    assert "autoaccum/" not in (failure.traceback or "")
 
 
 @pytest.mark.parametrize(
@@ -259,8 +263,8 @@ def test_what_cannot_run_is_refused_by_line(name: str, simulated: Callable[[str]
     ids=["function", "method", "decorator", "submodule", "loss"],
 )
 def test_a_compiled_model_is_predicted_by_its_eager_step(lines: str, simulated: Callable[[str], Any]) -> None:
-    inspection = simulated(lines)("inspect")["inspection"]
-    assert any("eager step" in warning for warning in inspection["cautions"])
+    inspection = simulated(lines)(Inspect()).inspection
+    assert any("eager step" in warning for warning in inspection.cautions)
 
 
 @pytest.mark.parametrize(
@@ -274,4 +278,4 @@ def test_a_compiled_model_is_predicted_by_its_eager_step(lines: str, simulated: 
     ids=["a function nobody calls", "a module nobody calls", "a function of the batch"],
 )
 def test_what_is_compiled_beside_the_step_is_no_compiled_model(lines: str, simulated: Callable[[str], Any]) -> None:
-    assert simulated(lines)("inspect")["inspection"]["cautions"] == ()
+    assert simulated(lines)(Inspect()).inspection.cautions == ()

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.simulated.tracer import TraceParts
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.options import BATCHNORM_MODES
 
 CHANNELS = 64
@@ -28,16 +30,16 @@ model = Net
 @pytest.mark.parametrize("mode", BATCHNORM_MODES)
 def test_each_mode_is_traced(mode: str, simulated: Callable[..., Any]) -> None:
     ask = simulated(MODEL, batchnorm=mode)
-    seen = ask("inspect")
-    assert "failure" not in seen, seen["failure"]
-    assert seen["inspection"]["batchnorm"] == mode
-    assert seen["inspection"]["least_size"] == (1 if mode == "frozen" else 2)
-    reply = ask("trace", parts=[1, 1] if mode == "frozen" else [8, 8, 3])
-    assert "failure" not in reply, reply["failure"]
-    assert Trace.from_record(reply["trace"]).events
+    seen = ask(Inspect())
+    assert not isinstance(seen, Failure), seen
+    assert seen.inspection.batchnorm == mode
+    assert seen.inspection.least_size == (1 if mode == "frozen" else 2)
+    reply = ask(TraceParts(parts=(1, 1) if mode == "frozen" else (8, 8, 3)))
+    assert not isinstance(reply, Failure), reply
+    assert reply.events
 
 
 def test_a_file_may_say_it_and_freezing_what_has_no_statistics_is_refused(simulated: Callable[..., Any]) -> None:
     lines = MODEL.replace(f"nn.BatchNorm1d({CHANNELS})", f"nn.BatchNorm1d({CHANNELS}, track_running_stats=False)")
-    failure = simulated(lines + 'batchnorm = "frozen"\n')("inspect")["failure"]
-    assert 'batchnorm is "frozen", and norm keep no running statistics' in failure["message"]
+    failure = simulated(lines + 'batchnorm = "frozen"\n')(Inspect())
+    assert 'batchnorm is "frozen", and norm keep no running statistics' in failure.message

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.base import Phase
+from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.tracer import TraceParts
 from autoaccum.devices.simulated.tracing.trace_scaling import fit_affine_trace
+from autoaccum.devices.trial_requests import Inspect
 
 SAMPLES, WIDTH, CLASSES = 32, 64, 500
 LOGITS = 4 * SAMPLES * CLASSES
@@ -35,9 +38,10 @@ Make = Callable[..., Trace]
 @pytest.fixture
 def trace(simulated: Callable[..., Any]) -> Make:
     def make(lines: str = "", size: int = SAMPLES, precision: str | None = None) -> Trace:
-        reply = simulated(HEAD + lines, precision)("trace", parts=[size, size])
-        assert "failure" not in reply, reply["failure"]
-        return Trace.from_record(reply["trace"])
+        reply = simulated(HEAD + lines, precision)(TraceParts(parts=(size, size)))
+        assert not isinstance(reply, Failure), reply
+        traced: Trace = reply
+        return traced
 
     return make
 
@@ -123,7 +127,7 @@ def test_small_traces_tell_those_of_any_size(trace: Make, lines: str) -> None:
 
 def test_what_evaluate_reads_is_refused_by_its_line(simulated: Callable[..., Any]) -> None:
     lines = "evaluation_batch = 4\ndef evaluate(model, batch):\n    return model(batch[0]).mean().item()\n"
-    failure = simulated(HEAD + lines)("inspect")["failure"]
-    assert failure["blames"] == "user"
-    assert "in evaluation: a value is read" in failure["message"]
-    assert "`return model(batch[0]).mean().item()`" in failure["message"]
+    failure = simulated(HEAD + lines)(Inspect())
+    assert failure.blames == "user"
+    assert "in evaluation: a value is read" in failure.message
+    assert "`return model(batch[0]).mean().item()`" in failure.message

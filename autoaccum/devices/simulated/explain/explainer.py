@@ -20,13 +20,16 @@ from autoaccum.devices.simulated.cards import Card, context_memory, installed_ca
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at, phase_peaks
 from autoaccum.devices.simulated.explain.curves import curve_points, make_timeline
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracing.trace_cache import (
+from autoaccum.devices.simulated.tracer import (
     CHECKPOINT,
-    ChangeFailedError,
+    ChangedTrace,
+    LabelParts,
+    SuggestChanges,
     SuggestedChange,
-    TraceCache,
+    TraceChanged,
     Tracer,
 )
+from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes
 
@@ -110,7 +113,7 @@ class Explainer:
         )
 
     def _labelled(self, trace: Trace, deadline: Deadline) -> LabelledTrace:
-        return self.traces.ask(lambda tracer: tracer.labelled(trace.parts, limit_seconds=deadline.left_seconds))
+        return self.traces.call(LabelParts(parts=trace.parts), deadline.left_seconds)
 
     def _repeatable(self, trace: Trace, labelled: LabelledTrace, deadline: Deadline) -> LabelledTrace:
         """Return the trace that repeats; the first one may differ, by what the workload keeps for later calls.
@@ -170,7 +173,7 @@ class Explainer:
         if expanding := self.replayer.expanding():
             found.append(self._compare(_EXPANDABLE_SEGMENTS, trace, trace, expanding))
         try:
-            suggestions = self.traces.ask(lambda tracer: tracer.changes(limit_seconds=deadline.left_seconds))
+            suggestions = self.traces.call(SuggestChanges(), deadline.left_seconds)
         except AutoaccumError as error:
             suggestions, notes = (), (f"what else would change the peak is not known ({first_line(error)})",)
         recomputes = any(origin.role == "recomputed" for origin in labelled.origins)
@@ -185,12 +188,12 @@ class Explainer:
 
     def _change(self, suggestion: SuggestedChange, trace: Trace, deadline: Deadline) -> Change:
         try:
-            changed = self.traces.ask(
-                lambda tracer: tracer.changed(trace.parts, suggestion.name, limit_seconds=deadline.left_seconds)
-            )
-        except (ChangeFailedError, AutoaccumError) as error:
-            return Change(name=suggestion.name, what=suggestion.what, message=first_line(error))
-        return self._compare(suggestion, trace, changed, self.replayer)
+            changed = self.traces.call(TraceChanged(parts=trace.parts, change=suggestion.name), deadline.left_seconds)
+        except AutoaccumError as error:
+            changed = ChangedTrace(message=str(error))
+        if changed.trace is None:
+            return Change(name=suggestion.name, what=suggestion.what, message=first_line(changed.message))
+        return self._compare(suggestion, trace, changed.trace, self.replayer)
 
     def _compare(self, suggestion: SuggestedChange, trace: Trace, changed: Trace, replayer: Replayer) -> Change:
         peak_bytes = replayer.peak_bytes(changed)

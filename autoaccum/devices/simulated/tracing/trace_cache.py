@@ -1,93 +1,31 @@
-"""Traces of one workload: who makes them, those that were made, and those that follow from them."""
+"""Traces of one workload: those that were made, and those that follow from them."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, Final, TypeVar
 
-from autoaccum.devices.base import Inspection, TrialSettings
-from autoaccum.devices.child.worker import Worker
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.base import Inspection
+from autoaccum.devices.child.requests import Reply, Request
+from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.tracer import TraceParts, Tracer
 from autoaccum.devices.simulated.tracing.trace_scaling import (
     AffineTrace,
     NotAffineError,
     fit_affine_trace,
     grows_quadratically,
 )
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 
-CHECKPOINT: Final = "checkpoint"
-"""The name of the offer to run blocks again in backward."""
-
-
-class ChangeFailedError(Exception):
-    """A workload that was changed does not run, or cannot be traced; the text says why. The tracer goes on."""
-
-
-@dataclass(frozen=True)
-class SuggestedChange:
-    """A change that can be simulated (see `devices.explanation.Change`)."""
-
-    name: str
-    what: str
-
-
-class Tracer:
-    """A process that has loaded the workload in the presence of `card`, and rehearses it there; no torch here.
-
-    Raises:
-        WorkloadError: The workload cannot be loaded, or not be simulated; every question may raise it, too.
-        NotMeasuredError: The process cannot be started, died or took too long; likewise.
-    """
-
-    def __init__(self, settings: TrialSettings, card: Card) -> None:
-        self._worker = Worker(settings, f"the simulated {card.name}", card=dataclasses.asdict(card))
-
-    def ask(self, job: str, *, limit_seconds: float | None = None, **asked: Any) -> Mapping[str, Any]:
-        """The reply to a job of `SimulatedChild`."""
-        return self._worker.ask(job, limit_seconds, **asked)
-
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        """As `Device.inspect`; the loss and its weighting are not checked."""
-        return self._worker.inspect(limit_seconds)
-
-    def trace(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> Trace:
-        """Rehearse an update by `parts[:1]` and one by all `parts`: micro-batch sizes, in samples."""
-        return Trace.from_record(self.ask("trace", limit_seconds=limit_seconds, parts=parts)["trace"])
-
-    def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
-        """The trace of `parts`, with what its blocks are for."""
-        return LabelledTrace.from_record(self.ask("labelled", limit_seconds=limit_seconds, parts=parts)["labelled"])
-
-    def changes(self, *, limit_seconds: float | None = None) -> tuple[SuggestedChange, ...]:
-        """Return what could be changed."""
-        return tuple(SuggestedChange(**offer) for offer in self.ask("changes", limit_seconds=limit_seconds)["changes"])
-
-    def changed(self, parts: tuple[int, ...], change: str, *, limit_seconds: float | None = None) -> Trace:
-        """The trace of `parts` with one thing changed, by the name of an offer."""
-        reply = self.ask("changed", limit_seconds=limit_seconds, parts=parts, change=change)
-        if "failed" in reply:
-            raise ChangeFailedError(reply["failed"])
-        return Trace.from_record(reply["trace"])
-
-    def close(self) -> None:
-        """End the process. Idempotent."""
-        self._worker.end()
-
-
-T = TypeVar("T")
 _SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
 """Of the traces a family is made of; or what multiplies the least size where micro-batches are multiples.
 One of a single sample often has other operators than larger ones: what is squeezed away, broadcast, not normalised."""
 
 
 class TraceCache:
-    """Asks a tracer as little as possible, and keeps what it told; after a failure another is started.
+    """Calls a tracer as little as possible, and keeps what it replied; after a failure another is started.
 
     Attributes:
         share: Samples per update: no larger sizes are traced.
@@ -112,7 +50,7 @@ class TraceCache:
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
         """As the tracer does."""
-        inspection = self.ask(lambda tracer: tracer.inspect(limit_seconds=limit_seconds))
+        inspection = self.call(Inspect(), limit_seconds).inspection
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
@@ -122,7 +60,7 @@ class TraceCache:
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
         """The trace of just these parts; where the family tells another one, it is believed no more."""
         if parts not in self._made:
-            self.keep(self.ask(lambda tracer: tracer.trace(parts, limit_seconds=limit_seconds)))
+            self.keep(self.call(TraceParts(parts=parts), limit_seconds))
         return self._made[parts]
 
     def keep(self, made: Trace) -> None:
@@ -147,12 +85,12 @@ class TraceCache:
             traces.append(trace or self.make(pair, limit_seconds))
         return traces
 
-    def ask(self, question: Callable[[Tracer], T]) -> T:
-        """Ask the tracer, which is started where there is none; after a failure another is."""
+    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+        """Call the tracer, which is started where there is none; after a failure another is."""
         try:
             if self._tracer is None:
                 self._tracer = self._make_tracer()
-            return question(self._tracer)
+            return self._tracer.call(request, limit_seconds)
         except DoesNotFitError as error:  # The host, not the card.
             self.close()
             raise NotMeasuredError(

@@ -15,6 +15,7 @@ from made_up_card import most_held
 from planted_net import DEPTH, NET, WEIGHT, WIDTH
 
 from autoaccum.devices.base import Phase
+from autoaccum.devices.child.requests import to_json
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding
 from autoaccum.devices.simulated.allocator.replay import SizedTrace
 from autoaccum.devices.simulated.explain.breakdown import (
@@ -28,6 +29,7 @@ from autoaccum.devices.simulated.explain.breakdown import (
 )
 from autoaccum.devices.simulated.explain.curves import make_timeline
 from autoaccum.devices.simulated.trace import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
+from autoaccum.serialization import read_record
 from autoaccum.units import MIB
 
 Phases = list[tuple[int, Phase]]
@@ -172,7 +174,7 @@ def test_nothing_is_lost_or_told_twice(found: LabelledTrace, points: int) -> Non
 
 @given(labelled_traces())
 def test_a_record_tells_all(found: LabelledTrace) -> None:
-    assert LabelledTrace.from_record(json.loads(json.dumps(found.to_record()))) == found
+    assert read_record(json.loads(to_json(found)), LabelledTrace) == found
 
 
 def breakdown(events: tuple[int, ...], sizes: tuple[int, ...]) -> MemoryBreakdown:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from synthetic_traces import SyntheticTracer, linear
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.card_memory import CardMemory, CardReport
+from autoaccum.devices.child.requests import Request
 from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import Account, Explaining
 from autoaccum.devices.simulated.cards import context_memory, installed_card
@@ -80,8 +82,10 @@ def test_the_traces_share_a_limit_on_time() -> None:
 
 def test_what_is_run_again_already_is_not_offered() -> None:
     class Recomputing(SyntheticTracer):
-        def labelled(self, parts: tuple[int, ...], *, limit_seconds: float | None = None) -> LabelledTrace:
-            known = super().labelled(parts, limit_seconds=limit_seconds)
+        def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
+            known = super().call(request, limit_seconds)
+            if not isinstance(known, LabelledTrace):
+                return known
             *others, last = known.origins
             return replace(known, origins=(*others, last._replace(role="recomputed")))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.suggested_changes import suggest_changes
 from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracing.trace_cache import ChangeFailedError, Tracer
+from autoaccum.devices.simulated.tracer import SuggestChanges, TraceChanged, TraceParts, Tracer
 from autoaccum.workload.spec import Workload
 
 CARD = find_card("rtx3090")
@@ -60,19 +59,14 @@ BY_HAND = {
 OWN = "def optimizer(params):\n    return torch.optim.AdamW(params, lr=0.1)\n"
 
 
-def read(reply: Any) -> Trace:
-    assert "trace" in reply, reply
-    return Trace.from_record(json.loads(json.dumps(reply["trace"])))
-
-
 def peak_bytes(trace: Trace) -> int:
     return Replayer(CARD, AllocatorSettings().for_card(CARD.total_bytes), (2, 13)).peak_bytes(trace)
 
 
 @pytest.mark.parametrize("change", BY_HAND)
 def test_a_change_is_what_it_is_by_hand(simulated: Any, change: str) -> None:
-    changed = read(simulated(BLOCKS + OWN)("changed", parts=PARTS, change=change))
-    by_hand = read(simulated(BLOCKS + OWN + BY_HAND[change])("trace", parts=PARTS))
+    changed = simulated(BLOCKS + OWN)(TraceChanged(parts=PARTS, change=change)).trace
+    by_hand = simulated(BLOCKS + OWN + BY_HAND[change])(TraceParts(parts=PARTS))
     assert changed == by_hand
     assert peak_bytes(changed) == peak_bytes(by_hand)
 
@@ -88,10 +82,10 @@ def model():
     net = Model(some)
 {frozen}"""
     ask = simulated(BLOCKS + OWN + plain)
-    suggestions = {suggestion["name"]: suggestion["what"] for suggestion in ask("changes")["changes"]}
+    suggestions = {suggestion.name: suggestion.what for suggestion in ask(SuggestChanges())}
     assert suggestions["checkpoint"].startswith("run the 2 blocks blocks.* again")
-    changed = read(ask("changed", parts=PARTS, change="checkpoint"))
-    assert changed == read(simulated(BLOCKS + OWN + some)("trace", parts=PARTS))
+    changed = ask(TraceChanged(parts=PARTS, change="checkpoint")).trace
+    assert changed == simulated(BLOCKS + OWN + some)(TraceParts(parts=PARTS))
 
 
 def test_what_checkpoints_save_is_what_a_hand_counts(simulated: Any) -> None:
@@ -99,7 +93,7 @@ def test_what_checkpoints_save_is_what_a_hand_counts(simulated: Any) -> None:
     samples, width = 6 * 50, 64
     # Of each block: normalised input, its mean and deviation, both activations of 4 x width, and the branch, scaled.
     inside = samples * (width + 2 + 4 * width + 4 * width) * 4
-    plain, saved = read(ask("trace", parts=(6, 6))), read(ask("changed", parts=(6, 6), change="checkpoint"))
+    plain, saved = ask(TraceParts(parts=(6, 6))), ask(TraceChanged(parts=(6, 6), change="checkpoint")).trace
     assert _held_at_first_backward(plain) - _held_at_first_backward(saved) == 4 * inside
 
 
@@ -117,12 +111,12 @@ def _held_at_first_backward(trace: Trace) -> int:
 
 
 def test_a_change_that_fails_says_why_and_leaves_no_trace(simulated: Any) -> None:
-    before = read(simulated(COUNTING)("trace", parts=PARTS))
+    before = simulated(COUNTING)(TraceParts(parts=PARTS))
     ask = simulated(COUNTING)
-    failed = ask("changed", parts=PARTS, change="checkpoint")["failed"]
+    failed = ask(TraceChanged(parts=PARTS, change="checkpoint")).message
     assert failed.startswith("micro-batch 6 with checkpoint, in backward raised CheckpointError: ")
     assert "\n" not in failed
-    assert read(ask("trace", parts=PARTS)) == before
+    assert ask(TraceParts(parts=PARTS)) == before
 
 
 COUNTING = """
@@ -151,13 +145,16 @@ criterion = nn.CrossEntropyLoss()
 def test_a_process_lives_on_after_a_change_that_fails(write_workload: Callable[[str], str]) -> None:
     tracer = Tracer(TrialSettings(reference=write_workload(COUNTING), share=64), CARD)
     try:
-        pid = tracer._worker.pid
-        suggestions = [suggestion.name for suggestion in tracer.changes()]
+        pid = tracer.pid
+        suggestions = [suggestion.name for suggestion in tracer.call(SuggestChanges())]
         assert suggestions == ["bf16", "checkpoint", "foreach=False", "SGD"]
-        with pytest.raises(ChangeFailedError, match="with checkpoint, in backward raised CheckpointError"):
-            tracer.changed(PARTS, "checkpoint")
-        assert tracer.changed(PARTS, "SGD").parts == tracer.trace(PARTS).parts == PARTS
-        assert (tracer._worker.pid, tracer._worker.alive) == (pid, True)
+        failed = tracer.call(TraceChanged(parts=PARTS, change="checkpoint"))
+        assert failed.trace is None
+        assert "with checkpoint, in backward raised CheckpointError" in failed.message
+        changed = tracer.call(TraceChanged(parts=PARTS, change="SGD")).trace
+        assert changed is not None
+        assert changed.parts == tracer.call(TraceParts(parts=PARTS)).parts == PARTS
+        assert (tracer.pid, tracer.alive) == (pid, True)
     finally:
         tracer.close()
 

@@ -22,10 +22,12 @@ from in_process_tracer import InProcessTracer
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.cards import Card, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.tracer import ChangedTrace
 from autoaccum.planning.search import search
 from autoaccum.units import parse_size
 
@@ -88,11 +90,11 @@ class DigestingTracer(InProcessTracer):
         self.digest, self.traces = hashlib.sha256(), 0
         super().__init__(settings, card)
 
-    def ask(self, job: str, *, limit_seconds: float | None = None, **asked: Any) -> dict[str, Any]:
-        reply = super().ask(job, limit_seconds=limit_seconds, **asked)
-        record = reply["labelled"]["trace"] if "labelled" in reply else reply.get("trace")
-        if record is not None:
-            trace = dataclasses.asdict(Trace.from_record(record))
+    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+        reply = super().call(request, limit_seconds)
+        made = reply.trace if isinstance(reply, LabelledTrace | ChangedTrace) else reply
+        if isinstance(made, Trace):
+            trace = dataclasses.asdict(made)
             trace["sizes"] = [size if isinstance(size, int) else size._asdict() for size in trace["sizes"]]
             self.digest.update(json.dumps(trace, sort_keys=True).encode())
             self.traces += 1

@@ -10,9 +10,12 @@ import torch
 from made_up_card import most_held
 from torch import nn
 
+from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.tracer import TraceParts
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
+from autoaccum.devices.trial_requests import Inspect
 
 ROWS, COLUMNS = 100_000, 64
 TABLE = ROWS * COLUMNS * 4
@@ -104,8 +107,8 @@ def test_an_update_takes_states_of_the_table_and_rows_of_the_rest(name: str, tab
 def test_a_model_with_sparse_gradients_is_traced(name: str, simulated: Callable[[str], Any]) -> None:
     made = TWO if name == "SparseAdam" else f"optimizer = torch.optim.{name}"
     ask = simulated(LINES + made)
-    inspected = ask("inspect")
-    assert "failure" not in inspected, inspected["failure"]
-    trace = ask("trace", parts=[8, 8])["trace"]
+    inspected = ask(Inspect())
+    assert not isinstance(inspected, Failure), inspected
+    trace = ask(TraceParts(parts=(8, 8)))
     resident = (1 + STATES[name]) * TABLE
-    assert resident < most_held(trace["events"], trace["sizes"]) < resident + 12 * 2 * 8 * TOKENS * EACH
+    assert resident < most_held(trace.events, trace.sizes) < resident + 12 * 2 * 8 * TOKENS * EACH

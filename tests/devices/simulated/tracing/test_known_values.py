@@ -13,10 +13,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributions import Distribution
 
+from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.tracer import TraceParts
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.devices.simulated.unsupported import UnknownValueError
+from autoaccum.devices.trial_requests import Inspect
 
 IDS = torch.tensor([[5, 3, 0, 2], [1, 0, 0, 7], [4, 4, 4, 4]])
 
@@ -95,8 +98,8 @@ def loss(m, b):
     return x if (b[1] == 1).all() else torch.cat([x[None]] * 99).sum()
 """
     ask = simulated(lines)
-    traces = [ask("trace", parts=[n, n])["trace"] for n in (2, 3, 5)]
-    assert traces[0]["events"] == traces[1]["events"] == traces[2]["events"]
+    traces = [ask(TraceParts(parts=(n, n))) for n in (2, 3, 5)]
+    assert traces[0].events == traces[1].events == traces[2].events
 
 
 SOURCE = """
@@ -172,9 +175,9 @@ def validated() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", PASSED)
 def test_a_check_is_taken_as_passed(name: str, simulated: Callable[[str], Any]) -> None:
-    reply = simulated(workload(PASSED[name]))("inspect")
-    assert "failure" not in reply, reply["failure"]
-    notes = reply["inspection"]["notes"]
+    reply = simulated(workload(PASSED[name]))(Inspect())
+    assert not isinstance(reply, Failure), reply
+    notes = reply.inspection.notes
     assert notes
     assert all("model.py:1" in note and note.endswith(" was assumed to pass") for note in notes)
     assert len(set(notes)) == len(notes)
@@ -182,20 +185,20 @@ def test_a_check_is_taken_as_passed(name: str, simulated: Callable[[str], Any]) 
 
 @pytest.mark.parametrize("name", VALIDATED)
 def test_distributions_do_not_check_their_arguments(name: str, simulated: Callable[[str], Any]) -> None:
-    assert "failure" not in simulated(workload(VALIDATED[name]))("inspect")
+    assert not isinstance(simulated(workload(VALIDATED[name]))(Inspect()), Failure)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_decides_more_is_refused(name: str, simulated: Callable[[str], Any]) -> None:
     lines, where = REFUSED[name]
-    failure = simulated(workload(lines))("inspect")["failure"]
-    for words in ("a value is read from a tensor of shape ()", where, "a simulated card computes no values"):
-        assert words in failure["message"]
+    failure = simulated(workload(lines))(Inspect())
+    for words in ("a value is read of a tensor of shape ()", where, "a simulated card computes no values"):
+        assert words in failure.message
 
 
 def test_checks_of_what_is_known_are_not_passed(simulated: Callable[[str], Any]) -> None:
-    failure = simulated(workload("if y.max() >= 2 or y.min() < 9:\n    raise ValueError('labels')"))("inspect")
-    assert "ValueError: labels" in failure["failure"]["message"]
+    failure = simulated(workload("if y.max() >= 2 or y.min() < 9:\n    raise ValueError('labels')"))(Inspect())
+    assert "ValueError: labels" in failure.message
 
 
 LAYERS = "nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))"
@@ -228,10 +231,10 @@ def test_weights_are_counted_and_no_trace_leaves_a_criterion_on_the_card(
     simulated: Callable[..., Any], name: str
 ) -> None:
     ask = simulated(TABLE + WEIGHTED[name])
-    assert "failure" not in (seen := ask("inspect")), seen
-    two, five = ask("trace", parts=(2, 2))["trace"], ask("trace", parts=(5, 5))["trace"]
-    assert two["events"] == five["events"]
-    assert two["phases"] == five["phases"]
+    assert not isinstance(seen := ask(Inspect()), Failure), seen
+    two, five = ask(TraceParts(parts=(2, 2))), ask(TraceParts(parts=(5, 5)))
+    assert two.events == five.events
+    assert two.phases == five.phases
 
 
 def test_a_card_gives_back_what_it_was_given_until_that_is_written_to() -> None:

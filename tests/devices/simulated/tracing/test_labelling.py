@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from planted_net import DEPTH, NET, PARAMETERS, WEIGHT, WIDTH
 
-from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.tracer import LabelParts, TraceParts
 
 HEAD = """
 class Doubled(torch.autograd.Function):
@@ -210,8 +210,8 @@ def test_labels_change_nothing_in_the_trace(simulated: Callable[..., Any]) -> No
     checkpointed = "Net.run = lambda net, x: checkpoint(net.deep, x, use_reentrant=False)\n"
     for lines, precision in ((checkpointed, None), (checkpointed, "fp16"), (penalised, "bf16")):
         ask = simulated(NET + lines + with_optimizer("AdamW(params)"), precision)
-        plain = Trace.from_record(ask("trace", parts=[SAMPLES, 32])["trace"])
-        reply = ask("labelled", parts=[SAMPLES, 32])
-        assert LabelledTrace.from_record(reply["labelled"]).trace == plain
-        again = ask("labelled", parts=[SAMPLES, 32])
+        plain = ask(TraceParts(parts=(SAMPLES, 32)))
+        reply = ask(LabelParts(parts=(SAMPLES, 32)))
+        assert reply.trace == plain
+        again = ask(LabelParts(parts=(SAMPLES, 32)))
         assert again == reply

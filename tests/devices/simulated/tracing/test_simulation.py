@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,13 +14,17 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autoaccum.devices.child.requests import to_json
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.patches import patched
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
+from autoaccum.devices.simulated.trace import Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import CUDA_KERNELS, simulate
 from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
+from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import UsageError
+from autoaccum.serialization import read_record
 
 
 @pytest.mark.usefixtures("mode")
@@ -95,7 +100,7 @@ def test_a_trace_begins_with_what_is_alive(mode: FakeCudaMode) -> None:
     trace = mode.recorder.trace((1,))
     assert (trace.events, trace.last_update, trace.phases) == ((0, 1, ~0), 3, ((0, "model"),))
     del newer
-    assert trace.from_record(vars(trace)) == trace
+    assert read_record(json.loads(to_json(trace)), Trace) == trace
 
 
 @pytest.mark.usefixtures("mode")
@@ -180,9 +185,9 @@ def test_a_torch_that_changed_is_refused_and_not_mispredicted(
     name: str, simulated: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch._C, name)
-    failure = simulated("def model(): return nn.Linear(8, 4)")("inspect")["failure"]
-    assert failure["blames"] == "user"
-    assert f"torch {torch.__version__} has no torch._C.{name}" in failure["message"]
+    failure = simulated("def model(): return nn.Linear(8, 4)")(Inspect())
+    assert failure.blames == "user"
+    assert f"torch {torch.__version__} has no torch._C.{name}" in failure.message
 
 
 def test_sets_have_the_order_in_which_they_were_filled() -> None:

@@ -1,10 +1,9 @@
-"""Where a child of another checkout of the user's repository finds its modules."""
+"""Paths on which a child finds modules: those of its parent, or of another checkout of the user's repository."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,20 +46,58 @@ class Checkout:
         """A variable such as `PYTHONPATH`, each entry for itself."""
         return os.pathsep.join(self.map_entry(entry) for entry in path.split(os.pathsep))
 
-    def to_record(self) -> dict[str, str]:
-        """What a child is told of where its modules have to lie; empty where they may lie anywhere."""
-        return {} if self.root is None else {"original": str(self.original), "root": str(self.root)}
+
+@dataclass(frozen=True, kw_only=True)
+class ImportPaths:
+    """Where a process finds modules and files.
+
+    Attributes:
+        cwd: The current folder.
+        sys_path: The entries of `sys.path`.
+        pythonpath: The variable `PYTHONPATH`; None: not set.
+        original: The top of the user's repository, where another checkout of it is used; None: none is.
+        root: The top of that checkout.
+    """
+
+    cwd: str
+    sys_path: tuple[str, ...]
+    pythonpath: str | None
+    original: str | None = None
+    root: str | None = None
+
+    @classmethod
+    def of(cls, checkout: Checkout | None = None) -> ImportPaths:
+        """Those of this process, or of a checkout in place of it."""
+        pythonpath = os.environ.get("PYTHONPATH")
+        if checkout is None:
+            return cls(cwd=os.getcwd(), sys_path=tuple(sys.path), pythonpath=pythonpath)  # noqa: PTH109
+        return cls(
+            cwd=str(checkout.folder),
+            sys_path=tuple(checkout.map_entry(entry) for entry in sys.path),
+            pythonpath=None if pythonpath is None else checkout.map_path(pythonpath),
+            original=None if checkout.root is None else str(checkout.original),
+            root=None if checkout.root is None else str(checkout.root),
+        )
+
+    def use(self) -> None:
+        """Have this process find modules and files there."""
+        sys.path[:] = self.sys_path
+        os.chdir(self.cwd)
+        if self.pythonpath is None:
+            os.environ.pop("PYTHONPATH", None)
+        else:
+            os.environ["PYTHONPATH"] = self.pythonpath
 
 
-def check_loaded(reference: str, checkout: Mapping[str, str]) -> None:
-    """See that a workload was loaded from its checkout (`Checkout.to_record`), with all of its modules there.
+def check_loaded(reference: str, original_top: str | None, checkout_top: str | None) -> None:
+    """Check that a workload and its modules were loaded from a checkout of its repository, where one is used.
 
     Raises:
         NotMeasuredError: It would be compared with itself.
     """
-    if not checkout:
+    if original_top is None or checkout_top is None:
         return
-    original, root = Path(checkout["original"]), Path(checkout["root"])
+    original, root = Path(original_top), Path(checkout_top)
     target, _, _ = split_reference(reference)
     workload = Path(getattr(sys.modules.get(target), "__file__", None) or target).resolve()
     astray = [] if workload.is_relative_to(root) else [workload]

@@ -1,8 +1,9 @@
-"""What devices have in common whose trials run in child processes."""
+"""Devices that run their trials in child processes, and a child that has loaded the workload."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
@@ -10,14 +11,149 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
+from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess, start_child
-from autoaccum.devices.child.worker import Worker
+from autoaccum.devices.child.requests import Ready, Reply, Request
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.errors import NotMeasuredError
+from autoaccum.devices.trial_record import record_death, record_trial
+from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial
+from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import MIB
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_LEAVE_SECONDS = 5.0
+_START_SECONDS = 300.0
+"""Importing PyTorch from a cold disk must not fail by a short limit on time."""
+_LEAST_LOAD_SECONDS = 300.0
+"""Nor what else the workload imports, by a short limit on trials."""
+
+
+class LoadedChild:
+    """A child process that has loaded a workload.
+
+    Args:
+        settings: What all its trials have in common.
+        load: The request that loads the workload.
+        process: A child that `start_child` has started.
+
+    Attributes:
+        jobs: How many jobs it has been called for since then.
+        facts: What the device's meter told when everything was loaded (`devices.meters`).
+
+    Raises:
+        WorkloadError: The workload cannot be loaded.
+        UsageError: There is no such device here.
+        DoesNotFitError: Loading it runs the machine out of memory.
+        NotMeasuredError: The process cannot be started, died or took too long.
+    """
+
+    def __init__(self, settings: TrialSettings, load: LoadWorkload, process: ChildProcess) -> None:
+        self._settings, self._process = settings, process
+        self._owner = "the machine" if load.device == "cpu" else load.device
+        self.jobs = 0
+        self._call(Ready(), _START_SECONDS)
+        limit = settings.load_limit_seconds or max(settings.trial_limit_seconds, _LEAST_LOAD_SECONDS)
+        loaded = self._call(load, limit)
+        if loaded.refused is not None:
+            self.close()
+            raise UsageError(loaded.refused)
+        self.facts = loaded.facts
+
+    @property
+    def pid(self) -> int:
+        """The id of its process."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can run another job."""
+        return self._process.alive
+
+    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+        """Have it run a job, and return its reply.
+
+        Args:
+            request: The job.
+            limit_seconds: End it after this time, below the settings' own limit on trials.
+
+        Raises:
+            WorkloadError: The workload fails.
+            DoesNotFitError: It runs out of memory.
+            NotMeasuredError: The process died or took too long.
+        """
+        self.jobs += 1
+        return self._call(request, self._seconds(limit_seconds))
+
+    def close(self) -> None:
+        """End the process; it may leave by itself first, so that what the workload registered at exit runs."""
+        self._process.end(grace_seconds=_LEAVE_SECONDS)
+
+    def _seconds(self, limit_seconds: float | None) -> float:
+        return min(self._settings.trial_limit_seconds, limit_seconds or math.inf)
+
+    def _call(self, request: Request[Reply], limit_seconds: float) -> Reply:
+        try:
+            return self._process.call(request, limit_seconds)
+        except ChildDied as death:
+            raise death_error(death, request.doing, limit_seconds) from None
+        except JobFailed as failed:
+            self.close()
+            raise failure_error(failed.failure, self._owner) from None
+
+
+class Worker(LoadedChild):
+    """A child that inspects a workload and runs its trials.
+
+    Args:
+        settings: What all its trials have in common.
+        device: `cpu` or `cuda:N`.
+        process: A child that `start_worker` has started; None: a new one.
+
+    Attributes:
+        kept_bytes: What its jobs did not give back, above the first job, or for that above loading.
+    """
+
+    def __init__(self, settings: TrialSettings, device: str = "cpu", *, process: ChildProcess | None = None) -> None:
+        process = process or start_worker(settings)
+        load = LoadWorkload(device=device, paths=ImportPaths.of(settings.checkout), **settings.to_request())
+        super().__init__(settings, load, process)
+        self.kept_bytes = 0
+
+    def inspect(self, limit_seconds: float | None = None) -> Inspection:
+        """As `Device.inspect`."""
+        inspected = self.call(Inspect(), limit_seconds)
+        self.kept_bytes = inspected.kept_bytes
+        return inspected.inspection
+
+    def trial(
+        self, parts: tuple[int, ...], budget_bytes: int, limit_bytes: int | None, limit_seconds: float | None
+    ) -> Trial:
+        """Run a trial within the plan's budget, or `limit_bytes` instead.
+
+        Whatever ends it is in the record, and after a failure the process is ended.
+        """
+        held_to_bytes = budget_bytes if limit_bytes is None else limit_bytes
+        about = {"parts": parts, "fresh": self.jobs == 0, "limit_bytes": limit_bytes}
+        self.jobs += 1
+        request = RunTrial(parts=parts, limit_bytes=held_to_bytes)
+        try:
+            measured = self._process.call(request, self._seconds(limit_seconds))
+        except ChildDied as death:
+            return record_death(death, about)
+        trial = record_trial(measured, held_to_bytes, about)
+        self.kept_bytes = measured.kept_bytes
+        if not trial.ran:
+            self.close()
+        return trial
+
+
+def start_worker(settings: TrialSettings) -> ChildProcess:
+    """Start a child for a `Worker`, which need not have loaded anything yet."""
+    return start_child("autoaccum.devices.trial_child:TrialChild", settings.on_output, checkout=settings.checkout)
+
 
 _KEPT_SHARE, _KEPT_BY_FIRST_SHARE = 0.01, 0.05
 _SPARE_BYTES = 512 * MIB
@@ -137,7 +273,7 @@ class ChildDevice(ABC):
         """Have a spare started, unless the host's memory is too short for one; it is no loss when none can be."""
         if self._spare is None and read_host_memory().free_bytes - self._host_budget_bytes >= _SPARE_BYTES:
             with suppress(NotMeasuredError):
-                self._spare = start_child(self._settings.on_output, checkout=self._settings.checkout)
+                self._spare = start_worker(self._settings)
 
     @property
     def _host_budget_bytes(self) -> int:
@@ -147,7 +283,7 @@ class ChildDevice(ABC):
     def _end_worker(self) -> None:
         worker, self._worker = self._worker, None
         if worker is not None:
-            worker.end()
+            worker.close()
 
     def _end_if_spoilt(self) -> None:
         """A process that keeps what a trial took would leave less to the next.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.state_hash import state_digest
-from autoaccum.devices.child.interrupts import DelayedSignals
+from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.in_place.state_keeper import LiveState
 
 

@@ -1,0 +1,100 @@
+"""Requests to a child that simulates a card, and the process that answers them; no torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.devices.child.process import start_child
+from autoaccum.devices.child.requests import Request
+from autoaccum.devices.child_device import LoadedChild
+from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.trial_requests import LoadWorkload
+
+CHECKPOINT: Final = "checkpoint"
+"""The name of the change that run blocks again in backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOnCard(LoadWorkload):
+    """Load the workload in the presence of a simulated card."""
+
+    card: Card
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceParts(Request[Trace]):
+    """Trace an update by `parts[:1]` and one by all `parts`: micro-batch sizes, in samples."""
+
+    parts: tuple[int, ...]
+
+    @property
+    def doing(self) -> str:
+        """As `Request.doing`."""
+        return f"micro-batch {max(self.parts)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelParts(Request[LabelledTrace]):
+    """Trace `parts`, and label each block with what it is for."""
+
+    parts: tuple[int, ...]
+
+    @property
+    def doing(self) -> str:
+        """As `Request.doing`."""
+        return f"micro-batch {max(self.parts)}"
+
+
+@dataclass(frozen=True)
+class SuggestedChange:
+    """A change that can be simulated (see `devices.explanation.Change`)."""
+
+    name: str
+    what: str
+
+
+@dataclass(frozen=True)
+class SuggestChanges(Request[tuple[SuggestedChange, ...]]):
+    """Suggest changes by which the workload takes another amount of memory."""
+
+    doing = "looking for changes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangedTrace:
+    """The trace of a workload that was changed; or why it does not run, or cannot be traced, as a message."""
+
+    trace: Trace | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceChanged(Request[ChangedTrace]):
+    """Trace `parts` with one thing changed, by the name of an offer."""
+
+    parts: tuple[int, ...]
+    change: str
+
+    @property
+    def doing(self) -> str:
+        """As `Request.doing`."""
+        return f"micro-batch {max(self.parts)} with {self.change}"
+
+
+class Tracer(LoadedChild):
+    """A child that has loaded the workload in the presence of `card`, and traces its trials there.
+
+    Raises:
+        WorkloadError: The workload cannot be loaded, or not be simulated; every call may raise it, too.
+        NotMeasuredError: The process cannot be started, died or took too long; every call may raise it, too.
+    """
+
+    def __init__(self, settings: TrialSettings, card: Card) -> None:
+        handler = "autoaccum.devices.simulated.simulated_child:SimulatedChild"
+        process = start_child(handler, settings.on_output, measured=False, checkout=settings.checkout)
+        paths, device = ImportPaths.of(settings.checkout), f"the simulated {card.name}"
+        super().__init__(settings, LoadOnCard(card=card, device=device, paths=paths, **settings.to_request()), process)

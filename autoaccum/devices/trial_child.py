@@ -1,0 +1,123 @@
+"""The side of the child that loads a workload, inspects it and runs its trials.
+
+The workload is imported once; every trial builds everything anew.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from functools import singledispatchmethod
+from typing import Any
+
+import torch
+
+from autoaccum.accumulation.recovery import release_memory
+from autoaccum.devices.child.failures import Failure, describe_failure
+from autoaccum.devices.child.import_paths import check_loaded
+from autoaccum.devices.child.requests import Request
+from autoaccum.devices.inspection import inspect_workload
+from autoaccum.devices.meters import Meter, make_meter, warm_up
+from autoaccum.devices.trial_record import TrialMeasurement
+from autoaccum.devices.trial_requests import Inspect, Inspected, Loaded, LoadWorkload, RunTrial
+from autoaccum.devices.trial_run import run_trial, seed_everything
+from autoaccum.errors import UsageError
+from autoaccum.options import Options
+from autoaccum.workload.loading import load_workload
+from autoaccum.workload.samples import apply_settings
+from autoaccum.workload.spec import Workload
+
+
+class TrialChild:
+    """Handles the requests of `trial_requests`, one after the other."""
+
+    def __init__(self) -> None:
+        self._workload: Workload | None = None
+        self._meter: Meter | None = None
+        self._share = 0
+
+    @staticmethod
+    def prepare() -> None:
+        """Have PyTorch import what it puts off until the first optimizer (torch/_compile.py): half of all it imports.
+
+        Neither threads nor a card are touched, since a workload may choose them.
+        """
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+    @singledispatchmethod
+    def handle(self, request: Request[Any]) -> Any:
+        """Return the reply to `request`, or a `Failure`."""
+        raise NotImplementedError(request)
+
+    @handle.register
+    def _load(self, request: LoadWorkload) -> Loaded | Failure:
+        """Import the workload and warm PyTorch up; what the process holds then is nobody's budget.
+
+        In this order, so that a bad file is told at once and the warm-up finds the threads, and the cards, the
+        workload chooses.
+        """
+        request.paths.use()
+        try:
+            meter = make_meter(request.device)
+            seed_everything()
+            self._workload = load_requested(request)
+        except BaseException as error:
+            return describe_failure(error, f"loading {request.reference}")
+        self._meter, self._share = meter, request.share
+        return _start(meter)
+
+    @handle.register
+    def _inspect(self, request: Inspect) -> Inspected | Failure:
+        assert self._workload is not None
+        assert self._meter is not None
+        try:
+            inspection = inspect_workload(self._workload, self._share, meter=self._meter)
+        except BaseException as error:
+            return describe_failure(error, f"an update from a small batch of {self._workload.name}")
+        return Inspected(inspection=inspection, kept_bytes=_settle(self._meter))
+
+    @handle.register
+    def _trial(self, request: RunTrial) -> TrialMeasurement:
+        """Run one trial under the limit, which is lifted before anything is said about it."""
+        assert self._workload is not None
+        assert self._meter is not None
+        release_memory()
+        measured = run_trial(
+            self._workload, self._share, request.parts, meter=self._meter, limit_bytes=request.limit_bytes
+        ).measurement()
+        return measured if measured.failure else replace(measured, kept_bytes=_settle(self._meter))
+
+
+def load_requested(request: LoadWorkload) -> Workload:
+    """Return the workload that a request names, with its options."""
+    if request.pickled is None:
+        loaded = load_workload(request.reference)
+    else:
+        from autoaccum.devices.child.pickling import unpack
+
+        loaded = unpack(request.pickled)
+    check_loaded(request.reference, request.paths.original, request.paths.root)
+    options = Options(**request.options)
+    return apply_settings(loaded, largest_batch=request.share, worst_of=options.worst_of, **options.overrides)
+
+
+def _start(meter: Meter) -> Loaded | Failure:
+    """Make the device ready."""
+    try:
+        meter.open()
+        warm_up(meter.device)
+        release_memory()
+        # Collecting what PyTorch's modules consist of takes 0.3 s, several times a trial; none of it ever dies.
+        gc.freeze()
+        return Loaded(facts=meter.begin())
+    except UsageError as error:
+        return Loaded(refused=str(error))
+    except BaseException as error:
+        failure = describe_failure(error, f"starting PyTorch on {meter.device}")
+        # None of it is the user's code.
+        return failure if failure.blames is None else replace(failure, blames="measurement")
+
+
+def _settle(meter: Meter) -> int:
+    release_memory()
+    return meter.settle()

@@ -1,0 +1,110 @@
+"""Records of a trial: what was measured of it, and what it came to."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoaccum.devices.base import Phase, Trial
+from autoaccum.devices.child.failures import ChildDied, Failure
+from autoaccum.units import format_bytes
+
+_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """The memory a job took of the kind it is limited in; None where that kind does not tell.
+
+    Attributes:
+        peak_reserved_bytes: The most that was held, as the limit counts it.
+        peak_allocated_bytes: The most that tensors held.
+        shared_bytes: How much of it is shared memory, which no limit stops.
+        retries: How often the allocator released its cache and tried again.
+    """
+
+    peak_reserved_bytes: int | None
+    peak_allocated_bytes: int | None = None
+    shared_bytes: int = 0
+    retries: int | None = None
+
+
+def without_stretch(reading: Reading, beside: Sequence[Reading]) -> Reading:
+    """`reading`, in whose retries those from the first to the last of `beside` do not count.
+
+    An evaluation and the update behind it find the other's memory cached, and may have the allocator release it: once
+    for each evaluation, which makes no size a slow one.
+
+    >>> before, behind, end = (Reading(peak_reserved_bytes=9, retries=retries) for retries in (1, 4, 5))
+    >>> without_stretch(end, [before, behind]).retries
+    2
+    """
+    if len(beside) < 2 or reading.retries is None:
+        return reading
+    between = (beside[-1].retries or 0) - (beside[0].retries or 0)
+    return replace(reading, retries=max(0, reading.retries - between))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialMeasurement:
+    """What the process of a trial measured of it.
+
+    Attributes:
+        seconds: Its wall time.
+        reading: The memory that it took.
+        failure: What ended it before its end; None: it ran through.
+        phase: Where it was ended.
+        kept_bytes: What it did not give back (`Meter.settle`); 0 after a failure.
+    """
+
+    seconds: float
+    reading: Reading
+    failure: Failure | None = None
+    phase: Phase | None = None
+    kept_bytes: int = 0
+
+
+def record_trial(measured: TrialMeasurement, limit_bytes: int, about: Mapping[str, Any]) -> Trial:
+    """Return the record of a trial that was held to `limit_bytes`, with the fields `about` that are known already."""
+    reading, failure = measured.reading, measured.failure
+    fields = {
+        **about,
+        "peak_reserved_bytes": reading.peak_reserved_bytes,
+        "peak_allocated_bytes": reading.peak_allocated_bytes,
+        "allocator_retries": reading.retries,
+        "seconds": measured.seconds,
+    }
+    if failure is not None:
+        return Trial(phase=measured.phase, **vars(failure), **fields)
+    peak, shared = reading.peak_reserved_bytes or 0, reading.shared_bytes
+    if shared and peak > limit_bytes:
+        held = f"{format_bytes(peak)}, {format_bytes(shared)} of it shared memory, which no limit stops"
+        return Trial(outcome="oom", phase="update", message=f"it ran, but held {held}", **fields)
+    if reading.retries:
+        times = "once" if reading.retries == 1 else f"{reading.retries} times"
+        message = f"it ran, but the allocator released its cache and tried again {times}"
+        return Trial(outcome="tight", message=message, **fields)
+    if peak > limit_bytes and reading.retries is None:
+        # The kernel has held it to the limit; its count of resident pages is some 100 KiB coarse.
+        fields["peak_reserved_bytes"] = limit_bytes
+    return Trial(outcome="ok", **fields)
+
+
+def record_death(death: ChildDied, about: Mapping[str, Any]) -> Trial:
+    """The record of a trial whose child will not answer any more."""
+    message = f"micro-batch {max(about['parts'])}: the trial's process {death}"
+    if death.out_of_memory:
+        return Trial(outcome="oom", message=message, seconds=death.seconds, **about)
+    timed_out = death.kind == "limit"
+    message += ": raise --trial-limit" if timed_out else ""
+    return Trial(
+        outcome="error",
+        message=message,
+        blames="measurement",
+        seconds=death.seconds,
+        timed_out=timed_out,
+        crashed=death.number in _FAULTS,
+        **about,
+    )
