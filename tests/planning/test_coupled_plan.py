@@ -105,7 +105,7 @@ def test_no_code_of_the_users_within_the_experiment_ends_a_plan() -> None:
     assert plan(Kept(small.WIDTH, 3), small.mean_square).coupling == Coupling(reason="the model cannot be copied")
 
 
-@pytest.mark.parametrize("limit", ["accumulation.halves._MOST_WORK", "workload.model_copies._LARGE"])
+@pytest.mark.parametrize("limit", ["accumulation.coupling_probe._MOST_WORK", "workload.model_copies._LARGE"])
 def test_what_takes_too_much_work_is_left_alone_and_not_warned_of(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"autoaccum.{limit}", 0)
     found = inspect(small.Centring)

@@ -221,7 +221,7 @@ def test_a_failure_leaves_nothing_behind_either() -> None:
 
     with pytest.raises(WorkloadError, match="on purpose") as raised:
         verify(model=model, batch=_batch, loss=failing, optimizer=optimizer, target_batch=8, precision="fp32")
-    assert "test_verifying.py" in (raised.value.user_traceback or "")
+    assert "test_verification_setup.py" in (raised.value.user_traceback or "")
     assert _digest(model, optimizer, teacher) == before
 
 
