@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from autoaccum.errors import UsageError
 
 if TYPE_CHECKING:
-    from autoaccum.devices.explanation import Account
+    from autoaccum.devices.explanation import MemoryReport
     from autoaccum.planning.plan import Plan
     from autoaccum.planning.plan_events import Event
 
@@ -45,7 +45,7 @@ class Outputs:
         asked = {"-o": output, "--emit": emit, "--plot": plot}
         self._asked = {option: file for option, file in asked.items() if file is not None}
         self._force = force
-        self._account: Account | None = None
+        self._account: MemoryReport | None = None
         self.written: dict[str, Path] = {}
 
     def check(self, workload: str, world_size: int) -> None:

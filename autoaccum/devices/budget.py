@@ -10,7 +10,7 @@ from autoaccum.units import MIB, MemorySize, format_bytes
 
 
 @dataclass(frozen=True)
-class Supply:
+class AvailableMemory:
     """Memory there is and memory that is free, in bytes; `bound` says whose, as the subject of `... has free`."""
 
     total_bytes: int
@@ -21,26 +21,26 @@ class Supply:
 _LEAST_ROOM_BYTES = 256 * MIB
 
 
-class Headroom(NamedTuple):
+class DefaultReserve(NamedTuple):
     """What is kept free where nobody says how much: a share of what is free, and at least so many bytes."""
 
     share: float
     least_bytes: int
 
 
-HOST_HEADROOM = Headroom(0.05, 256 * MIB)
+HOST_RESERVE = DefaultReserve(0.05, 256 * MIB)
 """So that the kernel does not begin to kill."""
 
-CARD_HEADROOM = Headroom(0.02, 256 * MIB)
+CARD_RESERVE = DefaultReserve(0.02, 256 * MIB)
 """For kernels and libraries that are loaded when first needed: up to 250 MiB outside of PyTorch's allocator."""
 
 
 def choose_budget(
-    supply: Supply,
+    supply: AvailableMemory,
     memory: MemorySize | None = None,
     reserve: MemorySize | None = None,
     *,
-    headroom: Headroom = HOST_HEADROOM,
+    default_reserve: DefaultReserve = HOST_RESERVE,
     holders: str = "",
 ) -> int:
     """The budget in bytes: `memory`, or else what is free, less `reserve`.
@@ -50,14 +50,14 @@ def choose_budget(
     Args:
         supply: Read with the workload loaded.
         memory: A size, or a share of all there is.
-        reserve: Kept free; None: nothing where `memory` is given, else the `headroom`.
-        headroom: See `reserve`.
+        reserve: Kept free; None: nothing where `memory` is given, else the `default_reserve`.
+        default_reserve: See `reserve`.
         holders: Who holds what is not free, as the end of a sentence.
 
     Raises:
         UsageError: Nothing is left, or `memory` is more than what is free.
 
-    >>> host = Supply(total_bytes=16 * 1024**3, free_bytes=10 * 1024**3, bound="the machine")
+    >>> host = AvailableMemory(total_bytes=16 * 1024**3, free_bytes=10 * 1024**3, bound="the machine")
     >>> format_bytes(choose_budget(host))
     '9.5 GiB'
     >>> format_bytes(choose_budget(host, MemorySize(fraction=0.5), MemorySize(bytes=1024**3)))
@@ -67,7 +67,7 @@ def choose_budget(
     if reserve is not None:
         kept = reserve.resolve(supply.total_bytes)
     else:
-        automatic = max(int(supply.free_bytes * headroom.share), headroom.least_bytes)
+        automatic = max(int(supply.free_bytes * default_reserve.share), default_reserve.least_bytes)
         kept = 0 if memory is not None else automatic
     budget = wanted - kept
     if budget <= 0:
@@ -85,7 +85,7 @@ def choose_budget(
     return budget
 
 
-def room_above(limit_bytes: int, free_bytes: int) -> int:
+def limit_slack(limit_bytes: int, free_bytes: int) -> int:
     """How far beyond `limit_bytes` a trial may be let, where libraries would not survive a refusal at it.
 
     Half as much again, or 256 MiB, but never more than half of what else is free.

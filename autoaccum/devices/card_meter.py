@@ -15,7 +15,7 @@ import torch
 from autoaccum.accumulation.recovery import is_context_dead
 from autoaccum.devices.card_memory import CardMemory as CardMemory
 from autoaccum.devices.card_memory import check_index, report_card
-from autoaccum.devices.nvml import read_all_cards, read_nvml
+from autoaccum.devices.nvml import read_all_cards, read_nvml_card
 from autoaccum.devices.trial_record import Reading
 from autoaccum.errors import NotMeasuredError, UsageError, first_line
 
@@ -39,7 +39,7 @@ class CardMeter:
         self._index = index
         self._cards_before = read_all_cards()
         self._base_bytes = 0
-        self._settled_bytes: int | None = None
+        self._after_first_job_bytes: int | None = None
         self._peak: CardPeak | None = None
 
     def open(self) -> None:
@@ -63,7 +63,7 @@ class CardMeter:
         """The card's report: what it is, what is free of it, and who holds the rest."""
         memory = read_card(self._index)
         name = choose_name(memory.uuid, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        now = None if name is None else read_nvml(name)
+        now = None if name is None else read_nvml_card(name)
         self._base_bytes = memory.reserved_bytes
         report = report_card(
             memory, self._cards_before, now, own_pid=os.getpid(), allocator=torch.cuda.get_allocator_backend()
@@ -83,11 +83,11 @@ class CardMeter:
         assert self._peak is not None
         return self._peak.read()
 
-    def settle(self) -> int:
+    def measure_leftover(self) -> int:
         """What the allocator could not give back after the last job, in whole segments."""
         now = torch.cuda.memory_reserved(self._index)
-        before = self._base_bytes if self._settled_bytes is None else self._settled_bytes
-        self._settled_bytes = now if self._settled_bytes is None else self._settled_bytes
+        before = self._base_bytes if self._after_first_job_bytes is None else self._after_first_job_bytes
+        self._after_first_job_bytes = now if self._after_first_job_bytes is None else self._after_first_job_bytes
         return now - before
 
 

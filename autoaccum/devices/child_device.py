@@ -113,19 +113,19 @@ class Worker(LoadedChild):
         process: A child that `start_worker` has started; None: a new one.
 
     Attributes:
-        kept_bytes: What its jobs did not give back, above the first job, or for that above loading.
+        leftover_bytes: What its jobs did not give back, above the first job, or for that above loading.
     """
 
     def __init__(self, settings: TrialSettings, device: str = "cpu", *, process: ChildProcess | None = None) -> None:
         process = process or start_worker(settings)
         load = LoadWorkload(device=device, paths=ImportPaths.of(settings.checkout), **settings.to_request())
         super().__init__(settings, load, process)
-        self.kept_bytes = 0
+        self.leftover_bytes = 0
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
         """As `Device.inspect`."""
         inspected = self.call(Inspect(), limit_seconds)
-        self.kept_bytes = inspected.kept_bytes
+        self.leftover_bytes = inspected.leftover_bytes
         return inspected.inspection
 
     def trial(
@@ -144,7 +144,7 @@ class Worker(LoadedChild):
         except ChildDied as death:
             return record_death(death, about)
         trial = record_trial(measured, held_to_bytes, about)
-        self.kept_bytes = measured.kept_bytes
+        self.leftover_bytes = measured.leftover_bytes
         if not trial.ran:
             self.close()
         return trial
@@ -164,7 +164,7 @@ as much again should stay free."""
 class ChildDevice(ABC):
     """Runs one child at a time, and sets the budget when the first one has loaded the workload.
 
-    A child is kept while its trials succeed and give back what they took (to `least_kept_bytes` or 1 % of the
+    A child is kept while its trials succeed and give back what they took (to `tolerated_leftover_bytes` or 1 % of the
     budget, the first of them 5 %); after any failure the next trial has a fresh one. While a job runs, a spare child
     gets ready for the next one that needs a fresh process, as long as the host has the memory beside the budget. The
     budget is read before there is a spare.
@@ -173,7 +173,7 @@ class ChildDevice(ABC):
         settings: What all trials have in common.
     """
 
-    least_kept_bytes: ClassVar[int]
+    tolerated_leftover_bytes: ClassVar[int]
     """What a child may keep of its trials, however small the budget."""
 
     def __init__(self, settings: TrialSettings) -> None:
@@ -293,5 +293,5 @@ class ChildDevice(ABC):
         if self._worker is None:
             return
         share = _KEPT_BY_FIRST_SHARE if self._worker.jobs == 1 else _KEPT_SHARE
-        if self._worker.kept_bytes > max(self.least_kept_bytes, int(self.limit_bytes * share)):
+        if self._worker.leftover_bytes > max(self.tolerated_leftover_bytes, int(self.limit_bytes * share)):
             self._end_worker()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoaccum.devices.base import Trial, TrialSettings
-from autoaccum.devices.budget import Supply, choose_budget, room_above
+from autoaccum.devices.budget import AvailableMemory, choose_budget, limit_slack
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError
@@ -48,7 +48,7 @@ class CpuDevice(ChildDevice):
         NotMeasuredError: This is not Linux.
     """
 
-    least_kept_bytes = 2 * MIB
+    tolerated_leftover_bytes = 2 * MIB
 
     def __init__(self, settings: TrialSettings) -> None:
         if sys.platform != "linux":
@@ -57,7 +57,7 @@ class CpuDevice(ChildDevice):
                 hint="only there can a process be held to a budget so that the allocator itself refuses",
             )
         super().__init__(settings)
-        self._host: Supply | None = None
+        self._host: AvailableMemory | None = None
 
     @property
     def name(self) -> str:
@@ -92,7 +92,7 @@ class CpuDevice(ChildDevice):
         if not trial.crashed:
             return trial
         held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
-        roomy_bytes = held_to_bytes + room_above(held_to_bytes, read_host_memory().free_bytes)
+        roomy_bytes = held_to_bytes + limit_slack(held_to_bytes, read_host_memory().free_bytes)
         again = super().trial(parts, fresh=True, limit_bytes=roomy_bytes, limit_seconds=limit_seconds)
         if not again.ran and again.outcome != "oom":
             return trial

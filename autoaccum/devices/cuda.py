@@ -8,10 +8,10 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.budget import CARD_HEADROOM, Supply, choose_budget
+from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
 from autoaccum.devices.card_memory import CardReport
 from autoaccum.devices.child_device import ChildDevice
-from autoaccum.devices.explanation import Account, Foresight
+from autoaccum.devices.explanation import Forecast, MemoryReport
 from autoaccum.serialization import read_record
 from autoaccum.units import MIB, MemorySize, format_bytes
 
@@ -45,7 +45,7 @@ class CudaDevice(ChildDevice):
         index: Of the card, among those that are visible.
     """
 
-    least_kept_bytes = 24 * MIB
+    tolerated_leftover_bytes = 24 * MIB
     """One segment of each size: a small tensor that stays keeps a whole one."""
 
     def __init__(self, settings: TrialSettings, *, index: int = 0) -> None:
@@ -69,7 +69,7 @@ class CudaDevice(ChildDevice):
 
     def explain(
         self, parts: tuple[int, ...], *, changes: bool = True, curve: bool = False, limit_seconds: float | None = None
-    ) -> Account:
+    ) -> MemoryReport:
         """Account for `parts` by a simulation of this card in a process beside; what it prints is not shown.
 
         Raises:
@@ -90,7 +90,7 @@ class CudaDevice(ChildDevice):
             limit_seconds=limit_seconds,
         )
 
-    def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
+    def forecast(self, *, limit_seconds: float | None = None) -> Forecast:
         """What peaks to expect, from a simulation of this card in a process beside; what it prints is not shown."""
         from autoaccum.devices.simulated.explain.explainer import forecast_peaks
 
@@ -114,10 +114,10 @@ def choose_card_budget(report: CardReport, memory: MemorySize | None = None, res
     Raises:
         UsageError: Nothing is left, or `memory` is more than what is free: names who holds the rest.
     """
-    memory_now = report.memory
-    supply = Supply(memory_now.total_bytes, memory_now.available_bytes, f"cuda:{memory_now.index} ({memory_now.name})")
+    card = report.memory
+    available = AvailableMemory(card.total_bytes, card.available_bytes, f"cuda:{card.index} ({card.name})")
     holders = name_holders(report, os.getpid())
-    return choose_budget(supply, memory, reserve, headroom=CARD_HEADROOM, holders=holders)
+    return choose_budget(available, memory, reserve, default_reserve=CARD_RESERVE, holders=holders)
 
 
 def describe_card(report: CardReport) -> dict[str, Any]:

@@ -167,7 +167,7 @@ class CurvePoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class MemoryReport:
     """All that is known of where memory goes: what a plan keeps, and what only pictures need.
 
     Attributes:
@@ -188,12 +188,12 @@ class Account:
 
 
 @runtime_checkable
-class Explaining(Protocol):
+class ExplainingDevice(Protocol):
     """A device that can tell where memory goes."""
 
     def explain(
         self, parts: tuple[int, ...], *, changes: bool = True, curve: bool = False, limit_seconds: float | None = None
-    ) -> Account:
+    ) -> MemoryReport:
         """Account for the memory of `parts`, whose trial ran, and for `changes` and the `curve` of the peak.
 
         Raises:
@@ -219,7 +219,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foresight:
+class Forecast:
     """What peaks to expect before any trial.
 
     Attributes:
@@ -232,7 +232,7 @@ class Foresight:
 
 
 @runtime_checkable
-class Predicting(Protocol):
+class PredictingDevice(Protocol):
     """A device whose trials predict."""
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
@@ -244,8 +244,8 @@ class Predicting(Protocol):
 
 
 @runtime_checkable
-class Foreseeing(Protocol):
+class ForecastingDevice(Protocol):
     """A device that can tell what peaks to expect."""
 
-    def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
+    def forecast(self, *, limit_seconds: float | None = None) -> Forecast:
         """What peaks to expect; where that cannot be told, nothing is lost but trials."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from autoaccum.devices.budget import Supply
+from autoaccum.devices.budget import AvailableMemory
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import KIB, MIB
 
@@ -54,7 +54,7 @@ class Cgroup:
         return _read_table(self.directory / name).get("oom_kill")
 
 
-def read_host_memory(root: Path = _ROOT) -> Supply:
+def read_host_memory(root: Path = _ROOT) -> AvailableMemory:
     """What there is and what is free, the tightest of machine and cgroups counting; swap is left out.
 
     Args:
@@ -75,7 +75,7 @@ def read_host_memory(root: Path = _ROOT) -> Supply:
         left = max(0, limit - group.used_bytes())
         if left < free:
             free, bound = left, f"the cgroup {group.directory}"
-    return Supply(total, free, bound)
+    return AvailableMemory(total, free, bound)
 
 
 def count_oom_kills(root: Path = _ROOT) -> int:

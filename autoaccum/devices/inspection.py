@@ -24,7 +24,7 @@ from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.meters import Meter, make_meter
-from autoaccum.devices.trial_run import make_accumulator, place_model, seed_everything
+from autoaccum.devices.trial_run import make_accumulator, move_model, seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.spec import Workload
@@ -34,7 +34,7 @@ from autoaccum.workload.weight_check import Advice, check_weighting
 SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
 
-FORM_SAMPLES = 3
+LAYOUT_SAMPLES = 3
 """In a batch of two samples, a pair could be one entry for each."""
 
 
@@ -50,25 +50,25 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     meter.start()
     model = workload.build_model()
     origin = model_device(model)
-    model = place_model(model, meter.device)
+    model = move_model(model, meter.device)
     made = workload.build_optimizer(model)
-    size = few_samples(workload, SAMPLES, share)
+    size = probe_size(workload, SAMPLES, share)
     batch = workload.build_batch(size)
     with on_device(find_auxiliary_modules(workload).values(), meter.device):
         accumulator = make_accumulator(workload, model, made, size)
-        with collected_warnings() as said:
+        with collect_warnings() as said:
             first = accumulator.step(batch)
             _check_finite(first.loss, size)
             update_bytes = meter.read().peak_reserved_bytes
             accumulator.step_parts([batch, batch])
-        workload, found_multiple = with_multiple(workload, model, share)
-        sample_bytes = count_sample_bytes(workload, model, size) if share >= 2 * size else None
+        workload, found_multiple = detect_multiple(workload, model, share)
+        sample_bytes = measure_sample_bytes(workload, model, size) if share >= 2 * size else None
         least_size = find_least_size(workload, model)
     batchnorms = batchnorm_names(model)
     if model_device(model) != origin:  # The workload may hand out the same again; what follows was made for there.
         model.to(origin)
         workload.objective.move_criterion(origin)
-    subject = describe_subject(workload, model, made, few_samples(workload, FORM_SAMPLES, share), first.terms)
+    subject = describe_setup(workload, model, made, probe_size(workload, LAYOUT_SAMPLES, share), first.terms)
     coupling = probe_workload(workload, model)
     coupled = coupling.warnings(covered=batchnorms)
     told = [sentence for sentence in said if not isinstance(sentence, Advice)]  # Of these, the experiment knows more.
@@ -88,7 +88,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     )
 
 
-def describe_subject(
+def describe_setup(
     workload: Workload, model: nn.Module, optimizer: Optimizer, size: int, terms: Iterable[str]
 ) -> dict[str, Any]:
     """The fields of an inspection that need no measuring; `size` samples tell the form of a batch."""
@@ -118,13 +118,13 @@ def describe_subject(
     }
 
 
-def few_samples(workload: Workload, count: int, share: int) -> int:
+def probe_size(workload: Workload, count: int, share: int) -> int:
     """`count` samples, or the least more that can be run; no more than `share`."""
     each = workload.multiple_of or 1
     return min(-(-count // each) * each, share)
 
 
-def with_multiple(workload: Workload, model: nn.Module, share: int) -> tuple[Workload, str | None]:
+def detect_multiple(workload: Workload, model: nn.Module, share: int) -> tuple[Workload, str | None]:
     """`workload` as one of even micro-batches where 2 samples ran and 1 and 3 raise, and the sentence on that.
 
     Only where it does not say itself; BatchNorm, which refuses one sample, runs three.
@@ -161,7 +161,7 @@ def find_advice(sentences: Iterable[str]) -> str | None:
 
 
 @contextmanager
-def collected_warnings() -> Iterator[list[str]]:
+def collect_warnings() -> Iterator[list[str]]:
     """Collect what the Accumulator warns of, for the plan; other warnings are given again at the end.
 
     What it guesses of the weighting is collected as `Advice`.
@@ -201,7 +201,7 @@ def _check_finite(loss: float, size: int) -> None:
         )
 
 
-def count_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int | None:
+def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int | None:
     """The bytes that stay alive after forward for its backward, per sample; scratch and gradients come on top.
 
     The difference of batches of `size` samples and of twice as many, so that what does not depend on the size drops

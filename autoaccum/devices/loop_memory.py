@@ -31,7 +31,7 @@ _PASSES = 2
 """What the first one leaves is still named while the second runs."""
 
 
-class KeptOutputs:
+class HeldOutputs:
     """What a loop still names of its last micro-batch: each is let go of when the next one has taken its name.
 
     Attributes:
@@ -64,14 +64,14 @@ class KeptOutputs:
 
 
 @dataclass(frozen=True)
-class NamingObjective(Objective):
+class HoldingObjective(Objective):
     """An objective that names what the model returns, and the loss.
 
     Attributes:
         kept: Where.
     """
 
-    kept: KeptOutputs = dataclasses.field(default_factory=KeptOutputs)
+    kept: HeldOutputs = dataclasses.field(default_factory=HeldOutputs)
 
     def terms(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """As `Objective` has it."""
@@ -81,13 +81,13 @@ class NamingObjective(Objective):
         return terms
 
 
-def naming(objective: Objective, kept: KeptOutputs) -> NamingObjective:
+def naming(objective: Objective, kept: HeldOutputs) -> HoldingObjective:
     """`objective`, whose outputs and losses `kept` names."""
     fields = {field.name: getattr(objective, field.name) for field in dataclasses.fields(objective)}
-    return NamingObjective(**fields, kept=kept)
+    return HoldingObjective(**fields, kept=kept)
 
 
-class Averages:
+class EmaModel:
     """An exponential moving average of a model's weights beside them, and a copy of its buffers.
 
     Args:
@@ -158,7 +158,7 @@ def evaluate(workload: Workload, model: nn.Module) -> None:
     assert workload.evaluation_batch is not None
     held = workload.build_batch(workload.evaluation_batch)
     device = model_device(model)
-    objective = naming(workload.objective, KeptOutputs())  # With what the model returns named for a metric.
+    objective = naming(workload.objective, HeldOutputs())  # With what the model returns named for a metric.
     outputs: Any = None
     with _resting(model), torch.no_grad():
         for _ in range(_PASSES):

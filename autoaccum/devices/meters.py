@@ -41,7 +41,7 @@ class Meter(Protocol):
     def read(self) -> Reading:
         """What was taken since `start`."""
 
-    def settle(self) -> int:
+    def measure_leftover(self) -> int:
         """What the last job has not given back, in bytes: above the first job, or for that one above `begin`."""
 
 
@@ -51,7 +51,7 @@ class HostMeter:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._base: ProcessMemory | None = None
-        self._settled: ProcessMemory | None = None
+        self._after_first_job: ProcessMemory | None = None
         self._resets_peak = reset_peak()
         self._before = read_process_memory()
 
@@ -82,7 +82,9 @@ class HostMeter:
         a fresh one, and a size that just did not deserves a fresh one.
         """
         base = self._base or self._before
-        others = 0 if self._settled is None else max(0, self._before.data_bytes - self._settled.data_bytes)
+        others = (
+            0 if self._after_first_job is None else max(0, self._before.data_bytes - self._after_first_job.data_bytes)
+        )
         return data_limit(base.data_bytes + others + budget_bytes)
 
     def read(self) -> Reading:
@@ -94,15 +96,15 @@ class HostMeter:
             shared_bytes=max(0, after.shared_bytes - before.shared_bytes),
         )
 
-    def settle(self) -> int:
+    def measure_leftover(self) -> int:
         """What the last job did not give back: resident bytes, and of the first job untouched ones as well.
 
         Those count against the limit of every later job, and nobody makes up for them.
         """
         now = read_process_memory()
-        if self._settled is not None:
-            return now.anonymous_bytes - self._settled.anonymous_bytes
-        before, self._settled = self._base or self._before, now
+        if self._after_first_job is not None:
+            return now.anonymous_bytes - self._after_first_job.anonymous_bytes
+        before, self._after_first_job = self._base or self._before, now
         return max(now.anonymous_bytes - before.anonymous_bytes, now.data_bytes - before.data_bytes)
 
 

@@ -53,7 +53,7 @@ class Nvml:
     processes: tuple[CardProcess, ...] | None
 
 
-def read_nvml(uuid: str) -> Nvml | NvmlMissing:
+def read_nvml_card(uuid: str) -> Nvml | NvmlMissing:
     """What the driver knows of the card or slice with this `uuid`; PyTorch writes it without a prefix."""
     names = [uuid] if uuid.startswith(_PREFIXES) else [prefix + uuid for prefix in _PREFIXES]
     missing = NvmlMissing("no uuid")
@@ -62,7 +62,7 @@ def read_nvml(uuid: str) -> Nvml | NvmlMissing:
             return library
         for name in names:
             try:
-                return ask_card(library, library.nvmlDeviceGetHandleByUUID(name))
+                return query_card(library, library.nvmlDeviceGetHandleByUUID(name))
             except library.NVMLError as error:
                 missing = NvmlMissing(f"no card {name}: {error}")
     return missing
@@ -76,11 +76,11 @@ def read_all_cards() -> tuple[Nvml, ...] | NvmlMissing:
         cards = []
         for index in range(_told(library, library.nvmlDeviceGetCount) or 0):
             handle = _told(library, library.nvmlDeviceGetHandleByIndex, index)
-            cards += [] if handle is None else [ask_card(library, handle)]
+            cards += [] if handle is None else [query_card(library, handle)]
         return tuple(cards)
 
 
-def ask_card(library: Any, handle: Any) -> Nvml:
+def query_card(library: Any, handle: Any) -> Nvml:
     """The record of one card, as far as `library` (pynvml) answers."""
     memory = _told(library, library.nvmlDeviceGetMemoryInfo, handle, version=library.nvmlMemory_v2)
     is_slice = bool(_told(library, library.nvmlDeviceIsMigDeviceHandle, handle))

@@ -74,7 +74,7 @@ class TrialChild:
             inspection = inspect_workload(self._workload, self._share, meter=self._meter)
         except BaseException as error:
             return describe_failure(error, f"an update from a small batch of {self._workload.name}")
-        return Inspected(inspection=inspection, kept_bytes=_settle(self._meter))
+        return Inspected(inspection=inspection, leftover_bytes=_leftover_bytes(self._meter))
 
     @handle.register
     def _trial(self, request: RunTrial) -> TrialMeasurement:
@@ -85,7 +85,7 @@ class TrialChild:
         measured = run_trial(
             self._workload, self._share, request.parts, meter=self._meter, limit_bytes=request.limit_bytes
         ).measurement()
-        return measured if measured.failure else replace(measured, kept_bytes=_settle(self._meter))
+        return measured if measured.failure else replace(measured, leftover_bytes=_leftover_bytes(self._meter))
 
 
 def load_requested(request: LoadWorkload) -> Workload:
@@ -118,6 +118,6 @@ def _start(meter: Meter) -> Loaded | Failure:
         return failure if failure.blames is None else replace(failure, blames="measurement")
 
 
-def _settle(meter: Meter) -> int:
+def _leftover_bytes(meter: Meter) -> int:
     release_memory()
-    return meter.settle()
+    return meter.measure_leftover()

@@ -31,14 +31,14 @@ class Reading:
     retries: int | None = None
 
 
-def without_stretch(reading: Reading, beside: Sequence[Reading]) -> Reading:
+def without_evaluation_retries(reading: Reading, beside: Sequence[Reading]) -> Reading:
     """`reading`, in whose retries those from the first to the last of `beside` do not count.
 
     An evaluation and the update behind it find the other's memory cached, and may have the allocator release it: once
     for each evaluation, which makes no size a slow one.
 
     >>> before, behind, end = (Reading(peak_reserved_bytes=9, retries=retries) for retries in (1, 4, 5))
-    >>> without_stretch(end, [before, behind]).retries
+    >>> without_evaluation_retries(end, [before, behind]).retries
     2
     """
     if len(beside) < 2 or reading.retries is None:
@@ -56,14 +56,14 @@ class TrialMeasurement:
         reading: The memory that it took.
         failure: What ended it before its end; None: it ran through.
         phase: Where it was ended.
-        kept_bytes: What it did not give back (`Meter.settle`); 0 after a failure.
+        leftover_bytes: What it did not give back (`Meter.measure_leftover`); 0 after a failure.
     """
 
     seconds: float
     reading: Reading
     failure: Failure | None = None
     phase: Phase | None = None
-    kept_bytes: int = 0
+    leftover_bytes: int = 0
 
 
 def record_trial(measured: TrialMeasurement, limit_bytes: int, about: Mapping[str, Any]) -> Trial:

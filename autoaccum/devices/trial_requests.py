@@ -44,7 +44,7 @@ class Inspected:
     """An inspection, and the bytes that it did not give back."""
 
     inspection: Inspection
-    kept_bytes: int = 0
+    leftover_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

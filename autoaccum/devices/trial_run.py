@@ -25,9 +25,9 @@ from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import describe_failure
-from autoaccum.devices.loop_memory import Averages, KeptOutputs, evaluate, naming
+from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, naming
 from autoaccum.devices.meters import Meter
-from autoaccum.devices.trial_record import Reading, TrialMeasurement, without_stretch
+from autoaccum.devices.trial_record import Reading, TrialMeasurement, without_evaluation_retries
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.objective import Objective
@@ -46,7 +46,7 @@ class TrialRun:
         device: Where the model goes before the optimizer is made; None: where it is. The batch stays on the CPU, and
             the Accumulator moves one part at a time.
         before_update: Called before each update.
-        beside_evaluation: Called before and after the evaluation, and after the update behind it.
+        around_evaluation: Called before and after the evaluation, and after the update behind it.
     """
 
     def __init__(
@@ -56,18 +56,18 @@ class TrialRun:
         device: torch.device | None = None,
         *,
         before_update: Callable[[], None] = lambda: None,
-        beside_evaluation: Callable[[], object] = lambda: None,
+        around_evaluation: Callable[[], object] = lambda: None,
     ) -> None:
         self._workload = workload
         each = workload.multiple_of or 1
         self._share = self._size = -(-share // each) * each
         self._device = device
         self._before_update = before_update
-        self._beside_evaluation = beside_evaluation
+        self._beside_evaluation = around_evaluation
         self._phase: Phase = "start"
         self._accumulator: Accumulator | None = None
-        self._kept = KeptOutputs() if "outputs" in workload.keeps else None
-        self._averages: Averages | None = None
+        self._kept = HeldOutputs() if "outputs" in workload.keeps else None
+        self._averages: EmaModel | None = None
         self.made: tuple[nn.Module, Optimizer] | None = None
 
     @property
@@ -99,16 +99,16 @@ class TrialRun:
         """
         seed_everything()
         self._phase = "model"
-        model = place_model(self._workload.build_model(), self._device)
+        model = move_model(self._workload.build_model(), self._device)
         if "ema" in self._workload.keeps:
-            self._averages = Averages(model)
+            self._averages = EmaModel(model)
         self._phase = "optimizer"
         optimizer = self._workload.build_optimizer(model)
         self.made = model, optimizer
         self._phase = "batch"
         self._size = max(self._share, *parts)
         batch = self._workload.build_batch(self._size)
-        first, last = (take_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
+        first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
         self._phase = "forward"
         objective = self._workload.objective if self._kept is None else naming(self._workload.objective, self._kept)
         self._accumulator = make_accumulator(self._workload, model, optimizer, max(parts), objective)
@@ -118,7 +118,7 @@ class TrialRun:
             self._update(self._accumulator, first)
             self._beside_evaluation()
         result = self._update(self._accumulator, last)
-        wait_for(self._device)
+        synchronize_device(self._device)
         return result
 
     def _update(self, accumulator: Accumulator, window: Sequence[Any]) -> StepResult:
@@ -185,7 +185,7 @@ def run_trial(
 ) -> TrialRunResult:
     """Rehearse `parts` under the limit, which is lifted at the end; within, `window` is open."""
     beside: list[Reading] = []
-    rehearsal = TrialRun(workload, share, meter.device, beside_evaluation=lambda: beside.append(meter.read()))
+    rehearsal = TrialRun(workload, share, meter.device, around_evaluation=lambda: beside.append(meter.read()))
     failure: BaseException | None = None
     meter.start()
     began = time.perf_counter()
@@ -196,19 +196,19 @@ def run_trial(
                 rehearsal.run(parts)
         except BaseException as error:
             failure = error
-    reading = without_stretch(meter.read(), beside)
+    reading = without_evaluation_retries(meter.read(), beside)
     seconds = time.perf_counter() - began
     return TrialRunResult(parts, seconds, reading, beside, rehearsal.phase, failure)
 
 
-def place_model(model: nn.Module, device: torch.device | None) -> nn.Module:
+def move_model(model: nn.Module, device: torch.device | None) -> nn.Module:
     """`model`, moved to `device` in place unless that is None or the CPU, or it is there."""
     if device is None or device.type == "cpu" or model_device(model) == device:
         return model
     return model.to(device)
 
 
-def wait_for(device: torch.device | None) -> None:
+def synchronize_device(device: torch.device | None) -> None:
     """Let `device` finish: what it still has to do is part of what was asked, and its errors come out here."""
     if device is not None and device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
@@ -236,12 +236,12 @@ def make_accumulator(
     )
 
 
-def take_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:
+def slice_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:
     """Views of `batch`, which holds `size` samples: one after the other, the last ones overlapping where it is short.
 
-    >>> take_parts(torch.arange(5), 5, [2, 2])
+    >>> slice_parts(torch.arange(5), 5, [2, 2])
     [tensor([0, 1]), tensor([2, 3])]
-    >>> take_parts(torch.arange(3), 3, [2, 2])
+    >>> slice_parts(torch.arange(3), 3, [2, 2])
     [tensor([0, 1]), tensor([1, 2])]
     """
     taken, start = [], 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.explanation import Account
+from autoaccum.devices.explanation import MemoryReport
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class ExplanationStarted:
 class Explained:
     """The memory of the schedule was explained, in more detail than the plan keeps."""
 
-    account: Account
+    account: MemoryReport
 
 
 Event = Loading | Inspected | Tracing | TrialStarted | TrialFinished | Scheduled | ExplanationStarted | Explained

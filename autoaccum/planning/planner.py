@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.explanation import Explaining, Explanation, Foreseeing, Foresight, Predicting, Prediction
+from autoaccum.devices.explanation import (
+    ExplainingDevice,
+    Explanation,
+    Forecast,
+    ForecastingDevice,
+    PredictingDevice,
+    Prediction,
+)
 from autoaccum.errors import (
     AutoaccumError,
     DoesNotFitError,
@@ -188,9 +195,9 @@ class _Planner:
     @property
     def predicts(self) -> bool:
         """Whether trials are predicted rather than run."""
-        return isinstance(self.setup.device, Predicting)
+        return isinstance(self.setup.device, PredictingDevice)
 
-    def forecast_peaks(self) -> Foresight:
+    def forecast_peaks(self) -> Forecast:
         """CorrectedForecast the peaks of all sizes, unless so few sizes or trials are left that it would save none.
 
         Predicted trials use the same traces as a forecast, so a limit on trials is no reason to leave it out there.
@@ -198,14 +205,14 @@ class _Planner:
         device, request = self.setup.device, self.request
         few_trials = request.max_trials is not None and request.max_trials < _MIN_TRIALS_TO_FORECAST
         if few_trials and not self.predicts:
-            return Foresight()
-        if request.cap < _MIN_SIZES_TO_FORECAST or not isinstance(device, Foreseeing):
-            return Foresight()
+            return Forecast()
+        if request.cap < _MIN_SIZES_TO_FORECAST or not isinstance(device, ForecastingDevice):
+            return Forecast()
         self.notify(Tracing())
         limit = request.options.time_limit
-        return device.foresee(limit_seconds=None if limit is None else limit * _FORECAST_TIME_SHARE)
+        return device.forecast(limit_seconds=None if limit is None else limit * _FORECAST_TIME_SHARE)
 
-    def search_and_prove(self, forecast: Foresight) -> _ProvedSchedule:
+    def search_and_prove(self, forecast: Forecast) -> _ProvedSchedule:
         """Find the largest size that fits and prove a schedule of it.
 
         Where the trace of the schedule refutes the prediction from other sizes, the search is repeated without the
@@ -220,7 +227,7 @@ class _Planner:
     def predict(self, proved: _ProvedSchedule) -> Prediction | None:
         """Return the band and the least budget of a predicted schedule; None for a measured one."""
         device = self.setup.device
-        return device.predict(proved.trial.parts) if isinstance(device, Predicting) else None
+        return device.predict(proved.trial.parts) if isinstance(device, PredictingDevice) else None
 
     def find_least_bytes(
         self, proved: _ProvedSchedule, prediction: Prediction | None
@@ -341,9 +348,9 @@ def check_explainable(setup: PlanSetup, request: PlanRequest) -> None:
         UsageError: An explanation is requested, and the device cannot give one.
     """
     device = setup.device
-    if not request.explain or isinstance(device, Explaining):
+    if not request.explain or isinstance(device, ExplainingDevice):
         return
-    if setup.isolated or isinstance(device, Predicting):
+    if setup.isolated or isinstance(device, PredictingDevice):
         raise UsageError(
             f"explain (--explain) shows where the memory of a card goes, and trials run on the {device.name.upper()}",
             hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
@@ -370,7 +377,7 @@ def explain_memory(
         The explanation for the plan, if requested, and notes on what is missing.
     """
     device = setup.device
-    if not (request.explain or request.picture) or not isinstance(device, Explaining):
+    if not (request.explain or request.picture) or not isinstance(device, ExplainingDevice):
         return None, ()
     notify(ExplanationStarted())
     try:

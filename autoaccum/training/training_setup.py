@@ -24,7 +24,7 @@ from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, fin
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.checks import describe_type
 from autoaccum.devices.in_place.sample_batches import make_batches
-from autoaccum.devices.loop_memory import EMA_DECAY, Averages
+from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import AccumulateIn, BatchNormMode, Options, read_accumulate_in
 from autoaccum.planning.device_choice import card_index, check_device
@@ -67,7 +67,7 @@ class TrainingComponents:
     batchnorm: BatchNormMode
     accumulate_in: AccumulateIn
     evaluate: Callable[..., Any] | None
-    averages: Averages | None = None
+    averages: EmaModel | None = None
 
     @property
     def device(self) -> torch.device:
@@ -209,7 +209,7 @@ class TrainingSetup:
             batchnorm=checked_batchnorm(self._setting("batchnorm", "micro", plan), model),
             accumulate_in=read_accumulate_in(self._setting("accumulate_in", "fp32", plan), UsageError),
             evaluate=self._evaluate,
-            averages=None if ema_decay is None else Averages(model, ema_decay),
+            averages=None if ema_decay is None else EmaModel(model, ema_decay),
         )
 
     def _setting(self, name: str, default: str, plan: Plan | None) -> str:

@@ -18,7 +18,7 @@ from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.checks import type_name
 from autoaccum.devices.child.failures import describe_failure
-from autoaccum.devices.trial_run import make_accumulator, place_model, seed_everything, wait_for
+from autoaccum.devices.trial_run import make_accumulator, move_model, seed_everything, synchronize_device
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
@@ -166,9 +166,9 @@ class UpdateTimer:
             workload, largest_batch=target_batch, worst_of=DEFAULT_WORST_OF if workload.batch is no_batch else None
         )
         seed_everything()
-        model = place_model(workload.build_model(), self._place)
+        model = move_model(workload.build_model(), self._place)
         for module in find_auxiliary_modules(workload).values():
-            place_model(module, self._place)
+            move_model(module, self._place)
         optimizer = workload.build_optimizer(model)
         for group in optimizer.param_groups:
             if "lr" in group:
@@ -179,12 +179,12 @@ class UpdateTimer:
     def time(self, micro_batch: int) -> float:
         """Make one update in micro-batches of that size; return its seconds."""
         self._accumulator.micro_batch = micro_batch
-        wait_for(self._place)
+        synchronize_device(self._place)
         began = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
             self._accumulator.step(self._batch)
-        wait_for(self._place)
+        synchronize_device(self._place)
         return time.perf_counter() - began
 
 

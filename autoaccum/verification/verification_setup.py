@@ -15,8 +15,8 @@ from autoaccum.checks import read_count
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import data_limit, read_host_memory, read_process_memory
-from autoaccum.devices.in_place.live_objects import LiveObjects, Tried, prepare
-from autoaccum.devices.in_place.state_keeper import StateKeeper
+from autoaccum.devices.in_place.live_objects import LiveObjects, TrialTarget, prepare
+from autoaccum.devices.in_place.state_keeper import StateRestorer
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device
@@ -77,7 +77,7 @@ def run_verification(
     with preserve_rng_state(), blame_exit("the workload"):
         tried, reference = _find_subject(workload, live or {}, options, accumulate, target)
         from_file = isinstance(workload, (str, os.PathLike))
-        return StateKeeper(tried, at_once=True).run(work)
+        return StateRestorer(tried, at_once=True).run(work)
 
 
 def _read_sizes(target_batch: Any, micro_batch: Any) -> tuple[int, int]:
@@ -93,7 +93,7 @@ def _read_sizes(target_batch: Any, micro_batch: Any) -> tuple[int, int]:
 
 def _find_subject(
     given: Any, live: Mapping[str, Any], options: Options, accumulate: Any, target: int
-) -> tuple[Tried, str]:
+) -> tuple[TrialTarget, str]:
     """The workload with all of the caller's that its runs can reach, and the name for the record.
 
     Raises:

@@ -12,7 +12,7 @@ from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.schedule import check_multiple, format_parts, split_evenly
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.in_place.live_objects import Tried
+from autoaccum.devices.in_place.live_objects import TrialTarget
 from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError, first_line
@@ -58,7 +58,7 @@ class Verifier:
 
     def __init__(
         self,
-        subject: Tried,
+        subject: TrialTarget,
         reference: str,
         options: Options,
         target: int,

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
-from autoaccum.devices.budget import Supply, choose_budget
+from autoaccum.devices.budget import AvailableMemory, choose_budget
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, MemorySize
 
-HOST = Supply(total_bytes=16 * GIB, free_bytes=10 * GIB, bound="the machine")
+HOST = AvailableMemory(total_bytes=16 * GIB, free_bytes=10 * GIB, bound="the machine")
 
 
 def size(count: int) -> MemorySize:

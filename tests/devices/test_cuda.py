@@ -159,21 +159,21 @@ def test_without_a_card_a_plan_is_refused_in_one_sentence(write_workload: Any) -
         device.inspect()
 
 
-def test_peaks_are_foreseen_by_a_simulation_of_this_very_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_forecast_by_a_simulation_of_this_very_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the trials need the card; what it is comes from the report."""
     settings = TrialSettings(reference=str(EXAMPLES / "digits_cnn.py"), share=256)
     with CudaDevice(settings, index=1) as device:
         monkeypatch.setattr(device, "_use_worker", lambda: None)
         device._report = REPORT
-        foresight = device.foresee()
-    assert foresight.notes == ()
-    assert foresight.peak_bytes is not None
-    peaks = [foresight.peak_bytes(size) for size in (2, 64, 128)]
+        forecast = device.forecast()
+    assert forecast.notes == ()
+    assert forecast.peak_bytes is not None
+    peaks = [forecast.peak_bytes(size) for size in (2, 64, 128)]
     assert None not in peaks
     assert peaks == sorted(set(peaks), key=lambda peak: peak or 0)
 
 
-def test_what_cannot_be_simulated_is_foreseen_by_nobody_and_said(
+def test_what_cannot_be_simulated_has_no_forecast_and_says_why(
     monkeypatch: pytest.MonkeyPatch, write_workload: Any
 ) -> None:
     lines = "model = nn.Linear(3, 1)\ndef batch(n): return torch.zeros(n, 3)\n"
@@ -182,10 +182,10 @@ def test_what_cannot_be_simulated_is_foreseen_by_nobody_and_said(
     with CudaDevice(TrialSettings(reference=reference, share=256)) as device:
         monkeypatch.setattr(device, "_use_worker", lambda: None)
         device._report = REPORT
-        foresight = device.foresee()
-    assert foresight.peak_bytes is None
-    assert "began without a simulation of the card (" in foresight.notes[0]
-    assert "a value is read" in foresight.notes[0]
+        forecast = device.forecast()
+    assert forecast.peak_bytes is None
+    assert "began without a simulation of the card (" in forecast.notes[0]
+    assert "a value is read" in forecast.notes[0]
 
 
 TOTALS = st.integers(MIB, 1024 * GIB)

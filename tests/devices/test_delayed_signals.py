@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.delayed_signals import DelayedSignals
-from autoaccum.devices.in_place.state_keeper import LiveState
+from autoaccum.devices.in_place.state_keeper import SavedState
 
 
 def test_a_signal_waits_for_a_window_and_closes_it() -> None:
@@ -105,15 +105,15 @@ def test_ctrl_c_while_everything_is_put_back_waits(
     optimizer = torch.optim.AdamW(model.parameters())
     device = live_device(model, pairs, optimizer=optimizer)
     assert device.limit_bytes
-    before, restore, struck = state_digest(model, optimizer), LiveState.restore, []
+    before, restore, struck = state_digest(model, optimizer), SavedState.restore, []
 
-    def strike(self: LiveState) -> None:
+    def strike(self: SavedState) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         restore(self)
         struck.append(1)
 
-    monkeypatch.setattr(LiveState, "restore", strike)
+    monkeypatch.setattr(SavedState, "restore", strike)
     with pytest.raises(KeyboardInterrupt):
         device.trial((2, 2))
     assert struck

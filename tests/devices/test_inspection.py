@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from autoaccum.devices import environment
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.inspection import count_sample_bytes, inspect_workload
+from autoaccum.devices.inspection import inspect_workload, measure_sample_bytes
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.workload.spec import Workload
 
@@ -129,9 +129,9 @@ class Stack(nn.Module):
 def test_counts_what_backward_needs() -> None:
     """A sigmoid keeps its output, which is also the next product's input; of a product's output nothing is kept."""
     stacked = make(Stack, criterion=None, loss=lambda model, x: model(x).mean(), batch=lambda n: torch.randn(n, 256))
-    assert count_sample_bytes(stacked, stacked.build_model(), 2) == 3 * 256 * 4
+    assert measure_sample_bytes(stacked, stacked.build_model(), 2) == 3 * 256 * 4
     unable = with_loss(lambda model, batch: model(batch[0]).mean() if len(batch[0]) != 4 else None)
-    assert count_sample_bytes(unable, unable.build_model(), 2) is None
+    assert measure_sample_bytes(unable, unable.build_model(), 2) is None
 
 
 @pytest.mark.parametrize(("version", "release"), [("2.11.0", (2, 11)), ("2.15.0+cu132", (2, 15)), ("3.0.0a0", (3, 0))])

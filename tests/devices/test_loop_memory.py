@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from autoaccum.accumulation.state_hash import state_digest
-from autoaccum.devices.loop_memory import Averages, KeptOutputs, evaluate, naming
+from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, naming
 from autoaccum.devices.trial_run import TrialRun
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.objective import resolve_objective
@@ -82,7 +82,7 @@ def test_an_output_is_let_go_of_when_the_next_has_its_name() -> None:
         seen.extend([weakref.ref(first), weakref.ref(second)])
         return torch.as_tensor((first + second).mean())
 
-    kept = KeptOutputs()
+    kept = HeldOutputs()
     objective = naming(resolve_objective(loss), kept)
     model = Net()
     for _ in range(3):
@@ -127,7 +127,7 @@ MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_an_average_has_the_weights_and_buffers_of_the_model(name: str) -> None:
     model = MODELS[name]()
-    averages = Averages(model)
+    averages = EmaModel(model)
     own = [*model.parameters(), *model.buffers()]
     assert [(tensor.shape, tensor.dtype) for tensor in averages.tensors] == [(own.shape, own.dtype) for own in own]
     assert not {tensor.data_ptr() for tensor in averages.tensors} & {tensor.data_ptr() for tensor in own}
@@ -222,7 +222,7 @@ def test_the_evaluation_stands_between_updates() -> None:
         ),
         6,
         before_update=lambda: told.append("start"),
-        beside_evaluation=lambda: told.append(rehearsal.phase),
+        around_evaluation=lambda: told.append(rehearsal.phase),
     )
     rehearsal.run((3, 3))
     passes = [("evaluation", 2, [None, None])] * 2

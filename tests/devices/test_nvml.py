@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from autoaccum.devices.nvml import CardProcess, Nvml, NvmlMissing, ask_card, read_all_cards, read_nvml
+from autoaccum.devices.nvml import CardProcess, Nvml, NvmlMissing, query_card, read_all_cards, read_nvml_card
 from autoaccum.units import GIB, MIB
 
 RTX_3090 = {
@@ -55,7 +55,7 @@ class Recorded:
 
 
 def test_a_card_with_foreign_processes() -> None:
-    assert ask_card(Recorded(), "handle") == Nvml(
+    assert query_card(Recorded(), "handle") == Nvml(
         uuid="GPU-abc",
         driver="580.95.05",
         used_bytes=9 * GIB - 325 * MIB,
@@ -67,32 +67,32 @@ def test_a_card_with_foreign_processes() -> None:
 
 def test_a_slice() -> None:
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
-    card = ask_card(Recorded(nvmlDeviceIsMigDeviceHandle=1, nvmlDeviceGetName=name), "handle")
+    card = query_card(Recorded(nvmlDeviceIsMigDeviceHandle=1, nvmlDeviceGetName=name), "handle")
     assert (card.mig, card.slice) == (True, name)
 
 
 def test_what_is_not_told_is_none() -> None:
-    card = ask_card(Recorded("GPU-abc", **dict.fromkeys(RTX_3090)), "handle")
+    card = query_card(Recorded("GPU-abc", **dict.fromkeys(RTX_3090)), "handle")
     assert card == Nvml(uuid="", driver=None, used_bytes=None, mig=None, slice=None, processes=None)
     for used in (None, 2**64 - 1):
         untold = [SimpleNamespace(pid=7, usedGpuMemory=used)]
         library = Recorded(nvmlDeviceGetComputeRunningProcesses=untold, nvmlDeviceGetGraphicsRunningProcesses=None)
-        assert ask_card(library, "handle").processes == (CardProcess(pid=7, used_bytes=None),)
+        assert query_card(library, "handle").processes == (CardProcess(pid=7, used_bytes=None),)
 
 
 @pytest.mark.parametrize("prefix", ["GPU-", "MIG-"])
 def test_a_card_is_found_with_and_without_its_prefix(prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library = Recorded(f"{prefix}abc")
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    assert isinstance(read_nvml(f"{prefix}abc"), Nvml)
-    assert isinstance(read_nvml("abc"), Nvml)
-    assert read_nvml("xyz") == NvmlMissing("no card MIG-xyz: Not Found")
+    assert isinstance(read_nvml_card(f"{prefix}abc"), Nvml)
+    assert isinstance(read_nvml_card("abc"), Nvml)
+    assert read_nvml_card("xyz") == NvmlMissing("no card MIG-xyz: Not Found")
 
 
 def test_the_questions_are_ones_the_real_library_has() -> None:
     pynvml = pytest.importorskip("pynvml")
     library = Recorded()
-    ask_card(library, "handle")
+    query_card(library, "handle")
     own = [name for name in vars(Recorded) if not name.startswith("_")]
     names = {*library.asked, *own, "nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount", "nvmlDeviceGetHandleByIndex"}
     assert all(hasattr(pynvml, name) for name in names)
@@ -103,11 +103,11 @@ def test_the_questions_are_ones_the_real_library_has() -> None:
 @pytest.mark.without_gpu
 def test_without_a_driver_the_real_library_says_so() -> None:
     pytest.importorskip("pynvml")
-    assert read_nvml("8f2b6c1e") == read_all_cards() == NvmlMissing("NVML Shared Library Not Found")
+    assert read_nvml_card("8f2b6c1e") == read_all_cards() == NvmlMissing("NVML Shared Library Not Found")
 
 
 def test_without_pynvml_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    read = read_nvml("abc")
+    read = read_nvml_card("abc")
     assert isinstance(read, NvmlMissing)
     assert read.reason.startswith("pynvml (nvidia-ml-py) cannot be imported")

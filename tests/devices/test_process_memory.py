@@ -83,10 +83,10 @@ taken = torch.ones(32 * 2**20, dtype=torch.uint8)
 reading = meter.read()
 assert reading.peak_reserved_bytes >= taken.nbytes - 2**20, reading
 assert (reading.retries, reading.peak_allocated_bytes) == (None, None), reading
-kept = meter.settle()
+kept = meter.measure_leftover()
 assert kept >= taken.nbytes - 2**20, kept
 del taken
-kept = meter.settle()
+kept = meter.measure_leftover()
 assert kept < -31 * 2**20, kept
 meter.start()
 with meter.limit(16 * 2**20):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum.devices.card_memory import report_card
 from autoaccum.devices.card_meter import read_card
-from autoaccum.devices.nvml import NvmlMissing, read_nvml
+from autoaccum.devices.nvml import NvmlMissing, read_nvml_card
 
 
 def measure_context(place: torch.device, before: Any) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def measure_context(place: torch.device, before: Any) -> dict[str, Any]:
         return {"nvml_before": as_json(before)}
     torch.zeros(1, device=place)
     card = read_card(place.index)
-    now = None if card.uuid is None else read_nvml(card.uuid)
+    now = None if card.uuid is None else read_nvml_card(card.uuid)
     report = report_card(card, before, now, own_pid=os.getpid(), allocator=torch.cuda.get_allocator_backend())
     return {"nvml_before": as_json(before), "nvml": as_json(now), **dataclasses.asdict(report)}
 

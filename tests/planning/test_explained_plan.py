@@ -16,7 +16,7 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear
 import autoaccum
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.child.requests import Request
-from autoaccum.devices.explanation import CATEGORIES, Account, Change, Explaining
+from autoaccum.devices.explanation import CATEGORIES, Change, ExplainingDevice, MemoryReport
 from autoaccum.devices.simulated.cards import context_memory, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.tracer import LabelParts
@@ -171,7 +171,7 @@ class Measured:
 
     name, limit_bytes = "cuda:0", GIB
 
-    def __init__(self, account: Account | AutoaccumError) -> None:
+    def __init__(self, account: MemoryReport | AutoaccumError) -> None:
         self.account = account
         self.asked: list[tuple[tuple[int, ...], bool, bool]] = []
 
@@ -187,7 +187,7 @@ class Measured:
 
     def explain(
         self, parts: tuple[int, ...], *, changes: bool = True, curve: bool = False, limit_seconds: float | None = None
-    ) -> Account:
+    ) -> MemoryReport:
         self.asked.append((parts, changes, curve))
         if isinstance(self.account, AutoaccumError):
             raise self.account
@@ -205,14 +205,14 @@ class Measured:
         pass
 
 
-def account() -> Account:
+def account() -> MemoryReport:
     with simulated(SyntheticTracer()) as device:
         return device.explain((20, 20))
 
 
 def test_a_measured_plan_keeps_its_peak_beside_the_simulated_one() -> None:
     device = Measured(replace(account(), notes=("said so",)))
-    assert isinstance(device, Explaining)
+    assert isinstance(device, ExplainingDevice)
     plan = plan_on_device(PlanSetup(device, "model.py"), make_request(64, explain=True))
     assert plan.kind == "measured"
     assert device.asked == [(plan.trials[-1].parts, True, False)]

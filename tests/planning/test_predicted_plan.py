@@ -13,7 +13,7 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.accumulation.plan_check import plan_facts
 from autoaccum.devices.base import Device, Inspection, Trial
-from autoaccum.devices.explanation import Foresight
+from autoaccum.devices.explanation import Forecast
 from autoaccum.devices.simulated.allocator.replay import least_capacity, replay
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
@@ -176,8 +176,8 @@ class RealCard:
     name = "cuda:0"
     limit_bytes = 8 * GIB
 
-    def __init__(self, foresight: Foresight) -> None:
-        self.foresight = foresight
+    def __init__(self, forecast: Forecast) -> None:
+        self._forecast = forecast
         self.limit_seconds: float | None = None
         self.jobs = 0
 
@@ -209,9 +209,9 @@ class RealCard:
         self.jobs = self.jobs if ran else 0
         return trial
 
-    def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
+    def forecast(self, *, limit_seconds: float | None = None) -> Forecast:
         self.limit_seconds = limit_seconds
-        return self.foresight
+        return self._forecast
 
     def close(self) -> None:
         pass
@@ -223,16 +223,16 @@ class RealCard:
         pass
 
 
-def measure(foresight: Foresight, target: int = 256, **request: Any) -> tuple[Plan, list[TrialStarted]]:
+def measure(forecast: Forecast, target: int = 256, **request: Any) -> tuple[Plan, list[TrialStarted]]:
     events: list[Event] = []
-    setup = PlanSetup(RealCard(foresight), "model.py")
+    setup = PlanSetup(RealCard(forecast), "model.py")
     plan = plan_on_device(setup, make_request(target, **request), on_event=events.append)
     return plan, [event for event in events if isinstance(event, TrialStarted)]
 
 
 @pytest.mark.parametrize("error", [-0.03, -0.01, 0.0, 0.01, 0.03])
 def test_a_measured_plan_needs_few_trials(error: float) -> None:
-    plan, trials = measure(Foresight(peak_bytes=lambda size: round((1 + error) * (GIB + size * 77 * MIB))))
+    plan, trials = measure(Forecast(peak_bytes=lambda size: round((1 + error) * (GIB + size * 77 * MIB))))
     assert plan.kind == "measured"
     assert plan.largest_fit == 93
     assert 2 <= len(trials) <= 6
@@ -242,7 +242,7 @@ def test_a_measured_plan_needs_few_trials(error: float) -> None:
 
 def test_without_a_forecast_the_answer_is_the_same_and_a_note_says_why() -> None:
     note = "the search began without a simulation of the card (no reason)"
-    plan, trials = measure(Foresight(notes=(note,)))
+    plan, trials = measure(Forecast(notes=(note,)))
     assert plan.largest_fit == 93
     assert note in plan.notes
     assert trials[0].parts == (1, 1)
@@ -253,5 +253,5 @@ def test_where_little_is_to_be_won_nothing_is_simulated(target: int, request_: d
     def never(size: int) -> int:
         raise AssertionError
 
-    _, trials = measure(Foresight(peak_bytes=never), target, **request_)
+    _, trials = measure(Forecast(peak_bytes=never), target, **request_)
     assert trials[0].parts[0] == 1

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 from pictured_plans import extremes, plan, trial, usual
 
-from autoaccum.devices.explanation import Account
+from autoaccum.devices.explanation import MemoryReport
 from autoaccum.planning.plan import Plan
 from autoaccum.reporting.figures.memory_figure import draw_memory, memory_figure
 from autoaccum.reporting.figures.style import DARK, LIGHT, label, picture_settings
@@ -22,7 +22,7 @@ from autoaccum.units import GIB, format_bytes
 
 CASES = extremes()
 NAMES = list(CASES)
-Case = tuple[Plan, Account | None]
+Case = tuple[Plan, MemoryReport | None]
 
 
 @pytest.fixture(params=NAMES)

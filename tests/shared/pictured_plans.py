@@ -7,7 +7,7 @@ from typing import Any
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Outcome, Phase, Trial
-from autoaccum.devices.explanation import CATEGORIES, Account, Category, CurvePoint, Explanation, Timeline
+from autoaccum.devices.explanation import CATEGORIES, Category, CurvePoint, Explanation, MemoryReport, Timeline
 from autoaccum.planning.plan import Plan
 from autoaccum.units import GIB, MIB
 
@@ -47,14 +47,14 @@ def account(
     phases: tuple[tuple[int, Phase], ...] = PHASES,
     curve: tuple[CurvePoint, ...] = (),
     module: str = "blocks.*.mlp",
-) -> Account:
+) -> MemoryReport:
     """An account of two micro-batches of 12 samples."""
     categories = {category: tuple(map(of, range(POINTS))) for category, of in held.items()}
     total = [sum(column) for column in zip(*categories.values(), strict=True)]
     peak_at = max(range(POINTS), key=total.__getitem__)
     peak_bytes = total[peak_at] + unused
     at_peak = {category: categories[category][peak_at] if category in held else 0 for category in CATEGORIES}
-    return Account(
+    return MemoryReport(
         explanation=Explanation(
             card="rtx3090 (simulated)",
             parts=(12, 12),
@@ -118,7 +118,7 @@ MEASURED: dict[str, Any] = {
 }
 
 
-def usual(limit_share: float = 1.05) -> tuple[Plan, Account]:
+def usual(limit_share: float = 1.05) -> tuple[Plan, MemoryReport]:
     """As most plans are: two sizes tried, and a limit somewhat above the peak."""
     made = account()
     peak = made.explanation.peak_bytes
@@ -127,7 +127,7 @@ def usual(limit_share: float = 1.05) -> tuple[Plan, Account]:
     return plan(12, 256, int(limit_share * peak), peak, trials), made
 
 
-def extremes() -> dict[str, tuple[Plan, Account | None]]:
+def extremes() -> dict[str, tuple[Plan, MemoryReport | None]]:
     """By name, what pictures must cope with."""
     one = 40 * GIB
     small: Held = {category: lambda at: 90 * MIB for category in CATEGORIES if category not in ("unused", "parameters")}

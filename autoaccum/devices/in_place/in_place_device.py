@@ -17,8 +17,8 @@ from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.in_place.live_objects import LiveObjects, prepare
-from autoaccum.devices.in_place.memory_limits import Place, check_single_thread, make_place, tight_heap
-from autoaccum.devices.in_place.state_keeper import StateKeeper, check_host_copy, count_live_bytes
+from autoaccum.devices.in_place.memory_limits import MemoryLimit, check_single_thread, make_memory_limit, tight_heap
+from autoaccum.devices.in_place.state_keeper import StateRestorer, check_host_copy, measure_live_state
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import warm_up
 from autoaccum.devices.trial_record import record_trial
@@ -36,13 +36,13 @@ _WEAKNESS = (
 class InPlaceDevice:
     """Trials in this process: of live objects, which are put back after each, or of a Workload made in code.
 
-    *What is put back*, and proved by hash after every trial: see `LiveState`. The copy is made in host memory before
+    *What is put back*, and proved by hash after every trial: see `SavedState`. The copy is made in host memory before
     each trial and does not count against a budget; one that does not fit is refused before anything is touched.
     Ctrl-C ends a trial; everything is put back first.
 
     *What the budget means* is the same as on the other devices: all that training takes, live objects and their
     `.grad` included. On the CPU that is what the live objects hold and what a trial adds to this process, told by its
-    peak (see `HostPlace`); malloc gives back what is freed at once, until `close` (`tight_heap`). On a card it
+    peak (see `HostMemoryLimit`); malloc gives back what is freed at once, until `close` (`tight_heap`). On a card it
     is all that PyTorch's allocator in this process holds there, other tensors of yours included.
 
     *What cannot be had in place*: a fresh process (`Trial.fresh` is always False) and a limit on a trial's time. What
@@ -76,9 +76,9 @@ class InPlaceDevice:
                 hint="only there can a process be held to a budget so that the allocator itself refuses",
             )
         self._share, self._memory, self._reserve = share, memory, reserve
-        self._live = count_live_bytes(self._tried.roots, self._tried.optimizer, is_live=self._tried.is_live)
-        self._keeper = StateKeeper(self._tried)
-        self._started: tuple[Place, int] | None = None
+        self._live = measure_live_state(self._tried.roots, self._tried.optimizer, is_live=self._tried.is_live)
+        self._keeper = StateRestorer(self._tried)
+        self._started: tuple[MemoryLimit, int] | None = None
         self._resources = ExitStack()
 
     @property
@@ -117,7 +117,7 @@ class InPlaceDevice:
         """
         place, _ = self._start()
         inspection = self._keeper.run(lambda interruptions: self._inspect(place, interruptions))
-        place.settle()
+        place.measure_leftover()
         return dataclasses.replace(inspection, cautions=tuple(self._cautions()))
 
     def trial(
@@ -138,7 +138,7 @@ class InPlaceDevice:
         self._check_threads()
         held_to = budget_bytes if limit_bytes is None else limit_bytes
         trial = self._keeper.run(lambda interruptions: self._try(place, parts, held_to, interruptions))
-        place.settle()
+        place.measure_leftover()
         return dataclasses.replace(trial, limit_bytes=limit_bytes)
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class InPlaceDevice:
         """Close."""
         self.close()
 
-    def _start(self) -> tuple[Place, int]:
+    def _start(self) -> tuple[MemoryLimit, int]:
         """Refuse what cannot be done before anything is touched; warm PyTorch up; choose the budget. Once."""
         if self._started is not None:
             return self._started
@@ -164,7 +164,7 @@ class InPlaceDevice:
             raise UsageError("trials are asked for within torch.inference_mode()", hint="plan outside of it")
         is_cpu = self._tried.device.type == "cpu"
         check_host_copy(self._tried.workload.name, self._live, read_host_memory(), guarded_on_host=not is_cpu)
-        place = make_place(self._tried.device, self._live)
+        place = make_memory_limit(self._tried.device, self._live)
         self._check_threads()
         with ExitStack() as resources:
             if is_cpu:
@@ -185,7 +185,7 @@ class InPlaceDevice:
         if self._tried.device.type == "cpu":  # On a card they share the limit as they share the card.
             check_single_thread()
 
-    def _inspect(self, place: Place, interruptions: DelayedSignals) -> Inspection:
+    def _inspect(self, place: MemoryLimit, interruptions: DelayedSignals) -> Inspection:
         name = self._tried.workload.name
         try:
             with interruptions.window():
@@ -198,7 +198,7 @@ class InPlaceDevice:
             failure = describe_failure(error, f"an update from a small batch of {name}")
         raise failure_error(failure, owner)
 
-    def _try(self, place: Place, parts: tuple[int, ...], held_to: int, interruptions: DelayedSignals) -> Trial:
+    def _try(self, place: MemoryLimit, parts: tuple[int, ...], held_to: int, interruptions: DelayedSignals) -> Trial:
         """One trial under the limit, which is lifted before anything is said about it."""
         release_memory(self._tried.device)
         done = run_trial(
@@ -229,7 +229,7 @@ class InPlaceDevice:
         return [*said, *self._keeper.warnings]
 
 
-def _warm_up(place: Place) -> None:
+def _warm_up(place: MemoryLimit) -> None:
     place.open()
     with torch.enable_grad():
         warm_up(place.device)

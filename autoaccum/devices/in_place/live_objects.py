@@ -92,7 +92,7 @@ class _LiveWorkload(Workload):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class TrialTarget:
     """A subject as trials take it.
 
     Attributes:
@@ -112,7 +112,7 @@ class Tried:
     is_live: bool
 
 
-def prepare(subject: Workload | LiveObjects, device: str) -> Tried:
+def prepare(subject: Workload | LiveObjects, device: str) -> TrialTarget:
     """Find out where `subject` is tried, and what a trial of it may change.
 
     Raises:
@@ -136,7 +136,9 @@ def prepare(subject: Workload | LiveObjects, device: str) -> Tried:
         optimizer = None
     roots, generators = _find_roots(model, optimizer, workload.objective, functions)
     live = isinstance(subject, LiveObjects)
-    return Tried(workload=workload, device=place, roots=roots, generators=generators, optimizer=optimizer, is_live=live)
+    return TrialTarget(
+        workload=workload, device=place, roots=roots, generators=generators, optimizer=optimizer, is_live=live
+    )
 
 
 def find_device(model: nn.Module) -> torch.device:

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import torch
 
 from autoaccum.devices.base import Trial
-from autoaccum.devices.budget import Supply, choose_budget, room_above
+from autoaccum.devices.budget import AvailableMemory, choose_budget, limit_slack
 from autoaccum.devices.card_memory import CardReport
 from autoaccum.devices.card_meter import CardMeter, start_error
 from autoaccum.devices.cuda import choose_card_budget, describe_card
 from autoaccum.devices.host_memory import data_limit, read_host_memory, read_process_memory
-from autoaccum.devices.in_place.state_keeper import LiveBytes
+from autoaccum.devices.in_place.state_keeper import LiveStateSize
 from autoaccum.devices.meters import HostMeter
 from autoaccum.devices.trial_record import Reading
 from autoaccum.errors import UsageError
@@ -94,11 +94,11 @@ def _runs(thread: threading.Thread) -> bool:
     return thread.is_alive() and (number is None or Path(f"/proc/{os.getpid()}/task/{number}").exists())
 
 
-class HostPlace(HostMeter):
+class HostMemoryLimit(HostMeter):
     """What this process takes of the host's memory above what it holds already.
 
     To be used within `tight_heap`. Whether a trial kept to its budget is told by its peak; RLIMIT_DATA, which would
-    refuse at the budget, is set above it (`budget.room_above`). Libraries do not survive every refusal (oneDNN's
+    refuse at the budget, is set above it (`budget.limit_slack`). Libraries do not survive every refusal (oneDNN's
     backward of a convolution ends the process by SIGSEGV where a small block is refused, seen in 3 of 13 plans with
     torch 2.13), and this process is the user's. Far above the budget it is a large tensor that is refused, which
     PyTorch answers with an exception.
@@ -107,10 +107,10 @@ class HostPlace(HostMeter):
     compiled kernels), which a fresh process would need as well.
     """
 
-    def __init__(self, live: LiveBytes) -> None:
+    def __init__(self, live: LiveStateSize) -> None:
         super().__init__()
         self._live = live
-        self._host: Supply | None = None
+        self._host: AvailableMemory | None = None
         self._kept_bytes: int | None = None
         self._room_bytes = 0
 
@@ -127,7 +127,7 @@ class HostPlace(HostMeter):
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """RLIMIT_DATA above what is held now, what of the budget is left beside the live objects, and the slack."""
         self._room_bytes = max(0, budget_bytes - self._live.held_bytes - (self._kept_bytes or 0))
-        slack_bytes = room_above(self._room_bytes, read_host_memory().free_bytes)
+        slack_bytes = limit_slack(self._room_bytes, read_host_memory().free_bytes)
         return data_limit(self._before.data_bytes + self._room_bytes + slack_bytes)
 
     def read(self) -> Reading:
@@ -136,7 +136,7 @@ class HostPlace(HostMeter):
         peak = reading.peak_reserved_bytes
         return replace(reading, peak_reserved_bytes=None if peak is None else self._live.held_bytes + peak)
 
-    def settle(self) -> int:
+    def measure_leftover(self) -> int:
         """What the last job did not give back, in resident bytes; that of the first job is remembered."""
         trim_heap()
         assert self._base is not None
@@ -153,7 +153,7 @@ class HostPlace(HostMeter):
         """
         host = read_host_memory()
         free_bytes = max(0, host.free_bytes - self._live.copy_bytes) + self._live.held_bytes
-        self._host = Supply(host.total_bytes, free_bytes, host.bound)
+        self._host = AvailableMemory(host.total_bytes, free_bytes, host.bound)
         return choose_budget(self._host, memory, reserve)
 
     def describe(self) -> dict[str, Any]:
@@ -165,13 +165,13 @@ class HostPlace(HostMeter):
             "peak": "what live objects hold, and VmHWM above what was resident before, and what is untouched",
         }
 
-    def judge(self, trial: Trial, reading: Reading, beside_evaluation: Sequence[Reading]) -> Trial:
+    def judge(self, trial: Trial, reading: Reading, around_evaluation: Sequence[Reading]) -> Trial:
         """Out of memory where the peak went beyond the budget."""
         excess = self._excess(reading)
         if not (trial.ran and excess):
             return trial
         held = format_bytes(reading.peak_reserved_bytes or 0)
-        before_and_after = [self._excess(one) > 0 for one in beside_evaluation[:2]]
+        before_and_after = [self._excess(one) > 0 for one in around_evaluation[:2]]
         return replace(
             trial,
             outcome="oom",
@@ -185,7 +185,7 @@ class HostPlace(HostMeter):
         return max(0, (reading.peak_reserved_bytes or 0) - self._live.held_bytes - self._room_bytes)
 
 
-class CardPlace(CardMeter):
+class CardMemoryLimit(CardMeter):
     """A card, with whatever else PyTorch's allocator in this process holds there."""
 
     def __init__(self, device: torch.device) -> None:
@@ -206,15 +206,15 @@ class CardPlace(CardMeter):
         assert self._report is not None
         return describe_card(self._report)
 
-    def judge(self, trial: Trial, reading: Reading, beside_evaluation: Sequence[Reading]) -> Trial:
+    def judge(self, trial: Trial, reading: Reading, around_evaluation: Sequence[Reading]) -> Trial:
         """The allocator sees all of it."""
         return trial
 
 
-Place: TypeAlias = "HostPlace | CardPlace"
+MemoryLimit: TypeAlias = "HostMemoryLimit | CardMemoryLimit"
 """A device's memory, as this process uses it."""
 
 
-def make_place(device: torch.device, live: LiveBytes) -> Place:
+def make_memory_limit(device: torch.device, live: LiveStateSize) -> MemoryLimit:
     """The place that `device` is; on a card, CUDA starts if it has not."""
-    return HostPlace(live) if device.type == "cpu" else CardPlace(device)
+    return HostMemoryLimit(live) if device.type == "cpu" else CardMemoryLimit(device)

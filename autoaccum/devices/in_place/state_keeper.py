@@ -16,9 +16,9 @@ from autoaccum.accumulation.recovery import release_memory
 from autoaccum.accumulation.rng_state import Generator
 from autoaccum.accumulation.state_hash import PlainAttributes, changed_names, state_entries
 from autoaccum.accumulation.transaction import TorchState, dense_parts, tensor_bytes
-from autoaccum.devices.budget import Supply
+from autoaccum.devices.budget import AvailableMemory
 from autoaccum.devices.delayed_signals import DelayedSignals
-from autoaccum.devices.in_place.live_objects import Tried
+from autoaccum.devices.in_place.live_objects import TrialTarget
 from autoaccum.errors import NotMeasuredError, UsageError, first_line
 from autoaccum.units import MIB, format_bytes
 
@@ -27,7 +27,7 @@ _MARGIN_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class LiveBytes:
+class LiveStateSize:
     """How much live state there is, in bytes.
 
     Attributes:
@@ -40,7 +40,7 @@ class LiveBytes:
     held_bytes: int
 
 
-def count_live_bytes(roots: Mapping[str, nn.Module], optimizer: Optimizer | None, *, is_live: bool) -> LiveBytes:
+def measure_live_state(roots: Mapping[str, nn.Module], optimizer: Optimizer | None, *, is_live: bool) -> LiveStateSize:
     """Add up what is there; what is not live training state (a criterion, a template) holds nothing of a trial's."""
     modules = [module for root in roots.values() for module in root.modules()]
     parameters = [parameter for root in roots.values() for parameter in root.parameters()]
@@ -49,10 +49,10 @@ def count_live_bytes(roots: Mapping[str, nn.Module], optimizer: Optimizer | None
     found = _tensors([parameters, [parameter.grad for parameter in parameters], kept, trained])
     everything = list({id(tensor): tensor for tensor in found}.values())
     copy_bytes = sum(tensor_bytes(tensor) for tensor in everything)
-    return LiveBytes(copy_bytes, _storage_size(everything) if is_live else 0)
+    return LiveStateSize(copy_bytes, _storage_size(everything) if is_live else 0)
 
 
-def check_host_copy(name: str, live: LiveBytes, host: Supply, *, guarded_on_host: bool) -> None:
+def check_host_copy(name: str, live: LiveStateSize, host: AvailableMemory, *, guarded_on_host: bool) -> None:
     """Refuse a copy that does not fit beside a margin of 256 MiB or 5 % of what is free.
 
     `guarded_on_host`: the copy with which the Accumulator guards a trial's first update comes on top; on the CPU it is
@@ -103,7 +103,7 @@ def _storage_size(tensors: Iterable[Tensor]) -> int:
 _RELOAD = "the model is not as it was: load it again before training"
 
 
-class LiveState:
+class SavedState:
     """The state of live objects from before a trial.
 
     What `TorchState` covers, and plain attributes of modules of the user's own classes. Not covered: torch's settings
@@ -147,14 +147,14 @@ class LiveState:
 T = TypeVar("T")
 
 
-class StateKeeper:
+class StateRestorer:
     """Keeps the state of what is tried; `at_once` see `DelayedSignals`.
 
     Attributes:
         warnings: Sentences on Python attributes that trials change.
     """
 
-    def __init__(self, tried: Tried, *, at_once: bool = False) -> None:
+    def __init__(self, tried: TrialTarget, *, at_once: bool = False) -> None:
         self._tried, self._at_once = tried, at_once
         self.warnings: list[str] = []
 
@@ -165,7 +165,7 @@ class StateKeeper:
             NotMeasuredError: Something could not be put back; where an interruption ended `job`, that is a warning.
         """
         with DelayedSignals(at_once=self._at_once) as interruptions:
-            state = LiveState(self._tried.roots, self._tried.optimizer, self._tried.generators)
+            state = SavedState(self._tried.roots, self._tried.optimizer, self._tried.generators)
             failure: BaseException | None = None
             try:
                 result = job(interruptions)
@@ -183,7 +183,7 @@ class StateKeeper:
                 del failure  # the traceback holds this frame
             return result
 
-    def _put_back(self, state: LiveState) -> NotMeasuredError | None:
+    def _put_back(self, state: SavedState) -> NotMeasuredError | None:
         try:
             release_memory(self._tried.device)  # Raises where a card's context is dead.
             kept = state.own.changed()

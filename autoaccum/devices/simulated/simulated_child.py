@@ -20,14 +20,14 @@ from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.inspection import (
-    FORM_SAMPLES,
+    LAYOUT_SAMPLES,
     SAMPLES,
-    collected_warnings,
-    describe_subject,
-    few_samples,
+    collect_warnings,
+    describe_setup,
+    detect_multiple,
     find_advice,
     find_least_size,
-    with_multiple,
+    probe_size,
 )
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
@@ -50,7 +50,7 @@ from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.devices.simulated.unsupported import as_workload_error, reads_missing_host_value
 from autoaccum.devices.trial_child import TrialChild, load_requested
 from autoaccum.devices.trial_requests import Inspect, Inspected, Loaded
-from autoaccum.devices.trial_run import TrialRun, place_model, seed_everything
+from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.workload.spec import Workload
 
 T = TypeVar("T")
@@ -129,14 +129,14 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode) -> tup
 
     No values are computed, so neither the loss nor its weighting can be checked.
     """
-    size = few_samples(workload, SAMPLES, share)
-    with collected_warnings() as messages:
+    size = probe_size(workload, SAMPLES, share)
+    with collect_warnings() as messages:
         trace, trial_run, terms = trace_trial(workload, (size,) if size == share else (size, size), mode)
     assert trial_run.made is not None
     model, optimizer = trial_run.made
-    workload, found_multiple = with_multiple(workload, model, share)
-    samples = few_samples(workload, FORM_SAMPLES, share)
-    fields = describe_subject(workload, model, optimizer, samples, terms)
+    workload, found_multiple = detect_multiple(workload, model, share)
+    samples = probe_size(workload, LAYOUT_SAMPLES, share)
+    fields = describe_setup(workload, model, optimizer, samples, terms)
     fields["recipe"]["misweighted"] = find_advice(messages)
     inspection = Inspection(
         **fields,
@@ -227,7 +227,7 @@ class SimulatedChild:
     def _suggest(self, request: SuggestChanges) -> tuple[SuggestedChange, ...] | Failure:
         def run(workload: Workload, mode: FakeCudaMode) -> tuple[SuggestedChange, ...]:
             assert self._card is not None
-            model = place_model(workload.build_model(), DEVICE)
+            model = move_model(workload.build_model(), DEVICE)
             return tuple(suggest_changes(workload, model, workload.build_optimizer(model), self._card))
 
         return self._run(run, "looking for changes to suggest")

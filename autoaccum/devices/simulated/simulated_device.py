@@ -12,8 +12,8 @@ from typing import Any
 
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.devices.base import Inspection, Trial
-from autoaccum.devices.budget import CARD_HEADROOM, Supply, choose_budget
-from autoaccum.devices.explanation import Account, Foresight, Prediction
+from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
+from autoaccum.devices.explanation import Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, context_memory
@@ -24,12 +24,14 @@ from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 
-def _read_supply(card: Card, context: ContextMemory, allowed_bytes: int | None) -> Supply:
+def _read_supply(card: Card, context: ContextMemory, allowed_bytes: int | None) -> AvailableMemory:
     """Return the memory of a card for `choose_budget`: what the context leaves free and the allocator may use."""
     free_bytes = max(0, card.total_bytes - context.bytes)
     allowed = "" if allowed_bytes is None else ", and no more than per_process_memory_fraction allows"
     bound = f"{card.name} (simulated, {format_bytes(context.bytes)} of it for its context{allowed})"
-    return Supply(card.total_bytes, free_bytes if allowed_bytes is None else min(free_bytes, allowed_bytes), bound)
+    return AvailableMemory(
+        card.total_bytes, free_bytes if allowed_bytes is None else min(free_bytes, allowed_bytes), bound
+    )
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
         self._card, self._context = card, context_memory(card)
         self._settings = read_settings(environment).for_card(card.total_bytes)
         self._supply = _read_supply(card, self._context, self._settings.allowed_bytes)
-        self._limit_bytes = choose_budget(self._supply, memory, reserve, headroom=CARD_HEADROOM)
+        self._limit_bytes = choose_budget(self._supply, memory, reserve, default_reserve=CARD_RESERVE)
         self._traces = TraceCache(make_tracer, share)
         self._replayer = Replayer(card, self._settings, torch_version)
 
@@ -173,10 +175,10 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
             trial, parts=parts, limit_bytes=limit_bytes, fresh=traced, seconds=time.monotonic() - began
         )
 
-    def foresee(self, *, limit_seconds: float | None = None) -> Foresight:
+    def forecast(self, *, limit_seconds: float | None = None) -> Forecast:
         """Trace small sizes, which trials need anyway, and forecast the peaks of larger ones from them."""
         self._peak_bytes(max(2, self._traces.step))
-        return Foresight(peak_bytes=self._peak_bytes)
+        return Forecast(peak_bytes=self._peak_bytes)
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
@@ -196,7 +198,7 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
             notes=(band.note(), *self._traces.notes, *assumed, band.causes()),
         )
 
-    def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> Account:
+    def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
         """Explain the memory of `parts` after a fresh trial of them; `options` are those of `Explainer.explain`."""
         deadline = Deadline(limit_seconds)
         traces = self._traces.of_schedule(parts, True, deadline.left_seconds)

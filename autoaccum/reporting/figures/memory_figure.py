@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from autoaccum.devices.base import Outcome, Trial
-from autoaccum.devices.explanation import CATEGORIES, Account, CurvePoint
+from autoaccum.devices.explanation import CATEGORIES, CurvePoint, MemoryReport
 from autoaccum.planning.plan import Plan
 from autoaccum.reporting.console import one_line
 from autoaccum.reporting.figures.file_format import Format
@@ -39,7 +39,7 @@ _PART_OF_NEXT = {"batch": "forward", "clip": "update"}
 _PREPARATION = ("start", "load", "model", "optimizer")
 
 
-def draw_memory(plan: Plan, account: Account | None, form: Format) -> bytes:
+def draw_memory(plan: Plan, account: MemoryReport | None, form: Format) -> bytes:
     """The picture of a plan as a file: the same plan gives the same bytes.
 
     Args:
@@ -50,7 +50,7 @@ def draw_memory(plan: Plan, account: Account | None, form: Format) -> bytes:
     return picture_bytes(lambda: memory_figure(plan, account), _title(plan), form)
 
 
-def memory_figure(plan: Plan, account: Account | None) -> Figure:
+def memory_figure(plan: Plan, account: MemoryReport | None) -> Figure:
     """The picture as matplotlib has it; to be called and drawn within its settings."""
     panels = 1 if account is None else 2
     size = (_WIDTH, _PANEL_HEIGHT * panels)
@@ -64,7 +64,7 @@ def memory_figure(plan: Plan, account: Account | None) -> Figure:
     return figure
 
 
-def _draw_timeline(axes: Axes, plan: Plan, account: Account) -> None:
+def _draw_timeline(axes: Axes, plan: Plan, account: MemoryReport) -> None:
     """The memory of an update over time, by category, up to the limit; its unit of time is nobody's."""
     timeline, explanation = account.timeline, account.explanation
     reserved, at = timeline.reserved_bytes, range(len(timeline.reserved_bytes))
@@ -90,7 +90,7 @@ def _draw_timeline(axes: Axes, plan: Plan, account: Account) -> None:
     axes.set_title(_cut(f"{known}most is held in {explanation.phase}, at {explanation.op}{where}", _LONGEST_REMARK))
 
 
-def _name_phases(axes: Axes, account: Account) -> None:
+def _name_phases(axes: Axes, account: MemoryReport) -> None:
     """The phases under the axis, where they have the room, with seams between them."""
     last, phases = len(account.timeline.reserved_bytes) - 1, account.timeline.phases
     named: list[tuple[str, float]] = []

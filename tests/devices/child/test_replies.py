@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoaccum.devices.child.failures import ChildDied, Failure, describe_failure
-from autoaccum.devices.trial_record import Reading, TrialMeasurement, record_death, record_trial, without_stretch
-from autoaccum.devices.trial_run import take_parts
+from autoaccum.devices.trial_record import (
+    Reading,
+    TrialMeasurement,
+    record_death,
+    record_trial,
+    without_evaluation_retries,
+)
+from autoaccum.devices.trial_run import slice_parts
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
 
@@ -63,10 +69,10 @@ def test_deaths(death: ChildDied, outcome: str, timed_out: bool) -> None:
 def test_what_is_retried_around_an_evaluation_does_not_count(steps: list[int]) -> None:
     before, evaluation, behind, after = steps
     marks = [before, before + evaluation, before + evaluation + behind]
-    told = without_stretch(read(sum(steps)), [read(mark) for mark in marks])
+    told = without_evaluation_retries(read(sum(steps)), [read(mark) for mark in marks])
     assert told == read(before + after)
-    assert without_stretch(read(4), [read(1)]) == read(4)
-    assert without_stretch(read(None), [read(None)] * 3) == read(None)
+    assert without_evaluation_retries(read(4), [read(1)]) == read(4)
+    assert without_evaluation_retries(read(None), [read(None)] * 3) == read(None)
 
 
 def read(retries: int | None) -> Reading:
@@ -160,8 +166,8 @@ def test_shows_the_users_frames() -> None:
 
 
 def test_a_bug_of_autoaccum_is_not_blamed_on_the_user() -> None:
-    failure = describe_failure(raised(lambda: take_parts(None, 3, ["x"])), "micro-batch 8, batch")  # type: ignore[list-item]
+    failure = describe_failure(raised(lambda: slice_parts(None, 3, ["x"])), "micro-batch 8, batch")  # type: ignore[list-item]
     assert failure.blames == "measurement"
     assert "please report" in failure.message
     assert failure.traceback is not None
-    assert "take_parts" in failure.traceback
+    assert "slice_parts" in failure.traceback

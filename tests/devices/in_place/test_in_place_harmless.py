@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from autoaccum.accumulation.state_hash import state_digest
-from autoaccum.devices.in_place.state_keeper import LiveState
+from autoaccum.devices.in_place.state_keeper import SavedState
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
 
@@ -427,7 +427,7 @@ def test_what_a_trial_changes_in_a_model_comes_back(change: Callable[[Any], Any]
     values = [tensor.detach().clone() for tensor in tensors]
     kept = [(parameter, parameter.grad, parameter.requires_grad) for parameter in model.parameters()]
     hooks = (dict(linear._forward_hooks), dict(linear.weight._backward_hooks))
-    state = LiveState({"": model}, optimizer)
+    state = SavedState({"": model}, optimizer)
     change(model)
     assert state.differences()
     state.restore()
@@ -466,7 +466,7 @@ def test_what_a_trial_changes_in_an_optimizer_comes_back(change: Callable[[Any],
     model, optimizer = build_trained()
     keys, names = list(optimizer.state), list(vars(optimizer))
     rates = [group["lr"] for group in optimizer.param_groups]
-    state = LiveState({"": model}, optimizer)
+    state = SavedState({"": model}, optimizer)
     change(optimizer)
     assert state.differences()
     state.restore()
@@ -485,7 +485,7 @@ def test_tied_sparse_and_odd_tensors_come_back() -> None:
     model.register_buffer("small", torch.ones(4).to(torch.float8_e4m3fn))
     model.register_buffer("turned", torch.arange(6.0).reshape(2, 3).t())
     gradient, dense = model["a"].weight.grad, model["a"].weight.grad.to_dense()
-    state = LiveState({"": model}, None)
+    state = SavedState({"": model}, None)
     with torch.no_grad():
         model["a"].weight.zero_()
     model._buffers["turned"].zero_()

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum.devices.budget import Supply
+from autoaccum.devices.budget import AvailableMemory
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, in_place_device, memory_limits
 from autoaccum.devices.in_place.sample_batches import make_batches
-from autoaccum.devices.in_place.state_keeper import LiveBytes, check_host_copy, count_live_bytes
+from autoaccum.devices.in_place.state_keeper import LiveStateSize, check_host_copy, measure_live_state
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.units import GIB, KIB, MIB, MemorySize
@@ -89,23 +89,23 @@ def test_live_bytes_are_counted_before_anything_is_copied() -> None:
     model[1].weight = model[0].weight
     model.register_buffer("table", torch.ones(64, 256))
     optimizer = torch.optim.AdamW(model.parameters())
-    first = count_live_bytes({"": model}, optimizer, is_live=True)
+    first = measure_live_state({"": model}, optimizer, is_live=True)
     assert (first.copy_bytes, first.held_bytes) == (320 * KIB, 320 * KIB)
     model[0].weight.grad = torch.ones(256, 256)
     optimizer.step()
-    then = count_live_bytes({"": model}, optimizer, is_live=True)
+    then = measure_live_state({"": model}, optimizer, is_live=True)
     assert then.copy_bytes == 320 * KIB + 3 * 256 * KIB + 4
-    assert count_live_bytes({"": model}, None, is_live=False).held_bytes == 0
+    assert measure_live_state({"": model}, None, is_live=False).held_bytes == 0
 
 
 def test_a_copy_that_does_not_fit_is_refused_before_anything_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    big = LiveBytes(copy_bytes=28 * GIB, held_bytes=28 * GIB)
-    host = Supply(total_bytes=64 * GIB, free_bytes=30 * GIB, bound="the machine")
+    big = LiveStateSize(copy_bytes=28 * GIB, held_bytes=28 * GIB)
+    host = AvailableMemory(total_bytes=64 * GIB, free_bytes=30 * GIB, bound="the machine")
     check_host_copy("net", big, host, guarded_on_host=False)
     message = r"the copy of net and its optimizer takes 56.0 GiB of host memory, 30.0 GiB are free .*autoaccum plan"
     with pytest.raises(UsageError, match=message):
         check_host_copy("net", big, host, guarded_on_host=True)
-    tiny = Supply(total_bytes=GIB, free_bytes=200 * MIB, bound="the machine")
+    tiny = AvailableMemory(total_bytes=GIB, free_bytes=200 * MIB, bound="the machine")
     monkeypatch.setattr(in_place_device, "read_host_memory", lambda: tiny)
     touched: list[str] = []
     with pytest.raises(UsageError, match="the copy of model and its optimizer"):
@@ -118,7 +118,7 @@ def test_the_copy_s_cost_and_what_is_held_are_told(monkeypatch: pytest.MonkeyPat
     made = InPlaceDevice(live(model, batch=lambda size: torch.ones(size, 1024)), share=4)
     described = made.describe()
     assert described["held_bytes"] == described["host_copy_bytes"] == 4 * MIB
-    host = Supply(total_bytes=8 * GIB, free_bytes=4 * GIB, bound="the machine")
+    host = AvailableMemory(total_bytes=8 * GIB, free_bytes=4 * GIB, bound="the machine")
     monkeypatch.setattr(memory_limits, "read_host_memory", lambda: host)
     again = InPlaceDevice(live(model), share=4, reserve=MemorySize(bytes=MIB))
     assert again.limit_bytes == 4 * GIB - MIB  # The copy is taken off what is free, what is held comes on top.

@@ -307,31 +307,31 @@ def test_weights_are_kept_as_on_the_cpu(scenario: Scenario) -> None:
 # Memory
 
 
-def kept_bytes(mode: FakeCudaMode) -> int:
+def leftover_bytes(mode: FakeCudaMode) -> int:
     gc.collect()
     return mode.recorder.live_bytes
 
 
 def test_a_weight_is_cast_once_and_held_until_the_outermost_autocast_ends(mode: FakeCudaMode) -> None:
     x, w = made(64, 512), made(512, 512, grad=True)
-    before = kept_bytes(mode)
+    before = leftover_bytes(mode)
     with torch.autocast("cuda", BF16):
         with torch.autocast("cuda", BF16):
             F.linear(x, w)
             F.linear(x, w)
-        assert kept_bytes(mode) - before == 2 * 512 * 512
-    assert kept_bytes(mode) == before
+        assert leftover_bytes(mode) - before == 2 * 512 * 512
+    assert leftover_bytes(mode) == before
 
 
 def test_what_a_backward_pass_needs_outlives_autocast(mode: FakeCudaMode) -> None:
     x, w = made(64, 512, grad=True), made(512, 512, grad=True)
-    before = kept_bytes(mode)
+    before = leftover_bytes(mode)
     with torch.autocast("cuda", BF16):
         out = F.linear(x, w)
-    assert kept_bytes(mode) - before == 2 * (64 * 512 + 512 * 512 + 64 * 512)  # input, weight, output
+    assert leftover_bytes(mode) - before == 2 * (64 * 512 + 512 * 512 + 64 * 512)  # input, weight, output
     backward(out)
     del out
-    assert kept_bytes(mode) - before == 4 * (64 * 512 + 512 * 512)
+    assert leftover_bytes(mode) - before == 4 * (64 * 512 + 512 * 512)
     assert w.grad is not None
     assert (w.grad.dtype, w.grad.device.type) == (FP32, "cuda")
 
@@ -339,12 +339,12 @@ def test_what_a_backward_pass_needs_outlives_autocast(mode: FakeCudaMode) -> Non
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 def test_a_checkpoint_recomputed_within_autocast_keeps_no_weight(mode: FakeCudaMode, reentrant: bool) -> None:
     x, w = made(64, 512, grad=True), made(512, 512, grad=True)
-    before = kept_bytes(mode)
+    before = leftover_bytes(mode)
     with torch.autocast("cuda", BF16):
         out = checkpoint(lambda y: F.linear(y, w).relu(), x, use_reentrant=reentrant)
         backward(out)
         del out
-        assert kept_bytes(mode) - before == 4 * (64 * 512 + 512 * 512)  # gradients
+        assert leftover_bytes(mode) - before == 4 * (64 * 512 + 512 * 512)  # gradients
         F.linear(x, w)
-        assert kept_bytes(mode) - before == 4 * (64 * 512 + 512 * 512) + 2 * 512 * 512 + 2 * 64 * 512
-    assert kept_bytes(mode) - before == 4 * (64 * 512 + 512 * 512)
+        assert leftover_bytes(mode) - before == 4 * (64 * 512 + 512 * 512) + 2 * 512 * 512 + 2 * 64 * 512
+    assert leftover_bytes(mode) - before == 4 * (64 * 512 + 512 * 512)

@@ -145,7 +145,7 @@ def test_sizes_that_are_not_affine_are_traced_one_by_one() -> None:
     assert trial.fresh
     assert trial.peak_allocated_bytes == pytest.approx(16 * 25 * MIB + (LAYERS + 1) * squares(20), rel=0.03)
     assert (20, 20) in tracer.asked
-    assert made.foresee().peak_bytes(20) is None
+    assert made.forecast().peak_bytes(20) is None
     assert made.predict((20, 20)).notes[1].startswith("every size was traced by itself, memory is not affine in the")
     assert made.predict((20, 20)).warnings[0].startswith("the loss compares samples with each other (in-batch")
     assert made.predict((20,)).warnings == ()

@@ -13,7 +13,7 @@ from functools import partial
 
 from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.explanation import Account, Change, CurvePoint, Foresight
+from autoaccum.devices.explanation import Change, CurvePoint, Forecast, MemoryReport
 from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, context_memory, installed_card
@@ -74,7 +74,7 @@ class Explainer:
         changes: bool = True,
         curve: bool = False,
         detail: bool = False,
-    ) -> Account:
+    ) -> MemoryReport:
         """Explain the trace with the highest peak among `made`, the traces of a schedule.
 
         Args:
@@ -82,8 +82,8 @@ class Explainer:
             deadline: The time limit of all traces.
             changes: Also simulate changes that would lower the peak.
             curve: Also compute the peak over the size of the micro-batch.
-            detail: Also list everything held (`Account.holdings`, `Account.moments`), for a comparison; the growth of
-                each module with the batch is then left out.
+            detail: Also list everything held (`MemoryReport.holdings`, `MemoryReport.moments`), for a comparison; the
+                growth of each module with the batch is then left out.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: The schedule cannot be traced again, or with `detail` takes
@@ -103,7 +103,7 @@ class Explainer:
         )
         timeline = make_timeline(breakdown, self.replayer.reserved_bytes(labelled.trace))
         found, notes = self._all_changes(trace, labelled, deadline) if changes else ((), ())
-        return Account(
+        return MemoryReport(
             explanation=dataclasses.replace(explanation, changes=found),
             timeline=timeline,
             curve=self._curve(max(trace.parts), deadline) if curve else (),
@@ -219,7 +219,7 @@ _PROBE_SIZE = 2
 
 def forecast_peaks(
     memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int, limit_seconds: float | None = None
-) -> Foresight:
+) -> Forecast:
     """Forecast peaks on the installed card; if it cannot be simulated for any reason, a note says why.
 
     The traces are made now, so that no other process remains while trials run.
@@ -240,7 +240,7 @@ def forecast_peaks(
         trace = traces.follow(size)
         return None if trace is None else replayer.peak_bytes(trace)
 
-    return Foresight(peak_bytes=peak_bytes)
+    return Forecast(peak_bytes=peak_bytes)
 
 
 def explain_installed_card(
@@ -252,7 +252,7 @@ def explain_installed_card(
     limit_bytes: int,
     limit_seconds: float | None = None,
     **asked: bool,
-) -> Account:
+) -> MemoryReport:
     """Explain the memory of `parts`, which ran on the installed card, by a simulation: the result is predicted."""
     card, deadline = installed_card(report.memory), Deadline(limit_seconds)
     outside_bytes = context_memory(card).bytes if report.context_bytes is None else report.context_bytes
@@ -268,5 +268,5 @@ def _replayer_of(card: Card) -> Replayer:
     return Replayer(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
 
 
-def _no_forecast(why: str) -> Foresight:
-    return Foresight(notes=(f"the search began without a simulation of the card ({first_line(why)})",))
+def _no_forecast(why: str) -> Forecast:
+    return Forecast(notes=(f"the search began without a simulation of the card ({first_line(why)})",))

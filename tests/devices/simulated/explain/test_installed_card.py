@@ -13,7 +13,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.cuda import CudaDevice
-from autoaccum.devices.explanation import Account, Explaining
+from autoaccum.devices.explanation import ExplainingDevice, MemoryReport
 from autoaccum.devices.simulated.cards import context_memory, installed_card
 from autoaccum.devices.simulated.explain.explainer import explain_installed_card, forecast_peaks
 from autoaccum.devices.simulated.trace import LabelledTrace
@@ -32,7 +32,9 @@ CARD = CardMemory(
 REPORT = CardReport(memory=CARD, context_bytes=333 * MIB)
 
 
-def account(tracer: SyntheticTracer, report: CardReport = REPORT, *, limit_seconds: float | None = None) -> Account:
+def account(
+    tracer: SyntheticTracer, report: CardReport = REPORT, *, limit_seconds: float | None = None
+) -> MemoryReport:
     return explain_installed_card(
         report,
         lambda card: tracer,
@@ -122,7 +124,7 @@ def test_a_card_explains_by_a_process_beside(write_workload: Callable[[str], str
         criterion = nn.CrossEntropyLoss()
     """)
     device = CudaDevice(TrialSettings(reference=workload, share=64))
-    assert isinstance(device, Explaining)
+    assert isinstance(device, ExplainingDevice)
     device._limit_bytes, device._report = 2 * GIB, REPORT  # As its first process would tell.
     found = device.explain((16, 16), changes=False)
     assert found.explanation.card == "NVIDIA GeForce RTX 3090 (simulated)"
@@ -132,11 +134,11 @@ def test_a_card_explains_by_a_process_beside(write_workload: Callable[[str], str
 
 def test_peaks_of_any_size_from_three_traces() -> None:
     tracer = SyntheticTracer()
-    foresight = forecast_peaks(CARD, lambda card: tracer, 256)
-    assert foresight.peak_bytes is not None
-    assert foresight.notes == ()
+    forecast = forecast_peaks(CARD, lambda card: tracer, 256)
+    assert forecast.peak_bytes is not None
+    assert forecast.notes == ()
     assert (len(tracer.asked), tracer.closed) == (3, 1)
-    small, large = foresight.peak_bytes(10), foresight.peak_bytes(100)
+    small, large = forecast.peak_bytes(10), forecast.peak_bytes(100)
     assert small is not None
     assert large is not None
     assert 500 * MIB < small < large < 5 * GIB
@@ -152,10 +154,10 @@ def test_peaks_of_any_size_from_three_traces() -> None:
     ],
 )
 def test_what_cannot_be_simulated_is_said_and_no_more(tracer: SyntheticTracer, why: str) -> None:
-    foresight = forecast_peaks(CARD, lambda card: tracer, 256)
-    assert foresight.peak_bytes is None
+    forecast = forecast_peaks(CARD, lambda card: tracer, 256)
+    assert forecast.peak_bytes is None
     assert tracer.closed
-    (note,) = foresight.notes
+    (note,) = forecast.notes
     assert note.startswith(f"the search began without a simulation of the card ({why}")
     assert "\n" not in note
 

@@ -115,13 +115,13 @@ def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, A
         environment={},
     ) as device:
         inspection = device.inspect()
-        foreseen = device.foresee()
+        forecast = device.forecast()
         found = search(
             lambda size: device.trial((size, size)),
             TARGET // 2,
             limit_bytes=device.limit_bytes,
             least_size=inspection.least_size,
-            predict=foreseen.peak_bytes,
+            predict=forecast.peak_bytes,
         )
         schedule = make_schedule(TARGET, found.largest_fit)
         proof = device.trial(schedule.micro_batches, fresh=True)
