@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoaccum.devices.simulated.allocator.blocks import Block
-from autoaccum.devices.simulated.allocator.caching_allocator import CachingAllocator, CudaOutOfMemory
+from autoaccum.devices.simulated.allocator.caching_allocator import CachingAllocator, CudaOutOfMemoryError
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 
 _TAKEN, _GIVEN = ("segment_alloc", "segment_map"), ("segment_free", "segment_unmap")
@@ -203,7 +203,7 @@ def _ask(allocator: _Watched, request: Request, blocks: dict[int, Block]) -> Blo
     else:
         try:
             block = allocator.malloc(request.size)
-        except CudaOutOfMemory:
+        except CudaOutOfMemoryError:
             return None
         blocks[request.address] = block
         return block

@@ -39,7 +39,7 @@ class Segment:
         self.cells = joined
 
 
-class ReferenceOutOfMemory(Exception):
+class ReferenceOutOfMemoryError(Exception):
     pass
 
 
@@ -73,7 +73,7 @@ class ReferenceAllocator:
         small = size <= MIB
         place = self.best(small, size) or self.ask(small, size)
         if place is None:
-            raise ReferenceOutOfMemory
+            raise ReferenceOutOfMemoryError
         segment, cell = place
         rest = cell.size - size
         splits = rest >= 512 if small or self.settings.expandable_segments else rest > MIB and not self.oversize(size)

@@ -12,7 +12,6 @@ from typing import Final
 
 from autoaccum.devices.simulated.allocator.blocks import Block, BlockPool, ExpandableSegments
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
-from autoaccum.errors import DoesNotFitError
 from autoaccum.units import MIB, format_bytes
 
 SMALL_BYTES: Final = MIB
@@ -25,16 +24,12 @@ _NO_LIMIT: Final = 1 << 60
 _ADDRESSES_WITHOUT_CARD: Final = 1 << 45
 
 
-class CudaOutOfMemory(DoesNotFitError):
+class CudaOutOfMemoryError(Exception):
     """A request does not fit, even after everything cached was released."""
 
-    def __init__(self, requested_bytes: int, reserved_bytes: int, limit_bytes: int) -> None:
-        super().__init__(
-            f"{format_bytes(requested_bytes)} more are requested when {format_bytes(reserved_bytes)} of "
-            f"{format_bytes(limit_bytes)} are reserved",
-            hint="try a smaller micro-batch",
-        )
-        self.requested_bytes, self.reserved_bytes = requested_bytes, reserved_bytes
+    def __init__(self, requested_bytes: int) -> None:
+        super().__init__(f"{format_bytes(requested_bytes)} more do not fit")
+        self.requested_bytes = requested_bytes
 
 
 class CachingAllocator:
@@ -70,7 +65,7 @@ class CachingAllocator:
         """Return a block of at least `size` bytes (`malloc`).
 
         Raises:
-            CudaOutOfMemory: There is no room for it.
+            CudaOutOfMemoryError: There is no room for it.
         """
         requested, size = size, self._round_size(size)
         pool = self._small if size <= SMALL_BYTES else self._large
@@ -80,7 +75,7 @@ class CachingAllocator:
         else:
             block = self._allocate_or_release(pool, size)
             if block is None:
-                raise CudaOutOfMemory(requested, self.reserved_bytes, min(self._capacity, self._allowed))
+                raise CudaOutOfMemoryError(requested)
         rest = block.size - size
         if rest >= _MIN_BLOCK_BYTES and (
             pool.small or self._expandable or (rest > SMALL_BYTES and size < self._max_split)

@@ -15,12 +15,12 @@ from autoaccum.devices.simulated.allocator.caching_allocator import (
     LARGE_GRAIN_BYTES,
     SMALL_BYTES,
     CachingAllocator,
-    CudaOutOfMemory,
+    CudaOutOfMemoryError,
 )
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.workspace_estimate import Estimate
 from autoaccum.devices.simulated.operators.workspace_rules import estimate
+from autoaccum.devices.simulated.operators.workspaces import Estimate
 from autoaccum.devices.simulated.trace import Trace, Workspace
 from autoaccum.units import format_bytes
 
@@ -141,7 +141,7 @@ class EventReplayer:
                     elif sizes[event] and event not in without:
                         blocks[event] = malloc(sizes[event])
                 return None
-            except CudaOutOfMemory as error:
+            except CudaOutOfMemoryError as error:
                 if event not in self._optional:
                     return list(events).index(event), error.requested_bytes  # A block is allocated once.
                 purpose = self._optional[event]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
-from types import MappingProxyType
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,23 +21,16 @@ from autoaccum.devices.simulated.operators.attention_kernel import (
     AttentionCall,
     Kernel,
     choose_attention,
-    is_differentiated,
 )
-from autoaccum.devices.simulated.operators.operator_call import Handler, OperatorCall, before_outputs, bytes_of
+from autoaccum.devices.simulated.operators.workspaces import Handler, OperatorCall, before_outputs, bytes_of
 from autoaccum.devices.simulated.patches import is_strictly_deterministic
 from autoaccum.devices.simulated.trace import Freed, MemoryStep, Workspace
 
 
-def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
-    """Choose attention kernels by the card, not by the device that C++ sees.
-
-    Encoders in evaluation run as in training, because their fast path reads the values of masks.
-    """
+def install(library: torch.library.Library, stack: ExitStack) -> None:
+    """Run encoders in evaluation as in training, because their fast path reads the values of masks."""
     stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
     torch.backends.mha.set_fastpath_enabled(False)
-    register: Any = library.impl
-    for key in ("AutogradCUDA", "CUDA"):
-        register("scaled_dot_product_attention", partial(_attention, card), key)
 
 
 def _enabled() -> list[Kernel]:
@@ -52,7 +44,7 @@ def _enabled() -> list[Kernel]:
     return [kernel for kernel, on in flags.items() if on]
 
 
-def _attention(
+def scaled_dot_product_attention(
     card: Card,
     query: Tensor,
     key: Tensor,
@@ -80,79 +72,65 @@ def _attention(
     if kernel is None:
         raise RuntimeError(f"no attention kernel that is switched on can run on {card.name}: switch on another")
     if kernel == "math":
-        return _math(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _math(call, scale)
     if unbatched := query.dim() == 3:
-        query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+        call = replace(call, query=query.unsqueeze(0), key=key.unsqueeze(0), value=value.unsqueeze(0))
     scale = 1 / math.sqrt(query.size(-1)) if scale is None else scale
-    fused = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}[kernel]
-    out = fused(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    out = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn}[kernel](call, scale)
     return out.squeeze(0) if unbatched else out
 
 
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float
-) -> Tensor:
+def _flash(call: AttentionCall, scale: float) -> Tensor:
     """Run flash attention on heads padded to a multiple of 8; backward keeps the padded copies (`pad_last_dim`)."""
-    size = query.size(-1)
-    padded = [F.pad(tensor, (0, -size % 8)) if size % 8 else tensor for tensor in (query, key, value)]
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*padded, dropout, causal, False, scale=scale)[0]
+    size, options = call.query.size(-1), (call.dropout, call.causal, False)
+    padded = [F.pad(tensor, (0, -size % 8)) if size % 8 else tensor for tensor in call.inputs]
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*padded, *options, scale=scale)[0]
     return out[..., :size] if size % 8 else out
 
 
-def _efficient(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float
-) -> Tensor:
+def _efficient(call: AttentionCall, scale: float) -> Tensor:
+    mask = call.mask
     if mask is not None:
-        mask = _additive(mask, query.dtype)
+        mask = _additive(mask, call.query.dtype)
         if not _aligned(mask):
             mask = F.pad(mask, (0, 8 - mask.size(-1) % 8))[..., : mask.size(-1)]
-        mask = mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
-    given = query, key, value, mask, is_differentiated(query, key, value), dropout, causal
-    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*given, scale=scale)[0]
+        mask = mask.expand(*call.query.shape[:3], call.key.size(2))
+    args = *call.inputs, mask, call.trains, call.dropout, call.causal
+    out: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(*args, scale=scale)[0]
     return out
 
 
-def _cudnn(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float
-) -> Tensor:
-    mask = None if mask is None else _additive(mask, query.dtype)
-    given = query, key, value, mask, is_differentiated(query, key, value), dropout, causal, False
-    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*given, scale=scale)[0]
+def _cudnn(call: AttentionCall, scale: float) -> Tensor:
+    mask = None if call.mask is None else _additive(call.mask, call.query.dtype)
+    args = *call.inputs, mask, call.trains, call.dropout, call.causal, False
+    out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(*args, scale=scale)[0]
     return out
 
 
-def _math(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    causal: bool,
-    scale: float | None,
-    grouped: bool,
-) -> Tensor:
+def _math(call: AttentionCall, scale: float | None) -> Tensor:
     """Compute scores of queries x keys, in fp32 for half precision (`_scaled_dot_product_attention_math`).
 
     The steps are written out here because C++ adds the mask in place for CUDA tensors only. Each name stays bound for
     as long as the tensor of that name lives in C++.
     """
-    if causal and mask is not None:
+    query, mask = call.query, call.mask
+    if call.causal and mask is not None:
         raise RuntimeError("scaled_dot_product_attention takes a mask or is_causal=True, not both")
     dtype = query.dtype
     mask = None if mask is None else _additive(mask, dtype)
     factor = math.sqrt(abs(1 / math.sqrt(query.size(-1)) if scale is None else scale))
-    query_acc, key_acc, value_acc = (_accumulated(tensor) for tensor in (query, key, value))
+    query_acc, key_acc, value_acc = (_accumulated(tensor) for tensor in call.inputs)
     scaled = query_acc * (-factor if scale is not None and scale < 0 else factor)
-    if causal:
-        mask = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+    if call.causal:
+        mask = torch.ones(query.size(-2), call.key.size(-2), dtype=torch.bool, device=query.device).tril()
         mask = _additive(mask, scaled.dtype)
-    key_acc, value_acc = _repeated(scaled, key_acc, grouped), _repeated(scaled, value_acc, grouped)
+    key_acc, value_acc = (_repeated(scaled, tensor, call.grouped) for tensor in (key_acc, value_acc))
     scores = torch.matmul(scaled, key_acc.transpose(-2, -1) * factor)
     if mask is not None:
         scores.add_(mask)
     scores = _SafeSoftmax.apply(scores)  # type: ignore[no-untyped-call]
-    if dropout > 0:
-        scores = torch.dropout(scores, dropout, True)
+    if call.dropout > 0:
+        scores = torch.dropout(scores, call.dropout, True)
     out, weights = torch.matmul(scores, value_acc).to(dtype), scores.to(dtype)
     del weights
     return out
@@ -259,12 +237,10 @@ def _rows_come_first(tensor: Tensor) -> bool:
     )
 
 
-WORKSPACES: Mapping[str, Handler] = MappingProxyType(
-    {
-        "_scaled_dot_product_flash_attention": _flash_workspaces,
-        "_scaled_dot_product_flash_attention_backward": _flash_gradient_workspaces,
-        "_scaled_dot_product_efficient_attention": _efficient_workspaces,
-        "_scaled_dot_product_efficient_attention_backward": _efficient_gradient_workspaces,
-        "_scaled_dot_product_cudnn_attention_backward": _cudnn_gradient_workspaces,
-    }
-)
+WORKSPACES: Mapping[str, Handler] = {
+    "_scaled_dot_product_flash_attention": _flash_workspaces,
+    "_scaled_dot_product_flash_attention_backward": _flash_gradient_workspaces,
+    "_scaled_dot_product_efficient_attention": _efficient_workspaces,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_gradient_workspaces,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_gradient_workspaces,
+}

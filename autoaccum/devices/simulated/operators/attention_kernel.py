@@ -68,7 +68,7 @@ class AttentionCall:
     @property
     def trains(self) -> bool:
         """Return whether any of query, key and value is differentiated."""
-        return is_differentiated(*self.inputs)
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.inputs)
 
     @property
     def is_plain(self) -> bool:
@@ -217,8 +217,3 @@ def choose_attention(
     if preferred and tuple(order) == _ORDER:
         order = ("cudnn", "flash", "efficient", "math")
     return next((kernel for kernel in order if kernel in enabled and _CAN[kernel](call)), None)
-
-
-def is_differentiated(*tensors: Tensor) -> bool:
-    """Return whether autograd records an operation on any of `tensors`."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.workspace_estimate import (
+from autoaccum.devices.simulated.operators.workspaces import (
     Estimate,
     Numbers,
     by_name,

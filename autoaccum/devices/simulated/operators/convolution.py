@@ -14,22 +14,21 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.operator_call import (
+from autoaccum.devices.simulated.operators.reductions import reduction_workspaces
+from autoaccum.devices.simulated.operators.workspaces import (
     Handler,
     OperatorCall,
     accumulator_bytes,
     bytes_of,
     layout_copies,
 )
-from autoaccum.devices.simulated.operators.reductions import reduction_workspaces
 from autoaccum.devices.simulated.patches import patched
 from autoaccum.devices.simulated.trace import Workspace
 
 _cudnn: Any = torch.backends.cudnn
 
 
-def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
+def install(library: torch.library.Library, stack: ExitStack) -> None:
     """Return convolutions of fake CUDA tensors in the memory format that cuDNN chooses."""
     stack.enter_context(patched(torch._C, "_conv_determine_backend_memory_format", _output_format))
 

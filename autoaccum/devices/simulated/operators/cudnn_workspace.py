@@ -9,7 +9,7 @@ see `CudnnRnnCall.reserve_bytes` in rnn.py. The workspace of cuDNN's attention i
 from __future__ import annotations
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.workspace_estimate import Estimate, Numbers, by_name, ceil_div
+from autoaccum.devices.simulated.operators.workspaces import Estimate, Numbers, by_name, ceil_div
 
 _CONVOLUTION_LEAST_BAND = 32 << 20
 

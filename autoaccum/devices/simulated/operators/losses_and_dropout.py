@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.operator_call import (
+from autoaccum.devices.simulated.operators.reductions import reduction_workspaces
+from autoaccum.devices.simulated.operators.workspaces import (
     AttachedHandler,
     Handler,
     OperatorCall,
@@ -21,18 +19,9 @@ from autoaccum.devices.simulated.operators.operator_call import (
     bytes_of,
     layout_copies,
 )
-from autoaccum.devices.simulated.operators.reductions import reduction_workspaces
 from autoaccum.devices.simulated.trace import MemoryStep, OutputAllocated, Workspace
 
 _aten: Any = torch.ops.aten
-
-
-def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
-    """Run dropout, softmax and CTC losses of fake CUDA tensors as CUDA does."""
-    register: Any = library.impl
-    for name, kernel in _KERNELS.items():
-        for key in ("AutogradCUDA", "CUDA"):
-            register(name, kernel, key)
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
@@ -113,7 +102,7 @@ class _Ctc(torch.autograd.Function):
         return gradient, None
 
 
-_KERNELS: Mapping[str, Callable[..., Any]] = {
+KERNELS: Mapping[str, Callable[..., Any]] = {
     "dropout": _dropout,
     "softmax.int": _softmax(_aten._softmax.default),
     "log_softmax.int": _softmax(_aten._log_softmax.default),
@@ -163,16 +152,12 @@ def _ctc_gradient(call: OperatorCall) -> list[Workspace]:
     return [Workspace("ctc_gradient", (bytes_of(call["log_alpha"]),))]
 
 
-WORKSPACES: Mapping[str, Handler] = MappingProxyType(
-    {
-        "native_dropout": _dropout_workspaces,
-        **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"), _loss),
-        "binary_cross_entropy_with_logits": _loss_with_logits,
-        **dict.fromkeys(("_softmax", "_log_softmax", "_log_softmax_backward_data"), _softmax_copies),
-        "_softmax_backward_data": _softmax_gradient,
-        "_ctc_loss_backward": _ctc_gradient,
-    }
-)
-ATTACHED: Mapping[str, AttachedHandler] = MappingProxyType(
-    dict.fromkeys(("mse_loss", "smooth_l1_loss"), _loss_elements)
-)
+WORKSPACES: Mapping[str, Handler] = {
+    "native_dropout": _dropout_workspaces,
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"), _loss),
+    "binary_cross_entropy_with_logits": _loss_with_logits,
+    **dict.fromkeys(("_softmax", "_log_softmax", "_log_softmax_backward_data"), _softmax_copies),
+    "_softmax_backward_data": _softmax_gradient,
+    "_ctc_loss_backward": _ctc_gradient,
+}
+ATTACHED: Mapping[str, AttachedHandler] = dict.fromkeys(("mse_loss", "smooth_l1_loss"), _loss_elements)

@@ -6,18 +6,15 @@ kernel each on CUDA, whose statistics are like those of fake tensors. An instanc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.operator_call import (
+from autoaccum.devices.simulated.operators.workspaces import (
     Handler,
     OperatorCall,
     accumulator_bytes,
@@ -31,13 +28,6 @@ MIN_EPS = 0.0
 _CUDNN, _NATIVE = 1, 0
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
-
-
-def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
-    """Run batch norms of fake CUDA tensors as CUDA does."""
-    register: Any = library.impl
-    for key in ("AutogradCUDA", "CUDA"):
-        register("_batch_norm_impl_index", _batch_norm, key)
 
 
 def is_cudnn_batch_norm(
@@ -188,15 +178,14 @@ def _batch_sums(tensor: Tensor, sums_bytes: int) -> list[Workspace]:
     return [Workspace("batch_norm", (tensor.numel() // channels, channels, sums_bytes))]
 
 
-WORKSPACES: Mapping[str, Handler] = MappingProxyType(
-    {
-        **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
-        **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _layer_norm_gradient),
-        "native_group_norm": _group_norm,
-        "native_group_norm_backward": _group_norm_gradient,
-        **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm_forward),
-        "native_batch_norm_backward": _batch_norm_gradient,
-        **dict.fromkeys(("cudnn_batch_norm", "cudnn_batch_norm_backward"), _cudnn_batch_norm),
-        **dict.fromkeys(("_batch_norm_with_update", "batch_norm_backward"), _batch_norm_by_backend),
-    }
-)
+KERNELS: Mapping[str, Callable[..., Any]] = {"_batch_norm_impl_index": _batch_norm}
+WORKSPACES: Mapping[str, Handler] = {
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _layer_norm),
+    **dict.fromkeys(("native_layer_norm_backward", "_fused_rms_norm_backward"), _layer_norm_gradient),
+    "native_group_norm": _group_norm,
+    "native_group_norm_backward": _group_norm_gradient,
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), _batch_norm_forward),
+    "native_batch_norm_backward": _batch_norm_gradient,
+    **dict.fromkeys(("cudnn_batch_norm", "cudnn_batch_norm_backward"), _cudnn_batch_norm),
+    **dict.fromkeys(("_batch_norm_with_update", "batch_norm_backward"), _batch_norm_by_backend),
+}

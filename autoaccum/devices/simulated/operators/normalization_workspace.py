@@ -7,13 +7,13 @@ Sources, in ATen/native/cuda: layer_norm_kernel.cu (`LaunchGammaBetaBackwardCUDA
 from __future__ import annotations
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.reductions_workspace import (
+from autoaccum.devices.simulated.operators.reductions import (
     reduction,
     reduction_flags,
     reduction_layout,
     reduction_numbers,
 )
-from autoaccum.devices.simulated.operators.workspace_estimate import (
+from autoaccum.devices.simulated.operators.workspaces import (
     Estimate,
     Numbers,
     by_name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -13,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.operator_call import Handler, OperatorCall, accumulator_bytes
+from autoaccum.devices.simulated.operators.workspaces import Handler, OperatorCall, accumulator_bytes
 from autoaccum.devices.simulated.patches import patched
 from autoaccum.devices.simulated.trace import Workspace
 
@@ -24,7 +22,7 @@ _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _FAST_NORMS = (1, 2, float("inf"))
 
 
-def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
+def install(library: torch.library.Library, stack: ExitStack) -> None:
     """Let optimizers take lists of fake tensors.
 
     `torch/optim/optimizer.py` and `torch/utils/_foreach_utils.py` compare the exact type of a tensor, which is
@@ -73,4 +71,4 @@ def _foreach_norm(call: OperatorCall) -> list[Workspace]:
     return [Workspace("foreach_norm", (len(tensors), largest, accumulator_bytes(tensors[0].dtype)))]
 
 
-WORKSPACES: Mapping[str, Handler] = MappingProxyType({"_foreach_norm": _foreach_norm})
+WORKSPACES: Mapping[str, Handler] = {"_foreach_norm": _foreach_norm}

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -25,17 +25,28 @@ from autoaccum.devices.simulated.operators import (
     rnn,
     sparse_gradients,
 )
-from autoaccum.devices.simulated.operators.operator_call import AttachedHandler, Handler, OperatorCall, Signature
+from autoaccum.devices.simulated.operators.workspaces import AttachedHandler, Handler, OperatorCall, Signature
 from autoaccum.devices.simulated.trace import MemoryStep, OutputAllocated, Workspace
 
-_INSTALLING = (attention, losses_and_dropout, normalization, convolution, optimizers, rnn, sparse_gradients)
-_WITH_WORKSPACES = (*_INSTALLING[:-1], indexing, reductions)
+_PATCHING = (attention, convolution, optimizers, rnn)
+_WITH_WORKSPACES = (*_PATCHING, losses_and_dropout, normalization, indexing, reductions)
 
 
 def install_kernels(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
     """Choose kernels as CUDA would on `card`, until `stack` closes: C++ chooses by a device that it does not see."""
-    for family in _INSTALLING:
-        family.install(library, card, stack)
+    kernels = {
+        "scaled_dot_product_attention": partial(attention.scaled_dot_product_attention, card),
+        **losses_and_dropout.KERNELS,
+        **normalization.KERNELS,
+        **rnn.KERNELS,
+        **sparse_gradients.KERNELS,
+    }
+    register: Any = library.impl
+    for name, kernel in kernels.items():
+        for key in ("AutogradCUDA", "CUDA"):
+            register(name, kernel, key)
+    for family in _PATCHING:
+        family.install(library, stack)
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,8 @@ class WorkspaceObserver:
         if handler is None:
             with_bias = operator in self._with_bias
             return OperatorMemory(*self._cublas.workspaces(args, with_bias=with_bias, thread=int(in_backward)))
-        call = OperatorCall(self._signature(func), args, kwargs, out, self.torch_version)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        call = OperatorCall(self._signature(func), args, kwargs, out, self.torch_version, deterministic)
         attached = self._attached.get(operator)
         return OperatorMemory(handler(call), attached=[] if attached is None else attached(call))
 

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.operator_call import AttachedHandler, Handler, OperatorCall, bytes_of
+from autoaccum.devices.simulated.operators.workspaces import AttachedHandler, Handler, OperatorCall, bytes_of
 from autoaccum.devices.simulated.patches import patched
 from autoaccum.devices.simulated.trace import Workspace
 from autoaccum.devices.simulated.unsupported import UnsupportedError
@@ -199,19 +197,11 @@ DROPOUT_STATE_BYTES = (2 << 20) + 512
 _STATE = "cuDNN's dropout"
 
 
-def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
+def install(library: torch.library.Library, stack: ExitStack) -> None:
     """Run recurrent networks of fake CUDA tensors as CUDA does."""
     register: Any = library.impl
-    for mode, name in enumerate(MODES):
-        for key in ("AutogradCUDA", "CUDA"):
-            register(f"{name}.input", _padded(mode), key)
-            register(f"{name}.data", _packed(mode), key)
     register("_cudnn_rnn", _cudnn_rnn, "Meta", allow_override=True)
     register("_cudnn_rnn_backward", _cudnn_rnn_backward, "Meta", allow_override=True)
-    for key in ("AutogradCUDA", "CUDA"):
-        register("lstm_cell", lstm_cell, key)
-        register("gru_cell", gru_cell, key)
-        register("_pack_padded_sequence", _pack, key)
     for name, kernel in (("_thnn_fused_gru_cell", _gru_meta), ("_thnn_fused_gru_cell_backward", _gru_backward_meta)):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             register(name, kernel, "Meta")
@@ -255,24 +245,10 @@ def _run(
     dropout_state = _dropout_state(options, data)
     with torch.no_grad():  # cuDNN reads a copy with the steps first, which is freed afterwards.
         steps_first = _read(data.transpose(0, 1) if options.batch_first else data)
-    out = torch.ops.aten._cudnn_rnn(
-        data,
-        list(params),
-        (4 if options.has_biases else 2) + (proj_size > 0),
-        _weight_buffer(params),
-        hx,
-        cx,
-        mode,
-        hidden_size,
-        proj_size,
-        options.num_layers,
-        options.batch_first,
-        options.dropout,
-        options.train,
-        options.bidirectional,
-        batch_sizes,
-        dropout_state,
-    )
+    weights_per_layer = (4 if options.has_biases else 2) + (proj_size > 0)
+    form = (options.num_layers, options.batch_first, options.dropout, options.train, options.bidirectional)
+    call = CudnnRnnCall(mode, hidden_size, proj_size, *form, batch_sizes, dropout_state)
+    out = torch.ops.aten._cudnn_rnn(data, list(params), weights_per_layer, _weight_buffer(params), hx, cx, *call)
     del steps_first
     return tuple(out[: 1 + len(states_in)])
 
@@ -318,5 +294,12 @@ def _reserve_band(call: OperatorCall) -> list[tuple[int, Workspace]]:
     return [(_RESERVE, Workspace("recurrent_reserve", (bytes_of(call.out[_RESERVE]), share)))] if call["train"] else []
 
 
-WORKSPACES: Mapping[str, Handler] = MappingProxyType(dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent))
-ATTACHED: Mapping[str, AttachedHandler] = MappingProxyType({"_cudnn_rnn": _reserve_band})
+KERNELS: Mapping[str, Callable[..., Any]] = {
+    **{f"{name}.input": _padded(mode) for mode, name in enumerate(MODES)},
+    **{f"{name}.data": _packed(mode) for mode, name in enumerate(MODES)},
+    "lstm_cell": lstm_cell,
+    "gru_cell": gru_cell,
+    "_pack_padded_sequence": _pack,
+}
+WORKSPACES: Mapping[str, Handler] = dict.fromkeys(("_cudnn_rnn", "_cudnn_rnn_backward"), _recurrent)
+ATTACHED: Mapping[str, AttachedHandler] = {"_cudnn_rnn": _reserve_band}

@@ -8,15 +8,12 @@ depends on values: the largest number is assumed, which takes the most memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.trace import Workspace
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 
@@ -36,14 +33,6 @@ class _Parts:
     indices: Tensor
     values: Tensor
     coalesced: bool = False
-
-
-def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
-    """Replace the operators that make a sparse gradient: they drop padding by its value, and here keep all rows."""
-    register: Any = library.impl
-    for key in ("AutogradCUDA", "CUDA"):
-        register("embedding_sparse_backward", _embedding_backward, key)
-        register("_embedding_bag_backward", _bag_backward, key)
 
 
 def has_parts(args: Sequence[Any]) -> bool:
@@ -166,11 +155,14 @@ def _bag_backward(
     return _embedding_backward(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
-_ACCESSORS: Mapping[str, Callable[[_Parts], Any]] = MappingProxyType(
-    {
-        "_nnz": lambda parts: parts.indices.shape[1],
-        "is_coalesced": lambda parts: parts.coalesced,
-        **dict.fromkeys(("_indices", "indices"), lambda parts: _aten.alias(parts.indices)),
-        **dict.fromkeys(("_values", "values"), lambda parts: _aten.alias(parts.values)),
-    }
-)
+_ACCESSORS: Mapping[str, Callable[[_Parts], Any]] = {
+    "_nnz": lambda parts: parts.indices.shape[1],
+    "is_coalesced": lambda parts: parts.coalesced,
+    **dict.fromkeys(("_indices", "indices"), lambda parts: _aten.alias(parts.indices)),
+    **dict.fromkeys(("_values", "values"), lambda parts: _aten.alias(parts.values)),
+}
+KERNELS: Mapping[str, Callable[..., Any]] = {
+    "embedding_sparse_backward": _embedding_backward,
+    "_embedding_bag_backward": _bag_backward,
+}
+"""Operators that make a sparse gradient. They drop padding by its value; here all rows are kept."""

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_allocator import ReferenceAllocator, ReferenceOutOfMemory
+from reference_allocator import ReferenceAllocator, ReferenceOutOfMemoryError
 
 from autoaccum.devices.simulated.allocator.blocks import Block
-from autoaccum.devices.simulated.allocator.caching_allocator import CachingAllocator, CudaOutOfMemory
+from autoaccum.devices.simulated.allocator.caching_allocator import CachingAllocator, CudaOutOfMemoryError
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.units import KIB, MIB
 
@@ -74,7 +74,7 @@ def test_nothing_overlaps_and_nothing_is_lost(
         if not takes and live:
             made.free(live.pop(index % len(live)))
         else:
-            with suppress(CudaOutOfMemory):
+            with suppress(CudaOutOfMemoryError):
                 live.append(made.malloc(size))
                 assert live[-1].size >= size
         check(made, live, capacity)
@@ -118,8 +118,8 @@ def compare(steps: list[tuple[bool, int, int]], capacity: int | None, kind: Allo
         else:
             try:
                 live[number] = fast.malloc(size)
-            except CudaOutOfMemory:
-                with pytest.raises(ReferenceOutOfMemory):
+            except CudaOutOfMemoryError:
+                with pytest.raises(ReferenceOutOfMemoryError):
                     slow.malloc(number, size)
             else:
                 slow.malloc(number, size)

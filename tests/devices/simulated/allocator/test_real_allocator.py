@@ -13,7 +13,7 @@ import pytest
 from allocator_requests import CAPACITIES, CASES, make_requests
 
 from autoaccum.devices.simulated.allocator.blocks import Block
-from autoaccum.devices.simulated.allocator.caching_allocator import CachingAllocator, CudaOutOfMemory
+from autoaccum.devices.simulated.allocator.caching_allocator import CachingAllocator, CudaOutOfMemoryError
 from autoaccum.devices.simulated.allocator.settings import read_settings
 
 # Per capacity: allocated, reserved, their peaks, retries and failures at the end; and a digest of them after each.
@@ -76,7 +76,7 @@ def test_does_what_torch_does(text: str, index: int) -> None:
                 made.free(live.pop(block))
         else:
             failed += 1
-            with suppress(CudaOutOfMemory):
+            with suppress(CudaOutOfMemoryError):
                 live[block] = made.malloc(size)
                 failed -= 1
         peaks = made.peak_allocated_bytes, made.peak_reserved_bytes

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference_allocator import ReferenceAllocator, ReferenceOutOfMemory
+from reference_allocator import ReferenceAllocator, ReferenceOutOfMemoryError
 
 from autoaccum.devices.simulated.allocator.replay import (
     Replayer,
@@ -44,7 +44,7 @@ def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSett
                 slow.malloc(event, sizes[event])
             else:
                 slow.free(~event)
-    except ReferenceOutOfMemory:
+    except ReferenceOutOfMemoryError:
         return False
     return True
 

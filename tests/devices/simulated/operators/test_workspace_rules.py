@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from made_up_card import make_card
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.matmul_workspace import (
+from autoaccum.devices.simulated.operators.matmul import (
     configured_bytes,
     configured_lt_bytes,
     keeps_workspace,
     shares_workspace,
 )
-from autoaccum.devices.simulated.operators.reductions_workspace import Layout, reduction_layout, reduction_numbers
+from autoaccum.devices.simulated.operators.reductions import Layout, reduction_layout, reduction_numbers
 from autoaccum.devices.simulated.operators.workspace_rules import RULES, estimate
 from autoaccum.devices.simulated.trace import Workspace
 
