@@ -129,4 +129,4 @@ def test_a_process_of_its_own_tells_it_too(tmp_path: Path) -> None:
     with CpuDevice(TrialSettings(reference=str(path), share=8)) as device:
         found = device.inspect()
     assert found.coupling == Coupling(("1",), False, None)
-    assert any("what module 1 gives" in said for said in found.accumulation_warnings)
+    assert any("the output of module 1" in said for said in found.accumulation_warnings)
