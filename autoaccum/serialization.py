@@ -27,8 +27,8 @@ def read_record(plain: Any, kind: type[_Record]) -> _Record:
     try:
         return msgspec.convert(plain, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        said, _, where = first_line(error).partition(" - at `$.")
-        raise RecordError(f"{where.rstrip('`')}: {said}" if where else said) from None
+        problem, _, where = first_line(error).partition(" - at `$.")
+        raise RecordError(f"{where.rstrip('`')}: {problem}" if where else problem) from None
 
 
 def to_plain(value: Any) -> Any:

@@ -48,7 +48,7 @@ def load_workload(reference: str, command: str = "plan") -> Workload:
     Raises:
         WorkloadError: There is no such file, module or name; its code raises; or it defines no usable workload.
     """
-    target, name = _checked(reference)
+    target, name = _parse_reference(reference)
     if _is_path(target):
         path = _find_file(target)
         module = import_file(path)
@@ -60,7 +60,7 @@ def load_workload(reference: str, command: str = "plan") -> Workload:
     return _read(module, name, target, target, None if file is None else Path(file).resolve())
 
 
-def _checked(reference: str) -> tuple[str, str | None]:
+def _parse_reference(reference: str) -> tuple[str, str | None]:
     target, colon, name = split_reference(reference)
     if not target.strip() or (colon and not name.isidentifier()):
         raise WorkloadError(
@@ -70,8 +70,8 @@ def _checked(reference: str) -> tuple[str, str | None]:
 
 
 def _is_path(target: str) -> bool:
-    looks_dotted = all(part.isidentifier() for part in target.split("."))
-    return target.endswith(".py") or "/" in target or not looks_dotted or Path(target).is_file()
+    is_dotted = all(part.isidentifier() for part in target.split("."))
+    return target.endswith(".py") or "/" in target or not is_dotted or Path(target).is_file()
 
 
 def _find_file(target: str) -> Path:
@@ -79,9 +79,9 @@ def _find_file(target: str) -> Path:
     if path.is_dir():
         raise WorkloadError(f"{target} is a directory", hint="name a Python file")
     if not path.exists():
-        beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, beside, n=1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else f"it was looked for in {path.parent.resolve()}"
+        siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, siblings, n=1)
+        hint = f"did you mean {path.parent / close[0]}?" if close else f"check the path {path.resolve()}"
         raise WorkloadError(f"there is no file {target}", hint=hint)
     if path.suffix != ".py":
         raise WorkloadError(f"{target} is not a Python file", hint="give a file that ends in .py")
@@ -98,25 +98,25 @@ def _check_named(module: ModuleType, name: str | None, reference: str, command: 
         )
 
 
-def _read(module: ModuleType, name: str | None, called: str, title: str, path: Path | None) -> Workload:
+def _read(module: ModuleType, name: str | None, label: str, title: str, path: Path | None) -> Workload:
     origin: dict[str, Any] = {"path": path, "digest": "" if path is None else digest_sources(path)}
     title = title if name is None else f"{title}:{name}"
-    chosen = _lookup(module, name or "workload", called) if name or "workload" in _names(module) else None
+    chosen = _lookup(module, name or "workload", label) if name or "workload" in _names(module) else None
     if isinstance(chosen, Workload):
         title = title if chosen.name == "workload" else chosen.name
         return dataclasses.replace(chosen, name=title, **origin)
     if name is None and chosen is not None:
         raise WorkloadError(
-            f"workload in {called} is {describe_type(chosen)}",
+            f"workload in {label} is {describe_type(chosen)}",
             hint="write workload = autoaccum.Workload(model=..., ...)",
         )
     if chosen is not None and (not callable(chosen) or isinstance(chosen, type) and not issubclass(chosen, nn.Module)):
-        seen = f"the class {chosen.__name__}" if isinstance(chosen, type) else describe_type(chosen)
+        description = f"the class {chosen.__name__}" if isinstance(chosen, type) else describe_type(chosen)
         raise WorkloadError(
-            f"{name} in {called} is {seen}, neither a workload nor a model",
+            f"{name} in {label} is {description}, neither a workload nor a model",
             hint="name an autoaccum.Workload, an nn.Module, its class, or a function that returns one",
         )
-    model = _require(module, "model", called) if chosen is None else chosen
+    model = _require(module, "model", label) if chosen is None else chosen
     found = {key: value for key in _OPTIONAL if (value := getattr(module, key, None)) is not None}
     found = {key: value for key, value in found.items() if not isinstance(value, ModuleType)}
     if found.get("accumulate") is itertools.accumulate:
@@ -127,7 +127,7 @@ def _read(module: ModuleType, name: str | None, called: str, title: str, path: P
     if isinstance(mode := getattr(module, "batchnorm", None), str):
         found["batchnorm"] = mode
     if "dataset" not in found or hasattr(module, "batch"):
-        found["batch"] = _require(module, "batch", called)
+        found["batch"] = _require(module, "batch", label)
     return Workload(model=model, name=title, **found, **origin)
 
 
@@ -142,15 +142,15 @@ def _find_batching(module: ModuleType) -> dict[str, Any]:
     return found if is_pair else {}
 
 
-def _lookup(module: ModuleType, name: str, called: str) -> Any:
+def _lookup(module: ModuleType, name: str, label: str) -> Any:
     if hasattr(module, name):
         return getattr(module, name)
-    near = difflib.get_close_matches(name, _names(module), n=1)
-    hint = f"did you mean {near[0]}?" if near else f"it defines {_listed(module)}"
-    raise WorkloadError(f"{called} has no {name!r}", hint=hint)
+    close = difflib.get_close_matches(name, _names(module), n=1)
+    hint = f"did you mean {close[0]}?" if close else f"use a name that it defines: {_list_names(module)}"
+    raise WorkloadError(f"{label} has no {name!r}", hint=hint)
 
 
-def _require(module: ModuleType, name: str, called: str) -> Any:
+def _require(module: ModuleType, name: str, label: str) -> Any:
     value = getattr(module, name, None)
     if value is not None and not isinstance(value, ModuleType):
         return value
@@ -158,8 +158,8 @@ def _require(module: ModuleType, name: str, called: str) -> Any:
         "model": "def model(): return a new nn.Module",
         "batch": "def batch(size): return a batch of that many samples",
     }
-    seen = f"{name} in {called} is a module" if value is not None else f"{called} defines no {name!r}"
-    raise WorkloadError(f"{seen} (it defines {_listed(module)})", hint=f"write {forms[name]}")
+    description = f"{name} in {label} is a module" if value is not None else f"{label} defines no {name!r}"
+    raise WorkloadError(f"{description} (it defines {_list_names(module)})", hint=f"write {forms[name]}")
 
 
 def _names(module: ModuleType) -> list[str]:
@@ -168,7 +168,7 @@ def _names(module: ModuleType) -> list[str]:
     ]
 
 
-def _listed(module: ModuleType) -> str:
+def _list_names(module: ModuleType) -> str:
     return ", ".join(_names(module)[:12]) or "nothing"
 
 
@@ -227,7 +227,7 @@ def _run(name: str, path: Path) -> ModuleType:
 
 
 @contextmanager
-def _importing(called: str, first: Sequence[Path], last: Sequence[Path] = ()) -> Iterator[None]:
+def _importing(label: str, first: Sequence[Path], last: Sequence[Path] = ()) -> Iterator[None]:
     """Import the user's modules with these directories on `sys.path`; restore it on failure, and write no bytecode."""
     while _loaded:
         sys.modules.pop(_loaded.pop(), None)
@@ -240,28 +240,28 @@ def _importing(called: str, first: Sequence[Path], last: Sequence[Path] = ()) ->
         yield
     except BaseException as error:
         sys.path[:] = path
-        translated = _translated(error, called)
-        if translated is error:
+        shown_error = _translate(error, label)
+        if shown_error is error:
             raise
-        raise translated from error
+        raise shown_error from error
     finally:
         sys.dont_write_bytecode = bytecode
         _loaded.update(name for name in set(sys.modules) - before if _is_local(name, [*first, *last]))
 
 
-def _translated(error: BaseException, called: str) -> BaseException:
+def _translate(error: BaseException, label: str) -> BaseException:
     if isinstance(error, AutoaccumError | KeyboardInterrupt | MemoryError):
         return error
     if isinstance(error, SyntaxError):
-        line = f"{Path(error.filename).name if error.filename else called}, line {error.lineno}"
+        line = f"{Path(error.filename).name if error.filename else label}, line {error.lineno}"
         shown = "".join(traceback.format_exception_only(error)).rstrip()
         hint = "correct the syntax error"
         return WorkloadError(f"{line} is not valid Python ({error.msg})", hint=hint, user_traceback=shown)
     if isinstance(error, SystemExit):
         return blame_workload(
-            error, f"importing {called}", hint='put code that runs as a script under if __name__ == "__main__"'
+            error, f"importing {label}", hint='put code that runs as a script under if __name__ == "__main__"'
         )
-    return blame_workload(error, f"importing {called}")
+    return blame_workload(error, f"importing {label}")
 
 
 def _package_root(path: Path) -> Path | None:

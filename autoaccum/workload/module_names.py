@@ -47,7 +47,7 @@ def distinct_names(groups: Iterable[Sequence[str]]) -> list[tuple[str, Sequence[
     count = Counter(name for name, _ in named)
     found: list[tuple[str, Sequence[str]]] = []
     for name, group in named:
-        found += [(name, group)] if count[name] == 1 else [(_spelled(piece), piece) for piece in _pieces(group)]
+        found += [(name, group)] if count[name] == 1 else [(_pattern(piece), piece) for piece in _pieces(group)]
     return found
 
 
@@ -63,14 +63,14 @@ def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     >>> compact_names(["h.0.up", "h.1.up", "h.2.up", "head"])
     [('h.{0..2}.up', ['h.0.up', 'h.1.up', 'h.2.up']), ('head', ['head'])]
     """
-    alike: dict[tuple[str, ...], list[str]] = {}
+    by_text: dict[tuple[str, ...], list[str]] = {}
     for name in dict.fromkeys(names):
-        alike.setdefault(tuple(_NUMBER.split(name)), []).append(name)
-    pieces = (list(piece) for group in alike.values() for piece in _pieces(group))
-    return [(_spelled([_spelled_braces(name) for name in piece]), piece) for piece in pieces]
+        by_text.setdefault(tuple(_NUMBER.split(name)), []).append(name)
+    pieces = (list(piece) for group in by_text.values() for piece in _pieces(group))
+    return [(_pattern([_escape_braces(name) for name in piece]), piece) for piece in pieces]
 
 
-def expand_name(spelled: str) -> list[str]:
+def expand_name(pattern: str) -> list[str]:
     """Return the names that a pattern of `compact_names` stands for.
 
     Raises:
@@ -79,12 +79,12 @@ def expand_name(spelled: str) -> list[str]:
     >>> expand_name("h.{0..2,5}.up")
     ['h.0.up', 'h.1.up', 'h.2.up', 'h.5.up']
     """
-    parts = re.split(r"\{(.*?)\}", spelled)  # Every second part was in braces.
+    parts = re.split(r"\{(.*?)\}", pattern)  # Every second part was in braces.
     choices = [_numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(chosen) for chosen in product(*choices)]
 
 
-def _spelled_braces(name: str) -> str:
+def _escape_braces(name: str) -> str:
     return re.sub(r"[{}]", lambda brace: _BRACES[brace[0]], name)
 
 
@@ -109,11 +109,11 @@ def _pieces(names: Sequence[str]) -> Iterator[Sequence[str]]:
         yield from _pieces([name for name, own in zip(names, columns[at], strict=True) if own == number])
 
 
-def _spelled(names: Sequence[str]) -> str:
-    return _with_numbers(names[0], [_listed(set(column)) for column in _columns(names)])
+def _pattern(names: Sequence[str]) -> str:
+    return _with_numbers(names[0], [_join_numbers(set(column)) for column in _columns(names)])
 
 
-def _listed(numbers: set[str]) -> str:
+def _join_numbers(numbers: set[str]) -> str:
     """Return `{4..6,8}` for a set of numbers; a single number stays as it is, and `07` is no part of a range."""
     if len(numbers) == 1:
         return next(iter(numbers))
@@ -133,7 +133,7 @@ def _numbers(listed: str) -> list[str]:
     Raises:
         ValueError: It is not such a list.
     """
-    found = [brace for brace, spelled in _BRACES.items() if spelled == f"{{{listed}}}"]
+    found = [brace for brace, pattern in _BRACES.items() if pattern == f"{{{listed}}}"]
     if found:
         return found
     for each in listed.split(","):

@@ -153,30 +153,30 @@ def resolve_objective(
     if weight is not None and not callable(weight):
         raise WorkloadError(f"weight is {describe_type(weight)}", hint="write a function weight(batch)")
     if criterion is None and (loss is None or isinstance(loss, ModelLoss)):
-        return _checked(_own_objective(loss or ModelLoss(), weight, cast("Reduction", reduction), model))
+        return _check_sum(_model_loss_objective(loss or ModelLoss(), weight, cast("Reduction", reduction), model))
     if criterion is None and not is_criterion(loss):
         _check_loss_function(loss)
         source = "samples" if weight is None else "the workload's weight()"
-        return _checked(Objective(cast("Reduction", reduction), source, None, loss, weight))
+        return _check_sum(Objective(cast("Reduction", reduction), source, None, loss, weight))
     resolved = resolve_criterion(loss if criterion is None else criterion)
     if resolved.reduction == "mean" and reduction == "sum":
         raise WorkloadError(
             f'the reduction is "sum", but {resolved.name} averages',
             hint=f'write {resolved.name} with reduction="sum", or remove the reduction',
         )
-    kept = cast("Reduction", resolved.reduction or reduction)
+    final_reduction = cast("Reduction", resolved.reduction or reduction)
     source = resolved.source if weight is None else "the workload's weight()"
-    return _checked(Objective(kept, source, resolved, None, weight))
+    return _check_sum(Objective(final_reduction, source, resolved, None, weight))
 
 
-def _own_objective(own: ModelLoss, weight: Any, reduction: Reduction, model: nn.Module | None) -> Objective:
+def _model_loss_objective(loss: ModelLoss, weight: Any, reduction: Reduction, model: nn.Module | None) -> Objective:
     if model is not None:
-        own.read_model(model)
-    if weight is not None and getattr(weight, "__self__", None) is not own:
-        return Objective(reduction, "the workload's weight()", None, own, weight)
-    if "sum" in (reduction, own.reduction):
-        return Objective("sum", "nothing", None, own)
-    return Objective("mean", own.source, None, own, own.weight)
+        loss.read_model(model)
+    if weight is not None and getattr(weight, "__self__", None) is not loss:
+        return Objective(reduction, "the workload's weight()", None, loss, weight)
+    if "sum" in (reduction, loss.reduction):
+        return Objective("sum", "nothing", None, loss)
+    return Objective("mean", loss.source, None, loss, loss.weight)
 
 
 def match_weights(weights: Weights, names: Collection[str]) -> dict[str, float]:
@@ -195,7 +195,7 @@ def match_weights(weights: Weights, names: Collection[str]) -> dict[str, float]:
     return {name: weights[name] for name in names}
 
 
-def _checked(objective: Objective) -> Objective:
+def _check_sum(objective: Objective) -> Objective:
     if objective.reduction == "sum":
         if objective.weight_function is not None:
             raise WorkloadError(
@@ -213,11 +213,11 @@ def _check_loss_function(loss: Any) -> None:
     if not callable(loss):
         raise WorkloadError(f"loss is {describe_type(loss)}", hint="write a function loss(model, batch)")
     try:
-        mistaken = next(iter(inspect.signature(loss).parameters), None) in _OUTPUT_NAMES
+        is_criterion_like = next(iter(inspect.signature(loss).parameters), None) in _OUTPUT_NAMES
     except ValueError:
         return  # A builtin without a signature: calling it will show.
     check_function(loss, "loss", "(model, batch)")
-    if mistaken:
+    if is_criterion_like:
         raise WorkloadError(
             f"loss{inspect.signature(loss)} does not take a model and a batch",
             hint="write loss(model, batch); if it takes outputs and targets, it is a criterion: criterion = loss",
@@ -246,16 +246,16 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
     if not terms:
         raise WorkloadError("loss returned no terms", hint="return a scalar, or a dict of scalars")
     for name, term in terms.items():
-        called = "the loss" if name == _SINGLE else f"the loss's term {name!r}"
+        label = "the loss" if name == _SINGLE else f"the loss's term {name!r}"
         if not isinstance(term, Tensor):
-            raise WorkloadError(f"{called} is {describe_type(term)}, not a tensor", hint="return it without .item()")
+            raise WorkloadError(f"{label} is {describe_type(term)}, not a tensor", hint="return it without .item()")
         if term.ndim > 0:
             hint = "reduce it with .mean()"
             if name != _SINGLE and isinstance(terms.get(_SINGLE), Tensor):
                 hint = 'return only the loss, as in model(**batch)["loss"]'
-            raise WorkloadError(f"{called} is not a scalar but of shape {tuple(term.shape)}", hint=hint)
+            raise WorkloadError(f"{label} is not a scalar but of shape {tuple(term.shape)}", hint=hint)
         if not term.is_floating_point():
-            raise WorkloadError(f"{called} is of dtype {term.dtype}", hint="return a loss of a floating-point dtype")
+            raise WorkloadError(f"{label} is of dtype {term.dtype}", hint="return a loss of a floating-point dtype")
     if torch.is_grad_enabled() and not any(term.requires_grad for term in terms.values()):
         raise WorkloadError(
             "the loss is not connected to any trainable parameter",
@@ -263,13 +263,13 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
         )
 
 
-def _number(value: Any, called: str) -> float:
+def _number(value: Any, label: str) -> float:
     try:
         number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):
         raise WorkloadError(
-            f"{called} is {describe_type(value)}, not a number", hint="return one number per batch"
+            f"{label} is {describe_type(value)}, not a number", hint="return one number per batch"
         ) from None
     if not math.isfinite(number) or number < 0:
-        raise WorkloadError(f"{called} is {number}", hint="return what the mean divides by: finite and at least 0")
+        raise WorkloadError(f"{label} is {number}", hint="return what the mean divides by: finite and at least 0")
     return number

@@ -48,8 +48,8 @@ def find_optimizer(name: str) -> type[Optimizer]:
     known = {key.lower(): value for key, value in vars(torch.optim).items() if _is_optimizer(value)}
     found: type[Optimizer] | None = known.get(name.lower())
     if found is None:
-        near = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5) or ["adamw", "sgd"]
-        names = ", ".join(known[key].__name__ for key in near)
+        close = difflib.get_close_matches(name.lower(), known, n=3, cutoff=0.5) or ["adamw", "sgd"]
+        names = ", ".join(known[key].__name__ for key in close)
         raise WorkloadError(f"torch.optim has no optimizer {name!r}", hint=f"did you mean {names}?")
     if needs_closure(found):
         raise _closure_refusal(found.__name__)
@@ -81,8 +81,8 @@ def make_optimizer(optimizer: Any, model: nn.Module) -> Optimizer:
             hint="give a model with at least one parameter that requires a gradient",
         )
     made = call_factory(optimizer, params)
-    own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in own for group in made.param_groups for parameter in group["params"]):
+    of_model = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in of_model for group in made.param_groups for parameter in group["params"]):
         raise WorkloadError(
             f"the {type_name(made)} that optimizer(params) returned holds no parameter of the model",
             hint="build it from the params it is given",
@@ -192,8 +192,8 @@ def _rate(optimizer: Optimizer, number: int) -> float:
     try:
         return float(rate)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):
-        seen = f"has lr={rate!r}" if "lr" in optimizer.param_groups[number] else "has no lr"
+        state = f"has lr={rate!r}" if "lr" in optimizer.param_groups[number] else "has no lr"
         raise WorkloadError(
-            f"parameter group {number} of {type_name(optimizer)} {seen}, so that no learning rate can be set",
+            f"parameter group {number} of {type_name(optimizer)} {state}, so that no learning rate can be set",
             hint="use an optimizer whose groups have a number as lr",
         ) from None

@@ -42,7 +42,7 @@ def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: I
         "divisor": find_divisor(objective, batch),
         "ignore_index": None if criterion is None else criterion.ignore_index,
         "call": None if criterion is None else "one",
-        "own": _describe_own(objective, batch),
+        "own": _describe_model_loss(objective, batch),
         "is_module": criterion is not None and _is_bare_module(criterion.function),
         "terms": [] if list(terms) == ["loss"] else list(terms),
         "weights": list(weight) if isinstance(weight, dict) else [],
@@ -62,7 +62,7 @@ def find_divisor(objective: Objective, batch: Any) -> Divisor:
     return "samples" if objective.criterion is None else _criterion_divisor(objective.criterion, batch[1])
 
 
-def _describe_own(objective: Objective, batch: Any) -> dict[str, str | None] | None:
+def _describe_model_loss(objective: Objective, batch: Any) -> dict[str, str | None] | None:
     own = objective.model_loss
     if own is None:
         return None

@@ -195,11 +195,11 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     marked = {path for part in parts for path, leaf in find_leaves(part) if _is_marked(leaf)}
     if not marked:
         return None
-    path, known = min(sorted(marked), key=path_rank), infer_divisor(model)
-    divisor = f"labels != {IGNORED}" if known == "samples" else known
+    path, inferred = min(sorted(marked), key=path_rank), infer_divisor(model)
+    divisor = f"labels != {IGNORED}" if inferred == "samples" else inferred
     labels = [dict(find_leaves(part)).get(path) for part in parts]
-    kept = [label_mask(each, divisor).flatten(1).sum(1) for each in labels if isinstance(each, Tensor)]
-    if known == "samples" and len(set(torch.cat(kept).tolist())) < 2:
+    counted = [label_mask(each, divisor).flatten(1).sum(1) for each in labels if isinstance(each, Tensor)]
+    if inferred == "samples" and len(set(torch.cat(counted).tolist())) < 2:
         return None
     return (
         f"{path} has ignored entries ({IGNORED}), but parts are weighted by their samples, not by the other entries:"

@@ -92,44 +92,49 @@ class _SmallRuns:
 
 
 def _compare(runs: _SmallRuns, batch: Any, parts: list[Any], others: list[Any], coupled: bool) -> list[str]:
-    seen = runs.compare(parts)
-    seen.raise_if_nan()
-    wrong = seen.mismatched(runs.tolerance)
+    comparison = runs.compare(parts)
+    comparison.raise_if_nan()
+    wrong = comparison.mismatched(runs.tolerance)
     if not wrong:
         return []
-    if any(not math.isfinite(seen.whole[name]) for name in wrong):
+    if any(not math.isfinite(comparison.whole[name]) for name in wrong):
         return ["the weighting could not be checked, since the loss of a small batch is infinite"]
     again = runs.losses(parts[0])
-    if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in seen.losses[0].items()):
+    if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in comparison.losses[0].items()):
         return ["the weighting could not be checked, since the loss differs from run to run"]
     candidates = [_SUM, *list_candidates(batch, [*parts, *others], runs.likely_weight)]
-    fitting = {name: _fitting(seen, name, candidates, 0, runs.tolerance) for name in wrong}
+    fitting = {name: _fitting(comparison, name, candidates, 0, runs.tolerance) for name in wrong}
     if any(len({candidate.shares(_PARTS) for candidate in fits}) > 1 for fits in fitting.values()):
         other = runs.compare(others)
         fitting = {name: _fitting(other, name, fits, _PARTS, runs.tolerance) for name, fits in fitting.items()}
-    known = {name: fits[0].code for name, fits in fitting.items() if fits}
-    if len(known) == len(wrong):
-        mismatches = [seen.describe(name) for name in wrong]
+    weights = {name: fits[0].code for name, fits in fitting.items() if fits}
+    if len(weights) == len(wrong):
+        mismatches = [comparison.describe(name) for name in wrong]
         samples = next((one.code for one in candidates[1:]), "len(batch)")
-        return [Advice(f"{mismatches[0]}: {advise(runs.objective, known, seen.whole, samples)}"), *mismatches[1:]]
+        return [
+            Advice(f"{mismatches[0]}: {advise(runs.objective, weights, comparison.whole, samples)}"),
+            *mismatches[1:],
+        ]
     cause = None if coupled else "no usual weight fits: run autoaccum verify to find the cause"
-    advice = {name: f"it likely divides by {known[name]}" if name in known else cause for name in wrong}
-    return [f"{seen.describe(name)}: {sentence}" for name, sentence in advice.items() if sentence is not None]
+    advice = {name: f"it likely divides by {weights[name]}" if name in weights else cause for name in wrong}
+    return [f"{comparison.describe(name)}: {sentence}" for name, sentence in advice.items() if sentence is not None]
 
 
 def _fitting(
-    seen: LossComparison, name: str, candidates: list[Candidate], start: int, tolerance: float
+    comparison: LossComparison, name: str, candidates: list[Candidate], start: int, tolerance: float
 ) -> list[Candidate]:
     """Return the candidates with which the parts agree with the whole; the counts of these parts begin at `start`."""
     return [
         candidate
         for candidate in candidates
-        if seen.agrees(name, seen.combined(name, candidate.counts[start : start + _PARTS] or None), tolerance)
+        if comparison.agrees(
+            name, comparison.combined(name, candidate.counts[start : start + _PARTS] or None), tolerance
+        )
     ]
 
 
 def advise(
-    objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str, *, sure: bool = False
+    objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str, *, tested: bool = False
 ) -> str:
     """Return a sentence that says how to change the workload.
 
@@ -138,7 +143,7 @@ def advise(
         found: The weight of every mismatched term, as code, or `sum`.
         terms: All terms of the loss.
         samples: The code that counts samples.
-        sure: The weight was tested and is right.
+        tested: The weight was tried and is right.
     """
     complete, codes = len(found) == len(terms), set(found.values())
     if codes == {"sum"} and complete:
@@ -154,7 +159,7 @@ def advise(
         code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in terms) + "}"
     else:
         return "; ".join(f"{name_term(name)} likely divides by {code}" for name, code in found.items())
-    return f"the {'' if sure else 'likely '}right weight{removal} is: def weight(batch): return {code}"
+    return f"the {'' if tested else 'likely '}right weight{removal} is: def weight(batch): return {code}"
 
 
 class LossComparison:

@@ -256,11 +256,14 @@ def test_says_what_is_wrong_with_a_file(write: Write, case: str) -> None:
 
 REFERENCES = {
     "missing": ("mode.py", r"there is no file mode\.py: did you mean model\.py\?"),
-    "missing far": ("elsewhere/x.py", r"there is no file elsewhere/x\.py: it was looked for in /"),
+    "missing far": ("elsewhere/x.py", r"there is no file elsewhere/x\.py: check the path /"),
     "directory": (".", r"\. is a directory: name a Python file"),
     "other file": ("notes.txt", r"notes\.txt is not a Python file"),
     "unknown name": ("model.py:modle", r"model\.py has no 'modle': did you mean model\?"),
-    "unknown name far": ("model.py:zzz", r"model\.py has no 'zzz': it defines model, batch, criterion, SIZE"),
+    "unknown name far": (
+        "model.py:zzz",
+        r"model\.py has no 'zzz': use a name that it defines: model, batch, criterion, SIZE",
+    ),
     "name is a number": ("model.py:SIZE", r"SIZE in model\.py is an int, neither a workload nor a model"),
     "no name": ("model.py:", r"'model\.py:' names no workload: write model\.py, model\.py:name"),
     "empty": ("", r"'' names no workload"),

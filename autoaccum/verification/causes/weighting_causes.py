@@ -92,7 +92,7 @@ def _weight_cause(objective: Objective, found: Weighting, *, proved: bool) -> Ca
     return Cause(
         kind="reduction" if objective.reduction == "sum" or SUM in found.wrong.values() else "weight",
         found=f"{facts}, and the parts are {how}",
-        change=advise(objective, found.wrong, found.counts, found.samples, sure=True),
+        change=advise(objective, found.wrong, found.counts, found.samples, tested=True),
         where=tuple(found.wrong) if len(found.counts) > 1 else (),
         proved=proved,
     )
