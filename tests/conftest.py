@@ -1,6 +1,4 @@
-"""What all tests share: one thread for each process, Hypothesis on machines that others use too, and the one place
-that asks whether there is a GPU.
-"""
+"""Shared by all tests: one thread per process, settings of Hypothesis, and the only check for a GPU."""
 
 from __future__ import annotations
 
@@ -19,16 +17,16 @@ from hypothesis import settings
 
 from autoaccum.planning.device_choice import has_nvidia_gpu
 
-# Before torch is imported, here and in the children that tests start: two test processes and their trials on few
-# cores would spend their time waiting for each other's threads.
+# Set before torch is imported, here and in child processes: on few cores, the threads of several test processes
+# would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A shell's background job has SIGINT ignored, and nohup SIGHUP; processes that tests start would inherit that.
+# A background job of a shell ignores SIGINT, and nohup ignores SIGHUP; child processes would inherit that.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# CI asks the same of every change; elsewhere each run tries other examples.
+# CI runs the same examples for every change; elsewhere each run tries others.
 settings.register_profile("shared-machine", deadline=None, print_blob=True)
 settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "shared-machine")
@@ -36,7 +34,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "shared-machine")
 
 @pytest.fixture(autouse=True)
 def no_feeders() -> None:
-    """End threads that feed queues of data workers of an earlier test: trials in place refuse to run beside threads."""
+    """End the queue threads of an earlier test's DataLoader workers: trials in place refuse to run with threads."""
     feeders = [thread for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
     if feeders:
         gc.collect()
@@ -46,7 +44,7 @@ def no_feeders() -> None:
 
 @pytest.fixture(scope="module")
 def write_workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Puts a workload file into a folder of its own and returns what refers to it."""
+    """Write a workload file into a new folder and return its path."""
 
     def write(source: str) -> str:
         path = tmp_path_factory.mktemp("workload") / "model.py"
@@ -62,18 +60,18 @@ _MEASURED = Path(__file__).parent / "gpu" / "data"
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Know the options pyproject.toml sets for plugins, where one is not installed."""
+    """Declare the options that pyproject.toml sets for plugins that are not installed."""
     if not pluginmanager.hasplugin("timeout"):
-        parser.addini("timeout", "for pytest-timeout, which is not here")
+        parser.addini("timeout", "for pytest-timeout, which is not installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "without_gpu: shows what happens where there is no CUDA card")
-    config.addinivalue_line("markers", "no_table: would check what was measured on cards (left out where nothing was)")
+    config.addinivalue_line("markers", "without_gpu: shows what happens without a CUDA card")
+    config.addinivalue_line("markers", "no_table: needs measurements on cards, and is left out if there are none")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out `gpu` tests where there is no card, `without_gpu` tests where there is one, and those of no table."""
+    """Deselect `gpu` tests without a card, `without_gpu` tests with one, and `no_table` tests."""
     unmeasured = [item for item in items if item.get_closest_marker("no_table")]
     if unmeasured:
         items[:] = [item for item in items if item not in unmeasured]
@@ -88,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell pytest-xdist's controller, which collects nothing itself."""
+    """Report to the controller of pytest-xdist, which collects no tests itself."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output[_OUTPUT] = session.config.stash.get(_DESELECTED, 0)
@@ -111,12 +109,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         )
     if not any(_MEASURED.glob("*.json")):
         terminalreporter.write_line(
-            "gpu: no table that was measured on a card is committed: see tests/gpu/README.md", yellow=True
+            "gpu: no measurements of a card are committed: see tests/gpu/README.md", yellow=True
         )
 
 
 def has_cuda_card() -> bool:
-    """Whether PyTorch can use one; it is only imported where the driver shows any."""
+    """Return whether PyTorch can use a CUDA card; it is imported only if the driver finds one."""
     if not has_nvidia_gpu():
         return False
     import torch

@@ -16,7 +16,7 @@ def test_every_error_has_one_root_and_an_exit_code(kind: type[AutoaccumError]) -
     assert kind.exit_code in (1, 2, 3)
 
 
-def test_the_text_is_what_was_seen_then_the_way_out() -> None:
+def test_the_text_is_the_message_then_the_hint() -> None:
     error = DoesNotFitError("micro-batch 1 needs 21.3 GiB, 15.0 GiB are free", hint="try --precision bf16")
     assert str(error) == "micro-batch 1 needs 21.3 GiB, 15.0 GiB are free: try --precision bf16"
     assert (error.message, error.hint) == ("micro-batch 1 needs 21.3 GiB, 15.0 GiB are free", "try --precision bf16")

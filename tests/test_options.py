@@ -1,4 +1,4 @@
-"""What a run is asked for: one record, from the command line to the process that runs the trials."""
+"""The options of a run reach the process that runs the trials, and invalid values are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoaccum.planning import plan_setup
 from autoaccum.units import MemorySize
 from autoaccum.workload.spec import Workload
 
-ASKED: Mapping[str, tuple[str, Any]] = {
+OPTIONS: Mapping[str, tuple[str, Any]] = {
     "optimizer": ("sgd", "sgd"),
     "precision": ("bf16", "bf16"),
     "batchnorm": ("running", "running"),
@@ -37,13 +37,11 @@ ASKED: Mapping[str, tuple[str, Any]] = {
     "time_limit": ("50", 50.0),
     "trial_limit": ("5", 5.0),
 }
-"""Each option as the command line has it, and as the record has it."""
+"""The value of each option on the command line and in the record."""
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_every_option_walks_from_the_command_line_to_the_process_of_the_trials(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_reaches_the_trial_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[TrialSettings] = []
 
     def make_device(settings: TrialSettings) -> Any:
@@ -51,22 +49,22 @@ def test_every_option_walks_from_the_command_line_to_the_process_of_the_trials(
         raise NotMeasuredError("far enough")
 
     monkeypatch.setattr(plan_setup, "make_device", make_device)
-    text, value = ASKED[name]
+    text, value = OPTIONS[name]
     flag = [f"--{name.replace('_', '-')}", *([text] if text else [])]
     done = CliRunner().invoke(main, ["plan", "model.py", "--target-batch", "12", "-q", *flag])
     assert str(done.exception) == "far enough" or "far enough" in done.output, done.output
-    told = json.loads(json.dumps(seen[0].to_request()))
-    assert Options(**told["options"]) == seen[0].options == Options(**{name: value})
+    request = json.loads(json.dumps(seen[0].to_request()))
+    assert Options(**request["options"]) == seen[0].options == Options(**{name: value})
 
 
-def test_no_option_is_without_a_walk_a_flag_and_an_argument() -> None:
+def test_every_option_has_a_flag_an_argument_and_a_test() -> None:
     fields = {field.name for field in dataclasses.fields(Options)}
-    assert fields == set(ASKED) == set(flags._FLAGS) == set(get_type_hints(OptionArguments))
+    assert fields == set(OPTIONS) == set(flags._FLAGS) == set(get_type_hints(OptionArguments))
     assert {field.name for field in dataclasses.fields(Workload)} >= set(WORKLOAD_OPTIONS)
 
 
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("given", "text"),
     [
         ({"precision": "fp8"}, "there is no precision 'fp8'"),
         ({"batchnorm": "exact"}, "there is no batchnorm mode 'exact': choose micro"),
@@ -84,15 +82,15 @@ def test_no_option_is_without_a_walk_a_flag_and_an_argument() -> None:
         ({"trial_limit": 0}, "the trial limit is 0"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_in_one_place(asked: dict[str, Any], text: str) -> None:
+def test_refuses_invalid_values(given: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        Options(**asked)
+        Options(**given)
 
 
-def test_what_is_no_argument_of_a_call_is_refused_as_python_does() -> None:
-    for asked in ({"bachnorm": "micro"}, {"share": 3}):
+def test_unknown_arguments_raise_a_type_error() -> None:
+    for given in ({"bachnorm": "micro"}, {"share": 3}):
         with pytest.raises(TypeError, match="unexpected keyword argument"):
-            autoaccum.plan("model.py", target_batch=8, **asked)
+            autoaccum.plan("model.py", target_batch=8, **given)
     with pytest.raises(TypeError, match=r"verify\(\) got an unexpected keyword argument 'gpu'"):
         Options.of("verify", {"gpu": "rtx3090"})
     with pytest.raises(UsageError, match="there is no precision 'fp64': choose fp32, bf16 or fp16"):

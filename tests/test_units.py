@@ -24,7 +24,7 @@ def test_sizes_in_bytes(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(("text", "count"), [("80%", 800), ("100%", 1000), ("0.5 %", 5)])
-def test_shares_of_the_total(text: str, count: int) -> None:
+def test_percentages_of_the_total(text: str, count: int) -> None:
     assert parse_size(text).resolve(total_bytes=1000) == count
 
 
@@ -32,7 +32,7 @@ def test_shares_of_the_total(text: str, count: int) -> None:
     "text",
     ["", "10", "GiB", "-1GiB", "0GiB", "0%", "101%", "10XB", "1e3MiB", "ten GiB", "0.1B", "١GiB", "9" * 30 + "GiB"],
 )
-def test_anything_else_is_refused_with_the_way_out(text: str) -> None:
+def test_anything_else_is_refused_with_a_hint(text: str) -> None:
     with pytest.raises(UsageError, match="10GiB") as caught:
         parse_size(text)
     assert repr(text) in str(caught.value)
@@ -40,14 +40,14 @@ def test_anything_else_is_refused_with_the_way_out(text: str) -> None:
 
 
 @given(st.integers(min_value=0, max_value=2**50))
-def test_formatted_sizes_read_back_within_their_digits(count: int) -> None:
+def test_formatted_sizes_can_be_parsed_again(count: int) -> None:
     text = format_bytes(count)
     if count:
         assert abs(parse_size(text).resolve(0) - count) <= 0.06 * count
 
 
 @given(st.integers(min_value=100 * MIB, max_value=2**50))
-def test_one_percent_is_seen(count: int) -> None:
+def test_one_percent_is_visible(count: int) -> None:
     assert precise_bytes(count) != precise_bytes(count + count // 50)
 
 

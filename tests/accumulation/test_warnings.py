@@ -162,5 +162,5 @@ def test_an_accumulator_tells_once_of_samples_that_are_compared(loss: Any) -> No
     ],
     ids=["a mean", "as many features as samples", "one part", "too few to tell"],
 )
-def test_nothing_is_told_of_others(loss: Any, size: int, micro_batch: int, features: int) -> None:
+def test_does_not_warn_without_ignored_labels(loss: Any, size: int, micro_batch: int, features: int) -> None:
     assert warned(loss, size, micro_batch, features) == []

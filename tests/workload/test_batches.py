@@ -60,7 +60,7 @@ FORMS: dict[str, Any] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [[5], [1, 4], [2, 2, 1], [1, 1, 1, 1, 1], [0, 5]])
-def test_splits_and_joins_every_form(form: str, sizes: list[int]) -> None:
+def test_splits_and_joins_every_structure(form: str, sizes: list[int]) -> None:
     batch = FORMS[form]
     assert batch_size(batch) == 5
     parts = split_batch(batch, sizes)
@@ -174,7 +174,7 @@ def test_mappings_keep_their_class() -> None:
         assert getattr(first["m"], "encodings", "kept") == "kept"
 
 
-def test_reads_lists_as_the_rest_of_the_batch_has_it() -> None:
+def test_reads_lists_as_samples_or_record_by_the_rest_of_the_batch() -> None:
     images = [rows(3, 4, 4) for _ in range(2)]
     assert batch_size([rows(8, 2), rows(8, 2)]) == 8
     assert batch_size((images, [{"boxes": rows(3, 4)}, {"boxes": rows(3, 4)}])) == 2
@@ -200,7 +200,7 @@ def test_moves_tensors_in_objects() -> None:
     assert (moved[0].content.device.type, moved[1].content["a"].device.type) == ("meta", "meta")
 
 
-def test_moves_nothing_that_is_there() -> None:
+def test_a_batch_already_on_the_device_is_returned_itself() -> None:
     batch = {"x": rows(2), "nested": (rows(2), [rows(2)])}
     assert move_batch(batch, "cpu") is batch
     array = {"x": rows(2), "names": np.array(["a", "b"])}
@@ -219,7 +219,7 @@ def test_an_object_moves_by_its_own_method() -> None:
     assert batch[0].content.device.type == "cpu"
 
 
-def test_refuses_parts_of_different_form() -> None:
+def test_refuses_to_join_parts_of_different_structure() -> None:
     with pytest.raises(WorkloadError, match=r"batch\['x'\] of several batches cannot be joined \(Sizes of"):
         join_batches([{"x": rows(2, 3)}, {"x": rows(2, 4)}])
     with pytest.raises(WorkloadError, match=r"the parts differ in the structure of batch"):

@@ -30,11 +30,11 @@ class Detector(nn.Module):
 
 
 def detections(size: int) -> dict[str, Tensor]:
-    """Boxes of all images in one tensor: image, class, x, y, w, h, as YOLO's collate makes them; 1 to 3 an image."""
-    draw = torch.Generator().manual_seed(size)
+    """Boxes of all images in one tensor (image, class, x, y, w, h), as YOLO collates them; 1 to 3 per image."""
+    generator = torch.Generator().manual_seed(size)
     image = torch.arange(size).repeat_interleave(1 + torch.arange(size) % 3)
-    boxes = torch.rand(len(image), 5, generator=draw)
-    return {"images": torch.randn(size, 3, 8, 8, generator=draw), "targets": torch.cat([image[:, None], boxes], 1)}
+    boxes = torch.rand(len(image), 5, generator=generator)
+    return {"images": torch.randn(size, 3, 8, 8, generator=generator), "targets": torch.cat([image[:, None], boxes], 1)}
 
 
 def box_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -58,7 +58,7 @@ def split_detections(batch: dict[str, Tensor], sizes: list[int]) -> list[dict[st
 
 
 class Packed(nn.Module):
-    """Says each token from those before it in its own sequence."""
+    """Predict each token from the tokens before it in its sequence."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,9 +71,9 @@ class Packed(nn.Module):
 
 def packed(size: int) -> dict[str, Tensor]:
     lengths = torch.tensor([3 + number % 4 for number in range(size)])
-    draw = torch.Generator().manual_seed(size)
+    generator = torch.Generator().manual_seed(size)
     ends = F.pad(lengths.cumsum(0), (1, 0))
-    return {"tokens": torch.randint(11, (int(ends[-1]),), generator=draw), "cu_seqlens": ends}
+    return {"tokens": torch.randint(11, (int(ends[-1]),), generator=generator), "cu_seqlens": ends}
 
 
 def packed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -110,7 +110,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_is_the_full_batch_s(kind: str) -> None:
+def test_the_gradient_equals_that_of_the_full_batch(kind: str) -> None:
     made = KINDS[kind]
     whole = made["model"]().double()
     parts = copy.deepcopy(whole)
@@ -168,11 +168,11 @@ def written(folder: Path, text: str) -> str:
         ("def split(graphs, counts): ...\ndef size(batch): ...", True),
     ],
 )
-def test_other_things_of_these_names_are_none(tmp_path: Path, text: str, taken: bool) -> None:
+def test_other_functions_named_split_or_size_are_ignored(tmp_path: Path, text: str, taken: bool) -> None:
     assert (load_workload(written(tmp_path, text)).batching is not None) is taken
 
 
-def test_a_split_that_returns_the_same_samples_twice_is_the_first_thing_to_see() -> None:
+def test_a_coupled_custom_batch_suggests_to_check_split_first() -> None:
     kind = KINDS["packed"]
     wrong = {**kind, "split": lambda batch, sizes: [split_packed(batch, [size])[0] for size in sizes]}
     found = autoaccum.verify(Workload(**wrong), target_batch=6, micro_batch=2)

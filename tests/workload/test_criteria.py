@@ -20,7 +20,7 @@ CLASSES = 5
 
 
 class Given(nn.Module):
-    """A model whose output is its input, so that a batch holds the outputs a criterion is to be tried on."""
+    """A model that returns its input, so that a batch holds the outputs for a criterion."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ F = functional
 
 
 def labelled(*shape: int, ignored: int | None = -100) -> Builder:
-    """Logits of each class over `shape`, and classes of which some are ignored."""
+    """Logits over `shape` and classes, some of them ignored."""
     return lambda n: (randn(n, CLASSES, *shape), classes(n, *shape, ignored=ignored))
 
 
@@ -153,7 +153,7 @@ OTHERS = {
 }
 
 
-def test_every_criterion_of_torch_is_tried_or_refused() -> None:
+def test_every_criterion_of_torch_is_tested_or_refused() -> None:
     tried = {criterion.__name__ for criterion in KNOWN}
     known = {name for name in nn.modules.loss.__all__ if name not in ("NLLLoss2d", "LinearCrossEntropyLoss")}
     assert known == (tried & known) | OTHERS
@@ -195,7 +195,7 @@ class Configured(nn.CrossEntropyLoss):
         super().__init__(ignore_index=0)
 
 
-def test_trusts_a_subclass_only_as_long_as_it_keeps_forward() -> None:
+def test_a_subclass_is_known_only_if_it_keeps_forward() -> None:
     batch = randn(6, CLASSES), torch.tensor([0, 0, 1, 2, 3, 4])
     focal, configured = resolve_objective(Focal()), resolve_objective(Configured())
     assert focal.weight(batch) == 6.0
@@ -221,7 +221,7 @@ def test_a_function_as_criterion_counts_samples() -> None:
     assert_parts_give_the_whole(objective, Given(), (randn(5, 2), randn(5, 2)), [2, 3])
 
 
-def test_calls_the_model_by_the_form_of_its_inputs() -> None:
+def test_calls_the_model_with_positional_or_keyword_inputs() -> None:
     class Sum(nn.Module):
         def forward(self, left: Tensor, right: Tensor) -> Tensor:
             return left + right

@@ -80,26 +80,26 @@ def test_every_form_of_model_and_loss_runs(write: Write, model: str, loss: str) 
 
 
 @pytest.mark.parametrize("line", ["def batchnorm(x): ...", "batchnorm = nn.BatchNorm1d(3)", "import math as batchnorm"])
-def test_a_batchnorm_of_the_file_s_own_is_no_mode(write: Write, line: str) -> None:
+def test_a_batchnorm_that_is_no_string_is_ignored(write: Write, line: str) -> None:
     write(GOOD + f"\n    {line}\n")
     assert load_workload("model.py").batchnorm == "micro"
 
 
-def test_helpers_named_as_the_pair_are_the_file_s_own(write: Write) -> None:
+def test_helpers_named_split_and_size_are_ignored(write: Write) -> None:
     write(GOOD + "    def split(text): return text.split()\n    def size(t, dim): return t.shape[dim]\n")
     workload = load_workload("model.py")
     assert workload.split is None
     assert workload.size is None
 
 
-def test_a_criterion_that_the_loss_names_is_a_part_of_it(write: Write) -> None:
+def test_a_criterion_that_the_loss_calls_is_not_the_workloads(write: Write) -> None:
     loss = "    def loss(model, batch): return criterion(model(batch[0]), batch[1])\n"
     loaded = load_workload(str(write(GOOD + loss)))
     assert loaded.criterion is None
     assert loaded.loss is not None
 
 
-def test_takes_a_workload(write: Write) -> None:
+def test_loads_a_workload_object(write: Write) -> None:
     write(
         """
         import autoaccum, torch
@@ -127,7 +127,7 @@ def test_a_name_may_be_a_model(write: Write) -> None:
     assert isinstance(workload.build_model(), nn.Sequential)
 
 
-def test_imports_what_lies_beside_a_file(write: Write) -> None:
+def test_imports_modules_next_to_a_file(write: Write) -> None:
     write("from torch import nn\nclass Net(nn.Linear): pass\n", "nets.py")
     write("SIZE = 4\n", "sizes.py")
     path = write(
@@ -153,7 +153,7 @@ def test_imports_what_lies_beside_a_file(write: Write) -> None:
     assert not list(path.parent.glob("**/__pycache__"))
 
 
-def test_imports_a_file_in_a_package_under_its_true_name(write: Write) -> None:
+def test_imports_a_file_in_a_package_under_its_full_name(write: Write) -> None:
     write("", "shop/__init__.py")
     write("", "shop/nets/__init__.py")
     write("WIDTH = 3\n", "shop/common.py")
@@ -189,7 +189,7 @@ def test_does_not_mix_helpers_of_two_directories(write: Write) -> None:
     assert load_workload("two/model.py").build_model().out_features == 7
 
 
-def test_the_digest_covers_local_modules_only_and_not_the_place(write: Write, tmp_path: Path) -> None:
+def test_the_digest_covers_local_modules_but_not_their_folder(write: Write, tmp_path: Path) -> None:
     source = "from deep import nets\n" + textwrap.dedent(GOOD)
     for place in ("one", "two"):
         write(source, f"{place}/model.py")

@@ -1,4 +1,4 @@
-"""The loss that a model computes itself, where none is given; and labels that do not count, where no weight is."""
+"""The loss that a model computes itself if none is given, and ignored labels if no weight is given."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Output:
 
 
 class Regression(nn.Module):
-    """Returns its loss as `form` says."""
+    """Return the loss in a dict, an object or a tuple."""
 
     def __init__(self, form: str = "dict") -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_the_loss_of_what_a_model_returns(form: str, access: str) -> None:
     assert check_weighting(Workload(model=lambda: Regression(form), batch=batch)) == []
 
 
-def test_a_weight_and_a_sum_are_as_given() -> None:
+def test_a_given_weight_or_sum_overrides_the_inferred_one() -> None:
     summed = resolve_objective(reduction="sum", model=Regression())
     assert (summed.reduction, summed.weight_function) == ("sum", None)
     weighted = Workload(model=Regression, batch=batch, weight=lambda given: 2 * len(given["x"])).objective
@@ -69,7 +69,7 @@ def test_a_weight_and_a_sum_are_as_given() -> None:
         ("tensor", {"x": torch.zeros(2, 3)}, "no loss is given, and Regression returned a Tensor without one"),
     ],
 )
-def test_what_has_no_loss_is_told(form: str, data: Any, message: str) -> None:
+def test_refuses_a_model_or_batch_without_a_loss(form: str, data: Any, message: str) -> None:
     model = Regression(form)
     with pytest.raises(WorkloadError, match=message) as seen:
         Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=1).step(data)
@@ -97,7 +97,7 @@ def warned(loss: Any, data: Any, **options: Any) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_an_accumulator_tells_once_of_labels_that_do_not_count() -> None:
+def test_an_accumulator_warns_once_of_ignored_labels() -> None:
     (said,) = warned(token_loss, tokens([6, 2, 3, 1]))
     code = 'def weight(batch): return (batch["labels"] != -100).sum()'
     assert said.startswith('batch["labels"] has ignored entries (-100), but parts are weighted by their samples')
@@ -115,5 +115,5 @@ def test_an_accumulator_tells_once_of_labels_that_do_not_count() -> None:
     ],
     ids=["even", "another marker", "one part", "a weight", "a sum"],
 )
-def test_nothing_is_told_of_others(data: Any, options: dict[str, Any]) -> None:
+def test_does_not_warn_without_ignored_labels(data: Any, options: dict[str, Any]) -> None:
     assert warned(token_loss, data, **options) == []

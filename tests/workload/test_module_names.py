@@ -1,4 +1,4 @@
-"""Paths that differ in numbers: as one where that tells them from all others, never two alike."""
+"""Names that differ only in numbers are shown as one, and different names stay distinct."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autoaccum.workload.module_names import compact_names, distinct_names, expand_name, mask_numbers
 
 
-def test_numbers_are_given_where_they_tell_groups_apart() -> None:
+def test_numbers_are_listed_if_they_distinguish_groups() -> None:
     stages = [[f"{block}.up.0" for block in blocks] for blocks in ((4, 5, 6), (8, 9, 11, 12, 13), (15, 16))]
     assert [name for name, _ in distinct_names(stages)] == ["{4..6}.up.0", "{8,9,11..13}.up.0", "{15,16}.up.0"]
 
@@ -23,15 +23,15 @@ NAMES = st.one_of(
 
 
 @given(st.dictionaries(NAMES, st.integers(0, 3), min_size=1, max_size=40))
-def test_no_two_are_named_alike_and_none_is_lost(kinds: dict[str, int]) -> None:
+def test_names_are_distinct_and_none_is_lost(kinds: dict[str, int]) -> None:
     groups: dict[tuple[str, int], list[str]] = {}
     for name, kind in kinds.items():
         groups.setdefault((mask_numbers(name), kind), []).append(name)
-    told = distinct_names(groups.values())
-    names = [name for name, _ in told]
+    named = distinct_names(groups.values())
+    names = [name for name, _ in named]
     assert len(set(names)) == len(names)
-    assert sorted(member for _, members in told for member in members) == sorted(kinds)
-    for name, members in told:
+    assert sorted(member for _, members in named for member in members) == sorted(kinds)
+    for name, members in named:
         assert len({kinds[member] for member in members}) == 1
         if "*" in name:
             assert all(re.fullmatch(re.escape(name).replace(r"\*", r"\d+"), member) for member in members)
@@ -40,7 +40,7 @@ def test_no_two_are_named_alike_and_none_is_lost(kinds: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "spelled"),
+    ("names", "pattern"),
     [
         (["wte"], ["wte"]),
         (["h.0.mlp.0", "h.1.mlp.0", "h.2.mlp.0"], ["h.{0..2}.mlp.0"]),
@@ -50,21 +50,21 @@ def test_no_two_are_named_alike_and_none_is_lost(kinds: dict[str, int]) -> None:
     ],
     ids=["one", "a run", "in any order", "other between", "no product"],
 )
-def test_names_are_spelled_as_one_where_they_differ_in_numbers(names: list[str], spelled: list[str]) -> None:
+def test_names_that_differ_only_in_numbers_become_one_pattern(names: list[str], pattern: list[str]) -> None:
     compact = compact_names(names)
-    assert [name for name, _ in compact] == spelled
+    assert [name for name, _ in compact] == pattern
     assert [sorted(expand_name(name)) for name, _ in compact] == [sorted(members) for _, members in compact]
 
 
 @given(st.lists(NAMES, max_size=30))
-def test_a_spelling_stands_for_just_its_names(names: list[str]) -> None:
+def test_a_pattern_stands_for_exactly_its_names(names: list[str]) -> None:
     compact = compact_names(names)
-    assert all(sorted(expand_name(spelled)) == sorted(members) for spelled, members in compact)
+    assert all(sorted(expand_name(pattern)) == sorted(members) for pattern, members in compact)
     assert sorted(name for _, members in compact for name in members) == sorted(set(names))
-    assert len({spelled for spelled, _ in compact}) == len(compact)
+    assert len({pattern for pattern, _ in compact}) == len(compact)
 
 
-@pytest.mark.parametrize("spelled", ["{}", "{a}", "{1..}", "{1,}", "{{1}}"])
-def test_what_is_no_spelling_is_refused(spelled: str) -> None:
+@pytest.mark.parametrize("pattern", ["{}", "{a}", "{1..}", "{1,}", "{{1}}"])
+def test_refuses_invalid_patterns(pattern: str) -> None:
     with pytest.raises(ValueError, match="no number"):
-        expand_name(spelled)
+        expand_name(pattern)

@@ -48,13 +48,13 @@ TERMS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", TERMS)
-def test_refuses_what_is_no_loss(case: str) -> None:
+def test_refuses_invalid_losses(case: str) -> None:
     loss, message = TERMS[case]
     with pytest.raises(WorkloadError, match=message):
         resolve_objective(loss).terms(nn.Linear(2, 2), torch.ones(4, 2))
 
 
-def test_a_models_whole_output_for_a_loss_is_told_what_to_return() -> None:
+def test_a_loss_that_returns_all_outputs_gets_a_hint() -> None:
     def output(model: nn.Module, batch: Tensor) -> Any:
         logits = model(batch)
         return {"loss": logits.mean(), "logits": logits}
@@ -71,7 +71,7 @@ def test_a_loss_needs_no_connection_where_no_gradients_are_recorded() -> None:
 @pytest.mark.parametrize(
     "value", [3, 3.0, True + 2, np.float32(3), torch.tensor(3), torch.tensor([3.0]), torch.tensor(3.0).requires_grad_()]
 )
-def test_takes_any_number_for_a_weight(value: Any) -> None:
+def test_accepts_any_number_as_weight(value: Any) -> None:
     weight = resolve_objective(scalar, weight=lambda batch: value).weight(torch.ones(4, 2))
     assert weight == 3.0
     assert type(weight) is float
@@ -89,13 +89,13 @@ WEIGHTS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_refuses_what_is_no_weight(case: str) -> None:
+def test_refuses_invalid_weights(case: str) -> None:
     value, message = WEIGHTS[case]
     with pytest.raises(WorkloadError, match=message):
         resolve_objective(scalar, weight=lambda batch: value).weight(torch.ones(4, 2))
 
 
-def test_a_criterion_that_sums_tells_by_itself() -> None:
+def test_a_criterion_with_reduction_sum_needs_no_reduction() -> None:
     objective = resolve_objective(nn.CrossEntropyLoss(reduction="sum"))
     assert objective.reduction == "sum"
     assert objective.weight((torch.zeros(3, 2), torch.tensor([0, -100, -100]))) == 3.0
@@ -104,7 +104,7 @@ def test_a_criterion_that_sums_tells_by_itself() -> None:
     )
 
 
-def test_criterion_forces_what_would_be_a_loss() -> None:
+def test_criterion_makes_any_function_a_criterion() -> None:
     def distance(left: Tensor, right: Tensor) -> Tensor:
         return (left - right).square().mean()
 

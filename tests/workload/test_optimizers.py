@@ -30,11 +30,11 @@ def test_adamw_by_default_over_the_trainable_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", ["sgd", "AdamW", "ADAM", "rmsprop", "adagrad", "Adafactor", "nadam"])
-def test_finds_names_whatever_their_case(name: str) -> None:
+def test_finds_names_ignoring_case(name: str) -> None:
     assert isinstance(make_optimizer(name, nn.Linear(2, 2)), find_optimizer(name))
 
 
-def test_takes_a_class_and_a_function() -> None:
+def test_accepts_a_class_and_a_function() -> None:
     model = nn.Linear(2, 2)
     assert isinstance(make_optimizer(SGD, model), SGD)
     made = make_optimizer(
@@ -121,7 +121,7 @@ def test_rates_that_are_tensors_stay_the_same_tensors() -> None:
     assert get_learning_rate(optimizer) == 0.125
 
 
-def test_a_schedule_made_afterwards_begins_there_whatever_one_before_has_kept() -> None:
+def test_a_later_scheduler_starts_from_the_new_rate() -> None:
     optimizer = groups(0.4, 0.2)
     old = lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizer.step()
@@ -142,7 +142,7 @@ def test_a_schedule_made_afterwards_begins_there_whatever_one_before_has_kept() 
         ("missing", r"parameter group 0 of SGD has no lr"),
     ],
 )
-def test_where_there_is_no_rate_it_is_said(first: Any, message: str) -> None:
+def test_refuses_an_optimizer_without_a_learning_rate(first: Any, message: str) -> None:
     optimizer = groups(0.5, 0.25)
     optimizer.param_groups[0]["lr"] = first
     if isinstance(first, str):
@@ -172,7 +172,7 @@ def chained(optimizer: Optimizer) -> Any:
         pytest.param(lambda it: lr_scheduler.CyclicLR(it, 0.1, 1.0), False, id="cyclic"),
     ],
 )
-def test_a_schedule_that_overrules_the_rate_is_found_out(
+def test_finds_schedulers_that_overwrite_the_learning_rate(
     make_scheduler: Callable[[Optimizer], Any], is_followed: bool
 ) -> None:
     made: list[Optimizer] = []

@@ -53,7 +53,7 @@ def test_indices_are_spread_and_the_same_each_time(total: int, count: int) -> No
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 20), st.integers(1, 30))
-def test_a_batch_repeats_the_longest_where_there_are_too_few(lengths: list[int], most: int, size: int) -> None:
+def test_a_batch_repeats_the_longest_samples_if_there_are_too_few(lengths: list[int], most: int, size: int) -> None:
     dataset = [torch.full((length,), float(length)) for length in lengths]
     workload = take_longest(make(dataset, collate=padded), len(dataset), most)
     batch = workload.build_batch(size)

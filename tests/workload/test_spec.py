@@ -35,7 +35,7 @@ def test_an_instance_is_copied_each_time() -> None:
     assert next(workload.build_model().parameters()).any()
 
 
-def test_a_model_at_rest_is_built_to_be_trained() -> None:
+def test_a_model_in_eval_mode_is_built_in_train_mode() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     model[1].eval()
     built: Any = make(model=model).build_model()
@@ -62,7 +62,7 @@ def test_a_model_function_must_return_a_module() -> None:
         make(model=lambda: {}).build_model()
 
 
-def test_a_batch_must_have_the_size_asked() -> None:
+def test_a_batch_must_have_the_requested_size() -> None:
     assert len(make().build_batch(7)[0]) == 7
     with pytest.raises(WorkloadError, match=r"batch\(7\) returned 6 samples: return exactly 7 samples"):
         make(batch=lambda size: batch(size - 1)).build_batch(7)
@@ -137,7 +137,7 @@ def test_what_cannot_be_planned_is_refused(changes: dict[str, Any], message: str
         make(**changes)
 
 
-def test_settings_stand_in_for_the_workloads_own() -> None:
+def test_settings_replace_the_workloads_own() -> None:
     workload = make(keeps="outputs", evaluation_batch=4)
     assert apply_settings(workload) == workload
     changed = apply_settings(workload, keeps=("ema",), evaluation_batch=8, precision="bf16")
@@ -154,14 +154,14 @@ def test_a_file_with_a_dataset_may_leave_batch_out(write_workload: Any) -> None:
         load_workload(write_workload(HEAD + "del batch\n"))
 
 
-def test_what_is_no_schedule_is_refused_when_it_is_built() -> None:
+def test_an_invalid_scheduler_is_refused_when_it_is_built() -> None:
     workload = make(scheduler=3)
     with pytest.raises(WorkloadError, match="scheduler is an int: write def scheduler"):
         workload.build_scheduler(torch.optim.SGD(workload.build_model().parameters()))
 
 
 class Watched(nn.Module):
-    """Keeps its attention and an auxiliary loss, as many models do."""
+    """A model that stores its attention and an auxiliary loss, as many do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ class Watched(nn.Module):
         return torch.as_tensor(self.second(hidden))
 
 
-def test_what_a_forward_has_left_comes_without_its_graph() -> None:
+def test_tensors_left_by_a_forward_are_copied_without_their_graph() -> None:
     model = Watched()
     model(torch.ones(2, 4))
     made = copy_module(model)

@@ -19,7 +19,7 @@ REAL = (torch.zeros(3, 4), torch.zeros(3, 4))
 
 
 class Attributes(dict[str, Tensor]):
-    """A loss may read its attributes."""
+    """A batch with attributes, which a loss may read."""
 
 
 def mean(model: nn.Module, batch: Any) -> Tensor:
@@ -54,7 +54,7 @@ def recipe(given: dict[str, Any], batch: Any = LABELS, model: nn.Module | None =
     return found
 
 
-def test_what_a_criterion_tells() -> None:
+def test_describes_criteria() -> None:
     found = recipe({"criterion": nn.CrossEntropyLoss(ignore_index=7)})
     assert (found["ignore_index"], found["call"], found["is_module"]) == (7, "one", True)
     found = recipe({"criterion": functools.partial(functional.cross_entropy, ignore_index=2)})
@@ -70,7 +70,7 @@ def test_terms_and_weights() -> None:
     assert (found["terms"], found["weights"]) == (["a", "b"], ["a", "b"])
 
 
-def test_names_half_precision_of_what_is_trained() -> None:
+def test_names_the_half_dtypes_of_trainable_parameters() -> None:
     assert recipe({"loss": mean})["half"] == []
     assert recipe({"loss": mean}, model=nn.Linear(4, 4).bfloat16())["half"] == ["bfloat16"]
     frozen = nn.Linear(4, 4).half().requires_grad_(False)

@@ -27,7 +27,7 @@ def test_keeps_the_users_frames_and_the_error() -> None:
     assert str(Path("workload") / "spec.py") not in shown
 
 
-def test_keeps_torchs_frames_where_none_is_the_users() -> None:
+def test_keeps_torchs_frames_if_none_is_the_users() -> None:
     workload = Workload(
         model=nn.Linear(3, 2), batch=lambda size: (torch.zeros(size, 4), torch.zeros(size, 2)), loss=nn.MSELoss()
     )
@@ -69,7 +69,7 @@ def test_shows_chained_errors() -> None:
     [(Path(tracebacks.__file__).with_name("made_up.py"), True), (Path("model.py"), False)],
     ids=["own", "user"],
 )
-def test_an_error_within_pythons_library_is_of_who_called_it(filename: Path, own: bool) -> None:
+def test_an_error_in_the_standard_library_belongs_to_its_caller(filename: Path, own: bool) -> None:
     code = compile("import json; json.loads('{')", str(filename), "exec")
     with pytest.raises(ValueError, match="Expecting") as caught:
         exec(code)
@@ -84,7 +84,7 @@ class Odd(torch.utils.data.Dataset[int]):
         raise KeyError(f"item {index} is odd")
 
 
-def test_an_error_that_a_worker_relays_is_shown_as_it_was_there() -> None:
+def test_an_error_of_a_dataloader_worker_keeps_its_traceback() -> None:
     loader = torch.utils.data.DataLoader(Odd(), num_workers=1, multiprocessing_context="fork")
     with pytest.raises(KeyError) as caught:
         next(iter(loader))

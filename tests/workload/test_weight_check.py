@@ -131,7 +131,7 @@ def test_says_nothing_of_right_weights() -> None:
     assert check_weighting(workload(token_loss, weight=lambda batch: (batch["labels"] != -100).sum())) == []
 
 
-def test_says_nothing_where_all_samples_weigh_the_same() -> None:
+def test_says_nothing_if_all_samples_have_the_same_weight() -> None:
     def batch(size: int) -> dict[str, Tensor]:
         ids = torch.randint(1, WORDS, (size, 10))
         return {"ids": ids, "labels": ids}
@@ -156,7 +156,7 @@ def test_compares_every_term_with_its_own_weight() -> None:
     assert check_weighting(right) == []
 
 
-def test_says_nothing_more_where_coupled_samples_are_told_of() -> None:
+def test_says_nothing_if_coupling_is_known() -> None:
     def contrastive(model: nn.Module, batch: Any) -> Any:
         vectors = functional.normalize(model(batch["ids"]).mean(1), dim=-1)
         return functional.cross_entropy(vectors @ vectors.T / 0.1, torch.arange(len(vectors)))
@@ -166,7 +166,7 @@ def test_says_nothing_more_where_coupled_samples_are_told_of() -> None:
     assert "no usual weight fits: run autoaccum verify" in sentence
 
 
-def test_dropout_and_batchnorm_are_at_rest() -> None:
+def test_the_model_is_checked_in_eval_mode() -> None:
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4))
     made = Workload(
         model=model,
@@ -177,7 +177,7 @@ def test_dropout_and_batchnorm_are_at_rest() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_a_model_that_has_a_loss_in_training_mode_only_is_checked_in_that() -> None:
+def test_a_model_with_a_loss_only_in_train_mode_is_checked_in_train_mode() -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         assert model.training
         return model(batch[0]).square().mean()
@@ -189,7 +189,7 @@ def test_a_model_that_has_a_loss_in_training_mode_only_is_checked_in_that() -> N
     assert "could not be checked, since the loss differs from run to run" in sentence
 
 
-def test_uses_the_dataset_where_it_collates_to_the_same_form() -> None:
+def test_uses_the_dataset_if_it_collates_to_the_same_structure() -> None:
     def constant(size: int) -> tuple[Tensor, Tensor]:
         ids = torch.randint(1, WORDS, (size, 10))
         return ids, ids
@@ -250,7 +250,7 @@ def test_leaves_everything_as_it_was() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_loss_that_changes_its_batch_in_place_is_seen_right() -> None:
+def test_a_loss_that_changes_its_batch_in_place_is_checked() -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         batch[0].mul_(2)
         return model(batch[0]).mean()
