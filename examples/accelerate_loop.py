@@ -1,9 +1,9 @@
-"""`Accumulator` under accelerate: its device, its optimizer wrapper, its checkpoints, and exact gradients.
+"""`Accumulator` with accelerate, which keeps placing the model, wrapping the optimizer and writing checkpoints.
 
 python examples/accelerate_loop.py
 
-The loader yields effective batches, and accelerate's own accumulation and mixed precision stay off: the wrapped
-optimizer steps once for each batch, and scales nothing. For bf16 or fp16 give `precision` to the Accumulator.
+The loader yields effective batches. Leave accelerate's own accumulation and mixed precision off, so that its optimizer
+steps once per batch and scales nothing; for bf16 or fp16, give `precision` to the Accumulator.
 """
 
 import torch
@@ -20,7 +20,7 @@ def model():
 
 
 def train(accelerator, net, optimizer, loader, micro_batch):
-    # Batches stay on the CPU: each micro-batch goes to the device when its turn comes.
+    # Batches stay on the CPU: the Accumulator moves one micro-batch at a time.
     placed = accelerator.prepare(net, optimizer, loader, device_placement=[True, True, False])
     net, optimizer, loader = placed
     accumulator = Accumulator(net, optimizer, nn.CrossEntropyLoss(), micro_batch=micro_batch)

@@ -1,4 +1,4 @@
-"""A convolutional net with BatchNorm on scikit-learn's handwritten digits, 1,797 real images.
+"""A convolutional network with BatchNorm on scikit-learn's 1,797 images of handwritten digits.
 
 autoaccum plan examples/digits_cnn.py --target-batch 128 --gpu rtx3090 --memory 64MiB
 python examples/digits_cnn.py
@@ -17,7 +17,7 @@ criterion = nn.CrossEntropyLoss()
 
 def model():
     return nn.Sequential(
-        nn.Upsample(scale_factor=4),  # 8 x 8 digits, enlarged so that there is something to hold
+        nn.Upsample(scale_factor=4),  # enlarge the 8 x 8 digits, to use some memory
         nn.Conv2d(1, 32, 3, padding=1),
         nn.BatchNorm2d(32),
         nn.ReLU(),
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     net = model()
     accumulator = Accumulator(net, optimizer(net.parameters()), criterion, micro_batch=100)
-    for window in torch.randperm(len(labels)).repeat(2).split(512):  # the last one is short
+    for window in torch.randperm(len(labels)).repeat(2).split(512):  # the last batch is shorter
         result = accumulator.step((images[window], labels[window]))
         print(f"{result.samples} samples in {len(result.micro_batches)} micro-batches, loss {result.loss:.3f}")
     net.eval()

@@ -1,4 +1,4 @@
-"""Handwritten digits, trained by one call: 1,437 of scikit-learn's images, 360 held out, at least 97 % of them right.
+"""Train on handwritten digits with one call: 1,437 images for training, 360 held out, of which at least 97 % are right.
 
 autoaccum fit examples/digits_fit.py --target-batch 128 --epochs 20 --run-dir runs/digits
 python examples/digits_fit.py

@@ -1,4 +1,4 @@
-"""A small GPT on Python's own documentation strings, padded, so that the loss averages over tokens, not samples.
+"""A small GPT on Python's docstrings. They are padded, so the loss is a mean over tokens and not over samples.
 
 autoaccum plan examples/docstring_gpt.py --target-batch 64 --memory 128MiB
 python examples/docstring_gpt.py
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 LENGTH, PADDING, WIDTH = 128, -100, 64
 texts = [text.encode()[: LENGTH + 1] for name in sorted(vars(builtins)) if (text := getattr(builtins, name).__doc__)]
-texts = sorted(texts, key=len, reverse=True)  # the longest first: a plan must see the worst case
+texts = sorted(texts, key=len, reverse=True)  # longest first: a plan must see the worst case
 
 
 class SmallGPT(nn.Module):
@@ -34,11 +34,11 @@ class SmallGPT(nn.Module):
 
 
 model = SmallGPT
-criterion = nn.CrossEntropyLoss(ignore_index=PADDING)  # its mean divides by the tokens that are not padding
+criterion = nn.CrossEntropyLoss(ignore_index=PADDING)  # the mean divides by the tokens that are not padding
 
 
 def pad(chosen):
-    """Bytes of each text, and the byte that follows each; [samples, LENGTH] both."""
+    """Return the bytes of each text and the byte that follows each one, both of shape [samples, LENGTH]."""
     rows = [torch.tensor(list(text)) for text in chosen]
     inputs = [F.pad(row[:-1], (0, LENGTH + 1 - len(row)), value=0) for row in rows]
     targets = [F.pad(row[1:], (0, LENGTH + 1 - len(row)), value=PADDING) for row in rows]

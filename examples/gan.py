@@ -1,4 +1,4 @@
-"""A GAN: two optimizers, so two plans and two Accumulators; each network is planned in the presence of the other.
+"""A GAN has two optimizers, so it has two plans and two Accumulators; each plan includes the other network.
 
 autoaccum plan examples/gan.py:discriminator --target-batch 4096 --gpu rtx3090 --memory 48MiB --max-trials 4 --json
 python examples/gan.py
@@ -12,35 +12,37 @@ from torch.nn import functional as F
 
 from autoaccum import Accumulator, Workload, plan
 
-painter = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 784), nn.Tanh())
-critic = nn.Sequential(nn.Linear(784, 512), nn.GELU(), nn.Linear(512, 256), nn.GELU(), nn.Linear(256, 1))
+generator_net = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 784), nn.Tanh())
+discriminator_net = nn.Sequential(nn.Linear(784, 512), nn.GELU(), nn.Linear(512, 256), nn.GELU(), nn.Linear(256, 1))
 angles = torch.linspace(0, 6.3, 784)
 
 
-def alone(net):
-    """Return `net`, with the other network frozen: it takes part, and gets no gradients."""
-    for other in (painter, critic):
+def train_only(net):
+    """Return `net` after freezing the other network, which then takes part without gradients."""
+    for other in (generator_net, discriminator_net):
         other.requires_grad_(other is net)
     return net
 
 
 def batch(size):
-    """Waves of random phase, and the noise that the painter begins with."""
+    """Return waves of random phase, and the noise that is the input of the generator."""
     return torch.sin(3 * angles + 6.3 * torch.rand(size, 1)), torch.randn(size, 64)
 
 
-def tells_apart(critic, batch):
+def discriminator_loss(discriminator_net, batch):
     real, noise = batch
-    return F.softplus(-critic(real)).mean() + F.softplus(critic(painter(noise))).mean()
+    return F.softplus(-discriminator_net(real)).mean() + F.softplus(discriminator_net(generator_net(noise))).mean()
 
 
-def deceives(painter, batch):
-    return F.softplus(-critic(painter(batch[1]))).mean()
+def generator_loss(generator_net, batch):
+    return F.softplus(-discriminator_net(generator_net(batch[1]))).mean()
 
 
 adam = partial(torch.optim.Adam, lr=2e-4, betas=(0.5, 0.99))
-discriminator = Workload(model=partial(alone, critic), batch=batch, loss=tells_apart, optimizer=adam)
-generator = Workload(model=partial(alone, painter), batch=batch, loss=deceives, optimizer=adam)
+discriminator = Workload(
+    model=partial(train_only, discriminator_net), batch=batch, loss=discriminator_loss, optimizer=adam
+)
+generator = Workload(model=partial(train_only, generator_net), batch=batch, loss=generator_loss, optimizer=adam)
 
 if __name__ == "__main__":
     torch.manual_seed(0)
@@ -52,5 +54,5 @@ if __name__ == "__main__":
         print(f"{name}: {found.micro_batches}")
     for _ in range(2):
         for name, (net, accumulator) in steps.items():
-            alone(net)
+            train_only(net)
             print(f"{name} {accumulator.step(batch(4096)).loss:.3f}")

@@ -1,4 +1,4 @@
-"""GPT-2 with 124 million parameters, trained with batches of 256: planned for a card that is not here.
+"""GPT-2 with 124 million parameters and batches of 256, planned for a simulated card.
 
 autoaccum plan examples/gpt2.py --target-batch 256 --gpu rtx4090
 python examples/gpt2.py
@@ -54,5 +54,5 @@ if __name__ == "__main__":
 
     net, ids = GPT2(layers=1), batch(4, length=32)
     accumulator = Accumulator(net, torch.optim.AdamW(net.parameters(), lr=1e-4), loss, micro_batch=2)
-    for update in range(1, 4):  # a short net, one small batch to learn by heart: a CPU is slow
+    for update in range(1, 4):  # one layer and one small batch, since a CPU is slow
         print(f"update {update}: loss {accumulator.step(ids).loss:.2f}")

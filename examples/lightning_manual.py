@@ -1,9 +1,9 @@
-"""`Accumulator` in Lightning's manual optimisation: its device, its counting, its checkpoints, and exact gradients.
+"""`Accumulator` in Lightning's manual optimization, which keeps placing the model and writing checkpoints.
 
 python examples/lightning_manual.py
 
-The loader yields effective batches. The Trainer neither accumulates nor clips, and its precision stays 32-true: for
-bf16 or fp16 give `precision` to the Accumulator, whose scaler would meet Lightning's otherwise.
+The loader yields effective batches. Leave accumulation and clipping of the Trainer off, and its precision at 32-true;
+for bf16 or fp16, give `precision` to the Accumulator, so that there is only one gradient scaler.
 """
 
 import lightning.pytorch as pl
@@ -25,11 +25,11 @@ class Classifier(pl.LightningModule):
         return torch.optim.AdamW(self.net.parameters(), lr=3e-3)
 
     def on_train_start(self):
-        # self.optimizers() is Lightning's wrapper: its step() counts, so that trainer.global_step is right.
+        # self.optimizers() is Lightning's wrapper, whose step() keeps trainer.global_step right.
         self.accumulator = Accumulator(self.net, self.optimizers(), nn.CrossEntropyLoss(), micro_batch=self.micro_batch)
 
     def transfer_batch_to_device(self, batch, device, index):
-        # Each micro-batch goes to the device when its turn comes.
+        # The Accumulator moves one micro-batch at a time.
         return batch if self.trainer.training else super().transfer_batch_to_device(batch, device, index)
 
     def training_step(self, batch, index):

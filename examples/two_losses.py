@@ -1,4 +1,4 @@
-"""A dict batch and two losses with divisors of their own: real digits, some of them without a label.
+"""A dict batch and two losses with different divisors: digits of which two in three have no label.
 
 autoaccum plan examples/two_losses.py --target-batch 512 --gpu rtx3090 --memory 40MiB --json
 python examples/two_losses.py
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 digits = load_digits()
 pixels = torch.tensor(digits.data, dtype=torch.float32) / 16  # [1797, 64]
-labels = torch.tensor(digits.target).where(torch.arange(len(pixels)) % 3 == 0, -1)  # two in three unknown
+labels = torch.tensor(digits.target).where(torch.arange(len(pixels)) % 3 == 0, -1)  # two in three have no label
 
 
 class Autoencoder(nn.Module):
@@ -43,7 +43,7 @@ def loss(model, batch):
 
 
 def weight(batch):
-    """What each mean in `loss` divides by."""
+    """Return the number that each mean in `loss` divides by."""
     return {"rebuild": batch["pixels"].numel(), "classify": (batch["digit"] != -1).sum()}
 
 
