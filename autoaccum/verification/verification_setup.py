@@ -16,7 +16,7 @@ from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import data_limit, read_host_memory, read_process_memory
 from autoaccum.devices.in_place.live_objects import LiveObjects, TrialTarget, prepare
-from autoaccum.devices.in_place.state_keeper import StateRestorer
+from autoaccum.devices.in_place.saved_state import StateRestorer
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.delayed_signals import DelayedSignals
-from autoaccum.devices.in_place.state_keeper import SavedState
+from autoaccum.devices.in_place.saved_state import SavedState
 
 
 def test_a_signal_waits_for_a_window_and_closes_it() -> None:

@@ -18,7 +18,7 @@ from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.in_place.live_objects import LiveObjects, prepare
 from autoaccum.devices.in_place.memory_limits import MemoryLimit, check_single_thread, make_memory_limit, tight_heap
-from autoaccum.devices.in_place.state_keeper import StateRestorer, check_host_copy, measure_live_state
+from autoaccum.devices.in_place.saved_state import StateRestorer, check_host_copy, measure_live_state
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import warm_up
 from autoaccum.devices.trial_record import record_trial

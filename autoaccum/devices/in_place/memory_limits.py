@@ -19,7 +19,7 @@ from autoaccum.devices.card_memory import CardReport
 from autoaccum.devices.card_meter import CardMeter, start_error
 from autoaccum.devices.cuda import choose_card_budget, describe_card
 from autoaccum.devices.host_memory import data_limit, read_host_memory, read_process_memory
-from autoaccum.devices.in_place.state_keeper import LiveStateSize
+from autoaccum.devices.in_place.saved_state import LiveStateSize
 from autoaccum.devices.meters import HostMeter
 from autoaccum.devices.trial_record import Reading
 from autoaccum.errors import UsageError

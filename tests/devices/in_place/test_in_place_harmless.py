@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from autoaccum.accumulation.state_hash import state_digest
-from autoaccum.devices.in_place.state_keeper import SavedState
+from autoaccum.devices.in_place.saved_state import SavedState
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
 
@@ -506,6 +506,6 @@ def test_a_dead_context_is_told_as_what_could_not_be_undone(
 
     device = live_device(plain(), pairs)
     assert device.limit_bytes
-    monkeypatch.setattr("autoaccum.devices.in_place.state_keeper.release_memory", fail)
+    monkeypatch.setattr("autoaccum.devices.in_place.saved_state.release_memory", fail)
     with pytest.raises(NotMeasuredError, match=r"could not be undone \(RuntimeError: CUDA error: device-side assert"):
         device.trial((2, 2))
