@@ -60,10 +60,10 @@ def test_what_stands_around_the_step_is_part_of_a_workload(tmp_path: Path) -> No
     lines = "model = nn.Linear(4, 3)\ncriterion = nn.CrossEntropyLoss()\n"
     path.write_text(f"{head}{lines}{block('keeps =')}", encoding="utf-8")
     workload = load_workload(str(path))
-    rehearsal = TrialRun(workload, 4)
-    rehearsal.run((2, 2))
+    trial_run = TrialRun(workload, 4)
+    trial_run.run((2, 2))
     assert workload.evaluation_batch == 64
-    assert len(rehearsal.averages) == len(rehearsal.outputs) == 2, "weight and bias, output and loss"
+    assert len(trial_run.averages) == len(trial_run.outputs) == 2, "weight and bias, output and loss"
 
 
 def test_the_weight_counts_the_shifted_labels() -> None:

@@ -1,4 +1,4 @@
-"""What a device answers: one trial of a workload at one size, as a record."""
+"""Devices that trials run on, and the records that they return."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.options import Options
 
 Outcome = Literal["ok", "tight", "oom", "error"]
-"""`ok`: it ran. `tight`: it ran, but only because the allocator released and retried. `oom`: memory ran out.
-`error`: anything else went wrong; a smaller batch is no answer to it."""
+"""`ok`: it ran. `tight`: it ran, but only after the allocator had released its cache and tried again. `oom`: it ran out
+of memory. `error`: it failed for another reason, so that a smaller batch would not help."""
 
 Phase = Literal["start", "load", "model", "optimizer", "batch", "forward", "backward", "clip", "update", "evaluation"]
-"""Where a trial is; `accumulation.phases` tells those of an update. `evaluation`: between updates, see `Workload`."""
-
+"""The phases of a trial. `evaluation`: between updates (see `Workload`)."""
 
 TRIAL_LIMIT_SECONDS = 600.0
-"""Where nothing else is asked for."""
+"""The default limit on the time of a trial."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,20 +27,20 @@ class Trial:
     """One trial: an update, then an update accumulated over `parts`, by the Accumulator that trains.
 
     Attributes:
-        parts: Micro-batch sizes, in samples, of the second update; the first update ran `parts[:1]`.
+        parts: Micro-batch sizes of the second update, in samples; the first update is by `parts[:1]`.
         outcome: See `Outcome`.
-        phase: Where it ended when it did not run through; None when it did.
-        peak_allocated_bytes: Peak of the bytes tensors held; None where the device cannot tell.
-        peak_reserved_bytes: Peak of what the process held of the device for this; None when nothing was measured.
-        allocator_retries: How often the allocator released its cache and tried again; None where it has none.
+        phase: The phase in which it failed; None if it ran.
+        peak_allocated_bytes: The peak of the bytes that tensors held; None if the device does not count them.
+        peak_reserved_bytes: The peak of the device's memory that the process held for it; None if not measured.
+        allocator_retries: How often the allocator released its cache and tried again; None if it has no cache.
         seconds: Wall time of the trial, without the start of its process.
         message: One line on what went wrong, or on why it is `tight`.
         traceback: The user's own frames, when their code raised.
-        certain: False when an `oom` was recognised by a text that some bugs share: a smaller size has to run then.
-        fresh: Whether its process had run no trial before, or its trace was of just its parts.
-        blames: Whose fault an `error` is: "user" (exit 2) or "measurement" (exit 3).
-        limit_bytes: The budget it was held to, where that is another than the plan's.
-        timed_out: Whether it is an `error` only because it took too long, and was ended.
+        certain: False if the message of an `oom` could also be that of a bug: then a smaller size has to run.
+        fresh: Whether its process had run no trial before; of a simulated one, whether just its parts were traced.
+        blames: The cause of an `error`: "user" (exit code 2) or "measurement" (exit code 3).
+        limit_bytes: The budget it was held to, if that is not the plan's.
+        timed_out: Whether it was ended because it took too long.
         crashed: Whether a fault in native code (SIGSEGV, SIGBUS, SIGABRT) ended its process.
     """
 
@@ -68,21 +67,21 @@ class Trial:
 
     @property
     def ran(self) -> bool:
-        """Whether it ran through."""
+        """Return whether it ran to its end."""
         return self.outcome in ("ok", "tight")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialSettings:
-    """What all trials of one plan have in common.
+    """The settings that all trials of a plan share.
 
     Attributes:
-        share: Samples per update on this rank: the effective batch a trial holds in memory.
-        options: How the workload is to run, and within which limits.
+        share: Samples per update on this rank: the effective batch that a trial holds in memory.
+        options: The options of the run.
         reference: The workload: `model.py`, `model.py:name` or `package.module:name`.
-        load_limit_seconds: What importing the workload may take at first; None: as a trial, five minutes at least.
+        load_limit_seconds: Time limit for the first import of the workload; None: that of a trial, at least 300 s.
         on_output: Gets each line the workload prints; None: it goes to stderr.
-        checkout: Where its modules lie; None: where this process finds them.
+        checkout: The checkout that its modules are imported from; None: they are where this process finds them.
         pickled: Live objects (`devices.child.pickling.pack`), in place of what `reference` would load.
     """
 
@@ -96,7 +95,7 @@ class TrialSettings:
 
     @property
     def trial_limit_seconds(self) -> float:
-        """After which a trial is ended and recorded as an error."""
+        """The time after which a trial is ended and recorded as an error."""
         return self.options.trial_limit or TRIAL_LIMIT_SECONDS
 
     def to_request(self) -> dict[str, Any]:
@@ -111,29 +110,30 @@ class TrialSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What is known of a workload before any trial.
+    """The facts about a workload that are found before any trial.
 
     Attributes:
-        loss: The name the workload gives its loss: "loss", or "criterion" for one of outputs and targets, or "model"
-            where there is none and the model computes it.
+        loss: The name of its loss: "loss", "criterion" for a function of outputs and targets, or "model" if the model
+            computes the loss.
         least_size: The smallest micro-batch that can be trained at all, in samples: 2 where a BatchNorm would have one
             value per channel to normalise.
-        update_bytes: Peak of one update of `update_samples` samples that no budget limited; None when not measured.
-        sample_bytes: What the activations of one sample take until its backward; None when that is not known.
-        recipe: What a training step written by hand must know of loss and batch: see `workload.step_recipe`.
-        keeps: What the loop keeps beside the step (`options.Keep`).
-        evaluation_batch: Samples of each pass of its evaluation; None: none is planned.
-        worst_of: Of how many samples the longest make the batches; None: `batch` makes them.
+        update_bytes: Peak of an update of `update_samples` samples without a budget; None if not measured.
+        sample_bytes: Bytes of the activations of one sample, kept for its backward; None if not known.
+        recipe: The form of loss and batch, for a training step written out (`workload.step_recipe`).
+        keeps: Memory that the training loop holds beside the step (`options.Keep`).
+        evaluation_batch: Batch size of its evaluation, in samples; None: no evaluation is planned.
+        worst_of: Batches are made of the longest of so many samples; None: `batch` makes them.
         batchnorm: The mode of its BatchNorms (`options.BatchNormMode`).
-        accumulate_in: What its gradients are summed in (`options.AccumulateIn`).
-        multiple_of: Every micro-batch is a multiple of so many samples: as the workload says, or as was found out.
-        found_multiple: The sentence on that where it was found out.
-        modules: Bytes of the modules beside the model (`accumulation.reach`), by name.
-        coupling: What an experiment told of samples that depend on the others of their batch; None: none was made.
-        warnings: Sentences for the plan on gradients that are not the full batch's.
-        accumulation_warnings: Likewise, which hold only where more than one micro-batch makes an update.
-        cautions: Sentences for the plan on what is weak about the way its trials are made.
-        notes: Sentences for the plan on what was taken for granted.
+        accumulate_in: The dtype that its gradients are summed in (`options.AccumulateIn`).
+        multiple_of: Every micro-batch is a multiple of so many samples, as the workload says or as was detected.
+        found_multiple: The plan's note on a multiple that was detected.
+        modules: Bytes of the modules beside the model (`accumulation.reachable_objects`), by name.
+        coupling: The result of the experiment on batch coupling (samples that depend on others of their batch); None:
+            not made.
+        warnings: Warnings for the plan: gradients that are not the full batch's.
+        accumulation_warnings: Warnings for the plan that hold only if an update has more than one micro-batch.
+        cautions: Warnings for the plan: weaknesses of the way its trials run.
+        notes: Notes for the plan: assumptions that were made.
     """
 
     name: str
@@ -168,27 +168,27 @@ class Inspection:
 
 
 class Device(Protocol):
-    """Where trials run. Use as a context manager: leaving it ends its processes."""
+    """A device that runs trials. Use it as a context manager: leaving it ends its processes."""
 
     @property
     def name(self) -> str:
-        """Short name, such as `cpu` or `cuda:0`."""
+        """A short name, such as `cpu` or `cuda:0`."""
 
     @property
     def limit_bytes(self) -> int:
-        """The budget every trial is held to."""
+        """The budget that every trial is held to."""
 
     def describe(self) -> Mapping[str, Any]:
-        """What the plan records about the device: name, kind, total and free bytes, how limits are enforced."""
+        """Return the plan's record of the device: name, kind, total and free bytes, how limits are enforced."""
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """Load and check the workload, without a limit on memory.
 
         Raises:
             WorkloadError: The workload is not usable.
-            UsageError: The budget is not.
-            DoesNotFitError: A small update already runs the machine itself out of memory.
-            NotMeasuredError: Its process died or hung.
+            UsageError: The budget is not usable.
+            DoesNotFitError: A small update already runs the machine out of memory.
+            NotMeasuredError: The process died or hung.
         """
 
     def trial(
@@ -205,14 +205,14 @@ class Device(Protocol):
             parts: As in `Trial`.
             fresh: Ask for a process that has run no trial before.
             limit_bytes: Hold it to this budget, below the device's own.
-            limit_seconds: End it after this time, below the settings' own limit; in place, it runs to its end.
+            limit_seconds: End it after this time, below the settings' own limit. A trial in place is not ended.
         """
 
     def close(self) -> None:
-        """End every process of this device's own."""
+        """End every process that this device started."""
 
     def __enter__(self) -> Device:
-        """Itself."""
+        """Return itself."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

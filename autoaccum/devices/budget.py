@@ -1,4 +1,4 @@
-"""How much of a device's memory trials may use."""
+"""The budget: how much of a device's memory trials may use."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from autoaccum.units import MIB, MemorySize, format_bytes
 
 @dataclass(frozen=True)
 class AvailableMemory:
-    """Memory there is and memory that is free, in bytes; `bound` says whose, as the subject of `... has free`."""
+    """The total and the free memory, in bytes; `bound` names the owner, as the subject of `... has free`."""
 
     total_bytes: int
     free_bytes: int
     bound: str
 
 
-_LEAST_ROOM_BYTES = 256 * MIB
+_LEAST_SLACK_BYTES = 256 * MIB
 
 
 class DefaultReserve(NamedTuple):
-    """What is kept free where nobody says how much: a share of what is free, and at least so many bytes."""
+    """The reserve without `--reserve`: a share of the free memory, and at least so many bytes."""
 
     share: float
     least_bytes: int
 
 
 HOST_RESERVE = DefaultReserve(0.05, 256 * MIB)
-"""So that the kernel does not begin to kill."""
+"""Keeps the kernel from killing processes for lack of memory."""
 
 CARD_RESERVE = DefaultReserve(0.02, 256 * MIB)
-"""For kernels and libraries that are loaded when first needed: up to 250 MiB outside of PyTorch's allocator."""
+"""For kernels and libraries that CUDA loads at first use: up to 250 MiB outside of PyTorch's allocator."""
 
 
 def choose_budget(
-    supply: AvailableMemory,
+    available: AvailableMemory,
     memory: MemorySize | None = None,
     reserve: MemorySize | None = None,
     *,
     default_reserve: DefaultReserve = HOST_RESERVE,
     holders: str = "",
 ) -> int:
-    """The budget in bytes: `memory`, or else what is free, less `reserve`.
+    """Return the budget in bytes: `memory`, or else the free memory, minus `reserve`.
 
-    A budget beyond what is free is refused, not tried: on the host the kernel would kill something in the end.
+    A budget above the free memory is refused, not tried: on the host the kernel would end up killing processes.
 
     Args:
-        supply: Read with the workload loaded.
-        memory: A size, or a share of all there is.
-        reserve: Kept free; None: nothing where `memory` is given, else the `default_reserve`.
+        available: Measured with the workload loaded.
+        memory: A size, or a share of the total.
+        reserve: Kept free; None: nothing if `memory` is given, else the `default_reserve`.
         default_reserve: See `reserve`.
-        holders: Who holds what is not free, as the end of a sentence.
+        holders: The processes that hold the rest, as the end of a sentence.
 
     Raises:
-        UsageError: Nothing is left, or `memory` is more than what is free.
+        UsageError: Nothing is left, or `memory` is more than is free.
 
     >>> host = AvailableMemory(total_bytes=16 * 1024**3, free_bytes=10 * 1024**3, bound="the machine")
     >>> format_bytes(choose_budget(host))
@@ -63,11 +63,11 @@ def choose_budget(
     >>> format_bytes(choose_budget(host, MemorySize(fraction=0.5), MemorySize(bytes=1024**3)))
     '7.0 GiB'
     """
-    wanted = supply.free_bytes if memory is None else memory.resolve(supply.total_bytes)
+    wanted = available.free_bytes if memory is None else memory.resolve(available.total_bytes)
     if reserve is not None:
-        kept = reserve.resolve(supply.total_bytes)
+        kept = reserve.resolve(available.total_bytes)
     else:
-        automatic = max(int(supply.free_bytes * default_reserve.share), default_reserve.least_bytes)
+        automatic = max(int(available.free_bytes * default_reserve.share), default_reserve.least_bytes)
         kept = 0 if memory is not None else automatic
     budget = wanted - kept
     if budget <= 0:
@@ -76,19 +76,19 @@ def choose_budget(
             f"a reserve of {format_bytes(kept)} leaves nothing of the {whole}{holders if memory is None else ''}",
             hint="lower --reserve, or free some memory",
         )
-    if budget > supply.free_bytes:
+    if budget > available.free_bytes:
         raise UsageError(
-            f"a budget of {format_bytes(budget)} is more than the {format_bytes(supply.free_bytes)} that"
-            f" {supply.bound} has free{holders}",
+            f"a budget of {format_bytes(budget)} is more than the {format_bytes(available.free_bytes)} that"
+            f" {available.bound} has free{holders}",
             hint="lower --memory, leave it away to use what is free, or end other programs",
         )
     return budget
 
 
 def limit_slack(limit_bytes: int, free_bytes: int) -> int:
-    """How far beyond `limit_bytes` a trial may be let, where libraries would not survive a refusal at it.
+    """Return how far above `limit_bytes` a second limit may be, for libraries that crash when memory is refused.
 
-    Half as much again, or 256 MiB, but never more than half of what else is free.
+    That is half of the limit, at least 256 MiB, but at most half of what else is free.
     """
-    spare_bytes = max(0, free_bytes - limit_bytes) // 2
-    return min(max(limit_bytes // 2, _LEAST_ROOM_BYTES), spare_bytes)
+    unused_bytes = max(0, free_bytes - limit_bytes) // 2
+    return min(max(limit_bytes // 2, _LEAST_SLACK_BYTES), unused_bytes)

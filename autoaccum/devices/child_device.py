@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _LEAVE_SECONDS = 5.0
 _START_SECONDS = 300.0
-"""Importing PyTorch from a cold disk must not fail by a short limit on time."""
+"""A short limit on time must not end the import of PyTorch from a cold disk."""
 _LEAST_LOAD_SECONDS = 300.0
-"""Nor what else the workload imports, by a short limit on trials."""
+"""Nor must a short limit on trials end the workload's other imports."""
 
 
 class LoadedChild:
@@ -41,7 +41,7 @@ class LoadedChild:
 
     Attributes:
         jobs: How many jobs it has been called for since then.
-        facts: What the device's meter told when everything was loaded (`devices.meters`).
+        facts: The facts from the device's meter, once everything was loaded (`Meter.begin`).
 
     Raises:
         WorkloadError: The workload cannot be loaded.
@@ -69,7 +69,7 @@ class LoadedChild:
 
     @property
     def alive(self) -> bool:
-        """Whether it can run another job."""
+        """Return whether it can run another job."""
         return self._process.alive
 
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
@@ -88,7 +88,7 @@ class LoadedChild:
         return self._call(request, self._seconds(limit_seconds))
 
     def close(self) -> None:
-        """End the process; it may leave by itself first, so that what the workload registered at exit runs."""
+        """End the process; first give it time to exit by itself, so that the workload's `atexit` functions run."""
         self._process.end(grace_seconds=_LEAVE_SECONDS)
 
     def _seconds(self, limit_seconds: float | None) -> float:
@@ -113,7 +113,7 @@ class Worker(LoadedChild):
         process: A child that `start_worker` has started; None: a new one.
 
     Attributes:
-        leftover_bytes: What its jobs did not give back, above the first job, or for that above loading.
+        leftover_bytes: Memory that its jobs did not free: since the first job, or of the first job since loading.
     """
 
     def __init__(self, settings: TrialSettings, device: str = "cpu", *, process: ChildProcess | None = None) -> None:
@@ -131,9 +131,9 @@ class Worker(LoadedChild):
     def trial(
         self, parts: tuple[int, ...], budget_bytes: int, limit_bytes: int | None, limit_seconds: float | None
     ) -> Trial:
-        """Run a trial within the plan's budget, or `limit_bytes` instead.
+        """Run a trial within the plan's budget, or within `limit_bytes` if given.
 
-        Whatever ends it is in the record, and after a failure the process is ended.
+        Any failure is recorded, and the process is then ended.
         """
         held_to_bytes = budget_bytes if limit_bytes is None else limit_bytes
         about = {"parts": parts, "fresh": self.jobs == 0, "limit_bytes": limit_bytes}
@@ -151,57 +151,57 @@ class Worker(LoadedChild):
 
 
 def start_worker(settings: TrialSettings) -> ChildProcess:
-    """Start a child for a `Worker`, which need not have loaded anything yet."""
+    """Start a child for a `Worker`, before there is one."""
     return start_child("autoaccum.devices.trial_child:TrialChild", settings.on_output, checkout=settings.checkout)
 
 
-_KEPT_SHARE, _KEPT_BY_FIRST_SHARE = 0.01, 0.05
-_SPARE_BYTES = 512 * MIB
-"""Host memory that has to be free beyond the budget before a spare is kept: it takes about 230 MiB (torch 2.13), and
-as much again should stay free."""
+_LEFTOVER_SHARE, _FIRST_LEFTOVER_SHARE = 0.01, 0.05
+_STANDBY_BYTES = 512 * MIB
+"""Host memory that must be free beyond the budget for a standby process: it takes about 230 MiB (torch 2.13), and as
+much again should stay free."""
 
 
 class ChildDevice(ABC):
-    """Runs one child at a time, and sets the budget when the first one has loaded the workload.
+    """A device that runs its trials in one child at a time.
 
-    A child is kept while its trials succeed and give back what they took (to `tolerated_leftover_bytes` or 1 % of the
-    budget, the first of them 5 %); after any failure the next trial has a fresh one. While a job runs, a spare child
-    gets ready for the next one that needs a fresh process, as long as the host has the memory beside the budget. The
-    budget is read before there is a spare.
+    The budget is chosen when the first child has loaded the workload. A child is reused while its trials succeed and
+    free their memory (up to `tolerated_leftover_bytes` or 1 % of the budget; 5 % for its first job); after a failure
+    the next trial has a fresh child. While a job runs, a standby process imports PyTorch for the next fresh child, if
+    the host has the memory for it beside the budget. There is none before the budget is chosen.
 
     Args:
-        settings: What all trials have in common.
+        settings: The settings that all trials share.
     """
 
     tolerated_leftover_bytes: ClassVar[int]
-    """What a child may keep of its trials, however small the budget."""
+    """Memory that a child may fail to free, however small the budget."""
 
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
         self._worker: Worker | None = None
-        self._spare: ChildProcess | None = None
+        self._standby: ChildProcess | None = None
         self._limit_bytes: int | None = None
         self.resets_peak = True
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Short name, which also tells the child where to run."""
+        """A short name, which also tells the child its device."""
 
     @abstractmethod
     def describe(self) -> Mapping[str, Any]:
-        """What the plan records about the device."""
+        """Return the plan's record of the device."""
 
     @abstractmethod
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
-        """The budget in bytes, from what the first child's meter told."""
+        """Return the budget in bytes, from the facts of the first child's meter."""
 
     @property
     def limit_bytes(self) -> int:
-        """The budget in bytes; the first time, it is measured with the workload loaded.
+        """The budget in bytes; the first use loads the workload and chooses it.
 
         Raises:
-            UsageError: The memory asked for is more than what is free, or nothing is left beside the reserve.
+            UsageError: The requested memory is more than is free, or the reserve leaves nothing.
             WorkloadError, NotMeasuredError: As `inspect`.
         """
         if self._limit_bytes is None:
@@ -212,9 +212,9 @@ class ChildDevice(ABC):
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """As `Device.inspect`."""
         worker = self._use_worker()
-        self._keep_spare()
+        self._start_standby()
         inspection = worker.inspect(limit_seconds)
-        self._end_if_spoilt()
+        self._end_if_leaking()
         return inspection
 
     def trial(
@@ -225,24 +225,24 @@ class ChildDevice(ABC):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
     ) -> Trial:
-        """As `Device.trial`; errors are those of loading, and of setting the budget."""
+        """As `Device.trial`; errors of loading and of choosing the budget are raised."""
         worker = self._use_worker(fresh=fresh or not self.resets_peak)
-        self._keep_spare()
+        self._start_standby()
         trial = worker.trial(parts, self.limit_bytes, limit_bytes, limit_seconds)
-        self._end_if_spoilt()
+        self._end_if_leaking()
         return trial
 
     def close(self) -> None:
-        """End every process of this device's own. Idempotent; another question would start a new one."""
-        spare, self._spare = self._spare, None
+        """End every process that this device started. Idempotent; a later job starts a new one."""
+        standby, self._standby = self._standby, None
         try:
             self._end_worker()
         finally:
-            if spare is not None:
-                spare.end()
+            if standby is not None:
+                standby.end()
 
     def __enter__(self) -> Self:
-        """Nothing is started before the first question."""
+        """Return itself; no process is started before the first job."""
         return self
 
     def __exit__(
@@ -252,32 +252,32 @@ class ChildDevice(ABC):
         self.close()
 
     def _use_worker(self, *, fresh: bool = False) -> Worker:
-        """The process at hand, or a new one; with the first one the budget is set."""
+        """Return the running child, or a new one; the first one sets the budget."""
         if self._worker is not None and (not self._worker.alive or (fresh and self._worker.jobs > 0)):
             self._end_worker()
         if self._worker is None:
-            spare, self._spare = self._spare, None
-            if spare is not None and spare.has_died():
-                spare.end()
-                spare = None
+            standby, self._standby = self._standby, None
+            if standby is not None and standby.has_died():
+                standby.end()
+                standby = None
             settings = self._settings
-            if self._limit_bytes is not None:  # It has been loaded within its limit before.
+            if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
                 settings = dataclasses.replace(settings, load_limit_seconds=None)
-            self._worker = Worker(settings, self.name, process=spare)
+            self._worker = Worker(settings, self.name, process=standby)
             self.resets_peak = bool(self._worker.facts.get("resets_peak", True))
         if self._limit_bytes is None:
             self._limit_bytes = self._choose_budget(self._worker.facts)
         return self._worker
 
-    def _keep_spare(self) -> None:
-        """Have a spare started, unless the host's memory is too short for one; it is no loss when none can be."""
-        if self._spare is None and read_host_memory().free_bytes - self._host_budget_bytes >= _SPARE_BYTES:
+    def _start_standby(self) -> None:
+        """Start a standby process if the host has the memory; without one, the next fresh child only takes longer."""
+        if self._standby is None and read_host_memory().free_bytes - self._host_budget_bytes >= _STANDBY_BYTES:
             with suppress(NotMeasuredError):
-                self._spare = start_worker(self._settings)
+                self._standby = start_worker(self._settings)
 
     @property
     def _host_budget_bytes(self) -> int:
-        """What trials may take of the host's memory, as far as it is limited."""
+        """The host memory that trials may take; 0 on a device with memory of its own."""
         return 0
 
     def _end_worker(self) -> None:
@@ -285,13 +285,13 @@ class ChildDevice(ABC):
         if worker is not None:
             worker.close()
 
-    def _end_if_spoilt(self) -> None:
-        """A process that keeps what a trial took would leave less to the next.
+    def _end_if_leaking(self) -> None:
+        """End a child that did not free the memory of its job, which would leave less to the next.
 
-        What the first job keeps is mostly what every process needs once: modules, compiled kernels.
+        The first job may leave more: every process needs modules and compiled kernels once.
         """
         if self._worker is None:
             return
-        share = _KEPT_BY_FIRST_SHARE if self._worker.jobs == 1 else _KEPT_SHARE
+        share = _FIRST_LEFTOVER_SHARE if self._worker.jobs == 1 else _LEFTOVER_SHARE
         if self._worker.leftover_bytes > max(self.tolerated_leftover_bytes, int(self.limit_bytes * share)):
             self._end_worker()

@@ -18,31 +18,31 @@ from autoaccum.units import MIB, format_bytes
 class CpuDevice(ChildDevice):
     """Trials on the CPU of a Linux machine.
 
-    *What counts against the budget* is all private memory a trial asks for after PyTorch was warmed up and the
-    workload's module imported: model, batch (the whole share of the rank), gradients, optimizer state, activations,
-    scratch of the libraries, modules imported late. Not counted: PyTorch itself, what the module holds from its
-    import on (a dataset, a model made there), pages of files, and shared memory (`/dev/shm`, tmpfs: workers of a
-    DataLoader hand over their batches there). The limit is RLIMIT_DATA at VmData after loading plus the budget
-    (getrlimit(2)), which counts address space, touched or not; swap does not extend it.
+    *The budget* counts all private memory that a trial requests after PyTorch was warmed up and the workload's module
+    imported: model, batch (the whole share of the rank), gradients, optimizer state, activations, workspaces of
+    libraries, late imports. Not counted: PyTorch itself, objects that the module made when it was imported (a dataset,
+    a model), pages of files, and shared memory (`/dev/shm`, tmpfs: DataLoader workers pass their batches there). The
+    limit is RLIMIT_DATA (getrlimit(2)), set to VmData after loading plus the budget. It counts address space, touched
+    or not; swap does not extend it.
 
-    *The peak* (`peak_reserved_bytes`) is what was held at most: VmHWM, reset before the trial, above what was resident
-    before it, code of libraries left out and shared memory included; and, since the limit counts it, what was asked
-    for and is untouched at the trial's end (oneDNN reserves 256 KiB for every kernel it compiles). The kernel adds up
-    resident pages per processor, so it is exact to some hundred KiB; pages that were swapped out are missing. Where
-    `/proc/self/clear_refs` cannot be written, every trial has a process of its own. What tensors held
-    (`peak_allocated_bytes`) is not told: the CPU allocator keeps no count.
+    *The peak* (`peak_reserved_bytes`) is VmHWM, reset before the trial, above the resident memory from before it,
+    without code of libraries and with shared memory. Memory that was requested and is untouched at the end of the
+    trial is added, since the limit counts it (oneDNN reserves 256 KiB for every kernel it compiles). The kernel counts
+    resident pages per processor, so the peak is exact to some hundred KiB; pages that were swapped out are missing.
+    If `/proc/self/clear_refs` cannot be written, every trial has a fresh process. The bytes that tensors held
+    (`peak_allocated_bytes`) are not known: the CPU allocator does not count them.
 
-    *The processes* (see `ChildDevice`): a used one has up to a few MiB less than a fresh one (what its first trial
-    left), never more: a size that ran in it runs in a fresh one; one that just did not may. From one fresh process to
-    the next the memory left to a trial differs by some 100 KiB.
+    *The processes* (see `ChildDevice`): a used process has up to a few MiB less than a fresh one, which its first
+    trial left, and never more. A size that ran in it also runs in a fresh one; a size that just did not fit may. The
+    memory that is left for a trial differs by some 100 KiB between fresh processes.
 
-    *A crash*: some libraries do not survive a refusal (oneDNN's backward of a convolution, torch 2.13: SIGSEGV). So
-    what ends a trial by a fault in native code is tried once more with half as much memory again: if it runs then, or
-    is refused in an orderly way, memory was what it lacked, else the fault is an error.
+    *A crash*: some libraries crash when memory is refused (oneDNN's backward of a convolution, torch 2.13: SIGSEGV).
+    So a trial that ended by a fault in native code runs once more with half as much memory again. If it then runs, or
+    ends in an out-of-memory error, it was out of memory; otherwise the fault is an error.
 
     Args:
-        settings: What all trials have in common; a share as `memory` is one of what the machine or the cgroup has in
-            all, and no `memory` what is free once the workload is loaded.
+        settings: The settings that all trials share. A percentage as `memory` is one of the total of the machine or
+            the cgroup; without `memory`, the budget is the memory that is free when the workload is loaded.
 
     Raises:
         NotMeasuredError: This is not Linux.
@@ -65,7 +65,7 @@ class CpuDevice(ChildDevice):
         return "cpu"
 
     def describe(self) -> Mapping[str, Any]:
-        """What the plan records: name, kind, total and free bytes when the budget was set, and how it is enforced."""
+        """Return the plan's record: name, kind, total and free bytes at the choice of the budget, its enforcement."""
         limit_bytes = self.limit_bytes
         assert self._host is not None
         return {
@@ -87,7 +87,7 @@ class CpuDevice(ChildDevice):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
     ) -> Trial:
-        """As `ChildDevice.trial`; after a crash, what it means is found out by a second one."""
+        """As `ChildDevice.trial`; a second trial finds out whether a crash was for lack of memory."""
         trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds)
         if not trial.crashed:
             return trial

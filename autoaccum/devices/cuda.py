@@ -1,4 +1,4 @@
-"""A CUDA card: a child process whose allocator is held to a budget, and tells its peaks and its retries."""
+"""A CUDA card: a child process with a budget for its allocator, which reports its peaks and retries."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ _MOST_NAMED = 5
 class CudaDevice(ChildDevice):
     """Trials on one CUDA card.
 
-    *What counts against the budget* is what PyTorch's caching allocator gets from the driver in the child, in whole
+    *The budget* counts the memory that PyTorch's caching allocator gets from the driver in the child, in whole
     segments (`set_per_process_memory_fraction`): model, gradients, optimizer state, micro-batches, activations,
-    workspaces of cuBLAS, and what the workload's module put on the card when it was imported. Not counted: the
-    context with the kernels and libraries loaded into it (`context_bytes` in `describe`), what other libraries
-    allocate by themselves, and the effective batch, which stays on the host. Beyond the budget the allocator raises
+    workspaces of cuBLAS, and tensors that the workload's module put on the card when it was imported. Not counted: the
+    context with the kernels and libraries loaded into it (`context_bytes` in `describe`), allocations of other
+    libraries, and the effective batch, which stays on the host. Beyond the budget the allocator raises
     `torch.OutOfMemoryError`.
 
-    *The peak* (`peak_reserved_bytes`) is the most the allocator held, as the limit counts it; what tensors held of it
-    is `peak_allocated_bytes`. A trial that ran only after the allocator had released its cache is `tight`.
+    *The peak* (`peak_reserved_bytes`) is the most that the allocator held, as the limit counts it; the most that
+    tensors held of it is `peak_allocated_bytes`. A trial that ran only after the allocator had released its cache is
+    `tight`.
 
-    *The processes* (see `ChildDevice`): before and after each trial garbage is collected, the cache emptied, and peaks
-    are counted anew. After any failure, a device-side assert included, the next trial has a fresh child and context.
+    *The processes* (see `ChildDevice`): before and after each trial, garbage is collected, the cache emptied and the
+    peak reset. After any failure, a device-side assert included, the next trial has a fresh child and context.
 
     Args:
-        settings: What all trials have in common; a share as `memory` is one of the card's total, and no `memory` what
-            is free once the context is made and PyTorch is warm. No `reserve` is nothing where `memory` is given, else
-            2 % of what is free, at least 256 MiB.
-        index: Of the card, among those that are visible.
+        settings: The settings that all trials share. A percentage as `memory` is one of the card's total; without
+            `memory`, the budget is the memory that is free once PyTorch is warm. The default `reserve` is 0 if
+            `memory` is given, else 2 % of the free memory, at least 256 MiB.
+        index: The card's index among the visible cards.
     """
 
     tolerated_leftover_bytes = 24 * MIB
-    """One segment of each size: a small tensor that stays keeps a whole one."""
+    """One segment of each size: a small tensor keeps its whole segment."""
 
     def __init__(self, settings: TrialSettings, *, index: int = 0) -> None:
         super().__init__(settings)
@@ -59,9 +60,9 @@ class CudaDevice(ChildDevice):
         return f"cuda:{self._index}"
 
     def describe(self) -> Mapping[str, Any]:
-        """What the plan records: the card, what was free and who held the rest when the budget was set, and how.
+        """Return the plan's record: the card, its free memory and the holders of the rest when the budget was chosen.
 
-        None where nobody told (see `CardReport`).
+        None stands for what is not known (see `CardReport`).
         """
         limit_bytes = self.limit_bytes
         assert self._report is not None
@@ -70,7 +71,7 @@ class CudaDevice(ChildDevice):
     def explain(
         self, parts: tuple[int, ...], *, changes: bool = True, curve: bool = False, limit_seconds: float | None = None
     ) -> MemoryReport:
-        """Account for `parts` by a simulation of this card in a process beside; what it prints is not shown.
+        """Report the memory of `parts` by a simulation of this card in another process; its output is not shown.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
@@ -91,7 +92,7 @@ class CudaDevice(ChildDevice):
         )
 
     def forecast(self, *, limit_seconds: float | None = None) -> Forecast:
-        """What peaks to expect, from a simulation of this card in a process beside; what it prints is not shown."""
+        """Forecast peaks by a simulation of this card in another process; its output is not shown."""
         from autoaccum.devices.simulated.explain.explainer import forecast_peaks
 
         self._use_worker()
@@ -109,10 +110,10 @@ class CudaDevice(ChildDevice):
 
 
 def choose_card_budget(report: CardReport, memory: MemorySize | None = None, reserve: MemorySize | None = None) -> int:
-    """The budget in bytes (see `choose_budget`); what this process's allocator holds already is part of it.
+    """Return the budget in bytes (see `choose_budget`), including the memory that this process's allocator holds.
 
     Raises:
-        UsageError: Nothing is left, or `memory` is more than what is free: names who holds the rest.
+        UsageError: Nothing is left, or `memory` is more than is free; the message names the holders of the rest.
     """
     card = report.memory
     available = AvailableMemory(card.total_bytes, card.available_bytes, f"cuda:{card.index} ({card.name})")
@@ -121,7 +122,7 @@ def choose_card_budget(report: CardReport, memory: MemorySize | None = None, res
 
 
 def describe_card(report: CardReport) -> dict[str, Any]:
-    """What a plan records about a card, and about how trials on it are limited and measured."""
+    """Return the plan's record of a card, and of how its trials are limited and measured."""
     memory = report.memory
     return {
         "index": memory.index,
@@ -145,7 +146,7 @@ def describe_card(report: CardReport) -> dict[str, Any]:
 
 
 def name_holders(report: CardReport, own_pid: int) -> str:
-    """Who holds what is not free, as the end of a sentence; empty where nothing is known to be held."""
+    """Name the processes that hold the card's memory, as the end of a sentence; empty if there are none."""
     if report.others is None:
         return f"; who holds the rest is not known ({report.nvml_missing or 'the driver does not tell'})"
     known = sorted(report.others, key=lambda process: -(process.used_bytes or 0))

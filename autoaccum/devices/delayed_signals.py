@@ -1,4 +1,4 @@
-"""Ctrl-C and other signals while something must not be left half done: they wait, or strike where they may."""
+"""Ctrl-C and other signals, delayed while state must not be left half restored."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from typing import Any
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 _SIGNALS = tuple(signal.Signals[name] for name in _NAMES if name in signal.Signals.__members__)
-"""Those whose handlers end a run, or a call that takes too long, by an exception."""
+"""Signals with handlers that may raise: they end a run, or a call that takes too long."""
 
 
 class DelayedSignals:
-    """Within it signals (`_SIGNALS`) that Python handles wait for its end, except in a `window`.
+    """A context that delays signals (`_SIGNALS`) with Python handlers to its end, except within a `window`.
 
-    A window is closed by the first signal it lets through, so that a second one cannot strike while the first is
-    being dealt with. Only the main thread hears signals; elsewhere this does nothing.
+    The first signal that a window lets through closes it, so that a second one does not interrupt the handling of the
+    first. Only the main thread receives signals; in other threads this does nothing.
 
     Attributes:
-        at_once: For `accumulation.interrupts`: within a window signals strike in the middle of an update, too.
-        delivered: Whether a signal has ended what ran: its handler did not return.
+        at_once: Within a window, signals also interrupt an update of the Accumulator (`recovery.DelayedInterrupts`).
+        delivered: Whether a signal has ended the job: its handler raised.
     """
 
     def __init__(self, *, at_once: bool = False) -> None:
@@ -49,12 +49,12 @@ class DelayedSignals:
         self._deliver()
 
     def ended(self, failure: BaseException) -> bool:
-        """Whether `failure` is an interruption's doing, and no error of what ran in a window."""
+        """Return whether `failure` comes from a signal, and is no error of the code in a window."""
         return self.delivered or isinstance(failure, KeyboardInterrupt)
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """Within, signals take effect at once, those that came before first."""
+        """Deliver signals at once within, and first those that waited."""
         try:
             self._is_open = True
             self._deliver()
@@ -63,7 +63,7 @@ class DelayedSignals:
             self._is_open = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Be the handler of a signal."""
+        """Handle a signal: deliver it, or have it wait."""
         if not self._is_open:
             self._waiting[number] = frame
             return
@@ -74,7 +74,7 @@ class DelayedSignals:
             self._handle(*self._waiting.popitem())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Let the handler decide: one that raises closes the window, one that returns leaves it as it was."""
+        """Call the original handler: the window closes if it raises, and stays as it was if it returns."""
         was_open, self._is_open = self._is_open, False
         try:
             self._handlers[number](number, frame)

@@ -1,7 +1,7 @@
-"""What memory a Linux machine, or the cgroup this process lives in, has: in all, free, and taken back by the kernel.
+"""Memory of a Linux machine or of the cgroup of this process, and of this process itself; its limit and its peak.
 
-Both versions of cgroups are read as the kernel's documentation describes them (admin-guide/cgroup-v1/memory.rst and
-admin-guide/cgroup-v2.rst), from this process's own group up to the mount point, since any ancestor may bind.
+Both versions of cgroups are read as in the kernel's documentation (admin-guide/cgroup-v1/memory.rst and
+admin-guide/cgroup-v2.rst), from the process's own group up to the mount point, since any ancestor may set the limit.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from autoaccum.units import KIB, MIB
 _ROOT = Path("/")
 _UNLIMITED_V1_BYTES = 2**62
 _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
-"""Page cache and slab that the kernel drops before it kills; tmpfs pages count as anonymous and are not among them."""
+"""Page cache and slab, which the kernel drops before it kills a process; tmpfs pages count as anonymous."""
 
 
 @dataclass(frozen=True)
 class Cgroup:
-    """One directory of the memory controller."""
+    """A directory of the memory controller."""
 
     directory: Path
     version: int
 
     def limit_bytes(self) -> int | None:
-        """The tightest limit set on this very group; None when there is none.
+        """Return the smallest limit set on this group itself; None if there is none.
 
-        `memory.high` counts too: above it the kernel throttles a process until it hardly moves.
+        `memory.high` counts too: above it the kernel slows a process down to a near standstill.
         """
         names = ("memory.max", "memory.high") if self.version == 2 else ("memory.limit_in_bytes",)
         limits = [int(text) for name in names if (text := _read_text(self.directory / name)).isdigit()]
@@ -41,7 +41,7 @@ class Cgroup:
         return min(limits) if limits else None
 
     def used_bytes(self) -> int:
-        """Bytes charged to this group and its descendants, without what the kernel would reclaim first."""
+        """Return the bytes charged to this group and its descendants, without those that the kernel reclaims first."""
         usage = _read_text(self.directory / ("memory.current" if self.version == 2 else "memory.usage_in_bytes"))
         stat = _read_table(self.directory / "memory.stat")
         prefix = "" if self.version == 2 else "total_"
@@ -49,16 +49,16 @@ class Cgroup:
         return max(0, int(usage or 0) - reclaimable)
 
     def oom_kills(self) -> int | None:
-        """How many processes of this group the kernel has killed for lack of memory; None where it does not tell."""
+        """Return how many processes of this group the kernel has killed for lack of memory; None if it does not say."""
         name = "memory.events" if self.version == 2 else "memory.oom_control"
         return _read_table(self.directory / name).get("oom_kill")
 
 
 def read_host_memory(root: Path = _ROOT) -> AvailableMemory:
-    """What there is and what is free, the tightest of machine and cgroups counting; swap is left out.
+    """Return the total and the free memory, by the tightest of the machine and its cgroups, without swap.
 
     Args:
-        root: Where `proc` and the mount points lie; other than `/` only in tests.
+        root: The folder of `proc` and the mount points; tests have their own.
 
     Raises:
         NotMeasuredError: There is no `/proc/meminfo` to read.
@@ -79,11 +79,11 @@ def read_host_memory(root: Path = _ROOT) -> AvailableMemory:
 
 
 def count_oom_kills(root: Path = _ROOT) -> int:
-    """How many processes the kernel has killed for lack of memory so far: compare two readings.
+    """Return how many processes the kernel has killed for lack of memory so far: two readings are compared.
 
-    The counter of this process's own cgroup is taken where there is one, since it also rises when the whole machine
-    ran out (`__oom_kill_process` in the kernel's mm/oom_kill.c) and other containers do not touch it; otherwise that
-    of `/proc/vmstat`.
+    The count is that of this process's own cgroup if it has one: it also rises when the whole machine runs out of
+    memory (`__oom_kill_process` in the kernel's mm/oom_kill.c), and other containers do not change it. Otherwise it is
+    that of `/proc/vmstat`.
     """
     own = next(memory_cgroups(root), None)
     kills = own.oom_kills() if own is not None else None
@@ -91,9 +91,9 @@ def count_oom_kills(root: Path = _ROOT) -> int:
 
 
 def memory_cgroups(root: Path = _ROOT) -> Iterator[Cgroup]:
-    """The memory cgroups that bind this process, its own first, then every ancestor that can be seen.
+    """Yield the memory cgroups of this process: its own first, then every ancestor that is visible.
 
-    In a container the path may be the machine's, of which only the mount point is there.
+    In a container the path may be the machine's; then only the mount point is visible.
     """
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -116,7 +116,7 @@ def _read_text(path: Path) -> str:
 
 
 def _read_table(path: Path, *, unit: int = 1) -> dict[str, int]:
-    """Lines of `name value` or `name: value kB`; anything else is left out."""
+    """Read lines of `name value` or `name: value kB`; others are skipped."""
     table = {}
     for line in _read_text(path).splitlines():
         words = line.replace(":", " ").split()
@@ -132,10 +132,10 @@ _RESET_PEAK = "5"
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """One reading of `/proc/self/status` in bytes: VmData, RssAnon, RssFile, RssShmem, VmHWM (proc_pid_status(5)).
+    """A reading of `/proc/self/status` in bytes: VmData, RssAnon, RssFile, RssShmem, VmHWM (proc_pid_status(5)).
 
-    `data_bytes` is private writable address space, touched or not: what RLIMIT_DATA limits. `peak_bytes` is the most
-    that was resident at once since the peak was last reset.
+    `data_bytes` is the private writable address space, touched or not, which RLIMIT_DATA limits. `peak_bytes` is the
+    largest resident size since the peak was last reset.
     """
 
     data_bytes: int
@@ -145,11 +145,11 @@ class ProcessMemory:
     peak_bytes: int
 
     def peak_above(self, before: ProcessMemory) -> int:
-        """The most that was held above the reading `before`, in bytes, as RLIMIT_DATA counts, code left out.
+        """Return the peak above the reading `before`, in bytes, as RLIMIT_DATA counts, without code.
 
-        The kernel keeps a high-water mark of resident pages only, so what was asked for since then and is still
-        untouched (oneDNN reserves 256 KiB for every kernel it compiles) is added. Pages of files that were touched
-        for the first time stay resident, so they are taken off: neither a model nor a batch is made of them.
+        The kernel's peak is of resident pages only, so memory that was requested since `before` and is still untouched
+        is added (oneDNN reserves 256 KiB for every kernel it compiles). Pages of files stay resident once touched, so
+        they are subtracted: they are neither model nor batch.
         """
         resident = self.peak_bytes - self.file_bytes - before.anonymous_bytes - before.shared_bytes
         return max(0, resident) + max(0, self._untouched_bytes - before._untouched_bytes)
@@ -160,10 +160,10 @@ class ProcessMemory:
 
 
 def read_process_memory() -> ProcessMemory:
-    """Read what this process holds now.
+    """Read the memory that this process holds now.
 
     Raises:
-        NotMeasuredError: The kernel does not tell.
+        NotMeasuredError: The kernel does not say.
     """
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
@@ -175,7 +175,7 @@ def read_process_memory() -> ProcessMemory:
 
 
 def reset_peak() -> bool:
-    """Begin a new VmHWM (proc_pid_clear_refs(5), the value 5); False where the kernel does not allow it."""
+    """Reset VmHWM (proc_pid_clear_refs(5), the value 5); return False if the kernel does not allow it."""
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
     except OSError:
@@ -185,9 +185,9 @@ def reset_peak() -> bool:
 
 @contextmanager
 def data_limit(limit_bytes: int | None) -> Iterator[None]:
-    """Within, the kernel refuses this process private writable memory beyond `limit_bytes`; None: no limit.
+    """Have the kernel refuse this process private writable memory beyond `limit_bytes` within; None: no limit.
 
-    The soft RLIMIT_DATA is set, so that it can be lifted again: what allocates gets ENOMEM and the process lives on.
+    It sets the soft RLIMIT_DATA, which can be lifted again: an allocation fails with ENOMEM, and the process goes on.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     wanted = [bound for bound in (limit_bytes, soft, hard) if bound is not None and bound != resource.RLIM_INFINITY]
@@ -199,10 +199,10 @@ def data_limit(limit_bytes: int | None) -> Iterator[None]:
 
 
 def check_data_limit() -> None:
-    """Try the limit once: private memory beyond it must be refused.
+    """Check that private memory beyond the limit is refused.
 
     Raises:
-        NotMeasuredError: It is granted all the same (Linux before 4.7, some sandboxes).
+        NotMeasuredError: It is granted (Linux before 4.7, some sandboxes).
     """
     with data_limit(read_process_memory().data_bytes + 4 * MIB):
         try:

@@ -1,4 +1,4 @@
-"""What a child process measures and limits its jobs with: one kind of meter for each kind of memory."""
+"""Meters of memory: they limit the memory of a job and measure its peak, on the host or on a card."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from autoaccum.devices.trial_record import Reading
 
 
 class Meter(Protocol):
-    """The memory of one device, as the process sees it that runs a workload there."""
+    """A meter of one device's memory, in the process that runs a workload there."""
 
     @property
     def device(self) -> torch.device:
-        """Where models go."""
+        """The device that models are moved to."""
 
     def open(self) -> None:
-        """Make the device ready to be used; called once the workload is loaded.
+        """Make the device ready; called when the workload is loaded.
 
         Raises:
             UsageError: There is no such device here.
@@ -30,23 +30,23 @@ class Meter(Protocol):
         """
 
     def begin(self) -> Mapping[str, Any]:
-        """Count from what is held now, with PyTorch warm; returns what a budget is chosen by, as JSON has it."""
+        """Take the memory that is held now, with PyTorch warm, as the baseline; return the facts for a budget."""
 
     def start(self) -> None:
-        """Begin a new peak."""
+        """Begin a new measurement of the peak."""
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Within, memory beyond the budget is refused; after `start`."""
+        """Return a context in which memory beyond the budget is refused; call `start` before."""
 
     def read(self) -> Reading:
-        """What was taken since `start`."""
+        """Return the memory taken since `start`."""
 
     def measure_leftover(self) -> int:
-        """What the last job has not given back, in bytes: above the first job, or for that one above `begin`."""
+        """Return the bytes that jobs have not freed since the first job; after the first job, since `begin`."""
 
 
 class HostMeter:
-    """What this process takes of the host's memory (see `devices.cpu.CpuDevice` for what counts)."""
+    """A meter of the host memory that this process takes (`devices.cpu.CpuDevice` says what counts)."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -56,7 +56,7 @@ class HostMeter:
         self._before = read_process_memory()
 
     def open(self) -> None:
-        """See that the kernel does hold a process to the limit.
+        """Check that the kernel holds a process to the limit.
 
         Raises:
             NotMeasuredError: It does not.
@@ -64,22 +64,22 @@ class HostMeter:
         check_data_limit()
 
     def begin(self) -> Mapping[str, Any]:
-        """Whether the peak can be reset; the budget itself is chosen by what the machine has free."""
+        """Take the baseline; return whether the peak can be reset."""
         self._base = read_process_memory()
         return {"resets_peak": reset_peak()}
 
     def start(self) -> None:
-        """Begin a new VmHWM, where the kernel allows it."""
+        """Reset VmHWM, if the kernel allows it."""
         self._resets_peak = reset_peak()
         self._before = read_process_memory()
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """RLIMIT_DATA for a job: what the process held after loading, and the budget.
+        """Set RLIMIT_DATA for a job to the budget above the baseline.
 
-        What the first job left (modules imported late, say) counts, since a fresh process would need it as well; what
-        later jobs left besides is made up for: oneDNN reserves 256 KiB for each kernel it compiles and keeps those of
-        other sizes. So a used process has up to a few MiB less than a fresh one, never more: what runs in it runs in
-        a fresh one, and a size that just did not deserves a fresh one.
+        Memory that the first job left (such as late imports) counts against it, since a fresh process would need it
+        as well. Memory that later jobs left is added to the limit: oneDNN reserves 256 KiB for each kernel it compiles
+        and keeps those of other sizes. So a used process has up to a few MiB less than a fresh one, never more: a
+        size that runs in it runs in a fresh one, and one that just does not fit is tried in a fresh one.
         """
         base = self._base or self._before
         others = (
@@ -88,7 +88,7 @@ class HostMeter:
         return data_limit(base.data_bytes + others + budget_bytes)
 
     def read(self) -> Reading:
-        """The peak since `start`; None where it could not be reset and was not passed."""
+        """Return the peak since `start`; None if it could not be reset and an older peak was higher."""
         before, after = self._before, read_process_memory()
         measured = self._resets_peak or after.peak_bytes > before.peak_bytes
         return Reading(
@@ -97,9 +97,9 @@ class HostMeter:
         )
 
     def measure_leftover(self) -> int:
-        """What the last job did not give back: resident bytes, and of the first job untouched ones as well.
+        """Return the resident bytes that jobs did not free; of the first job, untouched ones as well.
 
-        Those count against the limit of every later job, and nobody makes up for them.
+        Those of the first job count against the limit of every later job.
         """
         now = read_process_memory()
         if self._after_first_job is not None:
@@ -109,7 +109,7 @@ class HostMeter:
 
 
 def make_meter(device: str) -> Meter:
-    """The meter a child has for the device called `device`: `cpu` or `cuda:N`."""
+    """Make the meter of a child for `device`: `cpu` or `cuda:N`."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return HostMeter()
@@ -119,11 +119,11 @@ def make_meter(device: str) -> Meter:
 
 
 def warm_up(device: torch.device | str = "cpu") -> None:
-    """Run a small training step of each common kind on `device`, in fp32 and under autocast, and drop it.
+    """Run a small training step of each common kind on `device`, in fp32 and under autocast, and discard it.
 
-    On a card this loads the libraries and kernels of convolutions, attention and products, which take some hundred
-    MiB outside of PyTorch's allocator. What a card cannot do is left out: the workload may not need it. The number of
-    threads is fixed to what PyTorch has chosen.
+    On a card this loads the libraries and kernels of convolutions, attention and matrix products, which take some
+    hundred MiB outside of PyTorch's allocator. A step that the card does not support is skipped. The number of threads
+    is fixed to PyTorch's choice.
     """
     torch.set_num_threads(torch.get_num_threads())
     device = torch.device(device)

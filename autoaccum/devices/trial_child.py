@@ -1,6 +1,6 @@
-"""The side of the child that loads a workload, inspects it and runs its trials.
+"""The child that loads a workload, inspects it and runs its trials.
 
-The workload is imported once; every trial builds everything anew.
+The workload is imported once; every trial builds a new model, optimizer and batch.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ class TrialChild:
 
     @handle.register
     def _load(self, request: LoadWorkload) -> Loaded | Failure:
-        """Import the workload and warm PyTorch up; what the process holds then is nobody's budget.
+        """Import the workload and warm PyTorch up; memory that the process holds by then does not count as a trial's.
 
-        In this order, so that a bad file is told at once and the warm-up finds the threads, and the cards, the
-        workload chooses.
+        The workload comes first: a bad file is reported at once, and the warm-up uses its choice of threads and cards.
         """
         request.paths.use()
         try:
@@ -78,7 +77,7 @@ class TrialChild:
 
     @handle.register
     def _trial(self, request: RunTrial) -> TrialMeasurement:
-        """Run one trial under the limit, which is lifted before anything is said about it."""
+        """Run one trial under the limit, which is lifted before a failure is described."""
         assert self._workload is not None
         assert self._meter is not None
         release_memory()
@@ -102,19 +101,19 @@ def load_requested(request: LoadWorkload) -> Workload:
 
 
 def _start(meter: Meter) -> Loaded | Failure:
-    """Make the device ready."""
+    """Make the device ready for trials."""
     try:
         meter.open()
         warm_up(meter.device)
         release_memory()
-        # Collecting what PyTorch's modules consist of takes 0.3 s, several times a trial; none of it ever dies.
+        # Looking through PyTorch's own modules takes 0.3 s, several times a trial, and they are never garbage.
         gc.freeze()
         return Loaded(facts=meter.begin())
     except UsageError as error:
         return Loaded(refused=str(error))
     except BaseException as error:
         failure = describe_failure(error, f"starting PyTorch on {meter.device}")
-        # None of it is the user's code.
+        # None of this is the user's code.
         return failure if failure.blames is None else replace(failure, blames="measurement")
 
 

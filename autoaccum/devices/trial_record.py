@@ -1,4 +1,4 @@
-"""Records of a trial: what was measured of it, and what it came to."""
+"""Records of a trial: its measurements, and the outcome that follows from them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """The memory a job took of the kind it is limited in; None where that kind does not tell.
+    """The memory that a job took of its device.
 
     Attributes:
-        peak_reserved_bytes: The most that was held, as the limit counts it.
-        peak_allocated_bytes: The most that tensors held.
-        shared_bytes: How much of it is shared memory, which no limit stops.
-        retries: How often the allocator released its cache and tried again.
+        peak_reserved_bytes: The peak, as the limit counts memory; None if not measured.
+        peak_allocated_bytes: The peak of the bytes that tensors held; None if the device does not count them.
+        shared_bytes: The part that is shared memory, which no limit stops.
+        retries: How often the allocator released its cache and tried again; None if it has no cache.
     """
 
     peak_reserved_bytes: int | None
@@ -32,10 +32,10 @@ class Reading:
 
 
 def without_evaluation_retries(reading: Reading, beside: Sequence[Reading]) -> Reading:
-    """`reading`, in whose retries those from the first to the last of `beside` do not count.
+    """Return `reading` without the retries between the first and the last reading `beside` it.
 
-    An evaluation and the update behind it find the other's memory cached, and may have the allocator release it: once
-    for each evaluation, which makes no size a slow one.
+    An evaluation finds the update's memory in the cache, and the next update the evaluation's, so that the allocator
+    may have to release it. That is once per evaluation, which makes no micro-batch slow.
 
     >>> before, behind, end = (Reading(peak_reserved_bytes=9, retries=retries) for retries in (1, 4, 5))
     >>> without_evaluation_retries(end, [before, behind]).retries
@@ -49,14 +49,14 @@ def without_evaluation_retries(reading: Reading, beside: Sequence[Reading]) -> R
 
 @dataclass(frozen=True, kw_only=True)
 class TrialMeasurement:
-    """What the process of a trial measured of it.
+    """The measurements of one trial, by the process that ran it.
 
     Attributes:
         seconds: Its wall time.
         reading: The memory that it took.
-        failure: What ended it before its end; None: it ran through.
-        phase: Where it was ended.
-        leftover_bytes: What it did not give back (`Meter.measure_leftover`); 0 after a failure.
+        failure: The failure that ended it; None: it ran to its end.
+        phase: The phase in which it failed.
+        leftover_bytes: Memory that it did not free (`Meter.measure_leftover`); 0 after a failure.
     """
 
     seconds: float
@@ -67,7 +67,7 @@ class TrialMeasurement:
 
 
 def record_trial(measured: TrialMeasurement, limit_bytes: int, about: Mapping[str, Any]) -> Trial:
-    """Return the record of a trial that was held to `limit_bytes`, with the fields `about` that are known already."""
+    """Return the record of a trial that was held to `limit_bytes`, with the known fields `about`."""
     reading, failure = measured.reading, measured.failure
     fields = {
         **about,
@@ -93,7 +93,7 @@ def record_trial(measured: TrialMeasurement, limit_bytes: int, about: Mapping[st
 
 
 def record_death(death: ChildDied, about: Mapping[str, Any]) -> Trial:
-    """The record of a trial whose child will not answer any more."""
+    """Return the record of a trial in which the child died."""
     message = f"micro-batch {max(about['parts'])}: the trial's process {death}"
     if death.out_of_memory:
         return Trial(outcome="oom", message=message, seconds=death.seconds, **about)

@@ -17,8 +17,8 @@ class Loaded:
     """The reply to `LoadWorkload`.
 
     Attributes:
-        facts: What the device's meter tells, which a budget is chosen by (`Meter.begin`).
-        refused: Why the device cannot be used; None: it can.
+        facts: The facts that a budget is chosen by (`Meter.begin`).
+        refused: The reason why the device cannot be used; None: it can.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class LoadWorkload(Request[Loaded]):
 
 @dataclass(frozen=True, kw_only=True)
 class Inspected:
-    """An inspection, and the bytes that it did not give back."""
+    """An inspection, and the bytes that it did not free."""
 
     inspection: Inspection
     leftover_bytes: int = 0

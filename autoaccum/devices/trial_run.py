@@ -63,7 +63,7 @@ class TrialRun:
         self._share = self._size = -(-share // each) * each
         self._device = device
         self._before_update = before_update
-        self._beside_evaluation = around_evaluation
+        self._around_evaluation = around_evaluation
         self._phase: Phase = "start"
         self._accumulator: Accumulator | None = None
         self._kept = HeldOutputs() if "outputs" in workload.keeps else None
@@ -116,7 +116,7 @@ class TrialRun:
         if self._workload.evaluation_batch is not None:
             self._evaluate(model)
             self._update(self._accumulator, first)
-            self._beside_evaluation()
+            self._around_evaluation()
         result = self._update(self._accumulator, last)
         synchronize_device(self._device)
         return result
@@ -140,9 +140,9 @@ class TrialRun:
 
     def _evaluate(self, model: nn.Module) -> None:
         self._phase = "evaluation"
-        self._beside_evaluation()
+        self._around_evaluation()
         evaluate(self._workload, model)
-        self._beside_evaluation()
+        self._around_evaluation()
         self._phase = "forward"
 
 
@@ -153,7 +153,7 @@ class TrialRunResult(NamedTuple):
         parts: As in `Trial`.
         seconds: Its wall time.
         reading: The memory that it took; the evaluation's own retries do not count.
-        beside: Readings before and after the evaluation, and after the update behind it.
+        evaluation_readings: Readings before and after the evaluation, and after the update behind it.
         phase: Where the run was at its end.
         failure: What it raised.
     """
@@ -161,7 +161,7 @@ class TrialRunResult(NamedTuple):
     parts: Sequence[int]
     seconds: float
     reading: Reading
-    beside: list[Reading]
+    evaluation_readings: list[Reading]
     phase: Phase
     failure: BaseException | None
 
@@ -184,8 +184,10 @@ def run_trial(
     window: AbstractContextManager[None] | None = None,
 ) -> TrialRunResult:
     """Rehearse `parts` under the limit, which is lifted at the end; within, `window` is open."""
-    beside: list[Reading] = []
-    rehearsal = TrialRun(workload, share, meter.device, around_evaluation=lambda: beside.append(meter.read()))
+    evaluation_readings: list[Reading] = []
+    trial_run = TrialRun(
+        workload, share, meter.device, around_evaluation=lambda: evaluation_readings.append(meter.read())
+    )
     failure: BaseException | None = None
     meter.start()
     began = time.perf_counter()
@@ -193,12 +195,12 @@ def run_trial(
         warnings.simplefilter("ignore")  # The inspection has shown them.
         try:
             with on_device(find_auxiliary_modules(workload).values(), meter.device), window or nullcontext():
-                rehearsal.run(parts)
+                trial_run.run(parts)
         except BaseException as error:
             failure = error
-    reading = without_evaluation_retries(meter.read(), beside)
+    reading = without_evaluation_retries(meter.read(), evaluation_readings)
     seconds = time.perf_counter() - began
-    return TrialRunResult(parts, seconds, reading, beside, rehearsal.phase, failure)
+    return TrialRunResult(parts, seconds, reading, evaluation_readings, trial_run.phase, failure)
 
 
 def move_model(model: nn.Module, device: torch.device | None) -> nn.Module:

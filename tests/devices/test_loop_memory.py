@@ -64,11 +64,11 @@ def make(form: str = "tensor", **changes: Any) -> Workload:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_outputs_of_the_last_micro_batch_are_kept_whatever_their_form(form: str) -> None:
-    rehearsal = TrialRun(make(form, keeps="outputs"), 6)
-    rehearsal.run((3, 2))
-    assert [2, 5] in [list(tensor.shape) for tensor in rehearsal.outputs]
-    assert rehearsal.outputs[-1].shape == (), "the loss"
-    assert rehearsal.averages == []
+    trial_run = TrialRun(make(form, keeps="outputs"), 6)
+    trial_run.run((3, 2))
+    assert [2, 5] in [list(tensor.shape) for tensor in trial_run.outputs]
+    assert trial_run.outputs[-1].shape == (), "the loss"
+    assert trial_run.averages == []
 
 
 def test_an_output_is_let_go_of_when_the_next_has_its_name() -> None:
@@ -210,21 +210,21 @@ def test_a_loss_for_training_only_is_told_apart_from_an_evaluation_that_fails() 
 
 def test_the_evaluation_stands_between_updates() -> None:
     told: list[Any] = []
-    rehearsal: TrialRun
-    rehearsal = TrialRun(
+    trial_run: TrialRun
+    trial_run = TrialRun(
         make(
             keeps="ema",
             evaluation_batch=SIZE,
             evaluate=lambda model, batch: told.append(
-                (rehearsal.phase, len(rehearsal.averages), [one.grad for one in model.parameters()])
+                (trial_run.phase, len(trial_run.averages), [one.grad for one in model.parameters()])
             ),
             optimizer="adam",
         ),
         6,
         before_update=lambda: told.append("start"),
-        around_evaluation=lambda: told.append(rehearsal.phase),
+        around_evaluation=lambda: told.append(trial_run.phase),
     )
-    rehearsal.run((3, 3))
+    trial_run.run((3, 3))
     passes = [("evaluation", 2, [None, None])] * 2
     assert told == ["start", "evaluation", *passes, "evaluation", "start", "update", "start"]
-    assert rehearsal.phase == "update"
+    assert trial_run.phase == "update"

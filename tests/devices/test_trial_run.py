@@ -103,11 +103,11 @@ def test_tells_where_it_ended(phase: str, change: dict[str, Any]) -> None:
         "batch": lambda size: (torch.randn(size, 3), torch.randn(size, 1)),
         "loss": lambda model, batch: model(batch[0]).mean(),
     }
-    rehearsal = TrialRun(Workload(**{**parts, **change}), share=4)
-    assert rehearsal.phase == "start"
+    trial_run = TrialRun(Workload(**{**parts, **change}), share=4)
+    assert trial_run.phase == "start"
     with pytest.raises(ValueError, match="no"):
-        rehearsal.run((2, 2))
-    assert rehearsal.phase == phase
+        trial_run.run((2, 2))
+    assert trial_run.phase == phase
 
 
 def test_without_an_update_there_is_no_peak_to_report() -> None:

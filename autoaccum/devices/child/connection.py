@@ -1,4 +1,4 @@
-"""The child's side of the private connection: what it is asked and answers, and that it dies with its parent."""
+"""The child's side of the private connection to its parent, with which it also ends."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _FIRST_VICTIM = "1000"
 
 
 class ParentConnection:
-    """Requests of the parent, a JSON object each, and the answers to them. Standard output is the workload's.
+    """The connection to the parent; each message is a JSON object.
 
-    Made first of all: from then on this process ends with its parent (prctl(2), PR_SET_PDEATHSIG), and is the kernel's
-    first choice when memory runs out.
+    It is made before anything else: from then on this process ends with its parent (prctl(2), PR_SET_PDEATHSIG), and
+    is the first that the kernel kills when memory runs out.
 
     Args:
-        arguments: As `process.ChildProcess` gives them: the descriptor of the connection, and the parent's pid.
+        arguments: The descriptor of the connection, and the parent's pid (`process.ChildProcess`).
     """
 
     def __init__(self, arguments: list[str]) -> None:
-        atexit.register(_leave)  # The first to be registered runs last, after the workload's own.
+        atexit.register(_leave)  # Registered first, so that it runs last, after the workload's.
         descriptor, parent = map(int, arguments)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-        if os.getppid() != parent:  # It ended before the kernel was asked.
+        if os.getppid() != parent:  # The parent ended before the prctl.
             os._exit(1)
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM, encoding="ascii")
@@ -46,12 +46,12 @@ class ParentConnection:
         self._connection: Connection[Any, Any] = Connection(descriptor)
 
     def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        """Requests, until the parent closes its end."""
+        """Yield messages until the parent closes its end."""
         while (request := self.read()) is not None:
             yield request
 
     def read(self) -> Mapping[str, Any] | None:
-        """Wait for the next request; None where the parent has closed its end."""
+        """Wait for the next message; return None if the parent has closed its end."""
         try:
             request: Mapping[str, Any] = json.loads(self._connection.recv_bytes())
         except (EOFError, ConnectionError):
@@ -64,7 +64,7 @@ class ParentConnection:
 
     def answer(self, message: Mapping[str, Any]) -> None:
         """Answer a message."""
-        if os.getpid() != self._pid:  # A copy the workload made by os.fork: one answer is enough.
+        if os.getpid() != self._pid:  # A copy that the workload made by os.fork: only the original answers.
             os._exit(0)
         _flush()
         self._connection.send_bytes(to_json(message))
@@ -77,12 +77,12 @@ def serve(connection: ParentConnection, handle: Callable[[Request[Any]], Any]) -
 
 
 def _leave() -> None:
-    """Leave without taking down every module: a second saved for each process."""
+    """Exit without tearing down every module, which saves a second per process."""
     _flush()
     os._exit(0)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # The workload may have closed or replaced them.
+        with suppress(Exception):  # The workload may have closed or replaced it.
             stream.flush()

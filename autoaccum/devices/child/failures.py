@@ -1,4 +1,4 @@
-"""Failures of a child: what it raised, as a record, and how it died; and the errors that these are in the parent."""
+"""Failures in a child: exceptions as records, its death, and the errors that its parent raises for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _USERS_FAULT = re.compile(r"device-side assert|illegal memory access", re.IGNORE
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """An exception, as a record (see `devices.base.Trial` for the fields)."""
+    """An exception as a record; `devices.base.Trial` describes the fields."""
 
     outcome: Outcome
     message: str
@@ -28,7 +28,7 @@ class Failure:
 
 
 class JobFailed(Exception):
-    """A child has replied that its job failed; it can go on with another."""
+    """A job failed in a child, which can run another."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -39,14 +39,14 @@ Death = Literal["signal", "exit", "limit", "pipe"]
 
 
 class ChildDied(Exception):
-    """A child that will not answer any more, and has been ended; its text is a predicate ("was ended by SIGSEGV").
+    """A child died or was ended during a call; the text is a predicate ("was ended by SIGSEGV").
 
     Attributes:
-        kind: "signal" or "exit": by itself; "limit": it took too long and was ended; "pipe": it closed its connection,
-            and was ended.
-        out_of_memory: It died by SIGKILL, and the kernel's count of kills for lack of memory rose meanwhile.
-        number: The signal's, where the kind is "signal".
-        seconds: From the request until its end was noticed.
+        kind: "signal" or "exit": it ended by itself; "limit": it took too long and was ended; "pipe": it closed its
+            connection and was ended.
+        out_of_memory: True if it died by SIGKILL while the kernel's count of kills for lack of memory rose.
+        number: The signal, if the kind is "signal".
+        seconds: The time from the request until its end was noticed.
     """
 
     def __init__(self, kind: Death, text: str, *, out_of_memory: bool = False, number: int | None = None) -> None:
@@ -58,14 +58,14 @@ class ChildDied(Exception):
 
 
 def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failure:
-    """Say what `error` means.
+    """Describe `error` as a record: its kind, a message, and who is to blame.
 
     Args:
-        error: What ended a trial or an inspection.
-        doing: What was going on, as the start of a sentence: `micro-batch 8 (forward)`.
-        at: Goes in front of what an error of autoaccum's own says, which names what was going on by itself.
+        error: The exception that ended a job.
+        doing: The job, as the start of a sentence: `micro-batch 8, forward`.
+        at: A prefix for the message of autoaccum's own errors, which are sentences already.
     """
-    from autoaccum.accumulation.recovery import (  # These need torch, a parent does not.
+    from autoaccum.accumulation.recovery import (  # Imported here: they import torch, which the parent does without.
         find_out_of_memory,
         is_context_dead,
     )
@@ -78,7 +78,7 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
         return Failure(
             outcome="oom", message=f"{doing} ran out of memory ({shortage.text}{more})", certain=shortage.certain
         )
-    if is_context_dead(error):  # A card reports late: the line it came out at is rarely the one at fault.
+    if is_context_dead(error):  # CUDA reports errors late: the line that raises is rarely at fault.
         return Failure(
             outcome="error",
             message=f"{doing} broke the card's context ({first_line(error)}): run it with CUDA_LAUNCH_BLOCKING=1"
@@ -104,7 +104,7 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
 
 
 def failure_error(failure: Failure, owner: str) -> AutoaccumError:
-    """The error that ends a plan by a failure before any trial; `owner` is whose memory it was."""
+    """Return the error for a failure before any trial; `owner` is the machine or card whose memory ran out."""
     if failure.outcome == "oom":
         return DoesNotFitError(failure.message, hint=f"it needs more memory than {owner} has free")
     if failure.blames == "user":
@@ -114,7 +114,7 @@ def failure_error(failure: Failure, owner: str) -> AutoaccumError:
 
 
 def death_error(death: ChildDied, doing: str, limit_seconds: float) -> AutoaccumError:
-    """The error that the death of a child is before any trial, `doing` such as `loading the workload`."""
+    """Return the error for the death of a child before any trial; `doing` names its job (`Request.doing`)."""
     if death.kind == "limit":
         return NotMeasuredError(
             f"{doing} took longer than {limit_seconds:g} s, and was ended",

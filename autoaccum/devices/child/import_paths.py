@@ -11,17 +11,17 @@ from autoaccum.errors import NotMeasuredError
 from autoaccum.workload.module_names import split_reference
 
 _OWN = Path(__file__).resolve().parents[1]
-"""autoaccum measures with itself, whatever is checked out."""
+"""autoaccum's own modules, which are never taken from a checkout."""
 
 
 @dataclass(frozen=True)
 class Checkout:
-    """Where a child works.
+    """The folder that a child works in, and the checkout of the user's repository that it belongs to.
 
     Attributes:
-        folder: Its current folder.
-        original: The top of the user's repository, where `folder` lies in another checkout of it.
-        root: The top of that checkout; None: `folder` is the user's own.
+        folder: The current folder of the child.
+        original: The top of the user's repository, if `folder` is in another checkout of it.
+        root: The top of that checkout; None: `folder` is in the user's own.
     """
 
     folder: Path
@@ -29,9 +29,9 @@ class Checkout:
     root: Path | None = None
 
     def map_entry(self, entry: str) -> str:
-        """An entry of `sys.path`, as the checkout has it; one that it has not stays, such as an environment's.
+        """Return the entry of `sys.path` in the checkout; an entry that the checkout lacks stays as it is.
 
-        So do an empty one, for the current folder, and a name that an editable installation has a hook for.
+        An empty entry (the current folder) stays, too, and so does the name of an editable installation's hook.
         """
         if not entry or not (entry.startswith("/") or Path(entry).exists()):
             return entry
@@ -43,13 +43,13 @@ class Checkout:
         return str(Path(entry).absolute())
 
     def map_path(self, path: str) -> str:
-        """A variable such as `PYTHONPATH`, each entry for itself."""
+        """Map every entry of a variable such as `PYTHONPATH`."""
         return os.pathsep.join(self.map_entry(entry) for entry in path.split(os.pathsep))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPaths:
-    """Where a process finds modules and files.
+    """The folders in which a process finds modules and files.
 
     Attributes:
         cwd: The current folder.
@@ -67,7 +67,7 @@ class ImportPaths:
 
     @classmethod
     def of(cls, checkout: Checkout | None = None) -> ImportPaths:
-        """Those of this process, or of a checkout in place of it."""
+        """Return those of this process, or of a checkout."""
         pythonpath = os.environ.get("PYTHONPATH")
         if checkout is None:
             return cls(cwd=os.getcwd(), sys_path=tuple(sys.path), pythonpath=pythonpath)  # noqa: PTH109
@@ -80,7 +80,7 @@ class ImportPaths:
         )
 
     def use(self) -> None:
-        """Have this process find modules and files there."""
+        """Make them those of this process."""
         sys.path[:] = self.sys_path
         os.chdir(self.cwd)
         if self.pythonpath is None:
@@ -93,7 +93,7 @@ def check_loaded(reference: str, original_top: str | None, checkout_top: str | N
     """Check that a workload and its modules were loaded from a checkout of its repository, where one is used.
 
     Raises:
-        NotMeasuredError: It would be compared with itself.
+        NotMeasuredError: A module comes from elsewhere, so that a revision would be compared with itself.
     """
     if original_top is None or checkout_top is None:
         return

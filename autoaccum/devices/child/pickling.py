@@ -1,4 +1,4 @@
-"""Live objects on their way to a process that simulates a card: classes and functions by value, weights by shape."""
+"""Pickle live objects for a process that simulates a card: classes and functions by value, weights by shape."""
 
 from __future__ import annotations
 
@@ -27,26 +27,27 @@ from autoaccum.workload.spec import Workload
 _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(
     ("dataset", "evaluation_dataset", "collate", "scheduler", "accumulate", "path")
 )
-"""What a step does not need."""
+"""Fields that a training step does not need."""
 
 _HINT = 'write model, batch and loss into a file and plan that: plan("model.py", gpu=..., ...)'
 
 
 def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> str:
-    """`workload` as text, for `unpack` in another process; nothing here is changed, and no weight is copied.
+    """Pickle `workload` as text, for `unpack` in another process; nothing is changed, and no weight is copied.
 
-    What `__main__`, a notebook or a test that pytest loaded by its path defines goes by value: no import would find it.
-    Parameters go without their values, which decide no size; all other tensors with them, to the CPU. A live `model`
-    goes in place of the workload's, and of its live `optimizer` class and settings.
+    Definitions of `__main__`, of a notebook or of a test that pytest loaded by its path are pickled by value, since no
+    import would find them. Parameters are pickled without their values, which do not matter for sizes; all other
+    tensors with their values, on the CPU. A live `model` replaces the workload's; of a live `optimizer`, the class and
+    the settings are pickled.
 
     Raises:
-        UsageError: A part of it cannot be sent: names it.
+        UsageError: A part of it cannot be pickled; the message names it.
     """
     known: dict[int, str] = {}
     if model is None and isinstance(workload.model, nn.Module):
         model = workload.model
     if model is not None:
-        model = unwrap_model(model)  # A simulated step is the eager one.
+        model = unwrap_model(model)  # A simulation runs the eager step.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         workload = dataclasses.replace(workload, model=PackedModel(_pack("model", model, ())))
         known = {id(part): "model" for part in (*model.modules(), *model.parameters())}
@@ -56,39 +57,39 @@ def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimize
     try:
         content = _pack("the workload", sent, known)
     except UsageError:
-        for field in dataclasses.fields(sent):  # One by one, for the message.
+        for field in dataclasses.fields(sent):  # Field by field, so that the message names the right one.
             _pack(field.name, getattr(sent, field.name), known)
         raise
     return base64.b64encode(content).decode("ascii")
 
 
 def unpack(pickled: str) -> Workload:
-    """What `pack` was given, less its data; its model is a new one at each call, with weights that have no values."""
+    """Return the workload that `pack` pickled, without its data; each call of its model makes one with empty weights."""
     workload: Workload = pickle.loads(base64.b64decode(pickled))
     return workload
 
 
 @dataclass(frozen=True)
 class PackedModel:
-    """Makes a model at each call: as it was packed, without the values of its weights."""
+    """A pickled model: each call makes a new one, without the values of its weights."""
 
     content: bytes
 
     def __call__(self) -> nn.Module:
-        """A new one; in a simulation that builds lazily, its weights take no memory."""
+        """Make a new model; in a simulation that builds lazily, its weights take no memory."""
         model: nn.Module = pickle.loads(self.content)
         return model
 
 
 @dataclass(frozen=True)
 class OptimizerLike:
-    """Makes an optimizer of the class, the groups and the settings of a live one; its state begins anew.
+    """Makes an optimizer with the class, the groups and the settings of a live one, and an empty state.
 
     Attributes:
         kind: The class.
-        kept: What it pickles, without its state and its groups.
+        kept: The attributes that it pickles, without its state and its groups.
         groups: The settings of each group.
-        places: The parameters of each, by their place among the model's trainable ones.
+        places: The parameters of each group, by their index among the model's trainable ones.
     """
 
     kind: type[Optimizer]
@@ -98,10 +99,10 @@ class OptimizerLike:
 
     @classmethod
     def of(cls, optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> OptimizerLike:
-        """The recipe of `optimizer`, which holds parameters of `trained`; frozen ones are passed over.
+        """Describe `optimizer`, whose parameters are among `trained`; frozen ones are skipped.
 
         Raises:
-            UsageError: It holds others, too.
+            UsageError: It has parameters that are not among them.
         """
         at = {id(parameter): place for place, parameter in enumerate(trained)}
         held = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
@@ -115,7 +116,7 @@ class OptimizerLike:
         return cls(type(optimizer), kept, groups, tuple(tuple(at[id(p)] for p in group) for group in held))
 
     def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
-        """One of `params`, the trainable parameters of a model."""
+        """Make an optimizer of `params`, the trainable parameters of a model."""
         made = self.kind.__new__(self.kind)
         groups = [
             {"params": [params[place] for place in places], **settings}
@@ -145,20 +146,20 @@ def _pack(name: str, part: Any, known: Collection[int]) -> bytes:
 
 
 class _UsesModelError(Exception):
-    """A part beside the model leads to it."""
+    """A part beside the model refers to the model."""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends parameters without values, and other tensors with theirs; nothing whose id is `known` a second time."""
+    """Pickles parameters without values and other tensors with theirs; refuses objects of which the id is `known`."""
 
     def __init__(self, file: io.BytesIO, known: Collection[int]) -> None:
         super().__init__(file)
         self._known = known
-        self._importable: dict[str, bool] = {"__main__": True}  # cloudpickle sends what that defines by value.
+        self._importable: dict[str, bool] = {"__main__": True}  # cloudpickle pickles its definitions by value.
         self._by_value: list[ModuleType] = []
 
     def forget_modules(self) -> None:
-        """Undo what cloudpickle was told of modules that no import would find."""
+        """Unregister the modules that were pickled by value."""
         for module in self._by_value:
             cloudpickle.unregister_pickle_by_value(module)
 
@@ -190,7 +191,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_importable(package: str) -> bool:
-    """Whether an import elsewhere finds it: `importlib.util.find_spec` would answer from `sys.modules`, where it is."""
+    """Return whether another process could import it; `importlib.util.find_spec` would find it in `sys.modules`."""
     finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
     return any(find is not None and find(package, None) is not None for find in finders)
 

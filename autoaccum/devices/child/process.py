@@ -1,8 +1,8 @@
-"""The parent's side of a child process: start it, ask it over a private connection, notice how it died, end it.
+"""The parent's side of a child process: start it, call it over a private connection, notice its death, end it.
 
-A child is a new Python (`sys.executable -m`), never a fork: fork hangs after an OpenMP region, and multiprocessing's
-spawn imports the user's script again. It lives in a session of its own, so that Ctrl-C in the terminal reaches the
-parent alone, which ends the child and all that the child started by its process group.
+A child is a new Python (`sys.executable -m`), never a fork: a fork hangs after an OpenMP region, and multiprocessing's
+spawn imports the user's script again. It has a session of its own, so that Ctrl-C in the terminal reaches only the
+parent, which then ends the child's whole process group.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from autoaccum.serialization import read_record
 from autoaccum.units import MIB
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
-"""The folder `autoaccum` was imported from: the child has to find this very one."""
+"""The folder that `autoaccum` was imported from; the child imports the same."""
 
 _MALLOC_SETTINGS = {
     "MALLOC_ARENA_MAX": "1",
@@ -45,7 +45,7 @@ _MALLOC_SETTINGS = {
     "MALLOC_TRIM_THRESHOLD_": "65536",
 }
 _INSIDE = "AUTOACCUM_INSIDE_CHILD"
-"""Set in every child: a script that plans at its top level and is its own workload would start children for ever."""
+"""Set in every child: a script that plans at its top level and is its own workload would start children without end."""
 
 _STDERR = 2
 _POLL_SECONDS = 0.2
@@ -55,12 +55,12 @@ _CHUNK_BYTES = 2 * MIB
 
 
 def child_environment(*, measured: bool = True) -> dict[str, str]:
-    """This process's environment, with what makes memory in a child repeatable.
+    """Return this process's environment, with settings that make a child's memory repeatable.
 
-    glibc's malloc gives back what is freed at once, from one arena (its manual, "Memory Allocation Tunables"). Python
-    uses it too: its own allocator takes 1 MiB at a time, by chance before or after the limit is set. A build without
-    the GIL has no choice of allocator. That takes an eighth of a simulation's time, whose own memory is not `measured`.
-    A set of names is in the same order each time. The child finds this very autoaccum.
+    glibc's malloc then has one arena and returns freed memory at once (its manual, "Memory Allocation Tunables").
+    Python uses malloc, too: its own allocator takes 1 MiB at a time, either before or after the limit is set. A build
+    without the GIL cannot choose. These settings cost an eighth of a simulation's time, so a child whose memory is not
+    `measured` goes without. Hashes of strings are fixed, and the child imports this same autoaccum.
     """
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]))
     shared = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path, _INSIDE: "1"}
@@ -69,11 +69,11 @@ def child_environment(*, measured: bool = True) -> dict[str, str]:
 
 
 class ChildProcess:
-    """`python -m MODULE CONNECTION PARENT`: the descriptor it answers on, and the pid it has to die with.
+    """A child started as `python -m MODULE CONNECTION PARENT`: the descriptor it replies on, and its parent's pid.
 
-    Every request and every reply is a JSON object. stdin is empty; stdout and stderr go to this process's stderr, or
-    line by line to `on_output`; what is not `measured` is faster (`child_environment`). The kernel ends a child
-    together with the *thread* that started it, so start and use it from one that lives on.
+    Every message is a JSON object. stdin is empty; stdout and stderr go to this process's stderr, or line by line to
+    `on_output`. A child that is not `measured` is faster (`child_environment`). The kernel ends a child together with
+    the *thread* that started it, so that thread has to live on.
 
     Raises:
         UsageError: This process is such a child itself.
@@ -114,12 +114,12 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Process id, which is also that of its process group."""
+        """The process id, which is also that of its process group."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether it can be asked."""
+        """Return whether it can be called."""
         return not self._ended
 
     def call(self, request: Request[Reply], limit_seconds: float) -> Reply:
@@ -135,7 +135,7 @@ class ChildProcess:
         return read_reply(message, request)
 
     def ask(self, message: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
-        """Send a message and wait for the one that answers it; unless there is one, the child is ended.
+        """Send a message and wait for the answer; the child is ended if there is none.
 
         Raises:
             ChildDied: There will be no reply: see its `kind`.
@@ -154,16 +154,16 @@ class ChildProcess:
             raise
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send a message and do not wait; a child that is gone is noticed when it is asked."""
+        """Send a message and do not wait; a child that has died is noticed at the next `ask`."""
         with suppress(ConnectionError):
             self._connection.send_bytes(to_json(message))
 
     def has_died(self) -> bool:
-        """Whether it has ended, by itself or by `end`."""
+        """Return whether it has ended, by itself or by `end`."""
         return self._ended or self._death() is not None
 
     def end(self, *, grace_seconds: float = 0.0) -> None:
-        """End it and everything it started; before that, let it leave by itself for `grace_seconds`. Idempotent."""
+        """End it and every process it started, after `grace_seconds` to exit by itself. Idempotent."""
         if self._ended:
             return
         self._ended = True
@@ -174,7 +174,7 @@ class ChildProcess:
                 self._pass_output()
                 time.sleep(_LEAVE_POLL_SECONDS)
         finally:
-            # Not reaped yet, so nobody else can have been given its id.
+            # It is not reaped yet, so no other process can have its id.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
@@ -187,7 +187,7 @@ class ChildProcess:
         deadline = time.monotonic() + limit_seconds
         while True:
             death = self._death()
-            self._pass_output()  # After the look at its death: all that it wrote is there.
+            self._pass_output()  # After the check of its death, so that all it wrote is read.
             try:
                 if self._connection.poll():
                     reply: dict[str, Any] = json.loads(self._connection.recv_bytes())
@@ -203,7 +203,7 @@ class ChildProcess:
             wait(self._watched, min(_POLL_SECONDS, left))
 
     def _pass_output(self, *, last: bool = False) -> None:
-        """Hand on what was printed so far, without waiting for more."""
+        """Pass on the output so far, without waiting for more."""
         if self._on_output is None or self._process.stdout is None:
             return
         if self._process.stdout in self._watched:
@@ -218,7 +218,7 @@ class ChildProcess:
             self._on_output(line.decode("utf-8", errors="replace"))
 
     def _death(self, *, wait_seconds: float = 0.0) -> os.waitid_result | None:
-        """How it died, without reaping it; None while it lives."""
+        """Return how it died, without reaping it; None while it lives."""
         deadline = time.monotonic() + wait_seconds
         while True:
             try:

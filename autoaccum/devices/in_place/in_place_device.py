@@ -1,4 +1,4 @@
-"""Trials of live objects, or of a Workload made in code, in this very process."""
+"""Trials of live objects, or of a Workload made in code, in this process."""
 
 from __future__ import annotations
 
@@ -34,74 +34,74 @@ _WEAKNESS = (
 
 
 class InPlaceDevice:
-    """Trials in this process: of live objects, which are put back after each, or of a Workload made in code.
+    """Trials in this process: of live objects, which are restored after each, or of a Workload made in code.
 
-    *What is put back*, and proved by hash after every trial: see `SavedState`. The copy is made in host memory before
-    each trial and does not count against a budget; one that does not fit is refused before anything is touched.
-    Ctrl-C ends a trial; everything is put back first.
+    *The state* that is restored, and compared by hash after every trial, is listed at `SavedState`. Its copy is made
+    in host memory before each trial and does not count against the budget. A copy that does not fit is refused before
+    anything is touched. Ctrl-C ends a trial after everything is restored.
 
-    *What the budget means* is the same as on the other devices: all that training takes, live objects and their
-    `.grad` included. On the CPU that is what the live objects hold and what a trial adds to this process, told by its
-    peak (see `HostMemoryLimit`); malloc gives back what is freed at once, until `close` (`tight_heap`). On a card it
-    is all that PyTorch's allocator in this process holds there, other tensors of yours included.
+    *The budget* means the same as on other devices: all memory that training takes, including the live objects and
+    their `.grad`. On the CPU that is the memory of the live objects plus the memory that a trial adds to this process,
+    measured by its peak (`HostMemoryLimit`); until `close`, malloc returns freed memory at once (`tight_heap`). On a
+    card it is all that PyTorch's allocator in this process holds there, including your other tensors.
 
-    *What cannot be had in place*: a fresh process (`Trial.fresh` is always False) and a limit on a trial's time. What
-    `batch`, `loss` and `optimizer` do outside of the model (draw from an iterator, print, count) happens.
+    *Not possible in place*: a fresh process (`Trial.fresh` is always False) and a limit on a trial's time. Side effects
+    of `batch`, `loss` and `optimizer` outside of the model (draw from an iterator, print, count) are not undone.
 
     Args:
-        subject: What is tried.
+        workload_or_objects: The Workload, or the live objects.
         share: Samples per update on this rank.
-        device: `auto`, `cpu`, `cuda` or `cuda:N`; for live objects `auto`, or where they are.
-        memory: The budget; None: what is free, and what the live objects hold.
-        reserve: Taken off the budget (see `choose_budget` for the default).
+        device: `auto`, `cpu`, `cuda` or `cuda:N`; for live objects `auto`, or the device that they are on.
+        memory: The budget; None: the free memory, and the memory of the live objects.
+        reserve: Subtracted from the budget (see `choose_budget` for the default).
 
     Raises:
-        UsageError: Live objects are on another device than asked.
+        UsageError: Live objects are on another device than requested.
         NotMeasuredError: Trials on the CPU, and this is not Linux.
     """
 
     def __init__(
         self,
-        subject: Workload | LiveObjects,
+        workload_or_objects: Workload | LiveObjects,
         *,
         share: int,
         device: str = "auto",
         memory: MemorySize | None = None,
         reserve: MemorySize | None = None,
     ) -> None:
-        self._tried = prepare(subject, device)
-        if self._tried.device.type == "cpu" and sys.platform != "linux":
+        self._target = prepare(workload_or_objects, device)
+        if self._target.device.type == "cpu" and sys.platform != "linux":
             raise NotMeasuredError(
                 f"trials on the CPU need Linux, this is {sys.platform}",
                 hint="only there can a process be held to a budget so that the allocator itself refuses",
             )
         self._share, self._memory, self._reserve = share, memory, reserve
-        self._live = measure_live_state(self._tried.roots, self._tried.optimizer, is_live=self._tried.is_live)
-        self._keeper = StateRestorer(self._tried)
+        self._live = measure_live_state(self._target.roots, self._target.optimizer, is_live=self._target.is_live)
+        self._restorer = StateRestorer(self._target)
         self._started: tuple[MemoryLimit, int] | None = None
         self._resources = ExitStack()
 
     @property
     def name(self) -> str:
         """`cpu` or `cuda:N`."""
-        return str(self._tried.device)
+        return str(self._target.device)
 
     @property
     def limit_bytes(self) -> int:
-        """The budget in bytes, live objects included; the first time, PyTorch is warmed up and it is measured.
+        """The budget in bytes, live objects included; the first use warms PyTorch up and chooses it.
 
         Raises:
-            UsageError: It cannot be had, other Python threads run, or the copy does not fit into host memory.
+            UsageError: So much is not free, other Python threads run, or the copy does not fit into host memory.
         """
         return self._start()[1]
 
     def describe(self) -> Mapping[str, Any]:
-        """What the plan records: as the other devices, and what live objects hold and their copy takes."""
-        place, limit_bytes = self._start()
+        """Return the plan's record: as on other devices, with the bytes of the live objects and of their copy."""
+        limit, limit_bytes = self._start()
         return {
             "name": self.name,
-            "kind": self._tried.device.type,
-            **place.describe(),
+            "kind": self._target.device.type,
+            **limit.describe(),
             "limit_bytes": limit_bytes,
             "in_place": True,
             "held_bytes": self._live.held_bytes,
@@ -109,15 +109,15 @@ class InPlaceDevice:
         }
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        """As `Device.inspect`, by an update from a small batch; everything is put back.
+        """As `Device.inspect`, by an update from a small batch; everything is restored.
 
         Raises:
-            WorkloadError, UsageError, DoesNotFitError: As there.
-            NotMeasuredError: Something could not be put back.
+            WorkloadError, UsageError, DoesNotFitError: As `Device.inspect`.
+            NotMeasuredError: Something could not be restored.
         """
-        place, _ = self._start()
-        inspection = self._keeper.run(lambda interruptions: self._inspect(place, interruptions))
-        place.measure_leftover()
+        limit, _ = self._start()
+        inspection = self._restorer.run(lambda signals: self._inspect(limit, signals))
+        limit.measure_leftover()
         return dataclasses.replace(inspection, cautions=tuple(self._cautions()))
 
     def trial(
@@ -128,26 +128,26 @@ class InPlaceDevice:
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
     ) -> Trial:
-        """Run one trial in this process, whatever `fresh` asks for; it is not ended when it takes long.
+        """Run one trial in this process; `fresh` and `limit_seconds` have no effect.
 
         Raises:
             UsageError: As `limit_bytes`.
-            NotMeasuredError: Something could not be put back: it is named.
+            NotMeasuredError: Something could not be restored; the message names it.
         """
-        place, budget_bytes = self._start()
+        limit, budget_bytes = self._start()
         self._check_threads()
-        held_to = budget_bytes if limit_bytes is None else limit_bytes
-        trial = self._keeper.run(lambda interruptions: self._try(place, parts, held_to, interruptions))
-        place.measure_leftover()
+        held_to_bytes = budget_bytes if limit_bytes is None else limit_bytes
+        trial = self._restorer.run(lambda signals: self._try(limit, parts, held_to_bytes, signals))
+        limit.measure_leftover()
         return dataclasses.replace(trial, limit_bytes=limit_bytes)
 
     def close(self) -> None:
-        """Let the heap keep again what is freed; every trial has put back what it changed. Idempotent."""
+        """Let the heap keep freed memory again. Idempotent; every trial has already restored the state."""
         self._started = None
         self._resources.close()
 
     def __enter__(self) -> InPlaceDevice:
-        """Nothing is started before the first question."""
+        """Return itself; nothing is started before the first job."""
         return self
 
     def __exit__(
@@ -157,20 +157,20 @@ class InPlaceDevice:
         self.close()
 
     def _start(self) -> tuple[MemoryLimit, int]:
-        """Refuse what cannot be done before anything is touched; warm PyTorch up; choose the budget. Once."""
+        """Once: check that trials can run before anything is touched, warm PyTorch up, and choose the budget."""
         if self._started is not None:
             return self._started
         if torch.is_inference_mode_enabled():
             raise UsageError("trials are asked for within torch.inference_mode()", hint="plan outside of it")
-        is_cpu = self._tried.device.type == "cpu"
-        check_host_copy(self._tried.workload.name, self._live, read_host_memory(), guarded_on_host=not is_cpu)
-        place = make_memory_limit(self._tried.device, self._live)
+        is_cpu = self._target.device.type == "cpu"
+        check_host_copy(self._target.workload.name, self._live, read_host_memory(), guarded_on_host=not is_cpu)
+        limit = make_memory_limit(self._target.device, self._live)
         self._check_threads()
         with ExitStack() as resources:
             if is_cpu:
                 resources.enter_context(tight_heap())
-            self._keeper.run(lambda _: _warm_up(place))
-            budget_bytes = place.choose_budget(place.begin(), self._memory, self._reserve)
+            self._restorer.run(lambda _: _warm_up(limit))
+            budget_bytes = limit.choose_budget(limit.begin(), self._memory, self._reserve)
             if budget_bytes <= self._live.held_bytes:
                 raise UsageError(
                     f"a budget of {format_bytes(budget_bytes)} is less than the"
@@ -178,58 +178,59 @@ class InPlaceDevice:
                     hint="raise --memory, which counts them in",
                 )
             self._resources = resources.pop_all()
-        self._started = (place, budget_bytes)
+        self._started = (limit, budget_bytes)
         return self._started
 
     def _check_threads(self) -> None:
-        if self._tried.device.type == "cpu":  # On a card they share the limit as they share the card.
+        if self._target.device.type == "cpu":  # On a card, other threads share the limit as they share the card.
             check_single_thread()
 
-    def _inspect(self, place: MemoryLimit, interruptions: DelayedSignals) -> Inspection:
-        name = self._tried.workload.name
+    def _inspect(self, limit: MemoryLimit, signals: DelayedSignals) -> Inspection:
+        name = self._target.workload.name
         try:
-            with interruptions.window():
-                return inspect_workload(self._tried.workload, self._share, place)
+            with signals.window():
+                return inspect_workload(self._target.workload, self._share, limit)
         except BaseException as error:
             clear_frames(error)
-            if interruptions.ended(error) or isinstance(error, UsageError | WorkloadError):
+            if signals.ended(error) or isinstance(error, UsageError | WorkloadError):
                 raise
-            owner = "the machine" if self._tried.device.type == "cpu" else self.name
+            owner = "the machine" if self._target.device.type == "cpu" else self.name
             failure = describe_failure(error, f"an update from a small batch of {name}")
         raise failure_error(failure, owner)
 
-    def _try(self, place: MemoryLimit, parts: tuple[int, ...], held_to: int, interruptions: DelayedSignals) -> Trial:
-        """One trial under the limit, which is lifted before anything is said about it."""
-        release_memory(self._tried.device)
+    def _try(self, limit: MemoryLimit, parts: tuple[int, ...], held_to_bytes: int, signals: DelayedSignals) -> Trial:
+        """Run one trial under the limit, which is lifted before a failure is described."""
+        release_memory(self._target.device)
         done = run_trial(
-            self._tried.workload,
+            self._target.workload,
             self._share,
             parts,
-            meter=place,
-            limit_bytes=held_to,
-            window=interruptions.window(),
+            meter=limit,
+            limit_bytes=held_to_bytes,
+            window=signals.window(),
         )
         if done.failure is None:
-            return place.judge(record_trial(done.measurement(), held_to, {"parts": parts}), done.reading, done.beside)
+            trial = record_trial(done.measurement(), held_to_bytes, {"parts": parts})
+            return limit.classify(trial, done.reading, done.evaluation_readings)
         try:
-            if interruptions.ended(done.failure):
+            if signals.ended(done.failure):
                 raise done.failure
-            return record_trial(done.measurement(), held_to, {"parts": parts})
+            return record_trial(done.measurement(), held_to_bytes, {"parts": parts})
         finally:
             clear_frames(done.failure)
             del done  # the traceback holds this frame
 
     def _cautions(self) -> list[str]:
-        """What the caller has to know of trials in place."""
-        said = [_WEAKNESS] if self._tried.device.type == "cpu" else []
-        if self._tried.is_live and not self._tried.roots[""].training:
+        """Return the warnings about trials in place."""
+        said = [_WEAKNESS] if self._target.device.type == "cpu" else []
+        if self._target.is_live and not self._target.roots[""].training:
             said.append(
                 "the model is in eval mode, and was measured so: training may take more, call model.train() before"
             )
-        return [*said, *self._keeper.warnings]
+        return [*said, *self._restorer.warnings]
 
 
-def _warm_up(place: MemoryLimit) -> None:
-    place.open()
+def _warm_up(limit: MemoryLimit) -> None:
+    limit.open()
     with torch.enable_grad():
-        warm_up(place.device)
+        warm_up(limit.device)

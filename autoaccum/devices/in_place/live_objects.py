@@ -1,4 +1,4 @@
-"""What is tried in place: live objects, or a Workload made in code."""
+"""The objects of trials in place: the live objects of a training, or a Workload made in code."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from autoaccum.workload.spec import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class LiveObjects:
-    """The very objects of a training, to be tried where they are.
+    """The live objects of a training, for trials in place.
 
     Attributes:
-        model: The model, in place on its device.
-        batch: `batch(size)`, any kind of function; or one batch, from which others are made by repeating its samples.
+        model: The model, on its device.
+        batch: A function `batch(size)`; or one batch, from which others are made by repeating its samples.
         objective: The loss.
-        options: What stands in for attributes of a workload; `optimizer` is the live one of this very model, or what
-            each trial makes one of its own from.
-        evaluate: As a Workload has it.
-        name: What reports call it.
+        options: Options that replace attributes of a workload; `optimizer` is this model's live one, or makes one for
+            each trial.
+        evaluate: As `Workload.evaluate`.
+        name: The name in reports.
 
     Raises:
-        UsageError: The model cannot be tried in place, or the optimizer is not one of its own.
+        UsageError: Trials of the model are not possible in place, or the optimizer is not the model's.
         WorkloadError: `batch` is neither a function nor a batch.
     """
 
@@ -55,14 +55,14 @@ class LiveObjects:
 
     @property
     def live_optimizer(self) -> Optimizer | None:
-        """The optimizer, where it is a live one."""
+        """The optimizer, if it is a live one."""
         return self.options.optimizer if isinstance(self.options.optimizer, Optimizer) else None
 
     def as_workload(self) -> Workload:
-        """A Workload whose functions return these very objects.
+        """Return a Workload of which the functions return these objects.
 
         Raises:
-            WorkloadError: They do not go together.
+            WorkloadError: The objects do not fit together.
         """
         criterion, batching, live = self.objective.criterion, self.objective.batching, self.live_optimizer
         given = {name: value for name, value in self.options.overrides.items() if value is not None}
@@ -84,24 +84,24 @@ class LiveObjects:
 
 
 class _LiveWorkload(Workload):
-    """A Workload whose model is there already, in the mode its owner trains it in."""
+    """A Workload of a live model, which keeps its mode (train or eval)."""
 
     def build_model(self) -> nn.Module:
-        """The model in that mode."""
+        """Return the model as it is."""
         return self.make_model()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialTarget:
-    """A subject as trials take it.
+    """The workload of trials in place, and all that a trial may change.
 
     Attributes:
-        workload: What a trial builds and runs, on `device`.
-        device: Where.
+        workload: The workload that a trial builds and runs.
+        device: The device of the trials.
         roots: Every module that a trial may change, by the prefix of its names.
-        generators: Every generator that can be found from there.
-        optimizer: The live optimizer; None where each trial makes its own.
-        is_live: Whether the very model trains.
+        generators: Every random generator that is reachable from the modules and the user's functions.
+        optimizer: The live optimizer; None: each trial makes one.
+        is_live: Whether trials run on the live model itself.
     """
 
     workload: Workload
@@ -112,40 +112,40 @@ class TrialTarget:
     is_live: bool
 
 
-def prepare(subject: Workload | LiveObjects, device: str) -> TrialTarget:
-    """Find out where `subject` is tried, and what a trial of it may change.
+def prepare(given: Workload | LiveObjects, device: str) -> TrialTarget:
+    """Find the device of the trials, and all that a trial may change.
 
     Raises:
-        UsageError: Live objects are elsewhere, or this process is one of several ranks.
+        UsageError: Live objects are on another device, or this process is one of several ranks.
     """
     check_group()
     model: Any
     functions: tuple[Any, ...]
-    if isinstance(subject, LiveObjects):
-        workload, place = subject.as_workload(), find_device(subject.model)
-        if device not in ("auto", place.type, str(place)):
+    if isinstance(given, LiveObjects):
+        workload, on = given.as_workload(), find_device(given.model)
+        if device not in ("auto", on.type, str(on)):
             raise UsageError(
-                f"the model is on {place}, and the device is to be {device}", hint="move the model there first"
+                f"the model is on {on}, and the device is to be {device}", hint="move the model there first"
             )
-        model, functions = subject.model, (subject.batch, subject.options.optimizer, subject.evaluate)
-        optimizer = subject.live_optimizer
+        model, functions = given.model, (given.batch, given.options.optimizer, given.evaluate)
+        optimizer = given.live_optimizer
     else:
-        place = _choose_device(device)
-        workload = subject
-        model, functions = subject.model, (subject.batch, subject.optimizer, subject.model, subject.evaluate)
+        on = _choose_device(device)
+        workload = given
+        model, functions = given.model, (given.batch, given.optimizer, given.model, given.evaluate)
         optimizer = None
     roots, generators = _find_roots(model, optimizer, workload.objective, functions)
-    live = isinstance(subject, LiveObjects)
+    live = isinstance(given, LiveObjects)
     return TrialTarget(
-        workload=workload, device=place, roots=roots, generators=generators, optimizer=optimizer, is_live=live
+        workload=workload, device=on, roots=roots, generators=generators, optimizer=optimizer, is_live=live
     )
 
 
 def find_device(model: nn.Module) -> torch.device:
-    """The one device all of `model` is on.
+    """Return the device that all of `model` is on.
 
     Raises:
-        UsageError: It is on several, or on one where nothing can be measured.
+        UsageError: The model is on several devices, or on one where trials cannot be measured.
     """
     tensors = [*model.parameters(), *model.buffers()]
     devices = {str(tensor.device): tensor.device for tensor in tensors} or {"cpu": torch.device("cpu")}
@@ -160,11 +160,11 @@ def find_device(model: nn.Module) -> torch.device:
     return device
 
 
-def _choose_device(asked: str) -> torch.device:
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+def _choose_device(requested: str) -> torch.device:
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    _, _, index = asked.partition(":")
-    if not index:  # Where CUDA does not start, the device itself tells.
+    _, _, index = requested.partition(":")
+    if not index:  # If CUDA does not start, the trials' device reports it.
         index = str(torch.cuda.current_device() if torch.cuda.is_available() else 0)
     return torch.device("cuda", int(index))
 
@@ -172,7 +172,7 @@ def _choose_device(asked: str) -> torch.device:
 def _find_roots(
     model: Any, optimizer: Optimizer | None, objective: Objective, functions: tuple[Any, ...]
 ) -> tuple[dict[str, nn.Module], list[Generator]]:
-    """The model, the criterion, and modules that the user's functions and hooks hold or name, such as a teacher."""
+    """Find the model, the criterion, and modules that the user's functions and hooks refer to, such as a teacher."""
     roots: dict[str, nn.Module] = {"": model} if isinstance(model, nn.Module) else {}
     known = {id(module) for root in roots.values() for module in root.modules()}
     criterion = None if objective.criterion is None else objective.criterion.function

@@ -1,4 +1,4 @@
-"""Where trials in place run: how that memory is limited and metered in a process that goes on afterwards."""
+"""Memory limits of trials in place: the memory is limited and measured in a process that goes on afterwards."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 _TIGHT_BYTES = 64 * KIB
 _SETTLED = {_MMAP_THRESHOLD: 32 * MIB, _TRIM_THRESHOLD: 64 * MIB}
-"""Where glibc moves both by itself once a process has freed a block of 32 MiB; it cannot be asked where they are."""
+"""The values that glibc itself sets once a process has freed a block of 32 MiB; they cannot be read."""
 
 _VARIABLES = {_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_", _TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_"}
 
 
 @contextmanager
 def tight_heap() -> Iterator[None]:
-    """Within, blocks from 64 KiB on are mapped and unmapped one by one, as in the children of other devices.
+    """Have malloc map and unmap every block from 64 KiB on separately within, as in the children of other devices.
 
-    glibc would keep what tensors leave, in pieces and beyond what `malloc_trim` reaches, and give it to the next
-    trial: peaks then differ by tens of MiB and miss what was there already. Afterwards both thresholds are what the
-    environment says, or where glibc moves them in any process that frees large tensors. Other C libraries stay alone.
+    glibc would otherwise keep freed tensors in pieces, out of reach of `malloc_trim`, and reuse them in the next trial:
+    peaks would differ by tens of MiB, and would not show the memory that was kept. Afterwards both thresholds are those
+    of the environment, or the values that glibc sets in a process that frees large tensors. Other C libraries are left
+    alone.
     """
     _set_thresholds(dict.fromkeys(_SETTLED, _TIGHT_BYTES))
     try:
         yield
     finally:
-        _set_thresholds({name: _chosen(variable) or _SETTLED[name] for name, variable in _VARIABLES.items()})
+        _set_thresholds({name: _from_environment(variable) or _SETTLED[name] for name, variable in _VARIABLES.items()})
 
 
 def trim_heap() -> None:
-    """Give free pages of the heap back to the kernel (malloc_trim(3)), where glibc can."""
+    """Return free pages of the heap to the kernel (malloc_trim(3)), with glibc."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -65,18 +66,18 @@ def _set_thresholds(thresholds: dict[int, int]) -> None:
                 library.mallopt(name, size_bytes)
 
 
-def _chosen(variable: str) -> int | None:
+def _from_environment(variable: str) -> int | None:
     text = os.environ.get(variable, "")
     return int(text) if text.isdigit() else None
 
 
 def check_single_thread() -> None:
-    """Refuse to limit this process's memory while other Python threads run in it: they would run out of it, too.
+    """Check that no other Python threads run, since they would run out of memory under a trial's limit, too.
 
-    Threads of torch's own, of OpenMP and the like do not count: what they do is part of the trial.
+    Threads of torch, OpenMP and the like do not count: their work is part of the trial.
 
     Raises:
-        UsageError: There are some; they are named.
+        UsageError: There are other threads; the message names them.
     """
     others = [thread for thread in threading.enumerate() if thread is not threading.current_thread() and _runs(thread)]
     if not others:
@@ -89,67 +90,66 @@ def check_single_thread() -> None:
 
 
 def _runs(thread: threading.Thread) -> bool:
-    """Whether the kernel still knows `thread`; Python keeps foreign ones that have ended ("Dummy-1")."""
+    """Return whether the kernel still has `thread`; Python keeps foreign threads that have ended ("Dummy-1")."""
     number = thread.native_id
     return thread.is_alive() and (number is None or Path(f"/proc/{os.getpid()}/task/{number}").exists())
 
 
 class HostMemoryLimit(HostMeter):
-    """What this process takes of the host's memory above what it holds already.
+    """A limit on the host memory that trials add to this process; use it within `tight_heap`.
 
-    To be used within `tight_heap`. Whether a trial kept to its budget is told by its peak; RLIMIT_DATA, which would
-    refuse at the budget, is set above it (`budget.limit_slack`). Libraries do not survive every refusal (oneDNN's
-    backward of a convolution ends the process by SIGSEGV where a small block is refused, seen in 3 of 13 plans with
-    torch 2.13), and this process is the user's. Far above the budget it is a large tensor that is refused, which
-    PyTorch answers with an exception.
+    Whether a trial stayed within its budget follows from its peak. RLIMIT_DATA is set above the budget
+    (`budget.limit_slack`), since some libraries crash when a small block is refused (oneDNN's backward of a
+    convolution: SIGSEGV in 3 of 13 plans with torch 2.13), and this process is the user's. Above that limit it is a
+    large tensor that is refused, and PyTorch raises.
 
-    A limit counts from what the process holds when a trial begins, without what the first job left for good (modules,
-    compiled kernels), which a fresh process would need as well.
+    The limit counts from the memory that the process holds when a trial begins. The memory that the first job left
+    (modules, compiled kernels) counts against the budget, since a fresh process would need it as well.
     """
 
     def __init__(self, live: LiveStateSize) -> None:
         super().__init__()
         self._live = live
         self._host: AvailableMemory | None = None
-        self._kept_bytes: int | None = None
+        self._first_leftover_bytes: int | None = None
         self._room_bytes = 0
 
     def begin(self) -> Mapping[str, Any]:
-        """As `HostMeter`."""
+        """As `HostMeter.begin`."""
         trim_heap()
         return super().begin()
 
     def start(self) -> None:
-        """Begin a new VmHWM, where the kernel allows it, with everything set aside already."""
+        """Reset VmHWM, if the kernel allows it; the state is already saved by then."""
         trim_heap()
         super().start()
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """RLIMIT_DATA above what is held now, what of the budget is left beside the live objects, and the slack."""
-        self._room_bytes = max(0, budget_bytes - self._live.held_bytes - (self._kept_bytes or 0))
+        """Set RLIMIT_DATA to the memory held now, plus the budget without the live objects, plus the slack."""
+        self._room_bytes = max(0, budget_bytes - self._live.held_bytes - (self._first_leftover_bytes or 0))
         slack_bytes = limit_slack(self._room_bytes, read_host_memory().free_bytes)
         return data_limit(self._before.data_bytes + self._room_bytes + slack_bytes)
 
     def read(self) -> Reading:
-        """The peak since `start`, live objects included."""
+        """Return the peak since `start`, live objects included."""
         reading = super().read()
         peak = reading.peak_reserved_bytes
         return replace(reading, peak_reserved_bytes=None if peak is None else self._live.held_bytes + peak)
 
     def measure_leftover(self) -> int:
-        """What the last job did not give back, in resident bytes; that of the first job is remembered."""
+        """Return the resident bytes that jobs have not freed; those of the first job are remembered."""
         trim_heap()
         assert self._base is not None
-        kept = max(0, read_process_memory().anonymous_bytes - self._base.anonymous_bytes)
-        if self._kept_bytes is None:
-            self._kept_bytes = kept
-        return kept
+        leftover = max(0, read_process_memory().anonymous_bytes - self._base.anonymous_bytes)
+        if self._first_leftover_bytes is None:
+            self._first_leftover_bytes = leftover
+        return leftover
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
-        """The budget in bytes: of what is free beside a copy, and what the live objects hold.
+        """Return the budget in bytes: of the memory that is free beside a copy, plus that of the live objects.
 
         Raises:
-            UsageError: It cannot be had.
+            UsageError: So much is not free.
         """
         host = read_host_memory()
         free_bytes = max(0, host.free_bytes - self._live.copy_bytes) + self._live.held_bytes
@@ -157,7 +157,7 @@ class HostMemoryLimit(HostMeter):
         return choose_budget(self._host, memory, reserve)
 
     def describe(self) -> dict[str, Any]:
-        """The host, what training may have of it, and how it is enforced."""
+        """Return the record of the host, the memory that training may take, and its enforcement."""
         assert self._host is not None
         return {
             **asdict(self._host),
@@ -165,8 +165,8 @@ class HostMemoryLimit(HostMeter):
             "peak": "what live objects hold, and VmHWM above what was resident before, and what is untouched",
         }
 
-    def judge(self, trial: Trial, reading: Reading, around_evaluation: Sequence[Reading]) -> Trial:
-        """Out of memory where the peak went beyond the budget."""
+    def classify(self, trial: Trial, reading: Reading, around_evaluation: Sequence[Reading]) -> Trial:
+        """Return the trial, as out of memory if its peak exceeded the budget."""
         excess = self._excess(reading)
         if not (trial.ran and excess):
             return trial
@@ -181,40 +181,40 @@ class HostMemoryLimit(HostMeter):
         )
 
     def _excess(self, reading: Reading) -> int:
-        """By how much a trial went beyond its budget; 0 when it did not, or nobody can tell."""
+        """Return by how many bytes a trial exceeded its budget; 0 if it did not, or if that is not known."""
         return max(0, (reading.peak_reserved_bytes or 0) - self._live.held_bytes - self._room_bytes)
 
 
 class CardMemoryLimit(CardMeter):
-    """A card, with whatever else PyTorch's allocator in this process holds there."""
+    """A limit on PyTorch's allocator in this process, for all that it holds on a card."""
 
     def __init__(self, device: torch.device) -> None:
         try:
             torch.get_device_module("cuda").init()
-        except (RuntimeError, AssertionError) as error:  # No driver that works; a build without CUDA.
+        except (RuntimeError, AssertionError) as error:  # No working driver, or a build without CUDA.
             raise start_error(device, error) from error
         super().__init__(torch.cuda.current_device() if device.index is None else device.index)
         self._report: CardReport | None = None
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
-        """Of what is free and what this process's allocator holds, its cache released."""
+        """Return the budget in bytes, of the free memory and that of this process's allocator with an empty cache."""
         self._report = read_record(facts["card"], CardReport)
         return choose_card_budget(self._report, memory, reserve)
 
     def describe(self) -> dict[str, Any]:
-        """The card, and who holds it."""
+        """Return the record of the card, and of the processes on it."""
         assert self._report is not None
         return describe_card(self._report)
 
-    def judge(self, trial: Trial, reading: Reading, around_evaluation: Sequence[Reading]) -> Trial:
-        """The allocator sees all of it."""
+    def classify(self, trial: Trial, reading: Reading, around_evaluation: Sequence[Reading]) -> Trial:
+        """Return the trial as it is: the allocator enforces the budget itself."""
         return trial
 
 
 MemoryLimit: TypeAlias = "HostMemoryLimit | CardMemoryLimit"
-"""A device's memory, as this process uses it."""
+"""The limit on a device's memory in this process."""
 
 
 def make_memory_limit(device: torch.device, live: LiveStateSize) -> MemoryLimit:
-    """The place that `device` is; on a card, CUDA starts if it has not."""
+    """Make the limit for `device`; on a card, this starts CUDA if needed."""
     return HostMemoryLimit(live) if device.type == "cpu" else CardMemoryLimit(device)

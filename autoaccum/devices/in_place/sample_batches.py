@@ -1,4 +1,4 @@
-"""Batches of any size for live objects: what the user's function returns, or one sample batch repeated and cut."""
+"""Batches of any size for live objects: from the user's function, or from one sample batch, repeated and cut."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated an
 
 
 class CalledBatches:
-    """The user's `batch(size)`, whatever kind of function it is; what goes wrong in it is told as theirs."""
+    """Batches from the user's function `batch(size)`; its errors are reported as errors of the workload."""
 
     def __init__(self, batch: Callable[[int], Any], batching: Batching | None = None) -> None:
         self._batch, self._batching = batch, batching
         functools.update_wrapper(self, batch)
 
     def __call__(self, size: int) -> Any:
-        """One batch of `size` samples.
+        """Return a batch of `size` samples.
 
         Raises:
             WorkloadError: The function raises anything but an out-of-memory error, or returns another size.
@@ -54,7 +54,7 @@ class CalledBatches:
 
 
 class SampleBatches:
-    """Batches of any size from one: its samples, over and over, in memory of their own."""
+    """Batches of any size from a sample batch: its samples, repeated, in memory of their own."""
 
     def __init__(self, sample: Any) -> None:
         self._size = batch_size(sample)
@@ -63,18 +63,18 @@ class SampleBatches:
         self._sample = sample
 
     def __call__(self, size: int) -> Any:
-        """One batch of `size` samples; neither a change to it nor a gradient reaches the sample batch."""
+        """Return a batch of `size` samples; neither changes to it nor gradients reach the sample batch."""
         if isinstance(self._sample, pytree.CustomBatch):
             return self._cut(self._sample, size)
         times, rest = divmod(size, self._size)
-        # Views of their own: what is the same object in all parts counts as belonging to all samples.
+        # Separate views: an object that all parts share would count as one of all samples.
         parts = [split_batch(self._sample, [self._size])[0] for _ in range(times)]
         if rest:
             parts.append(split_batch(self._sample, [rest, self._size - rest])[0])
         return _owned(join_batches(parts), set(_addresses(self._sample)))
 
     def _cut(self, sample: pytree.CustomBatch, size: int) -> Any:
-        """What a workload cuts by its own function cannot be repeated."""
+        """Cut a batch by the workload's own function, which cannot repeat samples."""
         if size > self._size:
             raise WorkloadError(
                 f"the sample batch has {self._size} samples, {size} are asked for, and what split(batch, sizes) cuts"
@@ -85,15 +85,15 @@ class SampleBatches:
 
 
 def make_batches(batch: Any, batching: Batching | None = None) -> Callable[[int], Any]:
-    """What makes batches of the `batch` a user gives: `batch(size)`, or a sample batch.
+    """Return a function of the size that makes batches, from the user's `batch(size)` or sample batch.
 
-    With `batching` it is a sample batch where `size(batch)` counts it.
+    With `batching`, `batch` is a sample batch if `size(batch)` accepts it.
 
     Raises:
-        WorkloadError: It is neither.
+        WorkloadError: `batch` is neither.
     """
     if batching is not None and not inspect.isroutine(batch):
-        with suppress(Exception):  # A callable object of the user's, which is no batch.
+        with suppress(Exception):  # The user's callable object, and no batch.
             return SampleBatches(batching.wrap(batch))
     if isinstance(batch, (DataLoader, Iterator)) or (hasattr(batch, "__next__") and not callable(batch)):
         raise WorkloadError(f"batch is {describe_type(batch)}", hint="give one batch of it: next(iter(loader))")
@@ -103,7 +103,7 @@ def make_batches(batch: Any, batching: Batching | None = None) -> Callable[[int]
 
 
 def _owned(node: Any, shared: set[int]) -> Any:
-    """`node` with a copy of each tensor or array whose memory is the sample's, or stands there twice."""
+    """Copy each tensor or array of `node` that shares memory with the sample batch, or with another one."""
     if pytree.is_leaf(node):
         leaf = node.detach().requires_grad_() if isinstance(node, Tensor) and node.requires_grad else node
         address = _address(leaf)

@@ -1,4 +1,4 @@
-"""Everything a trial in place may change: what a copy takes, set aside on the host, put back, compared by hash."""
+"""The state that a trial in place may change: its size, its copy on the host, its restoration, its hash."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _MARGIN_SHARE = 0.05
 
 @dataclass(frozen=True)
 class LiveStateSize:
-    """How much live state there is, in bytes.
+    """The size of the live state, in bytes.
 
     Attributes:
-        copy_bytes: What a copy of all of it takes: parameters, buffers, `.grad`, optimizer state, and tensors that
-            modules keep as attributes.
-        held_bytes: What it takes of the model's device as it lies there; storages that several share count once.
+        copy_bytes: Host memory of a copy: parameters, buffers, `.grad`, optimizer state, and tensors that modules keep
+            as attributes.
+        held_bytes: Memory that it holds on the model's device; storages that tensors share count once.
     """
 
     copy_bytes: int
@@ -41,7 +41,7 @@ class LiveStateSize:
 
 
 def measure_live_state(roots: Mapping[str, nn.Module], optimizer: Optimizer | None, *, is_live: bool) -> LiveStateSize:
-    """Add up what is there; what is not live training state (a criterion, a template) holds nothing of a trial's."""
+    """Add up the live state; without a live model, nothing of it counts as held."""
     modules = [module for root in roots.values() for module in root.modules()]
     parameters = [parameter for root in roots.values() for parameter in root.parameters()]
     kept = [[vars(module), module._buffers] for module in modules]
@@ -53,10 +53,10 @@ def measure_live_state(roots: Mapping[str, nn.Module], optimizer: Optimizer | No
 
 
 def check_host_copy(name: str, live: LiveStateSize, host: AvailableMemory, *, guarded_on_host: bool) -> None:
-    """Refuse a copy that does not fit beside a margin of 256 MiB or 5 % of what is free.
+    """Check that a copy of the state fits into host memory, with a margin of 256 MiB or 5 % of the free memory.
 
-    `guarded_on_host`: the copy with which the Accumulator guards a trial's first update comes on top; on the CPU it is
-    within the budget.
+    `guarded_on_host`: the Accumulator makes a second copy to guard a trial's first update; on the CPU that one is part
+    of the budget.
 
     Raises:
         UsageError: It does not fit; nothing was touched.
@@ -72,7 +72,7 @@ def check_host_copy(name: str, live: LiveStateSize, host: AvailableMemory, *, gu
 
 
 def _tensors(root: Any) -> Iterator[Tensor]:
-    """Tensors in a nest of mappings, lists and tuples."""
+    """Yield the tensors in nested mappings, lists and tuples."""
     waiting, seen = [root], set[int]()
     while waiting:
         node = waiting.pop()
@@ -106,12 +106,12 @@ _RELOAD = "the model is not as it was: load it again before training"
 class SavedState:
     """The state of live objects from before a trial.
 
-    What `TorchState` covers, and plain attributes of modules of the user's own classes. Not covered: torch's settings
-    for the process, what other objects keep, hooks on nodes of the graph, how often a tensor was written to (a graph
-    recorded before cannot be run backward any more), and where an iterator stands.
+    It covers the state in `TorchState`, and plain attributes of modules of the user's own classes. Not covered: torch's
+    settings of the process, the state of other objects, hooks on nodes of the graph, version counters of tensors (a
+    graph recorded before cannot run backward any more), and the position of an iterator.
 
     Attributes:
-        own: Those attributes.
+        own: The plain attributes.
 
     Args:
         roots: Modules by the prefix of their names.
@@ -129,15 +129,15 @@ class SavedState:
         self.own = PlainAttributes(roots)
 
     def restore(self) -> None:
-        """Put everything back; may be called again when it was interrupted."""
+        """Restore everything; may be called again if it was interrupted."""
         self._torch.restore()
         self.own.restore()
         if not self._had_cuda and torch.cuda.is_available():
-            # Seeding the CPU before CUDA has started leaves a seed for the cards to start with: this was theirs.
+            # A seed set before CUDA has started is the one that cards start with: set it again.
             torch.cuda.manual_seed_all(torch.initial_seed())
 
     def differences(self) -> list[str]:
-        """What is not as before, by name."""
+        """Return the names of all that is not as before."""
         return changed_names(self._entries, self._hash())
 
     def _hash(self) -> dict[str, str]:
@@ -148,31 +148,31 @@ T = TypeVar("T")
 
 
 class StateRestorer:
-    """Keeps the state of what is tried; `at_once` see `DelayedSignals`.
+    """Restores the state of live objects after every job; `at_once` as in `DelayedSignals`.
 
     Attributes:
-        warnings: Sentences on Python attributes that trials change.
+        warnings: Warnings about Python attributes that trials change.
     """
 
-    def __init__(self, tried: TrialTarget, *, at_once: bool = False) -> None:
-        self._tried, self._at_once = tried, at_once
+    def __init__(self, target: TrialTarget, *, at_once: bool = False) -> None:
+        self._target, self._at_once = target, at_once
         self.warnings: list[str] = []
 
     def run(self, job: Callable[[DelayedSignals], T]) -> T:
-        """Run `job`, put everything back, and compare by hash; then return what it returned, or raise what it raised.
+        """Run `job`, restore everything and compare it by hash; then return the job's result, or raise its exception.
 
         Raises:
-            NotMeasuredError: Something could not be put back; where an interruption ended `job`, that is a warning.
+            NotMeasuredError: Something could not be restored; if a signal ended `job`, this is a warning instead.
         """
-        with DelayedSignals(at_once=self._at_once) as interruptions:
-            state = SavedState(self._tried.roots, self._tried.optimizer, self._tried.generators)
+        with DelayedSignals(at_once=self._at_once) as signals:
+            state = SavedState(self._target.roots, self._target.optimizer, self._target.generators)
             failure: BaseException | None = None
             try:
-                result = job(interruptions)
+                result = job(signals)
             except BaseException as error:
                 failure = error
             try:
-                problem = self._put_back(state)
+                problem = self._restore(state)
                 if problem is not None and (failure is None or isinstance(failure, Exception)):
                     raise problem from failure
                 if problem is not None:
@@ -183,21 +183,21 @@ class StateRestorer:
                 del failure  # the traceback holds this frame
             return result
 
-    def _put_back(self, state: SavedState) -> NotMeasuredError | None:
+    def _restore(self, state: SavedState) -> NotMeasuredError | None:
         try:
-            release_memory(self._tried.device)  # Raises where a card's context is dead.
+            release_memory(self._target.device)  # Raises if the card's context is dead.
             kept = state.own.changed()
             state.restore()
             changed = state.differences()
         except Exception as error:
-            told = f"{type(error).__name__}: {first_line(error)}"
-            return NotMeasuredError(f"a trial in place could not be undone ({told})", hint=_RELOAD)
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            return NotMeasuredError(f"a trial in place could not be undone ({reason})", hint=_RELOAD)
         if kept:
-            told = (
+            warning = (
                 f"a trial changes what the model keeps in Python ({list_names(kept)}), which no rollback covers: keep"
                 " state in buffers (register_buffer)"
             )
-            self.warnings = [*self.warnings, *([] if told in self.warnings else [told])]
+            self.warnings = [*self.warnings, *([] if warning in self.warnings else [warning])]
         if not changed:
             return None
         return NotMeasuredError(

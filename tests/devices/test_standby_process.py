@@ -36,9 +36,9 @@ WORKLOAD = f"""
 """
 
 
-def spare_of(device: CpuDevice) -> int:
-    assert device._spare is not None
-    return device._spare.pid
+def standby_of(device: CpuDevice) -> int:
+    assert device._standby is not None
+    return device._standby.pid
 
 
 def children_of_this_process() -> set[int]:
@@ -46,26 +46,26 @@ def children_of_this_process() -> set[int]:
     return {int(child) for task in tasks for child in task.joinpath("children").read_text().split()}
 
 
-def test_a_fresh_trial_runs_in_the_spare_for_which_there_has_to_be_room(
+def test_a_fresh_trial_runs_in_the_standby_process_for_which_there_has_to_be_room(
     write_workload: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = children_of_this_process()
     reference = write_workload(WORKLOAD)
     with CpuDevice(make_settings(reference, 8, 40 * MIB)) as device:
         assert device.limit_bytes == 40 * MIB
-        assert device._spare is None, "the budget is read before there is one"
+        assert device._standby is None, "the budget is read before there is one"
         with monkeypatch.context() as patched:
-            patched.setattr(child_device, "_SPARE_BYTES", 2**60)
+            patched.setattr(child_device, "_STANDBY_BYTES", 2**60)
             assert device.trial((1, 1)).fresh
-            assert device._spare is None
+            assert device._standby is None
         device.trial((1, 1))
-        first = spare_of(device)
+        first = standby_of(device)
         assert device.trial((1, 1), fresh=True).fresh
         assert Path(reference).with_name(LOADED).read_text().split()[-1] == str(first)
-        assert {first, spare_of(device)} == children_of_this_process() - before
+        assert {first, standby_of(device)} == children_of_this_process() - before
         threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             device.trial((5, 5))
-        assert spare_of(device) in children_of_this_process()
-    assert device._spare is None
+        assert standby_of(device) in children_of_this_process()
+    assert device._standby is None
     assert children_of_this_process() == before
