@@ -64,7 +64,7 @@ def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimize
 
 
 def unpack(pickled: str) -> Workload:
-    """Return the workload that `pack` pickled, without its data; each call of its model makes one with empty weights."""
+    """Return the workload that `pack` pickled, without its data; each model it builds has empty weights."""
     workload: Workload = pickle.loads(base64.b64decode(pickled))
     return workload
 
