@@ -30,14 +30,10 @@ _cudnn: Any = torch.backends.cudnn
 
 def install(library: torch.library.Library, stack: ExitStack) -> None:
     """Return convolutions of fake CUDA tensors in the memory format that cuDNN chooses."""
-    stack.enter_context(patched(torch._C, "_conv_determine_backend_memory_format", _output_format))
+    stack.enter_context(patched(torch._C, "_conv_determine_backend_memory_format", convolution_format))
 
 
-def _output_format(input: Tensor, weight: Tensor, backend: object) -> torch.memory_format:
-    return convolution_format(input, weight)
-
-
-def convolution_format(tensor: Tensor, weight: Tensor) -> torch.memory_format:
+def convolution_format(tensor: Tensor, weight: Tensor, backend: object = None) -> torch.memory_format:
     """Return the format in which a convolution runs, and which its output has: channels last if either operand is.
 
     `cudnn_conv_suggest_memory_format` in ATen/native/ConvUtils.h. Depthwise convolutions run in cuDNN too if they are

@@ -6,7 +6,7 @@ kernel each on CUDA, whose statistics are like those of fake tensors. An instanc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -31,23 +31,16 @@ _FORWARD_SUMS_BYTES, _BACKWARD_SUMS_BYTES = 16, 8
 
 
 def is_cudnn_batch_norm(
-    *,
-    dtype: str,
-    weight: str | None,
-    bias: str | None,
-    tracks: tuple[bool, bool],
-    shape: tuple[int, ...],
-    training: bool,
-    eps: float,
-    enabled: bool,
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Sequence[Any], training: bool, eps: float
 ) -> bool:
     """Return whether cuDNN runs a batch norm (`_select_batch_norm_backend` in ATen/native/Normalization.cpp)."""
-    if not enabled or weight is None or bias is None or "bfloat16" in (dtype, weight):
+    if weight is None or bias is None or torch.bfloat16 in (input.dtype, weight.dtype):
         return False
-    wide_enough = dtype != "float16" or weight == "float32"
+    wide_enough = input.dtype is not torch.float16 or weight.dtype is torch.float32
+    tracks = [each is not None for each in statistics]
     tracking = all(tracks) or (not any(tracks) and training)
-    spatial = len(shape) >= 3 and shape[0] <= (880_801 if training else 65_535)
-    return wide_enough and tracking and spatial and eps >= MIN_EPS and prod(shape) < (1 << 31) - 1
+    spatial = input.dim() >= 3 and input.size(0) <= (880_801 if training else 65_535)
+    return wide_enough and tracking and spatial and eps >= MIN_EPS and input.numel() < (1 << 31) - 1
 
 
 def _batch_norm(
@@ -62,16 +55,8 @@ def _batch_norm(
     cudnn_enabled: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """Run `_batch_norm_impl_index` in ATen/native/Normalization.cpp."""
-    if is_cudnn_batch_norm(
-        dtype=_name(input) or "",
-        weight=_name(weight),
-        bias=_name(bias),
-        tracks=(running_mean is not None, running_var is not None),
-        shape=tuple(input.shape),
-        training=training,
-        eps=eps,
-        enabled=cudnn_enabled and torch._C._get_cudnn_enabled(),
-    ):
+    enabled = cudnn_enabled and torch._C._get_cudnn_enabled()
+    if enabled and is_cudnn_batch_norm(input, weight, bias, (running_mean, running_var), training, eps):
         layout = suggest_memory_format(input)
         out, mean, variance, reserve = torch.ops.aten.cudnn_batch_norm(
             input.contiguous(memory_format=layout), weight, bias, running_mean, running_var, training, momentum, eps
@@ -83,10 +68,6 @@ def _batch_norm(
     return out, mean, variance, torch.empty(0, dtype=torch.uint8, device=input.device), _NATIVE
 
 
-def _name(tensor: Tensor | None) -> str | None:
-    return None if tensor is None else str(tensor.dtype).removeprefix("torch.")
-
-
 def _layer_norm(call: OperatorCall) -> list[MemoryStep]:
     return before_outputs(layout_copies(call["input"]), call)
 
@@ -94,9 +75,7 @@ def _layer_norm(call: OperatorCall) -> list[MemoryStep]:
 def _layer_norm_gradient(call: OperatorCall) -> list[MemoryStep]:
     """Partial sums for weight and bias, which are added up one after the other."""
     tensor, shape, mask = call["input"], call["normalized_shape"], call["output_mask"]
-    columns = 1
-    for size in shape:
-        columns *= size
+    columns = prod(shape)
     if not columns:
         return []
     numbers = (tensor.numel() // columns, columns, tensor.dtype.itemsize)

@@ -1,6 +1,6 @@
 """Workspaces of operators: the calls that take them, and the rules for their sizes.
 
-Neither this module nor one with `_workspace` in its name imports torch: the process that replays traces does without.
+The process that replays traces needs this module and the rules, so that they do not import torch.
 """
 
 from __future__ import annotations

@@ -60,21 +60,6 @@ def test_takes_nothing_when_it_does_nothing(p: float, train: bool) -> None:
         assert recorder.sizes[1:] == []
 
 
-BATCH, CHANNELS, SIDE = 4, 32, 8
-
-
-BASE: dict[str, Any] = {
-    "dtype": "float32",
-    "weight": "float32",
-    "bias": "float32",
-    "tracks": (True, True),
-    "shape": (4, 32, 8, 8),
-    "training": True,
-    "eps": 1e-5,
-    "enabled": True,
-}
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -85,18 +70,33 @@ BASE: dict[str, Any] = {
         ({"weight": None, "bias": None}, False),
         ({"shape": (4, 32)}, False),
         ({"shape": (4, 32, 8)}, True),
-        ({"tracks": (False, False)}, True),
-        ({"tracks": (False, False), "training": False}, False),
+        ({"tracks": False}, True),
+        ({"tracks": False, "training": False}, False),
         ({"training": False}, True),
         ({"shape": (70_000, 2, 1, 1), "training": False}, False),
         ({"shape": (70_000, 2, 1, 1)}, True),
         ({"shape": (1 << 10, 1 << 11, 1 << 10)}, False),
-        ({"enabled": False}, False),
+        ({"eps": -1.0}, False),
     ],
     ids=lambda value: "-".join(value) or "plain" if isinstance(value, dict) else "",
 )
 def test_batch_norm_runs_with_cudnn(changes: dict[str, Any], expected: bool) -> None:
-    assert is_cudnn_batch_norm(**{**BASE, **changes}) is expected
+    def meta(dtype: str | None, *shape: int) -> Tensor | None:
+        return None if dtype is None else torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+
+    given: dict[str, Any] = {"dtype": "float32", "weight": "float32", "shape": (4, 32, 8, 8), "tracks": True, **changes}
+    weight, bias = meta(given["weight"], 32), meta(given.get("bias", "float32"), 32)
+    statistics = (meta("float32", 32),) * 2 if given["tracks"] else (None, None)
+    data, options = meta(given["dtype"], *given["shape"]), (given.get("training", True), given.get("eps", 1e-5))
+    assert data is not None
+    assert is_cudnn_batch_norm(data, weight, bias, statistics, *options) is expected
+
+
+def test_batch_norm_runs_without_cudnn_where_it_is_switched_off() -> None:
+    with simulate(CARD), torch.backends.cudnn.flags(enabled=False):
+        data = torch.empty(4, 32, 8, 8, device="cuda:0")
+        *_, backend = torch.ops.aten._batch_norm_impl_index(data, *[data.new_ones(32)] * 4, True, 0.1, 1e-5, True)
+    assert backend == 0
 
 
 STEPS, CTC_BATCH, CLASSES, LONGEST = 50, 4, 20, 10
