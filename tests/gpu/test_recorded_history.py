@@ -1,7 +1,7 @@
 """Histories that PyTorch's own allocator recorded, without a card, are replayed to the last address.
 
-`PYTHONPATH=.:tests/shared python tests/shared/real_allocator/tell.py SITE_PACKAGES -o FILE` gives these again, and asks
-far more; torch 2.11.0+cu130 and 2.15.0+cu132 give the same.
+`PYTHONPATH=.:tests/shared python tests/shared/real_allocator/record_history.py SITE_PACKAGES -o FILE`
+writes them again, and compares many more; torch 2.11.0+cu130 and 2.15.0+cu132 give the same.
 """
 
 from __future__ import annotations

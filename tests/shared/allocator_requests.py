@@ -1,4 +1,4 @@
-"""Requests to an allocator that are the same everywhere, and what the real one of PyTorch is asked under."""
+"""Reproducible requests to an allocator, and the settings and capacities of the comparison with PyTorch's own."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ CASES = {
     "expandable_segments:True,max_split_size_mb:24": 12,
     "expandable_segments:True,roundup_power2_divisions:8": 13,
 }
-"""Settings, and a number for each that the seeds of its requests follow from."""
+"""Settings, with the number from which the seeds of their requests follow."""
 CAPACITIES = ((None, 1000 * MIB), (500 * MIB, 1000 * MIB), (200 * MIB, 400 * MIB), (61 * MIB, 400 * MIB))
-"""What CUDA has to give (None: any number), and what the card says it has in all."""
+"""The bytes that CUDA can allocate (None is no limit), and the total of the card."""
 
 
 def make_requests(seed: int, count: int = 600) -> list[tuple[int, int | None]]:
-    """Blocks that are asked for with a size, and freed with None."""
-    dice = _dice(seed)
-    sizes = [size for size in SIZES + LARGE_SIZES if next(dice) % 3] or list(SIZES)
+    """Return requests: a block with the size to allocate, or with None to free it."""
+    numbers = _random_numbers(seed)
+    sizes = [size for size in SIZES + LARGE_SIZES if next(numbers) % 3] or list(SIZES)
     requests: list[tuple[int, int | None]] = []
     live: list[int] = []
     for block in range(count):
-        if live and (len(live) > 60 or next(dice) % 100 < 46):
-            requests.append((live.pop(next(dice) % len(live)), None))
+        if live and (len(live) > 60 or next(numbers) % 100 < 46):
+            requests.append((live.pop(next(numbers) % len(live)), None))
         else:
-            requests.append((block, sizes[next(dice) % len(sizes)]))
+            requests.append((block, sizes[next(numbers) % len(sizes)]))
             live.append(block)
     return requests
 
 
-def _dice(seed: int) -> Iterator[int]:
-    """Numbers that no release of Python changes (Knuth's MMIX)."""
+def _random_numbers(seed: int) -> Iterator[int]:
+    """Yield random numbers that no release of Python changes (Knuth's MMIX)."""
     state = seed
     while True:
         state = (state * 6364136223846793005 + 1442695040888963407) % (1 << 64)

@@ -1,7 +1,7 @@
-"""PyTorch's allocator once more, slowly: every segment a list of cells, every question a scan of all of them.
+"""A second, slow model of PyTorch's allocator: each segment is a list of cells, each search scans all of them.
 
-It shares no code and no structure with `simulated.allocator.caching_allocator`: no links between blocks, no sorted
-lists, no addresses but a segment's place in the order of creation.
+It shares no code and no structure with `simulated.allocator.caching_allocator`: it has no links between blocks, no
+sorted lists, and no addresses except the order in which segments were created.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Segment:
     number: int
     cells: list[Cell] = field(default_factory=list)
 
-    def normalise(self) -> None:
-        """Join neighbours that are both free, or both without memory."""
+    def merge_neighbours(self) -> None:
+        """Merge neighbours that are both free or both unmapped."""
         joined = []
         for state, group in groupby(self.cells, key=lambda cell: cell.state):
             cells = list(group)
@@ -68,10 +68,10 @@ class ReferenceAllocator:
             size += step - size % step
         return size
 
-    def malloc(self, block: int, asked: int) -> None:
-        size = self.round(asked)
+    def malloc(self, block: int, requested: int) -> None:
+        size = self.round(requested)
         small = size <= MIB
-        place = self.best(small, size) or self.ask(small, size)
+        place = self.best(small, size) or self.allocate_or_release(small, size)
         if place is None:
             raise ReferenceOutOfMemoryError
         segment, cell = place
@@ -88,7 +88,7 @@ class ReferenceAllocator:
             for cell in segment.cells:
                 if cell.state == str(block):
                     cell.state = "free"
-                    segment.normalise()
+                    segment.merge_neighbours()
                     return
 
     def oversize(self, size: int) -> bool:
@@ -111,7 +111,7 @@ class ReferenceAllocator:
         chosen = fitting[0]
         if self.settings.expandable_segments:
             for candidate in fitting[1:]:
-                if self.could_be(*candidate) >= self.could_be(*chosen):
+                if self.potential_bytes(*candidate) >= self.potential_bytes(*chosen):
                     break
                 chosen = candidate
         held = chosen[1].size
@@ -121,11 +121,11 @@ class ReferenceAllocator:
             return None
         return chosen
 
-    def could_be(self, segment: Segment, cell: Cell) -> int:
+    def potential_bytes(self, segment: Segment, cell: Cell) -> int:
         after = segment.cells[segment.cells.index(cell) + 1 :]
         return cell.size + (after[0].size if after and after[0].state == "unmapped" else 0)
 
-    def ask(self, small: bool, size: int) -> tuple[Segment, Cell] | None:
+    def allocate_or_release(self, small: bool, size: int) -> tuple[Segment, Cell] | None:
         found = self.grow(small, size)
         if found is None and self.release_some(small, size):
             found = self.grow(small, size)
@@ -176,7 +176,7 @@ class ReferenceAllocator:
                 return None
             rest = segment.cells[bare].size - mapped
             segment.cells[bare : bare + 1] = [Cell(mapped, "free")] + [Cell(rest, "unmapped")] * bool(rest)
-            segment.normalise()
+            segment.merge_neighbours()
             self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def lowest_room(self, small: bool, size: int, handle: int) -> tuple[Segment, int]:
@@ -231,7 +231,7 @@ class ReferenceAllocator:
                     cells.append(cell)
                 start = end
             segment.cells = cells
-            segment.normalise()
+            segment.merge_neighbours()
             if gave and [cell.state for cell in segment.cells] == ["unmapped"]:
                 self.segments.remove(segment)
 

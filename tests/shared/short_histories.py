@@ -1,4 +1,4 @@
-"""Histories of an allocator as `real_allocator/tell.py` writes them, and their replay."""
+"""Histories of an allocator in the form that `real_allocator/record_history.py` writes, and their replay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ShortHistory(TypedDict):
 
 
 def expand(short: ShortHistory) -> dict[str, Any]:
-    """The record as `compare_history` takes it."""
+    """Return the record that `compare_history` takes."""
     states = ("inactive", "active_allocated")
     blocks = [{"address": at, "size": size, "state": states[used]} for at, size, used in short["blocks"]]
     return {
@@ -38,6 +38,6 @@ def expand(short: ShortHistory) -> dict[str, Any]:
 
 
 def replay(short: ShortHistory) -> dict[str, Any]:
-    """The row of one history."""
+    """Return the comparison of one history with its replay."""
     settings = read_settings({"PYTORCH_CUDA_ALLOC_CONF": short["conf"]}).for_card(TOTAL_BYTES)
     return compare_history(expand(short), settings)

@@ -251,7 +251,7 @@ def explain_installed_card(
     *,
     limit_bytes: int,
     limit_seconds: float | None = None,
-    **asked: bool,
+    **options: bool,
 ) -> MemoryReport:
     """Explain the memory of `parts`, which ran on the installed card, by a simulation: the result is predicted."""
     card, deadline = installed_card(report.memory), Deadline(limit_seconds)
@@ -259,7 +259,7 @@ def explain_installed_card(
     traces = TraceCache(lambda: make_tracer(card), share)
     try:
         explainer = Explainer(f"{card.name} (simulated)", outside_bytes, limit_bytes, traces, _replayer_of(card))
-        return explainer.explain(traces.of_schedule(parts, True, deadline.left_seconds), deadline, **asked)
+        return explainer.explain(traces.of_schedule(parts, True, deadline.left_seconds), deadline, **options)
     finally:
         traces.close()
 

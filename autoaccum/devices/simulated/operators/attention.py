@@ -70,7 +70,7 @@ def scaled_dot_product_attention(
     order = [KERNELS[number] for number in map(int, torch._C._get_sdp_priority_order()) if number < len(KERNELS)]
     kernel = choose_attention(call, _enabled(), order)
     if kernel is None:
-        raise RuntimeError(f"no attention kernel that is switched on can run on {card.name}: switch on another")
+        raise RuntimeError(f"no enabled attention kernel can run on {card.name}: enable another one")
     if kernel == "math":
         return _math(call, scale)
     if unbatched := query.dim() == 3:

@@ -94,7 +94,7 @@ class AttentionCall:
             return divides and (key == value or not alike)
         return query == key == value or (self.torch_version >= (2, 15) and grouped and key == value == 1)
 
-    def has_rows(self, *, single_counts: bool) -> bool:
+    def has_dense_rows(self, *, single_counts: bool) -> bool:
         """Return whether rows are dense (`check_last_dim_stride_equals_1_dense`)."""
         dense = all(tensor.stride(-1) == 1 for tensor in self.inputs) or (single_counts and self.sizes[0] == 1)
         return dense and (self.mask is None or self.mask.stride(-1) == 1)
@@ -116,7 +116,7 @@ def _can_flash(call: AttentionCall) -> bool:
         and not (call.causal and queries != keys)
         and call.has_dtype_of(*_HALVES)
         and call.has_heads(grouped=True, alike=True)
-        and call.has_rows(single_counts=True)
+        and call.has_dense_rows(single_counts=True)
     )
 
 
@@ -133,7 +133,7 @@ def _can_efficient(call: AttentionCall) -> bool:
         and value > 0
         and query % multiple == value % multiple == 0
         and not misaligned
-        and call.has_rows(single_counts=False)
+        and call.has_dense_rows(single_counts=False)
         and call.has_heads(grouped=call.torch_version >= (2, 15), alike=True)
         and call.has_dtype_of(torch.float32, *_HALVES)
     )
@@ -158,7 +158,7 @@ def _can_cudnn(call: AttentionCall) -> bool:
         and _cudnn_takes_mask(call)
         and (8, 0) <= call.card.capability <= _NEWEST_CAPABILITY
         and (not call.dropout or (exact and not 91_100 < version < 91_400))
-        and call.has_rows(single_counts=True)
+        and call.has_dense_rows(single_counts=True)
         and call.has_heads(grouped=True, alike=False)
         and _cudnn_takes_shapes(call)
     )

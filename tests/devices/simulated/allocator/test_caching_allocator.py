@@ -1,4 +1,4 @@
-"""The allocator: each rule of CUDACachingAllocator by a known answer, its invariants, and a slow model beside it."""
+"""The allocator: each rule of CUDACachingAllocator by a known answer, its invariants, and a slow model to compare."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALL_SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def test_what_is_cached_is_given_back_only_when_there_is_no_room() -> None:
+def test_cached_memory_is_released_only_without_other_room() -> None:
     """`malloc`, `release_cached_blocks`: all that is wholly free, of both pools; then once more."""
     made = CachingAllocator(100 * MIB)
     small, held = made.malloc(100), made.malloc(20 * MIB)
@@ -82,12 +82,12 @@ def test_nothing_overlaps_and_nothing_is_lost(
         made.free(block)
     check(made, [], capacity)
     made._release_cached_blocks()
-    assert made.reserved_bytes == made.allocated_bytes == 0, "all of it can be given back"
+    assert made.reserved_bytes == made.allocated_bytes == 0, "everything can be released"
 
 
 @settings(max_examples=100, deadline=None)
 @given(steps=steps)
-def test_the_best_fit_is_the_best(steps: list[tuple[bool, int, int]]) -> None:
+def test_the_best_fit_is_the_smallest_block_that_fits(steps: list[tuple[bool, int, int]]) -> None:
     made, live = CachingAllocator(), list[Block]()
     for takes, size, index in steps:
         if not takes and live:
@@ -104,7 +104,7 @@ def test_the_best_fit_is_the_best(steps: list[tuple[bool, int, int]]) -> None:
             assert made.segments == before + 1
 
 
-# --- beside a slow model --------------------------------------------------------------------------------------------
+# --- compared with a slow model -------------------------------------------------------------------------------------
 
 
 def compare(steps: list[tuple[bool, int, int]], capacity: int | None, kind: AllocatorSettings) -> None:
@@ -133,7 +133,7 @@ def compare(steps: list[tuple[bool, int, int]], capacity: int | None, kind: Allo
 
 @settings(max_examples=300, deadline=None)
 @given(steps=steps, capacity=capacities, kind=kinds)
-def test_a_slow_model_does_the_same(
+def test_a_slow_model_gives_the_same_statistics(
     steps: list[tuple[bool, int, int]], capacity: int | None, kind: AllocatorSettings
 ) -> None:
     compare(steps, capacity, kind)

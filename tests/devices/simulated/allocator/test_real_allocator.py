@@ -1,6 +1,6 @@
-"""The allocator does what that of PyTorch did, request by request: recorded from libc10_cuda.so without a card.
+"""The allocator gives the statistics of PyTorch's own, request by request, as recorded from libc10_cuda.so.
 
-`python tests/shared/real_allocator/record.py SITE_PACKAGES` gives this table again; torch 2.11.0+cu130 and
+`python tests/shared/real_allocator/record_statistics.py SITE_PACKAGES` prints this table again; torch 2.11.0+cu130 and
 2.15.0+cu132 give the same.
 """
 
@@ -65,11 +65,11 @@ RECORDED = {
 
 @pytest.mark.parametrize("text", CASES)
 @pytest.mark.parametrize("index", range(len(CAPACITIES)))
-def test_does_what_torch_does(text: str, index: int) -> None:
+def test_statistics_equal_those_of_pytorch(text: str, index: int) -> None:
     capacity, total = CAPACITIES[index]
     settings = read_settings({"PYTORCH_CUDA_ALLOC_CONF": text}).for_card(total)
     made, live, failed, digest = CachingAllocator(capacity, settings), dict[int, Block](), 0, hashlib.sha256()
-    told: tuple[int, ...] = ()
+    statistics: tuple[int, ...] = ()
     for block, size in make_requests(10 * CASES[text] + index):
         if size is None:
             if block in live:
@@ -80,6 +80,6 @@ def test_does_what_torch_does(text: str, index: int) -> None:
                 live[block] = made.malloc(size)
                 failed -= 1
         peaks = made.peak_allocated_bytes, made.peak_reserved_bytes
-        told = (made.allocated_bytes, made.reserved_bytes, *peaks, made.retries, failed)
-        digest.update((" ".join(map(str, told)) + "\n").encode())
-    assert (told, digest.hexdigest()[:16]) == RECORDED[text][index]
+        statistics = (made.allocated_bytes, made.reserved_bytes, *peaks, made.retries, failed)
+        digest.update((" ".join(map(str, statistics)) + "\n").encode())
+    assert (statistics, digest.hexdigest()[:16]) == RECORDED[text][index]

@@ -25,18 +25,18 @@ EXPANDABLE = AllocatorSettings(expandable_segments=True)
 GRAINS = [100, 4096, 300 * 1024, MIB, 2 * MIB, 7 * MIB, 11 * MIB, 24 * MIB, 40 * MIB]
 
 
-def random_trace(dice: random.Random, blocks: int) -> tuple[list[int], list[int]]:
+def random_trace(rng: random.Random, blocks: int) -> tuple[list[int], list[int]]:
     events, live = list[int](), list[int]()
     for block in range(blocks):
         events.append(block)
         live.append(block)
-        while len(live) > 12 or (live and dice.random() < 0.45):
-            events.append(~live.pop(dice.randrange(len(live))))
-    return events, [dice.choice(GRAINS) for _ in range(blocks)]
+        while len(live) > 12 or (live and rng.random() < 0.45):
+            events.append(~live.pop(rng.randrange(len(live))))
+    return events, [rng.choice(GRAINS) for _ in range(blocks)]
 
 
 def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSettings) -> bool:
-    """By the slow model."""
+    """Return whether the slow model finds room."""
     slow = ReferenceAllocator(capacity, kind)
     try:
         for event in events:
@@ -49,7 +49,7 @@ def fits(events: list[int], sizes: list[int], capacity: int, kind: AllocatorSett
     return True
 
 
-def test_tells_peaks_of_a_roomy_card() -> None:
+def test_a_replay_without_a_limit_has_the_peaks() -> None:
     done = replay((0, 1, ~0, 2, ~1, ~2), (30 * MIB, 40 * MIB, 29 * MIB))
     assert (done.fits, done.peak_allocated_bytes, done.peak_reserved_bytes) == (True, 70 * MIB, 70 * MIB)
     assert (done.retries, done.repeat_retries, done.requested_bytes) == (0, 0, 0)
@@ -68,7 +68,7 @@ def test_tells_peaks_of_a_roomy_card() -> None:
         ((0, 1, 2, 4, ~1, ~0), 2, {0: 2, 1: 4}),
     ],
 )
-def test_an_update_leaves_what_it_found_when_each_block_has_an_heir_as_large(
+def test_replacements_are_as_large_as_the_blocks_they_replace(
     events: tuple[int, ...], start: int, expected: dict[int, int] | None
 ) -> None:
     assert match_replacements(events, (8, 9, 8, 8, 9), start) == expected
@@ -84,16 +84,16 @@ def turns(small: int) -> tuple[list[int], list[int]]:
     return events, sizes
 
 
-def test_an_update_that_needs_releases_every_time_is_told() -> None:
+def test_an_update_that_releases_cached_memory_every_time_is_counted() -> None:
     events, sizes = turns(30)
     tight = replay(events, sizes, capacity=40 * MIB, repeat_from=len(events) // 2)
     assert (tight.fits, tight.retries, tight.repeat_retries) == (True, 5, 2)
-    roomy = replay(events, sizes, capacity=60 * MIB, repeat_from=len(events) // 2)
-    assert (roomy.retries, roomy.repeat_retries) == (0, 0)
-    assert replay(events, sizes, capacity=40 * MIB).repeat_retries == 0, "nobody asked"
+    unlimited = replay(events, sizes, capacity=60 * MIB, repeat_from=len(events) // 2)
+    assert (unlimited.retries, unlimited.repeat_retries) == (0, 0)
+    assert replay(events, sizes, capacity=40 * MIB).repeat_retries == 0, "updates are not repeated"
 
 
-def test_an_update_that_fails_only_after_some_others_is_found() -> None:
+def test_a_failure_in_a_later_update_is_found() -> None:
     # 2 takes the place of 0, and lies elsewhere each time.
     events, sizes = (0, 1, 2, ~0, ~1, 3, ~3), (30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB)
     first = replay(events, sizes, capacity=100 * MIB, repeat_from=1)
@@ -102,7 +102,7 @@ def test_an_update_that_fails_only_after_some_others_is_found() -> None:
     assert later.failed_at == 20, "in the fifth update"
 
 
-def test_an_update_that_leaves_what_it_found_is_repeated() -> None:
+def test_an_update_with_replacements_is_repeated() -> None:
     # Outputs of 30 MiB (0, then 1) are kept until the next ones are there; the second update is the first with both.
     events, sizes = (0, 1, ~0, 2, ~2), (30 * MIB, 30 * MIB, 4 * MIB)
     done = replay(events, sizes, capacity=82 * MIB, repeat_from=1)
@@ -113,7 +113,7 @@ def test_an_update_that_leaves_what_it_found_is_repeated() -> None:
 
 
 @given(st.lists(st.sampled_from(GRAINS), min_size=1, max_size=6))
-def test_a_repeated_update_is_as_if_its_events_went_on(kept: list[int]) -> None:
+def test_a_repeated_update_equals_a_longer_trace(kept: list[int]) -> None:
     def events_of(updates: int) -> tuple[list[int], list[int]]:
         """Each update allocates all of `kept`, and frees those of the one before, one by one."""
         events, count = list(range(len(kept))), len(kept)
@@ -130,7 +130,7 @@ def test_a_repeated_update_is_as_if_its_events_went_on(kept: list[int]) -> None:
     assert done.peak_allocated_bytes == truth.peak_allocated_bytes
 
 
-def test_a_repeated_update_may_fail_and_counts_on() -> None:
+def test_events_of_a_repeated_update_count_on() -> None:
     # The second time, a small block lies in the segment the large one would need.
     sizes = (20 * MIB, 2 * MIB, 20 * MIB)
     done = replay((0, ~0, 1, 2, ~1, ~2), sizes, capacity=42 * MIB, repeat_from=2)
@@ -139,7 +139,7 @@ def test_a_repeated_update_may_fail_and_counts_on() -> None:
     assert {done.failed_at for done in tried} == {None, 3}
 
 
-def test_the_least_capacity_is_less_than_the_peak_where_the_cache_can_go() -> None:
+def test_the_least_capacity_is_below_the_peak_if_the_cache_can_be_released() -> None:
     events, sizes = (0, ~0, 1, ~1), (30 * MIB, 40 * MIB)
     assert replay(events, sizes).peak_reserved_bytes == 70 * MIB
     assert least_capacity(events, sizes) == 40 * MIB
@@ -162,8 +162,8 @@ kinds = st.sampled_from(
 def test_the_least_capacity_is_enough_and_a_byte_less_is_not(seed: int, blocks: int, kind: AllocatorSettings) -> None:
     events, sizes = random_trace(random.Random(seed), blocks)
     least = least_capacity(events, sizes, kind)
-    roomy = replay(events, sizes, settings=kind)
-    assert least <= roomy.peak_reserved_bytes
+    unlimited = replay(events, sizes, settings=kind)
+    assert least <= unlimited.peak_reserved_bytes
     assert least >= max(sizes)
     assert fits(events, sizes, least, kind)
     assert not fits(events, sizes, least - 1, kind)
@@ -172,7 +172,7 @@ def test_the_least_capacity_is_enough_and_a_byte_less_is_not(seed: int, blocks: 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10**6), kind=kinds, share=st.floats(0.3, 1.1))
-def test_what_comes_of_one_capacity_comes_of_all_like_it(seed: int, kind: AllocatorSettings, share: float) -> None:
+def test_a_result_holds_for_the_whole_range_of_capacities(seed: int, kind: AllocatorSettings, share: float) -> None:
     events, sizes = random_trace(random.Random(seed), 40)
     capacity = int(share * replay(events, sizes, settings=kind).peak_reserved_bytes)
     done = replay(events, sizes, capacity=capacity, settings=kind)
@@ -184,7 +184,7 @@ def test_what_comes_of_one_capacity_comes_of_all_like_it(seed: int, kind: Alloca
         assert done == replay(events, sizes, capacity=done.valid_below_bytes - 1, settings=kind)
 
 
-def test_an_optional_block_that_is_refused_is_done_without() -> None:
+def test_a_refused_optional_block_is_left_out() -> None:
     events, sizes = (0, 1, ~1, 2, ~2, ~0), (30 * MIB, 40 * MIB, 20 * MIB)
     assert replay(events, sizes, capacity=50 * MIB).failed_at == 1
     done = replay(events, sizes, capacity=50 * MIB, optional={1: "workspace"})
@@ -195,16 +195,13 @@ def test_an_optional_block_that_is_refused_is_done_without() -> None:
 
 @settings(max_examples=100)
 @given(st.integers(0, 10**6), st.sampled_from((AllocatorSettings(), EXPANDABLE)))
-def test_the_least_capacity_needs_no_optional_block(seed: int, kind: AllocatorSettings) -> None:
+def test_the_least_capacity_leaves_optional_blocks_out(seed: int, kind: AllocatorSettings) -> None:
     events, sizes = random_trace(random.Random(seed), 60)
     optional = {block: sizes[block] for block in range(0, 60, 3)}
     least = least_capacity(events, sizes, kind, optional=optional)
     assert replay(events, sizes, capacity=least, settings=kind, optional=optional).fits
     assert not replay(events, sizes, capacity=least - 1, settings=kind, optional=optional).fits
     assert least <= replay(events, sizes, settings=kind).peak_reserved_bytes
-
-
-"""Of 40 MiB, which cuDNN does without where there is no memory."""
 
 
 @pytest.fixture
@@ -216,7 +213,7 @@ def trace(*sizes: int | Workspace, events: tuple[int, ...]) -> Trace:
     return Trace(parts=(1,), events=events, sizes=sizes, phases=((0, "forward"),), last_update=len(events))
 
 
-def test_a_trial_is_of_updates_that_have_settled(replayer: Replayer) -> None:
+def test_a_trial_repeats_updates_until_they_settle(replayer: Replayer) -> None:
     def update(*sizes: int, events: tuple[int, ...]) -> Trace:
         return Trace(
             parts=(1,),
@@ -235,7 +232,7 @@ def test_a_trial_is_of_updates_that_have_settled(replayer: Replayer) -> None:
     assert (failed.outcome, failed.phase) == ("oom", "backward")
 
 
-def test_a_size_that_needs_the_cache_flushed_in_every_update_is_tight(replayer: Replayer) -> None:
+def test_a_size_that_releases_the_cache_in_every_update_is_tight(replayer: Replayer) -> None:
     small = range(1, 31)
     events = (0, *small, *(~block for block in small), 31, ~31)
     known = Trace(
@@ -248,7 +245,7 @@ def test_a_size_that_needs_the_cache_flushed_in_every_update_is_tight(replayer: 
 
 
 @given(st.lists(st.integers(0, 1 << 25), min_size=1, max_size=20), st.data())
-def test_the_most_is_the_peak_of_a_replay(sizes: list[int], data: st.DataObject) -> None:
+def test_the_largest_reserved_bytes_are_the_peak_of_a_replay(sizes: list[int], data: st.DataObject) -> None:
     events: list[int] = []
     for block in range(len(sizes)):
         events.append(block)

@@ -1,4 +1,4 @@
-"""What the allocator is told by the environment: the form, which variable wins, what is refused."""
+"""Allocator settings from the environment: their form, which variable wins, what is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def read(text: str) -> AllocatorSettings:
         ("garbage_collection_threshold:0.8,max_split_size_mb:128", {"max_split_bytes": 128 * MIB}),
     ],
 )
-def test_reads_what_torch_reads(text: str, changed: dict[str, Any]) -> None:
+def test_settings_are_read_as_torch_reads_them(text: str, changed: dict[str, Any]) -> None:
     assert read(text) == AllocatorSettings(**changed)
 
 
@@ -51,7 +51,7 @@ def test_reads_what_torch_reads(text: str, changed: dict[str, Any]) -> None:
         ("roundup_power2_divisions:[1:2,>:4]", "only one power of two for all sizes"),
     ],
 )
-def test_refuses_what_torch_would_and_what_is_not_simulated(text: str, message: str) -> None:
+def test_invalid_and_unsupported_settings_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         read(text)
 
@@ -70,7 +70,7 @@ def test_an_allocator_without_its_cache_is_not_simulated() -> None:
         read_settings({"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"})
 
 
-def test_a_share_is_of_the_card() -> None:
+def test_a_memory_fraction_refers_to_the_card() -> None:
     settings = read("per_process_memory_fraction:0.25")
     assert settings.for_card(24 * GIB).allowed_bytes == 6 * GIB
     assert AllocatorSettings().for_card(24 * GIB).allowed_bytes is None

@@ -1,4 +1,4 @@
-"""Where the peak of a trace goes: uses of blocks, categories, modules, and all that is held."""
+"""Explanations of the peak of a trace: uses of blocks, categories, modules, holdings."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def categories(found: LabelledTrace) -> list[str]:
     return [purpose.category for purpose in classify_blocks(found)]
 
 
-def test_what_outlives_its_forward_is_an_activation() -> None:
+def test_a_block_that_outlives_its_forward_is_an_activation() -> None:
     # Blocks 0 and 1 go within forward and when backward has begun, 2 is of backward.
     found = labelled([0, 1, ~0, 2, ~1, ~2], [(0, "forward"), (3, "backward")])
     assert categories(found) == ["temporaries", "activations", "temporaries"]
@@ -86,13 +86,13 @@ def test_a_forward_within_backward_has_activations_of_its_own() -> None:
     ]
 
 
-def test_sums_of_gradients_outlive_their_micro_batch() -> None:
+def test_accumulated_gradients_outlive_their_micro_batch() -> None:
     roles: dict[int, Role] = {1: "summed", 2: "summed"}
     found = labelled([0, 1, 2, ~1, 3, ~2], [(0, "forward"), (1, "backward"), (4, "update")], roles)
     assert categories(found)[1:3] == ["temporaries", "gradients"]
 
 
-def test_who_claims_a_block_has_it() -> None:
+def test_a_block_belongs_to_its_owner() -> None:
     owners = {0: Owner("optimizer_state", 1), 1: Owner("gradients", 0)}
     found = labelled([0, 1], [(0, "forward"), (1, "backward")], owners=owners)
     assert [(purpose.category, purpose.module) for purpose in classify_blocks(found)] == [
@@ -106,7 +106,7 @@ def test_who_claims_a_block_has_it() -> None:
     [((10_000, 10, 10_000), 2), ((10_000, 11, 10_000), 6), ((0, 10_001, 10_000), 6)],
     ids=["as high", "lower", "of something else"],
 )
-def test_a_last_update_that_is_like_the_peak_is_shown_alone(sizes: tuple[int, ...], shown: int) -> None:
+def test_a_last_update_as_high_as_the_peak_is_shown_alone(sizes: tuple[int, ...], shown: int) -> None:
     owners = {block: Owner("outputs" if block == 1 else "averages", 0) for block in range(3)}
     found = labelled([0, 1, ~0, ~1, 2, ~2], [(0, "forward")], owners=owners, last_update=4)
     breakdown = breakdown_of(replace(found, trace=replace(found.trace, sizes=sizes)))
@@ -149,7 +149,7 @@ def labelled_traces(draw: st.DrawFn) -> LabelledTrace:
 
 @settings(max_examples=200)
 @given(labelled_traces(), st.integers(1, 50))
-def test_nothing_is_lost_or_told_twice(found: LabelledTrace, points: int) -> None:
+def test_categories_and_modules_add_up_at_every_event(found: LabelledTrace, points: int) -> None:
     sizes = [size for size in found.trace.sizes if isinstance(size, int)]
     held = list(accumulate(sizes[event] if event >= 0 else -sizes[~event] for event in found.trace.events))
     breakdown = breakdown_of(found)
@@ -173,7 +173,7 @@ def test_nothing_is_lost_or_told_twice(found: LabelledTrace, points: int) -> Non
 
 
 @given(labelled_traces())
-def test_a_record_tells_all(found: LabelledTrace) -> None:
+def test_a_record_restores_a_labelled_trace(found: LabelledTrace) -> None:
     assert read_record(json.loads(to_json(found)), LabelledTrace) == found
 
 
@@ -185,8 +185,8 @@ def breakdown(events: tuple[int, ...], sizes: tuple[int, ...]) -> MemoryBreakdow
     )
 
 
-def test_the_peak_stands_where_memory_is_asked_for() -> None:
-    """A block of no bytes that is freed right after leaves as much held, and asks for nothing."""
+def test_the_peak_is_at_a_request_for_memory() -> None:
+    """A block of no bytes that is freed right after leaves as much held, and requests nothing."""
     known = breakdown((0, 1, 2, ~2, ~1, ~0), (MIB, MIB, 0))
     assert known.peak_at == 1
     assert explain_peak(known, card="any", peak_bytes=2 * MIB, context_bytes=0).op == "aten.op1"
@@ -211,12 +211,12 @@ def names(holds: dict[str, tuple[str, int]]) -> dict[str, tuple[int, int]]:
     return {share.name: (share.count, share.bytes) for share in shares}
 
 
-def test_modules_that_differ_by_a_number_are_one() -> None:
+def test_modules_that_differ_only_by_a_number_are_one_record() -> None:
     found = names({f"h.{layer}.attn": ("Attention", 8) for layer in range(12)})
     assert found == {"h.*.attn": (12, 96)}
 
 
-def test_stages_of_equal_blocks_are_told_apart() -> None:
+def test_stages_of_equal_blocks_are_separate_records() -> None:
     stages = {4: (4, 5, 6), 8: (8, 9), 16: (11,)}
     holds = {f"{block}.up.0": ("Conv2d", size) for size, blocks in stages.items() for block in blocks}
     assert names(holds) == {"{4..6}.up.0": (3, 12), "{8,9}.up.0": (2, 16), "11.up.0": (1, 16)}
@@ -326,7 +326,7 @@ def changing(what: str) -> str:
     return f"def model():\n    net = Net()\n    {what}\n    return net\n"
 
 
-def test_a_wider_layer_is_found_in_its_weights_and_what_it_gives(explained: Callable[..., Any]) -> None:
+def test_a_wider_layer_shows_in_its_weights_and_outputs(explained: Callable[..., Any]) -> None:
     wide = 64
 
     def with_bottleneck(width: int) -> str:
@@ -343,10 +343,10 @@ def test_a_wider_layer_is_found_in_its_weights_and_what_it_gives(explained: Call
     assert {key: held for key, held in found.items() if held and not key[0].startswith("deep.1.")} == {}
 
 
-def test_shares_grow_as_blocks_do(explained: Callable[..., Any]) -> None:
-    small, large, asked = (explained(NET, size=size) for size in (512, 768, 1024))
+def test_shares_grow_with_the_batch_as_their_blocks_do(explained: Callable[..., Any]) -> None:
+    small, large, explained_size = (explained(NET, size=size) for size in (512, 768, 1024))
     growth = (small.breakdown.sized, large.breakdown.sized)
-    explanation = explain_peak(asked.breakdown, card="any", peak_bytes=1 << 30, context_bytes=0, growth=growth)
+    explanation = explain_peak(explained_size.breakdown, card="any", peak_bytes=1 << 30, context_bytes=0, growth=growth)
     by_name = {share.name: share for share in explanation.modules}
     tanh, linear = by_name["deep.*.1"], by_name["deep.*.0"]
     assert (tanh.count, tanh.bytes_per_sample) == (5, 5 * 4 * WIDTH)
@@ -356,12 +356,12 @@ def test_shares_grow_as_blocks_do(explained: Callable[..., Any]) -> None:
     # Of other events, and of a single size, nothing is known.
     other = explained(NET + changing("net.deep[3].append(nn.Tanh())"), size=512).breakdown.sized
     for unusable in ((small.breakdown.sized, other), (small.breakdown.sized, small.breakdown.sized)):
-        found = explain_peak(asked.breakdown, card="any", peak_bytes=1 << 30, context_bytes=0, growth=unusable)
+        found = explain_peak(explained_size.breakdown, card="any", peak_bytes=1 << 30, context_bytes=0, growth=unusable)
         assert {share.bytes_per_sample for share in found.modules} == {None}
 
 
 @pytest.mark.parametrize("parts", [[8], [8, 3], [4, 4, 4]], ids=str)
-def test_any_schedule_can_be_broken_down(explained: Callable[..., Any], parts: list[int]) -> None:
+def test_any_schedule_can_be_explained(explained: Callable[..., Any], parts: list[int]) -> None:
     found = explained(*WORKLOADS["transformer-half"], parts=parts)
     assert sum(found.explanation.categories.values()) == found.explanation.peak_bytes
     # Sums in float32 are for more than one micro-batch; otherwise a gradient is as its parameter is.
@@ -371,7 +371,7 @@ def test_any_schedule_can_be_broken_down(explained: Callable[..., Any], parts: l
 
 
 @pytest.mark.parametrize("name", ["transformer-bf16", "transformer-kept"])
-def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any], name: str) -> None:
+def test_holdings_add_up_in_every_phase(explained: Callable[..., Any], name: str) -> None:
     found = explained(*WORKLOADS[name], size=4)
     held = holdings_at(found.breakdown, found.breakdown.peak_at)
     assert by_category(held) == {
@@ -381,15 +381,15 @@ def test_rows_add_up_to_what_is_held_in_every_phase(explained: Callable[..., Any
     assert len(set(keys)) == len(keys)
     order = {(name.path, name.kind): index for index, name in enumerate(found.labelled.modules)}
     assert [order[row.module, row.kind] for row in held] == sorted(order[row.module, row.kind] for row in held)
-    told = phase_peaks(found.breakdown)
-    phases = [moment.phase for moment in told]
+    peaks = phase_peaks(found.breakdown)
+    phases = [moment.phase for moment in peaks]
     assert phases == [phase for phase in get_args(Phase) if phase in phases]
     assert {"forward", "backward", "update"} <= set(phases)
     assert ("evaluation" in phases) == (name == "transformer-kept")
-    for moment in told:
+    for moment in peaks:
         assert sum(moment.categories.values()) == moment.held_bytes == sum(row.bytes for row in moment.holdings)
         assert by_category(moment.holdings) == moment.categories
-    highest = max(told, key=lambda moment: moment.held_bytes)
+    highest = max(peaks, key=lambda moment: moment.held_bytes)
     assert (highest.phase, highest.holdings) == (found.explanation.phase, held)
     assert highest.held_bytes == found.explanation.peak_bytes - found.explanation.categories["unused"]
 

@@ -35,13 +35,13 @@ def test_every_point_is_a_replay() -> None:
         assert point.least_bytes == known.least_bytes(trace, point.peak_bytes) <= point.peak_bytes
 
 
-def test_goes_on_to_where_the_budget_is_crossed() -> None:
+def test_the_curve_goes_on_to_where_it_crosses_the_budget() -> None:
     points = curve_points(follow, replayer(), size=20, most=256, limit_bytes=2 * GIB)
     assert points[-2].peak_bytes < 1.2 * 2 * GIB
     assert 2 * GIB < points[-1].peak_bytes < 1.3 * 2 * GIB
 
 
-def test_memory_that_hardly_grows_is_not_followed_for_ever() -> None:
+def test_a_flat_curve_ends() -> None:
     flat = curve_points(
         lambda size: make_trace((size, size), lambda n: 90 * MIB + n),
         replayer(),

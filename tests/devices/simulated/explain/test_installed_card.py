@@ -1,4 +1,4 @@
-"""The card at hand, simulated: what peaks to expect, and accounts of it."""
+"""The installed card, simulated: forecasts of peaks and explanations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def account(
     )
 
 
-def test_what_is_told_of_the_card_at_hand_is_called_simulated() -> None:
+def test_an_explanation_of_the_installed_card_is_called_simulated() -> None:
     tracer = SyntheticTracer(offers={"half": linear(sample=3 * MIB)})
     found = account(tracer)
     assert found.explanation.card == "NVIDIA GeForce RTX 3090 (simulated)"
@@ -58,7 +58,7 @@ def test_what_is_told_of_the_card_at_hand_is_called_simulated() -> None:
     assert tracer.closed == 1
 
 
-def test_a_context_that_nobody_measured_is_estimated() -> None:
+def test_a_context_that_was_not_measured_is_estimated() -> None:
     found = account(SyntheticTracer(), replace(REPORT, context_bytes=None))
     assert found.explanation.context_bytes == context_memory(installed_card(CARD)).bytes
 
@@ -82,7 +82,7 @@ def test_the_traces_share_a_limit_on_time() -> None:
     assert tracer.limits[-1] is not None
 
 
-def test_what_is_run_again_already_is_not_offered() -> None:
+def test_checkpointing_is_not_suggested_to_a_checkpointed_model() -> None:
     class Recomputing(SyntheticTracer):
         def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
             known = super().call(request, limit_seconds)
@@ -103,13 +103,13 @@ def test_what_is_run_again_already_is_not_offered() -> None:
     ]
 
 
-def test_where_sizes_do_not_follow_there_is_no_curve() -> None:
+def test_there_is_no_curve_where_traces_are_not_affine() -> None:
     found = account(SyntheticTracer(lambda size: 100_000 * size * size))
     assert found.curve == ()
     assert all(share.bytes_per_sample is None for share in found.explanation.modules)
 
 
-def test_a_card_explains_by_a_process_beside(write_workload: Callable[[str], str]) -> None:
+def test_a_card_is_explained_in_another_process(write_workload: Callable[[str], str]) -> None:
     workload = write_workload("""
         import torch
         from torch import nn
@@ -125,7 +125,7 @@ def test_a_card_explains_by_a_process_beside(write_workload: Callable[[str], str
     """)
     device = CudaDevice(TrialSettings(reference=workload, share=64))
     assert isinstance(device, ExplainingDevice)
-    device._limit_bytes, device._report = 2 * GIB, REPORT  # As its first process would tell.
+    device._limit_bytes, device._report = 2 * GIB, REPORT  # As its first process would report.
     found = device.explain((16, 16), changes=False)
     assert found.explanation.card == "NVIDIA GeForce RTX 3090 (simulated)"
     assert found.explanation.categories["parameters"] >= 4 * (256 * 1024 + 1024 * 10)
@@ -153,7 +153,7 @@ def test_peaks_of_any_size_from_three_traces() -> None:
         (SyntheticTracer(lambda size: 100_000 * size * size), ""),
     ],
 )
-def test_what_cannot_be_simulated_is_said_and_no_more(tracer: SyntheticTracer, why: str) -> None:
+def test_a_card_that_cannot_be_simulated_gives_a_note(tracer: SyntheticTracer, why: str) -> None:
     forecast = forecast_peaks(CARD, lambda card: tracer, 256)
     assert forecast.peak_bytes is None
     assert tracer.closed

@@ -1,4 +1,4 @@
-"""What could be changed."""
+"""Suggested changes: which ones, and the traces with one applied."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def peak_bytes(trace: Trace) -> int:
 
 
 @pytest.mark.parametrize("change", BY_HAND)
-def test_a_change_is_what_it_is_by_hand(simulated: Any, change: str) -> None:
+def test_an_applied_change_equals_one_made_by_hand(simulated: Any, change: str) -> None:
     changed = simulated(BLOCKS + OWN)(TraceChanged(parts=PARTS, change=change)).trace
     by_hand = simulated(BLOCKS + OWN + BY_HAND[change])(TraceParts(parts=PARTS))
     assert changed == by_hand
     assert peak_bytes(changed) == peak_bytes(by_hand)
 
 
-def test_the_blocks_that_are_named_are_those_that_are_checkpointed(simulated: Any) -> None:
+def test_the_suggested_blocks_are_checkpointed(simulated: Any) -> None:
     frozen = "    net.blocks[2].requires_grad_(False)\n    net.blocks[3].requires_grad_(False)\n    return net\n"
     plain = f"def model():\n    net = Model(plain)\n{frozen}"
     some = f"""
@@ -88,7 +88,7 @@ def model():
     assert changed == simulated(BLOCKS + OWN + some)(TraceParts(parts=PARTS))
 
 
-def test_what_checkpoints_save_is_what_a_hand_counts(simulated: Any) -> None:
+def test_checkpoints_save_the_bytes_counted_by_hand(simulated: Any) -> None:
     ask = simulated(BLOCKS + OWN)
     samples, width = 6 * 50, 64
     # Of each block: normalised input, its mean and deviation, both activations of 4 x width, and the branch, scaled.
@@ -159,7 +159,7 @@ def test_a_process_lives_on_after_a_change_that_fails(write_workload: Callable[[
         tracer.close()
 
 
-# --- what is offered -------------------------------------------------------------------------------------------------
+# --- suggestions -------------------------------------------------------------------------------------------------
 
 
 def suggestions(
@@ -179,7 +179,7 @@ class Wide(nn.Module):
         return cast("Tensor", self.norm(self.layer(x)))
 
 
-def test_all_that_is_offered() -> None:
+def test_all_suggestions_for_plain_training() -> None:
     assert suggestions(nn.Sequential(Wide(), Wide(), nn.Linear(8, 8))) == {
         "bf16": "forward and backward in bf16 by autocast (--precision bf16)",
         "checkpoint": "run the 2 blocks * again in backward (torch.utils.checkpoint)",
@@ -188,7 +188,7 @@ def test_all_that_is_offered() -> None:
     }
 
 
-def test_batch_norms_that_would_count_twice_are_told() -> None:
+def test_batch_norms_that_would_update_twice_are_named() -> None:
     found = suggestions(nn.Sequential(Wide(nn.BatchNorm1d), Wide(nn.BatchNorm1d)))
     assert found["checkpoint"].endswith("; their BatchNorms *.norm then update running statistics twice")
 
@@ -204,7 +204,7 @@ def test_batch_norms_that_would_count_twice_are_told() -> None:
         ({"precision": "bf16"}, "t4", []),
     ],
 )
-def test_the_precision_that_is_offered(fields: dict[str, Any], card: str, half: list[str]) -> None:
+def test_the_suggested_precision_follows_the_card(fields: dict[str, Any], card: str, half: list[str]) -> None:
     found = suggestions(nn.Linear(2, 2), card=card, **fields)
     assert [name for name in found if name in ("bf16", "fp16")] == half
 
@@ -225,5 +225,5 @@ def test_the_precision_that_is_offered(fields: dict[str, Any], card: str, half: 
     ],
     ids=["AdamW", "SGD", "momentum", "RMSprop", "Adafactor", "one by one", "lists", "fused", "fused SGD", "subclass"],
 )
-def test_what_is_so_already_is_not_offered(optimizer: Callable[..., Any], names: list[str]) -> None:
+def test_changes_that_are_made_already_are_not_suggested(optimizer: Callable[..., Any], names: list[str]) -> None:
     assert [name for name in suggestions(nn.Linear(2, 2), optimizer) if name != "bf16"] == names

@@ -1,4 +1,4 @@
-"""The attention kernel that CUDA would run, with what it copies and saves."""
+"""The attention kernel that CUDA would run, and the tensors it copies and saves."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def mask(*shape: int, requires_grad: bool = False) -> Tensor:
 
 
 def choose(
-    asked: dict[str, Any],
+    options: dict[str, Any],
     capability: tuple[int, int],
     version: tuple[int, int] = NEW,
     cudnn_version: int = 92_600,
     **allowed: Any,
 ) -> Kernel | None:
-    question = AttentionCall(**asked, card=make_card(capability), torch_version=version, cudnn_version=cudnn_version)
-    return choose_attention(question, **allowed)
+    made = AttentionCall(**options, card=make_card(capability), torch_version=version, cudnn_version=cudnn_version)
+    return choose_attention(made, **allowed)
 
 
 @pytest.mark.parametrize(
-    ("why", "asked", "capability", "version", "kernel"),
+    ("why", "options", "capability", "version", "kernel"),
     [
         ("plain halves from sm80 on", call(), AMPERE, NEW, "flash"),
         ("bf16 on a T4", call(), TURING, NEW, "math"),
@@ -60,7 +60,7 @@ def choose(
         ("causal, square", call(causal=True), GEFORCE, NEW, "flash"),
         ("heads of 256", call(size=256), AMPERE, NEW, "flash"),
         ("heads of 264", call(size=264), AMPERE, NEW, "efficient"),
-        ("heads of 200 train not on sm86", call(size=200), GEFORCE, NEW, "efficient"),
+        ("heads of 200 do not train on sm86", call(size=200), GEFORCE, NEW, "efficient"),
         ("heads of 200 train on sm80", call(size=200), AMPERE, NEW, "flash"),
         ("heads of 256 train on sm86", call(size=256), GEFORCE, NEW, "flash"),
         ("heads of 256 with dropout do not on sm86", call(size=256, dropout=0.1), GEFORCE, NEW, "efficient"),
@@ -80,23 +80,29 @@ def choose(
         ("dropout in sixteenths", call(dropout=0.125), HOPPER, NEW, "cudnn"),
         ("other dropout", call(dropout=0.1), HOPPER, NEW, "flash"),
         ("other dropout in 2.11", call(dropout=0.1), HOPPER, OLD, "cudnn"),
-        ("a learned mask is not cuDNN's", call(mask=mask(128, 128, requires_grad=True)), HOPPER, NEW, "efficient"),
+        (
+            "a learned mask without cuDNN",
+            call(mask=mask(128, 128, requires_grad=True)),
+            HOPPER,
+            NEW,
+            "efficient",
+        ),
         ("a mask by head", call(mask=mask(1, 12, 1, 128)), HOPPER, NEW, "cudnn"),
         ("a mask of three dimensions", call(mask=mask(1, 128, 128)), HOPPER, NEW, "efficient"),
-        ("heads of 160 train not", call(size=160), HOPPER, NEW, "flash"),
+        ("heads of 160 do not train", call(size=160), HOPPER, NEW, "flash"),
         ("heads of 160 train in 2.11", call(size=160), HOPPER, OLD, "cudnn"),
         ("heads of 12", call(size=12), HOPPER, NEW, "flash"),
         ("one key", call(keys=1), HOPPER, NEW, "flash"),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
-def test_chooses_as_cuda_does(
-    why: str, asked: dict[str, Any], capability: tuple[int, int], version: tuple[int, int], kernel: Kernel
+def test_the_kernel_is_the_one_that_cuda_chooses(
+    why: str, options: dict[str, Any], capability: tuple[int, int], version: tuple[int, int], kernel: Kernel
 ) -> None:
-    assert choose(asked, capability, version, 91_900 if version == OLD else 92_600) == kernel
+    assert choose(options, capability, version, 91_900 if version == OLD else 92_600) == kernel
 
 
-def test_flags_and_priority_decide_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switched_off_kernels_and_priorities_decide_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(call(), GEFORCE, enabled=("math",)) == "math"
     assert choose(call(), GEFORCE, enabled=("cudnn",)) == "cudnn"
     assert choose(call(), GEFORCE, order=("efficient", "flash", "math", "cudnn")) == "efficient"
@@ -125,7 +131,7 @@ def test_fused_kernels_save_their_output_and_a_logsumexp(capability: tuple[int, 
         assert sizes_of(recorder, lambda: torch.autograd.backward(out[0], grad), above=16) == [half] * 3
 
 
-def test_flash_keeps_padded_copies_of_odd_heads() -> None:
+def test_flash_attention_keeps_padded_copies_of_odd_heads() -> None:
     with on_card() as recorder:
         q, k, v = (tensor(BATCH, HEADS, LENGTH, 20) for _ in range(3))
         padded = BATCH * HEADS * LENGTH * 24 * 2
@@ -140,7 +146,7 @@ def test_flash_keeps_padded_copies_of_odd_heads() -> None:
         assert q.grad.shape == q.shape
 
 
-def test_efficient_pads_a_crooked_mask() -> None:
+def test_efficient_attention_pads_a_misaligned_mask() -> None:
     with on_card() as recorder:
         q, k, v = (tensor(BATCH, HEADS, 100, SIZE, dtype=torch.float32) for _ in range(3))
         mask = torch.empty(100, 100, dtype=torch.bool, device="cuda:0")
@@ -158,7 +164,7 @@ def test_efficient_pads_a_crooked_mask() -> None:
         )
 
 
-def test_math_holds_scores_in_fp32() -> None:
+def test_math_attention_keeps_scores_in_fp32() -> None:
     """A T4 has no fused kernel for bf16: q, k and v are widened, and two of the S x S are saved."""
     with on_card((7, 5)) as recorder:
         q, k, v = tensor(), tensor(), tensor()
@@ -172,10 +178,10 @@ def test_math_holds_scores_in_fp32() -> None:
         torch.autograd.backward(held[0], gradient)
 
 
-def test_refuses_what_no_kernel_can_run() -> None:
+def test_a_call_that_no_enabled_kernel_can_run_is_refused() -> None:
     with on_card((7, 5)), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         q = tensor()
-        with pytest.raises(RuntimeError, match="no attention kernel that is switched on can run on c:"):
+        with pytest.raises(RuntimeError, match="no enabled attention kernel can run on c:"):
             F.scaled_dot_product_attention(q, q, q)
 
 

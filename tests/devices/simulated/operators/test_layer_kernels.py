@@ -21,7 +21,7 @@ LAST = torch.channels_last
 
 
 @pytest.mark.parametrize(("tensor_last", "weight_last"), [(True, True), (True, False), (False, True), (False, False)])
-def test_one_operand_in_channels_last_decides(tensor_last: bool, weight_last: bool) -> None:
+def test_one_channels_last_operand_decides_the_format_of_a_convolution(tensor_last: bool, weight_last: bool) -> None:
     with simulate(CARD):
         tensor, weight = torch.empty(2, 8, 6, 6, device="cuda:0"), torch.empty(4, 8, 3, 3, device="cuda:0")
         tensor = tensor.to(memory_format=LAST) if tensor_last else tensor
@@ -43,7 +43,7 @@ def recording() -> Iterator[tuple[Recorder, Tensor]]:
         yield mode.recorder, x
 
 
-def test_keeps_a_byte_per_element() -> None:
+def test_dropout_keeps_one_byte_per_element() -> None:
     with recording() as (recorder, x):
         y = F.dropout(x, 0.1)
         assert recorder.sizes[1:] == [ELEMENTS, 2 * ELEMENTS], "the mask comes first"
@@ -54,7 +54,7 @@ def test_keeps_a_byte_per_element() -> None:
 
 
 @pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.5, False)])
-def test_takes_nothing_when_it_does_nothing(p: float, train: bool) -> None:
+def test_dropout_without_effect_takes_no_memory(p: float, train: bool) -> None:
     with recording() as (recorder, x):
         assert F.dropout(x, p, train) is not None
         assert recorder.sizes[1:] == []
@@ -106,7 +106,7 @@ def log_probs() -> Tensor:
     return torch.empty(STEPS, CTC_BATCH, CLASSES, device="cuda:0", requires_grad=True)
 
 
-def test_keeps_a_table_of_paths() -> None:
+def test_ctc_loss_keeps_a_table_of_paths() -> None:
     with on_card() as recorder:
         x, lengths = log_probs(), torch.tensor([3, LONGEST, 7, 1])
         held: list[Tensor] = []
@@ -122,7 +122,7 @@ def test_keeps_a_table_of_paths() -> None:
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_reductions_and_unbatched_inputs(reduction: str) -> None:
+def test_ctc_loss_takes_any_reduction_and_unbatched_inputs(reduction: str) -> None:
     with on_card():
         x = torch.empty(STEPS, CLASSES, device="cuda:0", requires_grad=True)
         lengths = torch.tensor(STEPS), torch.tensor(3)

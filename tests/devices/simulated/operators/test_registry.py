@@ -1,4 +1,4 @@
-"""What the observer sees of small models on fake tensors, and that its numbers are affine in the batch."""
+"""The workspaces found for small models on fake tensors, whose numbers are affine in the batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows every operator to an observer."""
+    """Shows each operator to an observer."""
 
     def __init__(self, version: tuple[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,7 +80,7 @@ def language(batch: int) -> Tensor:
     return F.cross_entropy((scores @ value).flatten(0, 2), card_tensor(batch * 4 * 1024, dtype=torch.long))
 
 
-def test_products_take_and_give_back_from_2_15() -> None:
+def test_products_free_their_workspace_from_2_15() -> None:
     with watched((2, 15)) as watch:
         torch.autograd.backward(nn.Linear(8, 4, device="cuda")(card_tensor(2, 8)).sum())
     assert watch.resident == {}
@@ -88,7 +88,7 @@ def test_products_take_and_give_back_from_2_15() -> None:
     assert watch.of("product") == [(0, -1)]
 
 
-def test_layouts_that_differ_are_copied() -> None:
+def test_operands_in_other_layouts_are_copied() -> None:
     with watched() as watch:
         weight = card_tensor(8, 4, 3, 3).to(memory_format=torch.channels_last)
         F.conv2d(card_tensor(2, 4, 8, 8), weight)
@@ -127,7 +127,7 @@ def test_efficient_and_cudnn_attention() -> None:
             _aten._scaled_dot_product_efficient_attention_backward.default,
             *(rows_first, query, key, key, None, query, query, query, query, 0.1),
         )
-        crooked = see(
+        misaligned = see(
             _aten._scaled_dot_product_efficient_attention_backward.default,
             *(query, query, key, key, None, query, query, query, query, 0.0),
         )
@@ -142,12 +142,12 @@ def test_efficient_and_cudnn_attention() -> None:
         Freed(4),
         Workspace("efficient_gradient", numbers),
     ]
-    assert list(crooked.transient)[0] == Workspace("layout_copy", (4 * 2 * 8 * 100 * 64,))
+    assert list(misaligned.transient)[0] == Workspace("layout_copy", (4 * 2 * 8 * 100 * 64,))
     assert list(cudnn.transient) == [Workspace("cudnn_gradient", (2, 8, 8, 100, 50, 64, 4))]
 
 
 @pytest.mark.parametrize(("warn_only", "expected"), [(True, 0), (False, 1)])
-def test_attention_is_deterministic_when_it_must_be(warn_only: bool, expected: int) -> None:
+def test_deterministic_attention_follows_the_strict_switch(warn_only: bool, expected: int) -> None:
     with simulate(H100):
         query = card_tensor(2, 8, 100, 64, dtype=torch.bfloat16)
         torch.use_deterministic_algorithms(True, warn_only=warn_only)
@@ -162,8 +162,8 @@ def test_attention_is_deterministic_when_it_must_be(warn_only: bool, expected: i
     assert Workspace("efficient_gradient", (2, 8, 100, 100, 64, 64, 2, 0, expected)) in efficient.transient
 
 
-def asked(recorder: Recorder) -> list[int]:
-    """What was asked for, in bytes, in order."""
+def requested(recorder: Recorder) -> list[int]:
+    """Return the requested bytes, in order."""
     return [
         estimate(size, H100, (2, 13)).bytes if isinstance(size, Workspace) else size
         for size in (recorder.sizes[event] for event in recorder.events if event >= 0)
@@ -200,7 +200,7 @@ def test_group_norm_of_images_channels_last_copies_nothing_from_2_15() -> None:
     assert mixed.transient[0] == Workspace("layout_copy", (2 * 32 * 64 * 56 * 56,))
 
 
-def test_squared_error_keeps_the_memory_of_all_errors() -> None:
+def test_mse_loss_keeps_the_memory_of_all_elements() -> None:
     with simulate(H100, recorder := Recorder()):
         values = card_tensor(1024, 768)
         recorder.begin(lambda: "forward")

@@ -31,19 +31,19 @@ def form(kind: str = "lstm", **changes: Any) -> CudnnRnnCall:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("lstm", 736_000_000), ("gru", 864_000_000)])
-def test_reserve_is_what_was_measured(kind: str, expected: int) -> None:
+def test_the_reserve_is_as_large_as_measured(kind: str, expected: int) -> None:
     """pytorch/pytorch#2895: four layers of 320 units."""
     assert form(kind).reserve_bytes(25_000, 4) == expected
 
 
-def test_reserve_is_known_less_well_where_nobody_measured() -> None:
+def test_the_band_of_the_reserve_is_wider_where_it_was_not_measured() -> None:
     measured = [form(), form("gru"), form(num_layers=1, dropout=0.1)]
     guessed = [form(dropout=0.1), form("gru", bidirectional=True), form(proj_size=16)]
     assert [one.band_percent() for one in (*measured, *guessed)] == [25] * 3 + [50] * 3
     assert form("rnn_tanh").band_percent() == 100
 
 
-def test_band_of_the_reserve_lives_as_long() -> None:
+def test_the_band_of_the_reserve_lives_as_long_as_the_reserve() -> None:
     with on_card() as recorder:
         network, x = nn.LSTM(INPUTS, UNITS, device="cuda:0"), samples()
         recorder.begin(lambda: "forward")
@@ -65,7 +65,7 @@ def test_band_of_the_reserve_lives_as_long() -> None:
         assert sum(isinstance(size, Workspace) and size.rule == "recurrent_reserve" for size in recorder.sizes) == 1
 
 
-def test_lstm_keeps_a_reserve_and_gives_gradients_in_one_buffer() -> None:
+def test_an_lstm_keeps_a_reserve_and_has_all_gradients_in_one_buffer() -> None:
     with on_card() as recorder:
         network, x = nn.LSTM(INPUTS, UNITS, batch_first=True).cuda(), samples()
         held: list[Tensor] = []
@@ -92,7 +92,7 @@ def test_lstm_keeps_a_reserve_and_gives_gradients_in_one_buffer() -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("LSTM", "lstm"), ("GRU", "gru"), ("RNN", "rnn_tanh")])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_all_kinds_train(name: str, kind: str, bidirectional: bool) -> None:
+def test_all_recurrent_networks_train(name: str, kind: str, bidirectional: bool) -> None:
     with on_card() as recorder:
         build: Any = getattr(nn, name)
         network, x = (
@@ -102,12 +102,12 @@ def test_all_kinds_train(name: str, kind: str, bidirectional: bool) -> None:
         sizes = sizes_of(recorder, lambda: torch.autograd.backward(network(x)[0].sum()), above=4)
         assert rnn.DROPOUT_STATE_BYTES in sizes
         assert rnn.DROPOUT_STATE_BYTES not in sizes_of(recorder, lambda: network(x), above=4)
-        asked = form(kind, hidden_size=UNITS, num_layers=3, dropout=0.2, bidirectional=bidirectional)
-        assert asked.reserve_bytes(ROWS, 4) in sizes
+        expected = form(kind, hidden_size=UNITS, num_layers=3, dropout=0.2, bidirectional=bidirectional)
+        assert expected.reserve_bytes(ROWS, 4) in sizes
         assert all(parameter.grad is not None for parameter in network.parameters())
 
 
-def test_packed_sequences_count_their_own_rows() -> None:
+def test_packed_sequences_take_memory_for_their_own_rows() -> None:
     with on_card() as recorder:
         network, x = nn.LSTM(INPUTS, UNITS, batch_first=True, device="cuda:0"), samples()
         lengths = torch.tensor([10, 9, 9, 5, 4, 3, 2, 1])
@@ -126,7 +126,7 @@ def test_packed_sequences_count_their_own_rows() -> None:
         assert x.grad is not None
 
 
-def test_cells_are_fused() -> None:
+def test_cells_run_as_fused_kernels() -> None:
     with on_card() as recorder:
         x = torch.empty(BATCH, INPUTS, device="cuda:0", requires_grad=True)
         unit = BATCH * UNITS * 4

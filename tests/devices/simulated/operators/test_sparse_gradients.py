@@ -1,4 +1,4 @@
-"""Sparse gradients: what their indices and values take, with each optimizer that knows them."""
+"""Sparse gradients: the memory of indices and values, with each optimizer that supports them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STATES = {"SGD": 0, "Adagrad": 1, "SparseAdam": 2}
 
 
 def in_use(mode: FakeCudaMode, step: Callable[[], Any]) -> tuple[int, int]:
-    """What `step` leaves beside what was there, and the most it takes on the way."""
+    """Return the bytes that `step` leaves allocated, and the most it allocates at one time."""
     before, start = mode.recorder.live_bytes, len(mode.recorder.events)
     step()
     return mode.recorder.live_bytes - before, most_held(mode.recorder.events[start:], mode.recorder.sizes)
@@ -66,7 +66,7 @@ def table() -> Any:
         yield mode, nn.Embedding(ROWS, COLUMNS, sparse=True).cuda(), torch.zeros(500, dtype=torch.long).cuda()
 
 
-def test_a_gradient_is_its_values_and_the_indices_of_the_batch(table: Any) -> None:
+def test_a_gradient_takes_its_values_and_shares_the_indices_of_the_batch(table: Any) -> None:
     mode, layer, tokens = table
     left, most = in_use(mode, lambda: layer(tokens).square().sum().backward())
     assert left == 500 * COLUMNS * 4, "the indices are those of the batch"
@@ -76,7 +76,7 @@ def test_a_gradient_is_its_values_and_the_indices_of_the_batch(table: Any) -> No
     assert (gradient._indices().shape, gradient._values().shape) == ((1, 500), (500, COLUMNS))
 
 
-def test_sums_of_equal_indices_take_three_more_indices_and_the_values(table: Any) -> None:
+def test_coalescing_takes_three_more_indices_and_the_values(table: Any) -> None:
     mode, layer, tokens = table
     layer(tokens).square().sum().backward()
     kept: list[Any] = []
@@ -89,7 +89,7 @@ def test_sums_of_equal_indices_take_three_more_indices_and_the_values(table: Any
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", STATES)
-def test_an_update_takes_states_of_the_table_and_rows_of_the_rest(name: str, table: Any) -> None:
+def test_an_update_keeps_states_of_the_table_and_takes_rows_of_it(name: str, table: Any) -> None:
     mode, layer, tokens = table
     optimizer = getattr(torch.optim, name)(layer.parameters())
     for update in range(2):

@@ -1,4 +1,4 @@
-"""A known answer for each rule, worked out by hand from its source."""
+"""A known answer for each workspace rule, worked out by hand from its source."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_dimensions_are_sorted_and_merged(
     assert reduction_layout(shape, strides, reduced) == expected
 
 
-def test_flash_gradient() -> None:
+def test_flash_gradient_has_padded_rows_in_fp32() -> None:
     """GPT-2 at 8 x 1,024: 8 x 12 heads x 1,024 rows of 64 floats; 100 queries are 128, a size of 40 is 64."""
     assert bytes_of("flash_gradient", 8, 12, 1024, 64, 0) == 24 * MIB
     assert bytes_of("flash_gradient", 1, 2, 100, 40, 0) == 4 * 2 * 128 * 64
@@ -103,7 +103,7 @@ def test_flash_splits_a_small_forward_pass_over_keys() -> None:
     assert bytes_of("flash_splits", 8, 12, 1024, 1024, 64) == 0
 
 
-def test_efficient_gradient() -> None:
+def test_efficient_gradient_has_a_workspace_by_tiles() -> None:
     """Tiles of 64 x 64 with 16 B of counters each; keys' and values' too where they do not stay in registers."""
     tile = 4 * (64 * 64 + 4)
     assert bytes_of("efficient_gradient", 8, 12, 1024, 1024, 64, 64, 4, 0, 0) == 8 * 12 * 16 * tile
@@ -139,14 +139,14 @@ def test_efficient_gradient_multiplies_outside_its_kernel() -> None:
     ],
     ids=["hopper", "ampere", "blackwell-2.11", "blackwell-2.15"],
 )
-def test_workspace_of_products(on: Card, version: tuple[int, int], expected: int) -> None:
+def test_the_workspace_of_cublas_follows_the_card(on: Card, version: tuple[int, int], expected: int) -> None:
     assert bytes_of("product", 0, -1, on=on, version=version) == expected
     assert bytes_of("product", 1, 4096, on=on, version=version) == 4096
     assert bytes_of("product_with_bias", 0, -1, on=on, version=version) == MIB
     assert bytes_of("product_with_bias", 1, 2048, on=on, version=version) == 2048
 
 
-def test_environment_configures_workspaces() -> None:
+def test_environment_variables_configure_workspaces() -> None:
     assert configured_bytes({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}) == 8_519_680
     assert configured_bytes({"CUBLAS_WORKSPACE_CONFIG": "much"}) == -1
     assert configured_lt_bytes({"CUBLASLT_WORKSPACE_SIZE": "lots"}) == -1
@@ -203,13 +203,13 @@ def test_embedding_gradient_is_sorted_above_3072_tokens() -> None:
     [(4096, 16, 71_167), (4096, 16, 83_455), (65_536, 16, 1_068_543), (1_000_000, 12, 12_200_191)],
 )
 def test_sorted_pairs_are_copied_once(pairs: int, pair: int, measured: int) -> None:
-    """Beside what PyTorch's own code asked for, under a runtime that knows no card."""
+    """Compared with the requests of PyTorch's own code on a fake card (tests/shared/real_allocator/fake_card.py)."""
     answer = estimate(Workspace("sorted_pairs", (pairs, pair, 0)), H100, NEWEST)
     assert abs(answer.bytes - measured) <= answer.band_bytes < answer.bytes // 5
     assert bytes_of("sorted_pairs", 1000, pair, 0) == bytes_of("sorted_pairs", 5000, pair, 6000) == 0
 
 
-def test_sorting_and_scanning() -> None:
+def test_sorting_scanning_and_norms_of_lists_take_their_own_workspaces() -> None:
     assert bytes_of("index_put", 1000) == 8000
     assert bytes_of("sort", 64, 2048, 4) == 16_384
     assert bytes_of("sort", 1, 1_000_000, 4) == 8_000_000

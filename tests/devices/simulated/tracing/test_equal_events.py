@@ -1,6 +1,6 @@
-"""The proof of the tracing: a fake CUDA step asks for the same storages, in the same order, as a real one on the CPU.
+"""A fake CUDA step allocates the same storages, in the same order, as a real step on the CPU.
 
-Wherever the kernels do not differ: attention, dropout, batch norm and RNNs have tests of their own.
+This holds where the kernels are the same: attention, dropout, batch norm and RNNs have tests of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Step = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows a recorder what real operators return."""
+    """Shows the outputs of real operators to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

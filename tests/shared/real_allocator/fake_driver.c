@@ -1,4 +1,4 @@
-// libcuda.so.1: that a context is there is all PyTorch asks of it.
+// libcuda.so.1: PyTorch only asks whether there is a context.
 int cuInit(unsigned flags){ return 0; }
 int cuCtxGetCurrent(void** c){ *c=(void*)8; return 0; }
 int cuDevicePrimaryCtxGetState(int d, unsigned* f, int* active){ if(f) *f=0; *active=1; return 0; }

@@ -1,4 +1,4 @@
-// A CUDA runtime and driver without a card: memory is counted, not held. STUB_CAP bytes can be had of STUB_TOTAL.
+// A CUDA runtime and driver without a card: memory is counted, not allocated: STUB_CAP bytes of STUB_TOTAL.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <cstdlib>
@@ -21,7 +21,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p,int){ memset(p,0,sizeof *p
   p->multiProcessorCount=env("STUB_PROCESSORS",108); p->maxThreadsPerMultiProcessor=env("STUB_THREADS",2048); p->maxThreadsPerBlock=1024; p->warpSize=32;
   p->sharedMemPerBlock=48<<10; p->sharedMemPerBlockOptin=env("STUB_SHARED_KIB",163)<<10; p->sharedMemPerMultiprocessor=(env("STUB_SHARED_KIB",163)+1)<<10; p->regsPerBlock=p->regsPerMultiprocessor=65536;
   p->maxGridSize[0]=2147483647; p->maxGridSize[1]=p->maxGridSize[2]=65535; p->maxThreadsDim[0]=p->maxThreadsDim[1]=1024; p->maxThreadsDim[2]=64; p->l2CacheSize=40<<20;
-  strcpy(p->name,"pretended card"); return cudaSuccess; }
+  strcpy(p->name,"fake card"); return cudaSuccess; }
 cudaError_t cudaMemGetInfo(size_t* f,size_t* t){ *f=CAP>USED?CAP-USED:0; *t=TOTAL; return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s){ *s=cudaStreamCaptureStatusNone; return cudaSuccess; }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*){ return cudaSuccess; }

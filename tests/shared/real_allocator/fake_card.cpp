@@ -1,6 +1,6 @@
-// A card on which every kernel is done at once and computes nothing, for PyTorch as a whole: what its own code asks the
-// allocator for is real, numbers are not. What cuBLAS would do is left out too; cuDNN finds no card and fails.
-#include "cuda_runtime.cpp"
+// A card for PyTorch as a whole, whose kernels end at once and compute nothing: the requests of its own code to the
+// allocator are real, the numbers are not. cuBLAS computes nothing either; cuDNN finds no card and fails.
+#include "fake_cuda_runtime.cpp"
 extern "C" {
 cudaError_t cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int){ cudaDeviceProp p; cudaGetDeviceProperties(&p,0);
   switch((int)a){ case cudaDevAttrMaxThreadsPerBlock: *v=p.maxThreadsPerBlock; break; case cudaDevAttrMultiProcessorCount: *v=p.multiProcessorCount; break;

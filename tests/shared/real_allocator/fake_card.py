@@ -1,10 +1,10 @@
-"""PyTorch's CUDA build on a card that is pretended: its own code runs, and asks the real allocator; no kernel does.
+"""PyTorch's CUDA build on a fake card: its own code runs with the real allocator, but no kernel runs.
 
-`PYTHONPATH=.:tests/shared python tests/shared/real_allocator/pretend.py SITE_PACKAGES FOLDER` builds it (g++ and CUDA's
-headers, as `record.py`) and prints the environment under which that torch finds such a card. So far as cuDNN is not
-needed, `python -m tests.gpu.measure --only constants` then runs as on a card, and what PyTorch's sources decide
-is settled: reductions, attention, embeddings, sorting, workspaces. What libraries and drivers decide is not, nor how
-much a real card has free: nothing of it is data for `tests/gpu/data`.
+`PYTHONPATH=.:tests/shared python tests/shared/real_allocator/fake_card.py SITE_PACKAGES FOLDER` builds it (with g++ and
+CUDA's headers, as `record_statistics.py`) and prints the environment in which that torch finds the card. Without cuDNN,
+`python -m tests.gpu.measure --only constants` then runs as on a card and shows what PyTorch's sources decide:
+reductions, attention, embeddings, sorting, workspaces. It does not show what libraries and drivers decide, nor how much
+memory a real card has free, so that nothing of it belongs into `tests/gpu/data`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from real_allocator.record import include_flags
+from real_allocator.record_statistics import include_flags
 
 HERE = Path(__file__).parent
 CARDS = {
@@ -24,12 +24,12 @@ CARDS = {
 
 
 def build(site_packages: Path, folder: Path) -> None:
-    """Build the libraries, each with all that PyTorch's own want of it; what is not written out does nothing."""
+    """Build the libraries with all symbols that PyTorch needs; those without a definition here do nothing."""
     runtime, driver, cublas = folder / "runtime.o", folder / "driver.o", folder / "cublas.o"
     includes = include_flags(site_packages)
-    _run("g++", "-O1", "-fPIC", "-c", "-w", *includes, HERE / "pretended_card.cpp", "-o", runtime)
+    _run("g++", "-O1", "-fPIC", "-c", "-w", *includes, HERE / "fake_card.cpp", "-o", runtime)
     for name, made in (("driver", driver), ("cublas", cublas)):
-        _run("gcc", "-O1", "-fPIC", "-c", "-w", HERE / f"pretended_{name}.c", "-o", made)
+        _run("gcc", "-O1", "-fPIC", "-c", "-w", HERE / f"fake_{name}.c", "-o", made)
     _run("gcc", "-shared", driver, "-o", folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
     own = {"cudart": runtime, "cublas": cublas, "cublasLt": cublas}
     for name, made in own.items():
@@ -54,10 +54,10 @@ def _symbols(which: str, library: Path, pattern: str) -> list[str]:
 
 
 def environment(folder: Path, card: str) -> str:
-    """What makes torch find the card, as a shell takes it."""
+    """Return the environment variables with which torch finds the card, for a shell."""
     preload = ":".join(f"{folder}/lib{name}.so.13" for name in ("cudart", "cublas", "cublasLt"))
-    told = " ".join(f"STUB_{name}={value}" for name, value in CARDS[card].items())
-    return f"LD_LIBRARY_PATH={folder} LD_PRELOAD={preload} {told}"
+    properties = " ".join(f"STUB_{name}={value}" for name, value in CARDS[card].items())
+    return f"LD_LIBRARY_PATH={folder} LD_PRELOAD={preload} {properties}"
 
 
 def _run(*command: str | Path) -> str:
@@ -65,7 +65,7 @@ def _run(*command: str | Path) -> str:
 
 
 def main() -> None:
-    """Build it, and say how it is used."""
+    """Build the libraries, and print how to use them."""
     site_packages, folder = Path(sys.argv[1]), Path(sys.argv[2]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     build(site_packages, folder)

@@ -1,8 +1,8 @@
-"""The history that an installed CUDA build of torch records of its allocator, without a card, replayed.
+"""Replay the history that an installed CUDA build of torch records of its allocator, without a card.
 
-`PYTHONPATH=.:tests/shared python tests/shared/real_allocator/tell.py SITE_PACKAGES` says for each case of settings
-whether the replay is exact; with `-o FILE` it writes the histories that tests/gpu/test_recorded_history.py replays. It
-wants what `record.py` does.
+`PYTHONPATH=.:tests/shared python tests/shared/real_allocator/record_history.py SITE_PACKAGES` prints for each case of
+settings whether the replay is exact; with `-o FILE` it writes the histories that tests/gpu/test_recorded_history.py
+replays. It needs what `record_statistics.py` needs.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from allocator_requests import CASES, make_requests
-from real_allocator.record import build
+from real_allocator.record_statistics import build
 from short_histories import TOTAL_BYTES, ShortHistory, replay
 
 KEPT = ("", "per_process_memory_fraction:0.3", "per_process_memory_fraction:0.3,expandable_segments:True")
 
 
 def record_history(folder: Path, text: str, seed: int, count: int) -> ShortHistory:
-    """What the library did in one case."""
-    asked = make_requests(seed, count)
-    requests = "".join(f"{'f' if size is None else 'm'} {block} {size or 0}\n" for block, size in asked)
+    """Return the history of one case."""
+    made = make_requests(seed, count)
+    requests = "".join(f"{'f' if size is None else 'm'} {block} {size or 0}\n" for block, size in made)
     runtime = {"LD_PRELOAD": f"{folder}/libcudart.so.13", "STUB_TOTAL": str(TOTAL_BYTES)}
     environment = {**os.environ, **runtime, "PYTORCH_CUDA_ALLOC_CONF": text}
     done = subprocess.run(
-        [folder / "tell"], input=requests, capture_output=True, text=True, env=environment, check=True
+        [folder / "allocator_history"], input=requests, capture_output=True, text=True, env=environment, check=True
     )
     lines = [line.split() for line in done.stdout.splitlines()]
     return {
@@ -41,14 +41,14 @@ def record_history(folder: Path, text: str, seed: int, count: int) -> ShortHisto
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Ask the library of the command line."""
+    """Run the library that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("site_packages", type=Path)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build(options.site_packages, folder, "tell")
+        build(options.site_packages, folder, "allocator_history")
         for number, text in enumerate(dict.fromkeys((*CASES, *KEPT))):
             row = replay(record_history(folder, text, number, 2000))
             print(f"{text!r}: {row['requests']} requests, exact: {row['exact']} {row['difference'] or ''}")

@@ -1,4 +1,4 @@
-// As ask.cpp, but tells the history of it all at the end: "e action address size" for each entry of the trace, then
+// As allocator_statistics.cpp, but prints the history at the end: "e action address size" for each entry of the trace, then
 // "b address size used" for each block, then "s" with the statistics.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAAllocatorConfig.h>
@@ -27,9 +27,9 @@ int main(){
     else if(p[id]){ a->raw_delete(p[id]); p[id]=nullptr; }
   }
   auto s=a->getDeviceStats(0);
-  auto told=a->snapshot();
-  for(const auto& e: told.device_traces.at(0)) printf("e %s %zu %zu\n", name(e.action_), e.addr_, e.size_);
-  for(const auto& segment: told.segments){ size_t at=segment.address;
+  auto taken=a->snapshot();
+  for(const auto& e: taken.device_traces.at(0)) printf("e %s %zu %zu\n", name(e.action_), e.addr_, e.size_);
+  for(const auto& segment: taken.segments){ size_t at=segment.address;
     for(const auto& b: segment.blocks){ printf("b %zu %zu %d\n", at, b.size, int(b.allocated)); at+=b.size; } }
   printf("s %lld %lld %lld %lld %lld\n",(long long)s.allocated_bytes[0].current,(long long)s.allocated_bytes[0].peak,(long long)s.reserved_bytes[0].current,(long long)s.reserved_bytes[0].peak,(long long)s.num_alloc_retries);
 }

@@ -1,7 +1,8 @@
-"""Asks the allocator of an installed CUDA build of torch, without a card, and prints what it did.
+"""Run the allocator of an installed CUDA build of torch without a card, and print its statistics.
 
-`python tests/shared/real_allocator/record.py SITE_PACKAGES` wants g++ and the headers of CUDA (CUDA_INCLUDE, else
-/usr/local/cuda/include). It gives the table in tests/devices/simulated/allocator/test_real_allocator.py.
+`python tests/shared/real_allocator/record_statistics.py SITE_PACKAGES` needs g++ and the headers of CUDA (in
+CUDA_INCLUDE, else /usr/local/cuda/include). It prints the table of
+tests/devices/simulated/allocator/test_real_allocator.py.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ HERE = Path(__file__).parent
 ANY_NUMBER = 1 << 50
 
 
-def build(site_packages: Path, folder: Path, program: str = "ask") -> None:
-    """Compile a runtime that is not there, and the program that asks, or another one beside it."""
+def build(site_packages: Path, folder: Path, program: str = "allocator_statistics") -> None:
+    """Compile a fake CUDA runtime and a program that drives the allocator."""
     torch = site_packages / "torch"
     includes = include_flags(site_packages)
-    _run("g++", "-O1", "-fPIC", "-c", "-w", *includes, HERE / "cuda_runtime.cpp", "-o", folder / "runtime.o")
+    _run("g++", "-O1", "-fPIC", "-c", "-w", *includes, HERE / "fake_cuda_runtime.cpp", "-o", folder / "runtime.o")
     wanted = _run("nm", "-D", "--undefined-only", torch / "lib/libc10_cuda.so")
     present = set(_run("nm", "--defined-only", folder / "runtime.o").split())
     missing = sorted(set(re.findall(r"\b(cuda\w+)@libcudart", wanted)) - present)
@@ -42,19 +43,21 @@ def build(site_packages: Path, folder: Path, program: str = "ask") -> None:
 
 
 def include_flags(site_packages: Path) -> list[str]:
-    """Where the compiler finds CUDA's headers."""
+    """Return the compiler flags for CUDA's headers."""
     return [
         f"-I{site_packages}/nvidia/cu13/include",
         f"-I{os.environ.get('CUDA_INCLUDE', '/usr/local/cuda/include')}",
     ]
 
 
-def ask(folder: Path, text: str, capacity: int | None, total: int, seed: int) -> str:
-    """The statistics after every request, a line each."""
+def run_requests(folder: Path, text: str, capacity: int | None, total: int, seed: int) -> str:
+    """Return the statistics after each request, one line each."""
     requests = "".join(f"{'f' if size is None else 'm'} {block} {size or 0}\n" for block, size in make_requests(seed))
     environment = {"LD_PRELOAD": f"{folder}/libcudart.so.13", "STUB_TOTAL": str(total)}
     environment |= {"STUB_CAP": str(capacity or ANY_NUMBER), "PYTORCH_CUDA_ALLOC_CONF": text}
-    done = subprocess.run([folder / "ask"], input=requests, capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [folder / "allocator_statistics"], input=requests, capture_output=True, text=True, env=environment, check=True
+    )
     return done.stdout
 
 
@@ -63,13 +66,13 @@ def _run(*command: str | Path) -> str:
 
 
 def main() -> None:
-    """Print, case by case and capacity by capacity, the last line and a digest of all."""
+    """Print the last line and a digest of all lines, for each case and capacity."""
     with tempfile.TemporaryDirectory() as name:
         build(Path(sys.argv[1]), Path(name))
         for text, number in CASES.items():
             print(f"    {text!r}: (")
             for index, (capacity, total) in enumerate(CAPACITIES):
-                lines = ask(Path(name), text, capacity, total, 10 * number + index)
+                lines = run_requests(Path(name), text, capacity, total, 10 * number + index)
                 last = tuple(map(int, lines.splitlines()[-1].split()))
                 print(f'        ({last}, "{hashlib.sha256(lines.encode()).hexdigest()[:16]}"),')
             print("    ),")

@@ -1,4 +1,4 @@
-// Asks the allocator of an installed torch: "m block bytes" or "f block 0" a line; tells its statistics after each.
+// Drives the allocator of an installed torch by lines "m block bytes" or "f block 0", and prints its statistics after each.
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAAllocatorConfig.h>
 #include <c10/cuda/PeerToPeerAccess.h>
