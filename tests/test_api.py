@@ -17,7 +17,6 @@ from autoaccum.training.fit_request import FitRequest
 def test_it_has_the_arguments_of_a_request_but_one_and_one_more() -> None:
     given = dict(inspect.signature(autoaccum.fit).parameters)
     assert given.pop("progress").default is True
-    given["subject"] = given.pop("model_or_workload")
     held = {field.name: field.default for field in dataclasses.fields(FitRequest)}
     assert held.pop("eval_due") is None
     assert given.pop("options").kind is inspect.Parameter.VAR_KEYWORD

@@ -1,1 +1,1 @@
-"""Training by a plan: windows of data, updates, evaluation, checkpoints."""
+"""Training with a plan: data, updates, evaluations and checkpoints."""

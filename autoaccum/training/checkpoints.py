@@ -1,4 +1,4 @@
-"""The folder of a run, which one process at a time writes to, and its checkpoints: whole, or not there."""
+"""Checkpoint files: values that load without running code, written whole or not at all, and when they are due."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class NotPortableError(CheckpointError):
-    """Something in a training keeps its state as an object that only code can load."""
+    """A state holds an object that could be loaded only by running code."""
 
     exit_code = 2
 
@@ -42,12 +42,12 @@ class DamagedFileError(CheckpointError):
 
 
 def portable(content: Any, what: str = "a checkpoint") -> Any:
-    """The same nest with its tensors on the CPU and NumPy's numbers as Python's: what anybody loads without code.
+    """Copy a nested structure so that it loads without code: tensors on the CPU, NumPy scalars as Python numbers.
 
-    Tensors that are on the CPU already are not copied; one that occurs twice still does.
+    Tensors on the CPU are not copied, and a tensor that occurs twice stays shared.
 
     Raises:
-        NotPortableError: Something in it could be loaded only by running code; says where.
+        NotPortableError: An entry could be loaded only by running code; the message names it.
     """
     tensors: dict[int, Tensor] = {}
 
@@ -64,7 +64,7 @@ def portable(content: Any, what: str = "a checkpoint") -> Any:
         if type(node) not in _PLAIN or node == b"":  # Empty bytes are pickled as a call.
             raise NotPortableError(
                 f"{what} cannot hold {path}: it is {describe_type(node)}, which would not load without running code",
-                hint="keep tensors, numbers and strings there, and lists and dicts of them",
+                hint="use tensors, numbers and strings there, and lists and dicts of them",
             )
         return node
 
@@ -72,12 +72,12 @@ def portable(content: Any, what: str = "a checkpoint") -> Any:
 
 
 def write_file(path: Path, content: Any) -> None:
-    """Write a nest that is portable by `torch.save`, sync it, read it back, and only then give it its name.
+    """Write a portable structure with `torch.save`, sync it, read it back, and then rename it to `path`.
 
-    Until then nothing is changed: an earlier file of that name stays, and the temporary one beside it is removed.
+    An earlier file of that name stays until the rename, and the temporary file is removed on any error.
 
     Raises:
-        CheckpointError: It cannot be written, or does not read back.
+        CheckpointError: The file cannot be written, or does not read back.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -89,11 +89,11 @@ def write_file(path: Path, content: Any) -> None:
         temporary.replace(path)
         _sync_folder(path.parent)
     except (OSError, RuntimeError, MemoryError) as error:
-        # torch's writer raises an error of its own after that of the file.
+        # torch's writer raises its own error after the file's.
         cause = error if isinstance(error, OSError) else error.__context__
         reason = cause.strerror if isinstance(cause, OSError) else first_line(error)
         raise CheckpointError(
-            f"{path} cannot be written ({reason})", hint="make room, and see that its folder can be written to"
+            f"{path} cannot be written ({reason})", hint="free disk space, and check the folder's permissions"
         ) from None
     except DamagedFileError as error:
         raise CheckpointError(f"{path} does not read back as it was written", hint="check the disk") from error
@@ -103,43 +103,43 @@ def write_file(path: Path, content: Any) -> None:
 
 
 def read_file(path: Path, *, mapped: bool = False) -> Any:
-    """What `write_file` wrote, its tensors in host memory; checksums are compared, and nothing in it is run.
+    """Read a file of `write_file`: tensors in host memory, checksums compared, no code run.
 
     Raises:
-        DamagedFileError: It does not hold what was written.
+        DamagedFileError: The file does not hold what was written.
         CheckpointError: It cannot be read now.
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            spoilt = archive.testzip()
-        if spoilt is None:
+            damaged = archive.testzip()
+        if damaged is None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # What torch suspects of a file, the checksums know.
+                warnings.simplefilter("ignore")  # torch warns of what the checksums have ruled out.
                 return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except (OSError, MemoryError) as error:
         if getattr(error, "errno", errno.EINVAL) not in (None, errno.EINVAL) or isinstance(error, MemoryError):
             reason = error.strerror if isinstance(error, OSError) else "there is too little memory"
-            raise CheckpointError(f"{path} cannot be read ({reason})", hint="see that it can") from None
-        spoilt = "its end"
+            raise CheckpointError(f"{path} cannot be read ({reason})", hint="check its permissions") from None
+        damaged = "its end"
     except Exception:  # zipfile and torch raise errors of many kinds.
-        spoilt = "its list of parts"
-    raise DamagedFileError(f"{path} is damaged ({spoilt} is not as it was written)")
+        damaged = "its list of parts"
+    raise DamagedFileError(f"{path} is damaged ({damaged} is not as it was written)")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """The record in a checkpoint.
+    """Return the record in a checkpoint.
 
     Raises:
         DamagedFileError: The file does not hold what was written.
-        CheckpointError: It is of another format, or cannot be read now.
+        CheckpointError: It has another format, or cannot be read now.
     """
     content = read_file(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DamagedFileError(f"{path} is damaged (it is no checkpoint of autoaccum)")
+        raise DamagedFileError(f"{path} is damaged (it is not a checkpoint of autoaccum)")
     if content.get("version") != VERSION:
         raise CheckpointError(
             f"{path} is of format {content.get('version')}, this autoaccum reads format {VERSION}",
-            hint="resume with the version that wrote it, or train anew in another folder",
+            hint="resume with the version that wrote it, or start a new run in another folder",
         )
     record: dict[str, Any] = content["record"]
     return record
@@ -149,8 +149,8 @@ class Checkpoints:
     """The checkpoints in a folder that no other process writes to.
 
     Args:
-        folder: Where they are; what a process that was killed had begun to write is removed from it.
-        keep: How many are kept.
+        folder: The folder. Unfinished files of a killed process are removed from it.
+        keep: The number of checkpoints to keep.
     """
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
@@ -159,32 +159,32 @@ class Checkpoints:
             path.unlink(missing_ok=True)
 
     def paths(self) -> list[Path]:
-        """Of every checkpoint, whole or not, the newest first."""
+        """Return the paths of all checkpoints, damaged ones too, newest first."""
         found = {path: match for path in self.folder.glob("checkpoint-*.pt") if (match := _NAME.fullmatch(path.name))}
         return sorted((path for path in found if path.is_file()), key=lambda path: int(found[path][1]), reverse=True)
 
     def write(self, update: int, record: Mapping[str, Any]) -> Path:
-        """Write the checkpoint after `update`; then the oldest go, beyond those that are kept.
+        """Write the checkpoint of `update`, then remove the oldest ones beyond those to keep.
 
         Raises:
-            NotPortableError: Something in `record` could be loaded only by running code.
-            CheckpointError: It cannot be written; those that are there stay.
+            NotPortableError: `record` holds an object that could be loaded only by running code.
+            CheckpointError: The file cannot be written; earlier checkpoints stay.
         """
         path = self.folder / f"checkpoint-{update:08}.pt"
         write_file(path, {"format": FORMAT, "version": VERSION, "record": portable(dict(record))})
         paths = self.paths()
         for earlier in paths[paths.index(path) + self._keep :]:
-            with suppress(OSError):  # It is tried again the next time.
+            with suppress(OSError):  # Tried again the next time.
                 earlier.unlink()
         return path
 
-    def newest(self, tell: Callable[[Any], Any]) -> tuple[Path, dict[str, Any]] | None:
-        """The newest whole checkpoint and its record; None where there is no checkpoint.
+    def newest(self, notify: Callable[[Any], Any]) -> tuple[Path, dict[str, Any]] | None:
+        """Return the newest undamaged checkpoint and its record, or None if there is no checkpoint.
 
-        Newer ones that are damaged are told.
+        A notice is sent for each newer one that is damaged.
 
         Raises:
-            CheckpointError: All there are are damaged; or one is of another format, or cannot be read now.
+            CheckpointError: All of them are damaged, or one has another format or cannot be read now.
         """
         damaged: list[str] = []
         for path in self.paths():
@@ -194,32 +194,32 @@ class Checkpoints:
                 damaged.append(str(error))
                 continue
             for reason in damaged:
-                tell(Notice(f"{reason} and was passed over: training goes on from the one before"))
+                notify(Notice(f"{reason} and was skipped: training resumes from the one before"))
             return path, record
         if not damaged:
             return None
         raise CheckpointError(
-            f"no checkpoint in {self.folder} is whole: {'; '.join(damaged)}",
-            hint="copy one back, or train anew in another folder",
+            f"all checkpoints in {self.folder} are damaged: {'; '.join(damaged)}",
+            hint="restore one from a backup, or start a new run in another folder",
         )
 
 
 class CheckpointWriter:
-    """Writes checkpoints: one before the first update, one every so many updates, one in the end.
+    """Writes a checkpoint before the first update, after every `every` updates, and at the end.
 
-    The first must succeed: a folder that cannot be written, or a state that cannot be kept, is better known before
-    hours of training. One that fails later is told of, the earlier ones are as they were, and training goes on.
+    The first one must succeed: a folder or a state that cannot be written is better known before hours of training. A
+    later failure is reported, earlier checkpoints stay, and training continues.
 
     Args:
-        store: Where to; None: nowhere.
-        every: Updates from one to the next.
-        progress: How far training is.
-        compose: Puts together what a checkpoint holds.
-        tell: Told of each, written or failed.
+        store: The checkpoints to add to; None writes nothing.
+        every: Updates between two checkpoints.
+        progress: The progress of the training.
+        make_record: Builds the content of a checkpoint.
+        notify: Called with `CheckpointWritten` and `CheckpointFailed` events.
 
     Attributes:
-        newest: The newest checkpoint that is whole.
-        failure: Why the last attempt failed; None when it did not.
+        newest: The newest undamaged checkpoint.
+        failure: The reason why the last attempt failed; None if it succeeded.
     """
 
     def __init__(
@@ -227,56 +227,56 @@ class CheckpointWriter:
         store: Checkpoints | None,
         every: int,
         progress: Progress,
-        compose: Callable[[], dict[str, Any]],
-        tell: Callable[[Any], Any],
+        make_record: Callable[[], dict[str, Any]],
+        notify: Callable[[Any], Any],
     ) -> None:
         self.newest: Path | None = None
         self.failure: str | None = None
         self._store, self._every, self._progress = store, every, progress
-        self._compose, self._tell = compose, tell
-        self._kept_at: tuple[int, int, int] | None = None
+        self._make_record, self._notify = make_record, notify
+        self._written_at: tuple[int, int, int] | None = None
 
-    def go_on_from(self, path: Path) -> None:
-        """A checkpoint has been put back: nothing has happened since."""
-        self.newest, self._kept_at = path, self._place()
+    def resume_from(self, path: Path) -> None:
+        """Note that training resumes from this checkpoint, so that it is not written again."""
+        self.newest, self._written_at = path, self._position()
 
-    def keep_first(self) -> None:
-        """Before any update.
+    def write_first(self) -> None:
+        """Write the checkpoint before the first update.
 
         Raises:
-            CheckpointError: It could not be written, or something of the state could be loaded only by running code.
+            CheckpointError: It cannot be written, or the state could be loaded only by running code.
         """
-        if self._store is not None and self._kept_at is None:
+        if self._store is not None and self._written_at is None:
             self._write(self._store)
 
-    def keep_if_due(self) -> None:
-        """After an update."""
+    def write_if_due(self) -> None:
+        """Write one after an update, if this update is a multiple of `every`."""
         if self._progress.update % self._every == 0:
-            self.keep()
+            self.write()
 
-    def keep(self) -> None:
-        """Now, unless nothing has happened since the last one."""
-        if self._store is None or self._kept_at == self._place():
+    def write(self) -> None:
+        """Write one now, unless nothing has changed since the last."""
+        if self._store is None or self._written_at == self._position():
             return
         try:
             self._write(self._store)
             self.failure = None
         except (CheckpointError, UsageError) as error:
             self.failure = str(error)
-            self._tell(CheckpointFailed(self._progress.update, self.failure))
+            self._notify(CheckpointFailed(self._progress.update, self.failure))
 
     def _write(self, store: Checkpoints) -> None:
         began, update = time.perf_counter(), self._progress.update
-        self.newest = store.write(update, self._compose())
-        self._kept_at = self._place()
-        self._tell(CheckpointWritten(update, self.newest, time.perf_counter() - began))
+        self.newest = store.write(update, self._make_record())
+        self._written_at = self._position()
+        self._notify(CheckpointWritten(update, self.newest, time.perf_counter() - began))
 
-    def _place(self) -> tuple[int, int, int]:
+    def _position(self) -> tuple[int, int, int]:
         return self._progress.update, self._progress.epoch, self._progress.evaluated_at
 
 
 def _own_values(tensor: Tensor) -> Tensor:
-    """On the CPU, of a storage that holds nothing else."""
+    """Return the tensor on the CPU, in a storage of its own."""
     values = tensor.detach().resolve_conj().resolve_neg().to("cpu")
     is_part = values.layout is torch.strided and values.untyped_storage().nbytes() != values.nbytes
     return values.clone(memory_format=torch.contiguous_format) if is_part else values
@@ -287,7 +287,7 @@ def _below(path: str, key: object) -> str:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make names given in `folder` last, on file systems that can."""
+    """Sync a folder's entries to disk, on file systems that support it."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""The source of windows for data of any kind, and what is refused as no data."""
+"""Opens training data of any kind as a source of windows, and refuses what is not data."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from autoaccum.workload.batches import batch_size, is_samples, wrap_batch
 
 Source: TypeAlias = MapStyleSource | SamplesSource | BatchesSource
 
-_WHAT = "give a Dataset, a DataLoader, or an iterable of batches"
+_DATA_HINT = "give a Dataset, a DataLoader, or an iterable of batches"
 
 
 def open_source(data: Any, settings: DataSettings) -> Source:
-    """The source for `data` of any kind.
+    """Return the source of windows for `data`.
 
     Args:
-        data: A map-style Dataset, or another object with `__getitem__` and `__len__` that is no list or tuple; an
-            IterableDataset, of samples; a DataLoader; or any other iterable, of batches.
-        settings: What it is read by.
+        data: A map-style Dataset, or another object with `__getitem__` and `__len__` that is not a list or tuple; an
+            IterableDataset of samples; a DataLoader; or any other iterable, of batches.
+        settings: How to read it.
 
     Raises:
-        UsageError: It is nothing of these, or has fewer samples than a window.
+        UsageError: The data is none of these, or has fewer samples than a window.
     """
     if isinstance(data, DataLoader) and can_fetch_samples(data):
         return MapStyleSource(data.dataset, settings, data)
@@ -39,20 +39,20 @@ def open_source(data: Any, settings: DataSettings) -> Source:
     if isinstance(data, IterableDataset):
         return SamplesSource(data, settings)
     if isinstance(data, Sequence) and not isinstance(data, str | bytes | bytearray | memoryview):
-        return BatchesSource(data, settings, _count_listed(data, settings))
+        return BatchesSource(data, settings, _count_samples(data, settings))
     _check_iterable(data)
     return BatchesSource(data, settings)
 
 
 def can_fetch_samples(loader: DataLoader[Any]) -> bool:
-    """Whether its samples can be fetched without it: not where a class of the user's own iterates in its own way."""
+    """Return whether samples can be fetched without the loader: not if a subclass iterates in its own way."""
     gives_indices = not isinstance(loader.dataset, IterableDataset) and loader.batch_sampler is not None
     iterates_plainly = type(loader).__iter__ is DataLoader.__iter__ or hasattr(loader, "state_dict")
     return gives_indices and iterates_plainly
 
 
 def is_map_style(data: Any) -> bool:
-    """Whether `data` gives samples by their index; a list, or another sequence, is taken for batches."""
+    """Return whether `data` gives samples by index. A list or another sequence counts as batches."""
     if isinstance(data, Mapping | IterableDataset | DataLoader | nn.Module | type):
         return False
     if isinstance(data, Sequence) and not isinstance(data, Dataset | range):
@@ -63,23 +63,23 @@ def is_map_style(data: Any) -> bool:
 def _check_iterable(data: Any) -> None:
     if isinstance(data, Mapping):
         raise UsageError(
-            f"data is {describe_type(data)}", hint=f"for columns of tensors, wrap them in a Dataset; else {_WHAT}"
+            f"data is {describe_type(data)}", hint=f"wrap columns of tensors in a Dataset; otherwise {_DATA_HINT}"
         )
     if isinstance(data, Dataset) and not hasattr(type(data), "__iter__"):
         raise UsageError(
             f"{describe_type(data)} has no length", hint="define __len__, or give a DataLoader over it with a sampler"
         )
-    # A module's or a string's entries are no batches, and a class is not yet anything.
+    # Modules and strings are iterable but hold no batches; a class still has to be called.
     is_iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     if isinstance(data, str | bytes | type | nn.Module) or not is_iterable:
-        raise UsageError(f"data is {describe_type(data)}", hint=_WHAT)
+        raise UsageError(f"data is {describe_type(data)}", hint=_DATA_HINT)
 
 
-def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
-    """The samples of a list of batches.
+def _count_samples(data: Sequence[Any], settings: DataSettings) -> int:
+    """Count the samples of a list of batches.
 
     Raises:
-        UsageError: It is empty, an entry is no batch, or it looks like samples or like one batch.
+        UsageError: The list is empty, an entry is not a batch, or it looks like samples or like one batch.
     """
     if not data:
         raise UsageError(f"data is an empty {type_name(data)}", hint="give at least one batch")
@@ -98,18 +98,18 @@ def _count_listed(data: Sequence[Any], settings: DataSettings) -> int:
         except WorkloadError as error:
             size, reason = 0, error.message
             if number:
-                raise UsageError(f"data[{number}] is no batch: {reason}", hint="give a list of batches") from error
+                raise UsageError(f"data[{number}] is not a batch: {reason}", hint="give a list of batches") from error
         if reason is not None:
             raise UsageError(
                 f"data is {describe_type(data)} whose entries look like samples ({reason})",
-                hint="a list is taken for batches; wrap samples in a Dataset (def __getitem__, def __len__)",
+                hint="a list must hold batches; wrap samples in a Dataset (def __getitem__, def __len__)",
             )
         samples += size
     return samples
 
 
 def _single_value(node: Any, size: int, path: str, *, top: bool = False) -> str | None:
-    """A number or a tensor without dimensions that belongs to no sample; None where there is none."""
+    """Describe a number or a tensor without dimensions that belongs to no sample; None if there is none."""
     if isinstance(node, bool | int | float | complex):
         return f"{path} is {describe_type(node)}"
     if isinstance(node, pytree.CustomBatch) or is_samples(node, size, top=top):

@@ -1,4 +1,4 @@
-"""Windows, the samples of one update each, and what gives them from epoch to epoch."""
+"""Windows, the samples of one update each, and the base class of their sources."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from autoaccum.workload.samples import LongestBatches, longest_first
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What data of any kind is read by.
+    """How data of any kind is read.
 
     Attributes:
         target_batch: Samples of a window.
-        seed: What order and augmentation depend on, with the epoch.
-        workers: TrialProcesses that read ahead, where the data is no DataLoader with workers of its own.
-        collate: From a list of samples to a batch; None: torch's `default_collate`. A DataLoader has its own.
-        batching: How batches are counted and cut; None: by their rows.
-        card: The card for whose copies parts are put into pinned memory; None: they are not.
+        seed: The seed of order and augmentation, together with the epoch.
+        workers: Processes that read ahead, unless the data is a DataLoader with its own workers.
+        collate: Builds a batch from a list of samples; None: torch's `default_collate`. A DataLoader has its own.
+        batching: How batches are counted and split; None: by rows.
+        card: The GPU for which parts are put into pinned memory; None: no pinned memory.
     """
 
     target_batch: int
@@ -45,15 +45,15 @@ class Window:
     """The samples of one update, as parts for `Accumulator.step_parts`.
 
     Attributes:
-        parts: Collated batches on the CPU, in order; each keeps its own form (padding, say).
-        samples: How many they hold together: the target batch, or fewer at the end of an epoch.
+        parts: Collated batches on the CPU, in order. Each may have its own structure, such as padding.
+        samples: Samples of all parts: the target batch, or fewer at the end of an epoch.
     """
 
     parts: list[Any]
     samples: int
 
-    def whole(self, multiple_of: int) -> Window:
-        """The window without the last samples that make no multiple, as an epoch may end with."""
+    def drop_remainder(self, multiple_of: int) -> Window:
+        """Return the window without the last samples that do not fill a multiple, as at the end of an epoch."""
         left = self.samples % multiple_of
         if not left:
             return self
@@ -68,19 +68,19 @@ class Window:
 
 
 class WindowSource(abc.ABC):
-    """Windows of data, from epoch to epoch; its place can be kept and found again.
+    """Windows of data, epoch after epoch, from a position that can be saved and restored.
 
     Args:
-        settings: What it is read by.
-        name: What the data is, for messages: `a map-style dataset`.
+        settings: How to read the data.
+        name: A description of the data for messages: `a map-style dataset`.
 
     Attributes:
-        part_size: The largest part to make, in samples; set before the first window, like all of these.
-        multiple_of: What the sizes of parts are multiples of; what an epoch has left over is a part of its own.
-        interruptible: Entered where `next_window` waits, or runs the user's code: what is raised there at any moment
-            loses nothing. Random states are put back outside of it.
-        saves_position: Whether `state_dict` will be asked for.
-        samples_per_epoch: None where the data does not tell.
+        part_size: The largest part to make, in samples. Set this and the following before the first window.
+        multiple_of: Part sizes are multiples of this; what is left over in an epoch is a part of its own.
+        interruptible: Context in which `next_window` waits or runs the user's code, and may be interrupted at any
+            moment without loss. Random states are restored outside of it.
+        saves_position: False if `state_dict` will never be called.
+        samples_per_epoch: Samples of an epoch; None if the data has no known length.
     """
 
     def __init__(self, settings: DataSettings, name: str) -> None:
@@ -92,40 +92,40 @@ class WindowSource(abc.ABC):
         self._epoch, self._is_restored = 0, False
 
     def start_epoch(self, epoch: int) -> None:
-        """Begin an epoch, counted from 0; the one that `load_state_dict` went to goes on where it was."""
+        """Start an epoch, counted from 0. An epoch restored by `load_state_dict` continues from its position."""
         restored, self._is_restored = self._is_restored, False
         if not (restored and epoch == self._epoch):
             self._begin(epoch)
 
     @abc.abstractmethod
     def _begin(self, epoch: int) -> None:
-        """Go to the beginning of an epoch."""
+        """Go to the start of an epoch."""
 
-    def _check_first(self, samples: int, epoch: int = 0) -> None:
-        """Refuse an epoch that does not fill one window: a smaller batch than asked for is never trained unsaid.
+    def _check_fills_window(self, samples: int, epoch: int = 0) -> None:
+        """Refuse an epoch smaller than a window, since a smaller batch than requested is never trained silently.
 
         Raises:
-            UsageError: It does not, or there is nothing at all.
+            UsageError: The epoch has too few samples, or none.
         """
         if samples == 0 and epoch > 0:
             raise UsageError(
-                f"{self._name} yields nothing in epoch {epoch + 1}: it can be gone through only once",
-                hint="give what starts anew each time (a list, a DataLoader, an object whose __iter__ does), or ask"
-                " for fewer epochs",
+                f"{self._name} yields nothing in epoch {epoch + 1}: it can be iterated only once",
+                hint="give data that starts again each time (a list, a DataLoader, an object with __iter__), or use"
+                " fewer epochs",
             )
         if samples == 0:
-            raise UsageError(f"{self._name} has no samples", hint="give data that has some")
+            raise UsageError(f"{self._name} has no samples", hint="give data with at least one window of samples")
         if samples < self._settings.target_batch:
             raise UsageError(
                 f"{self._name} has {samples:,} samples, fewer than the target batch of {self._settings.target_batch:,}",
                 hint=f"use --target-batch {samples} or less (target_batch in code), or give more data",
             )
 
-    def _counted(self, part: Any, size: int) -> Any:
-        """A collated part, counted as the workload does.
+    def _check_collated(self, part: Any, size: int) -> Any:
+        """Return a collated part with the workload's way of counting.
 
         Raises:
-            WorkloadError: `collate` made more or fewer samples than it was given.
+            WorkloadError: `collate` returned more or fewer samples than it was given.
         """
         made = wrap_batch(part, self._settings.batching)
         if not has_size(made, size):
@@ -135,19 +135,19 @@ class WindowSource(abc.ABC):
         return made
 
     def _longest(self, samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> LongestBatches:
-        """Batches of `samples`, the longest first; as they come where nothing in them can be counted."""
+        """Return batches of `samples`, the longest first; in the given order if nothing in them has a length."""
         with suppress(WorkloadError):
             samples = longest_first(samples, len(samples))
         return LongestBatches(samples, collate, self._settings.batching)
 
-    def _joined(self, parts: list[Any], sizes: list[int]) -> list[Any]:
-        """`parts`, where consecutive ones of one form are joined if that makes fewer micro-batches.
+    def _join_alike(self, parts: list[Any], sizes: list[int]) -> list[Any]:
+        """Join consecutive parts of the same layout, if that makes fewer micro-batches or sizes that are multiples.
 
-        Sizes that are to be multiples are joined, too, where they are none. Differently padded parts stay apart.
+        Differently padded parts stay separate.
         """
         runs: list[tuple[Any, list[int]]] = []
         for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            form = _form(part, size, top=True)
+            form = _layout(part, size, top=True)
             if runs and runs[-1][0] == form:
                 runs[-1][1].append(number)
             else:
@@ -160,21 +160,21 @@ class WindowSource(abc.ABC):
             sum(len(split_evenly(size, self.part_size, each)) for size in counts) for counts in ([total], sizes)
         )
         if len(parts) == 1 or (together == apart and not any(size % each for size in sizes)):
-            return parts  # A join would be a copy for nothing.
-        whole = join_batches(parts)
-        # Lists have more than one reading, which may change with their length.
-        return [whole] if batch_size(whole) == total else parts
+            return parts  # Joining would be a useless copy.
+        joined = join_batches(parts)
+        # A list can be read in several ways, depending on its length.
+        return [joined] if batch_size(joined) == total else parts
 
 
 def set_epoch(thing: Any, epoch: int) -> None:
-    """Tell a sampler, a dataset or another iterable its epoch, where it has a `set_epoch`."""
-    tell = getattr(thing, "set_epoch", None)
-    if callable(tell):
-        tell(epoch)
+    """Pass the epoch to a sampler, a dataset or another iterable that has `set_epoch`."""
+    setter = getattr(thing, "set_epoch", None)
+    if callable(setter):
+        setter(epoch)
 
 
 def start_loader_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:
-    """Tell a loader and its samplers their epoch, and seed the generators they were given."""
+    """Pass the epoch to a loader and its samplers, and seed the generators they were given."""
     for thing in (loader, loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         set_epoch(thing, epoch)
         generator = getattr(thing, "generator", None)
@@ -182,10 +182,11 @@ def start_loader_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:
             generator.manual_seed(seed)
 
 
-def _form(node: Any, size: int, *, top: bool = False) -> Any:
-    """What two batches must have in common to be joined: the nest, types, dtypes, trailing shapes, and single values.
+def _layout(node: Any, size: int, *, top: bool = False) -> Any:
+    """Return what batches must have in common to be joined: structure, types, dtypes, trailing shapes, single values.
 
-    A batch that the workload cuts, a tensor that asks for a gradient, and an unknown object equal themselves alone.
+    A batch that the workload splits itself, a tensor that requires a gradient, and an unknown object equal only
+    themselves.
     """
     if isinstance(node, pytree.CustomBatch) or getattr(node, "requires_grad", False):
         return id(node)
@@ -199,4 +200,4 @@ def _form(node: Any, size: int, *, top: bool = False) -> Any:
         return (type(node), node) if pytree.is_plain(node) else id(node)
     if pytree.is_sequence(node) and is_samples(node, size, top=top):
         return type(node), "samples", frozenset(map(type, node))
-    return type(node), [(step, _form(child, size)) for step, child in children]
+    return type(node), [(step, _layout(child, size)) for step, child in children]

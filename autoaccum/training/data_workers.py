@@ -1,4 +1,4 @@
-"""Processes that read data ahead: how they start and end, and what is told when one dies."""
+"""Processes that read data ahead: how they start and end, and the error when one dies."""
 
 from __future__ import annotations
 
@@ -19,67 +19,68 @@ from autoaccum.training.data_windows import DataSettings
 from autoaccum.workload import pytree
 
 END: Final = object()
-"""What is read behind the last entry."""
+"""Returned after the last entry."""
 
 _OPTIONS = ("num_workers", "persistent_workers", "timeout", "prefetch_factor", "multiprocessing_context")
-_PLUMBING = re.compile(
+_WORKER_FAILURE = re.compile(
     r"DataLoader worker \(pid|DataLoader timed out|shared memory|Too many open files|ancdata|file </torch"
 )
-_OF_THE_USERS = "in DataLoader worker process"
-_WAY_OUT = "most likely memory, /dev/shm or open files ran out: use fewer workers or none, or raise the limit"
+_USER_ERROR = "in DataLoader worker process"
+_WORKER_HINT = "most likely memory, /dev/shm or open files ran out: use fewer workers or none, or raise the limit"
 _PR_SET_PDEATHSIG = 1
-"""Of linux/prctl.h."""
+"""From linux/prctl.h."""
 
 
 class Reader:
-    """Goes through an iterable once, in this process or by a DataLoader's workers.
+    """Reads an iterable once, in this process or through a DataLoader's workers.
 
     Args:
-        data: What is iterated; workers of a DataLoader start now.
+        data: The iterable. Workers of a DataLoader start now.
     """
 
     def __init__(self, data: Any) -> None:
         self._has_workers = isinstance(data, DataLoader) and data.num_workers > 0
         self.entries: Iterator[Any] = iter(data)
         if getattr(self.entries, "_worker_pids_set", False):
-            # torch raises the death of a worker from a handler of SIGCHLD, so at any moment, within an update too.
-            # A read sees it by itself.
+            # torch's SIGCHLD handler would raise the death of a worker at any moment, even within an update.
+            # Reading notices it anyway.
             torch._C._remove_worker_pids(id(self.entries))
             self.entries._worker_pids_set = False  # type: ignore[attr-defined]
 
     def read(self) -> Any:
-        """The next entry, or END.
+        """Return the next entry, or END.
 
         Raises:
-            DataWorkerError: A worker died, or what it hands data over in ran out. What the data raises comes through.
+            DataWorkerError: A worker died, or its shared memory or open files ran out. Errors of the data are raised
+                unchanged.
         """
         try:
             return next(self.entries, END)
         except (RuntimeError, OSError, EOFError) as error:
-            said = _what_failed(error) if self._has_workers else None
-            if said is None:
+            reason = _worker_failure(error) if self._has_workers else None
+            if reason is None:
                 raise
-            raise DataWorkerError(f"a process that reads data failed ({said})", hint=_WAY_OUT) from error
+            raise DataWorkerError(f"a process that reads data failed ({reason})", hint=_WORKER_HINT) from error
 
     def __iter__(self) -> Iterator[Any]:
-        """All entries that are left."""
+        """Iterate over the remaining entries."""
         while (entry := self.read()) is not END:
             yield entry
 
-    def close(self, *, also_kept: bool = True) -> None:
-        """End its workers at once, also one that is in the midst of an item.
+    def close(self, *, include_persistent: bool = True) -> None:
+        """End the workers at once, even in the middle of an item.
 
         Args:
-            also_kept: Also those that their DataLoader keeps for the next epoch.
+            include_persistent: End also those that their DataLoader keeps for the next epoch.
         """
-        if self._has_workers and (also_kept or not getattr(self.entries, "_persistent_workers", False)):
+        if self._has_workers and (include_persistent or not getattr(self.entries, "_persistent_workers", False)):
             for worker in getattr(self.entries, "_workers", ()):
-                worker.terminate()  # torch has a worker leave quietly when its parent sends this
+                worker.terminate()  # A worker of torch exits quietly on this.
             getattr(self.entries, "_shutdown_workers", lambda: None)()
 
 
 def worker_options(settings: DataSettings, loader: DataLoader[Any] | None = None) -> dict[str, Any]:
-    """What a DataLoader of ours is made with: as the user's, where there is one that has workers."""
+    """Return the options of our own DataLoader: those of the user's, if that has workers."""
     pins = settings.card is not None or (loader is not None and loader.pin_memory)
     options: dict[str, Any] = {"num_workers": settings.workers}
     if loader is not None and loader.num_workers > 0:
@@ -89,9 +90,9 @@ def worker_options(settings: DataSettings, loader: DataLoader[Any] | None = None
 
 
 def to_shared_memory(part: Any) -> Any:
-    """A part, or a list of samples, as a worker gives it away: in shared memory, or an error that says why not.
+    """Move a worker's part, or list of samples, to shared memory, where a failure raises an error with its reason.
 
-    The queue would move it there in a thread of its own, where a lack of it is printed and the reader waits for ever.
+    The queue would do so in a thread that prints the error, while the reader waits forever.
     """
     if get_worker_info() is not None:
         for tensor in pytree.tensors(part):
@@ -100,33 +101,33 @@ def to_shared_memory(part: Any) -> Any:
     return part
 
 
-def _what_failed(error: Exception) -> str | None:
-    """The line that says so of a worker or its queue; None where the user's own code failed."""
+def _worker_failure(error: Exception) -> str | None:
+    """Return the line of the message that reports a failed worker or queue; None if the user's code failed."""
     text = str(error)
     if isinstance(error, RuntimeError):
-        return next((line for line in text.splitlines() if _PLUMBING.search(line)), None)
-    return None if _OF_THE_USERS in text else first_line(error) or type(error).__name__
+        return next((line for line in text.splitlines() if _WORKER_FAILURE.search(line)), None)
+    return None if _USER_ERROR in text else first_line(error) or type(error).__name__
 
 
 class WorkerInit:
-    """The `worker_init_fn` of our own loaders: leave Ctrl-C to the main process, end with it, then the user's own.
+    """The `worker_init_fn` of our own loaders: ignore Ctrl-C, end with the main process, then call the user's function.
 
-    torch's workers look every few seconds whether their parent is still who it was when they began to look. One whose
-    parent was killed before that would wait for ever, and with it who reads the pipes it inherited.
+    torch's workers check every few seconds whether their parent has changed since their first check. If the parent was
+    killed before that, they wait forever, and so does every reader of the pipes they inherited.
 
     Args:
         users: The user's own `worker_init_fn`.
-        context: How workers are started: a multiprocessing context, or the name of one; None: as is usual here.
+        context: How workers are started: a multiprocessing context or its name; None: the default.
     """
 
     def __init__(self, users: Callable[[int], Any] | None, context: Any = None) -> None:
         self._users = users
         method = context if isinstance(context, str) else (context or multiprocessing).get_start_method()
-        # A fork server is its workers' parent, and ends with the main process by itself.
+        # A fork server is the parent of its workers, and ends with the main process.
         self._parent = None if method == "forkserver" else os.getpid()
 
     def __call__(self, worker_id: int) -> None:
-        """Run in the worker, whose number is `worker_id`."""
+        """Initialise the worker with this number."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if self._parent is not None:
             if sys.platform == "linux":

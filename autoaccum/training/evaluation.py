@@ -1,4 +1,4 @@
-"""Evaluations between updates: when they come, what they read, and that they change no result of training."""
+"""Evaluations between updates: their schedule, their data, and their metrics. They do not change the training."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from autoaccum.workload.tracebacks import user_line
 
 
 class EvaluationData:
-    """Samples or batches of an evaluation.
+    """The samples or batches of an evaluation.
 
     Args:
-        data: As for training. A dataset's samples are collated in parts as large as the evaluation can take; a
-            DataLoader's batches, and those of another iterable, are kept unless they are too large.
+        data: As for training. Samples of a dataset are collated in parts as large as memory allows; batches of a
+            DataLoader or another iterable are used as they are, unless they are too large.
         collate: `collate(samples)`; None: torch's default_collate.
-        workers: TrialProcesses that read a map-style dataset; a DataLoader has its own.
+        workers: Processes that read a map-style dataset; a DataLoader has its own.
 
     Raises:
-        UsageError: It can be read only once, or is no such data.
+        UsageError: The data can be read only once, or has no supported type.
     """
 
     def __init__(self, data: Any, *, collate: Callable[[list[Any]], Any] | None = None, workers: int = 0) -> None:
@@ -51,21 +51,21 @@ class EvaluationData:
         self._has_samples = is_map_style(data) or isinstance(data, IterableDataset)
         if hasattr(data, "__next__") or not (self._has_samples or hasattr(data, "__iter__")):
             raise UsageError(
-                f"the evaluation data is {describe_type(data)}, which cannot be read again and again",
+                f"the evaluation data is {describe_type(data)}, which cannot be read repeatedly",
                 hint="give a dataset, a DataLoader or a list of batches: each evaluation reads it from the start",
             )
 
     def check_not_shared(self, trained_on: Any) -> None:
-        """Raise a UsageError where training reads the same stream, which would lose what an evaluation reads."""
-        for own, other in ((self._data, trained_on), (_stream(self._data), _stream(trained_on))):
+        """Raise a UsageError if training reads the same stream: it would miss what an evaluation reads."""
+        for own, other in ((self._data, trained_on), (_underlying_data(self._data), _underlying_data(trained_on))):
             if own is other and hasattr(own, "load_state_dict"):
                 raise UsageError(
-                    f"evaluation and training read the same {type(own).__name__}, which keeps its place in itself",
-                    hint="give a second one as the evaluation data: copy.deepcopy makes one",
+                    f"evaluation and training read the same {type(own).__name__}, which stores its position",
+                    hint="give a second one as the evaluation data, for example by copy.deepcopy",
                 )
 
     def batches(self, size: int, seed: int) -> Iterator[Any]:
-        """All of it, on the CPU; samples of a dataset in batches of `size`, the last one may be smaller."""
+        """Iterate over the data on the CPU: a dataset's samples in batches of `size`, batches as they are."""
         if not self._has_samples:
             return iter(Reader(self._data))
         loader: DataLoader[Any] = DataLoader(
@@ -78,21 +78,21 @@ class EvaluationData:
         return iter(Reader(loader))
 
 
-def _stream(data: Any) -> Any:
-    """What a DataLoader reads; other data as it is."""
+def _underlying_data(data: Any) -> Any:
+    """Return the dataset of a DataLoader; other data as it is."""
     return data.dataset if isinstance(data, DataLoader) else data
 
 
 class EvaluationMetrics:
-    """Figures over all evaluation data, as if it were one batch.
+    """Metrics over all evaluation data, as if it were one batch.
 
-    Without an `evaluate` they are the loss: means by their weights, sums added; its terms by name where there are
-    several, and `loss` their sum. With one, the numbers that it returns, averaged over the samples they are of.
+    Without `evaluate` they are the loss: means weighted by their divisors, sums added. A loss of several terms gives
+    each term by name, and `loss` is their sum. With `evaluate` they are the numbers it returns, averaged over samples.
 
     Args:
         objective: The loss.
-        evaluate: The workload's `evaluate(model, batch)`: a number, or a mapping of names to numbers; other entries of
-            it are ignored.
+        evaluate: The workload's `evaluate(model, batch)`, which returns a number or a mapping of names to numbers;
+            other entries of the mapping are ignored.
     """
 
     def __init__(self, objective: Objective, evaluate: Callable[[nn.Module, Any], Any] | None) -> None:
@@ -103,17 +103,17 @@ class EvaluationMetrics:
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
 
-    def add(self, model: nn.Module, part: Any, held: Any) -> None:
-        """Evaluate `part`, on the model's device; `held` is the same on the CPU. Nothing is added if it raises.
+    def add(self, model: nn.Module, part: Any, cpu_batch: Any) -> None:
+        """Evaluate `part`, on the model's device; `cpu_batch` is its copy on the CPU. If it raises, nothing is added.
 
-        What has no weight is left out: it may be 0/0.
+        A term without weight is left out, since it may be 0/0.
 
         Raises:
-            WorkloadError: There is no number in what `evaluate` returns.
+            WorkloadError: `evaluate` returned no number.
         """
-        size = batch_size(held)
+        size = batch_size(cpu_batch)
         if self._evaluate is None:
-            weights = self._objective.weight(held)
+            weights = self._objective.weight(cpu_batch)
             terms = self._objective.terms(model, part)
             figures = {name: float(term) for name, term in terms.items()}
             weights = match_weights(weights, terms)
@@ -127,7 +127,7 @@ class EvaluationMetrics:
         self.samples += size
 
     def values(self) -> dict[str, float]:
-        """The figures by name; NaN for a term without weight anywhere, which does not count in `loss`."""
+        """Return the metrics by name. A term without any weight is NaN, and does not count in `loss`."""
         found = {name: self._value(name) for name in self._sums}
         if self._evaluate is not None:
             return found
@@ -146,7 +146,7 @@ class EvaluationMetrics:
         numbers = {str(name): float(value) for name, value in named.items() if _is_number(value)}
         if not numbers:
             raise WorkloadError(
-                f"{self._name}(model, batch) returned {describe_type(returned)}, which is no number",
+                f"{self._name}(model, batch) returned {describe_type(returned)}, which is not a number",
                 hint="return a number, or a dict of numbers",
             )
         return numbers
@@ -161,27 +161,27 @@ def _is_number(value: Any) -> bool:
 
 
 class Evaluation:
-    """Goes over the evaluation data: in eval mode, without gradients, in the precision of training.
+    """Evaluates in eval mode, without gradients, in the precision of training.
 
-    Where memory runs out, the rest of this evaluation and later ones use smaller micro-batches. All that a step may
-    change but the weights (see `Transaction`) is put back, and what it reads and draws is the same each time, so that
-    it does not matter to training how often one evaluates.
+    After running out of memory, the rest of this evaluation and later ones use smaller micro-batches. Everything else
+    that a step may change (see `Transaction`) is restored, and each evaluation reads the same data with the same seed,
+    so the number of evaluations does not affect the training.
 
     Args:
-        objective: The loss, which is what is evaluated where there is no `evaluate`.
-        evaluate: The workload's own `evaluate(model, batch)`: a number, or several by name; averaged over samples.
+        objective: The loss, which is evaluated if there is no `evaluate`.
+        evaluate: The workload's `evaluate(model, batch)`: a number, or several by name, averaged over samples.
         precision: `fp32`, `bf16` or `fp16`.
-        data: What to evaluate on.
-        micro_batch: The most samples to begin with.
-        beside: Modules that the loss holds, such as the criterion: what they keep is put back as well.
-        seed: What reading and evaluating draw from.
-        interruptible: Entered where nothing is lost by leaving at any moment.
+        data: The evaluation data.
+        micro_batch: The largest micro-batch to begin with.
+        loss_modules: Modules that the loss uses, such as the criterion: their state is restored as well.
+        seed: The seed for reading and evaluating.
+        interruptible: Context in which the run may be stopped at any moment without loss.
 
     Attributes:
-        micro_batch: The most samples at once by now.
+        micro_batch: The largest micro-batch now.
 
     Raises:
-        WorkloadError: `evaluate` is no function of a model and a batch.
+        WorkloadError: `evaluate` is not a function of a model and a batch.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Evaluation:
         data: EvaluationData,
         *,
         micro_batch: int,
-        beside: Iterable[nn.Module] = (),
+        loss_modules: Iterable[nn.Module] = (),
         seed: int = 0,
         interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -200,24 +200,24 @@ class Evaluation:
             check_function(evaluate, "evaluate", "(model, batch)")
         self.micro_batch = micro_batch
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
-        self._beside, self._seed, self._interruptible = list(beside), seed, interruptible
+        self._loss_modules, self._seed, self._interruptible = list(loss_modules), seed, interruptible
 
     def run(self, model: nn.Module, update: int) -> Evaluated | EvaluationFailed:
         """Evaluate `model` after `update`; an exception becomes the reason of a failure.
 
-        An interruption, and being asked to stop, come through; a sys.exit() of the user's is a failure, too.
+        An interrupt or a request to stop is raised; a `sys.exit()` of the user's code counts as a failure.
         """
         started = time.perf_counter()
         score = EvaluationMetrics(self._objective, self._evaluate)
         failed: EvaluationFailed | None = None
         try:
-            with self._put_back(model), torch.no_grad(), self._interruptible():
+            with self._restoring_state(model), torch.no_grad(), self._interruptible():
                 for batch in self._data.batches(self.micro_batch, self._seed):
                     self._run_batch(model, batch, score)
             if score.samples == 0:
-                raise WorkloadError("there are no samples to evaluate on", hint="give more data, or none")
+                raise WorkloadError("the evaluation data has no samples", hint="give some, or no evaluation data")
         except Exception as error:
-            failed = EvaluationFailed(update, _reason(error), out_of_memory=_is_shortage(error))
+            failed = EvaluationFailed(update, _reason(error), out_of_memory=_is_out_of_memory(error))
             clear_frames(error)
         if failed is None:
             return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
@@ -225,7 +225,7 @@ class Evaluation:
         return failed
 
     def _run_batch(self, model: nn.Module, batch: Any, score: EvaluationMetrics) -> None:
-        """Part by part; one that does not fit is cut further, those before it are not repeated."""
+        """Evaluate in parts. A part that does not fit is split further, and earlier parts are not repeated."""
         waiting, retries = [self._objective.wrap_batch(batch)], 0
         while waiting:
             part = waiting.pop(0)
@@ -236,7 +236,7 @@ class Evaluation:
             error = self._attempt(model, part, score)
             if error is None:
                 continue
-            _refuse(error, size)
+            _check_can_shrink(error, size)
             clear_frames(error)
             del error
             release_memory(model_device(model))
@@ -245,7 +245,7 @@ class Evaluation:
             waiting.insert(0, part)
 
     def _attempt(self, model: nn.Module, part: Any, score: EvaluationMetrics) -> Exception | None:
-        """What it raises is returned: a handled exception would pin the tensors of every frame it passed through."""
+        """Evaluate a part and return its exception, since handling it would keep the tensors of all its frames."""
         device = model_device(model)
         try:
             with autocast(self._precision, device):
@@ -257,9 +257,9 @@ class Evaluation:
         return None
 
     @contextmanager
-    def _put_back(self, model: nn.Module) -> Iterator[None]:
-        """Within, `model` is at rest and all that is drawn from is seeded; whatever happens, all is as before then."""
-        roots = [model, *self._beside]
+    def _restoring_state(self, model: nn.Module) -> Iterator[None]:
+        """Switch to eval mode and seed all generators; restore everything on exit."""
+        roots = [model, *self._loss_modules]
         modules = [module for root in roots for module in root.modules()]
         parameters = [parameter for root in roots for parameter in root.parameters()]
         before = Transaction(modules, parameters, generators=module_generators(modules))
@@ -278,27 +278,27 @@ def _seed(devices: Iterable[torch.device], seed: int) -> None:
             torch.get_device_module(device).default_generators[device.index].manual_seed(seed)
 
 
-def _refuse(error: Exception, size: int) -> None:
-    """Raise `error`, or the clear no it means, unless its part can be cut further."""
+def _check_can_shrink(error: Exception, size: int) -> None:
+    """Raise `error`, or `DoesNotFitError` for a single sample, unless the part can be split further."""
     try:
-        shortage = find_out_of_memory(error)
-        if shortage is None or (size == 1 and not shortage.certain):
+        out_of_memory = find_out_of_memory(error)
+        if out_of_memory is None or (size == 1 and not out_of_memory.certain):
             raise error
         if size == 1:
             clear_frames(error)
             raise DoesNotFitError("not even one sample at a time fits: out of memory") from error
     finally:
-        del error  # the traceback holds this frame
+        del error  # Its traceback holds this frame.
 
 
-def _is_shortage(error: Exception) -> bool:
+def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, DoesNotFitError) or find_out_of_memory(error) is not None
 
 
 def _reason(error: Exception) -> str:
-    """Type, first line, and the line of the user's own code it came from.
+    """Return the type, the first line, and the line of the user's code that raised it.
 
-    An error that autoaccum raises on purpose says by itself what it is.
+    An error of autoaccum's own needs no type.
     """
     said, where = first_line(error), user_line(error)
     name = type(error).__name__
@@ -307,41 +307,41 @@ def _reason(error: Exception) -> str:
 
 
 class Evaluator:
-    """Evaluates every so many updates, or when it is told to, or after each epoch, and in the end.
+    """Evaluates every `eval_every` updates, when `eval_due` says so, or after each epoch, and at the end.
 
-    There is at most one evaluation after an update. Averaged weights are evaluated too: `ema_loss` beside `loss`.
+    There is at most one evaluation after an update. Averaged weights are evaluated too, as `ema_loss` next to `loss`.
 
     Args:
-        evaluation: What an evaluation is; None where nothing is evaluated.
-        trainee: What is evaluated.
-        request: Its `eval_every` and `eval_due` say when.
-        progress: How far training is.
-        tell: Told of each, done or failed.
+        evaluation: The evaluation to run; None if there is no evaluation data.
+        components: The model, and the averaged one.
+        request: The request, with `eval_every` and `eval_due`.
+        progress: The progress of the training.
+        notify: Called with each `Evaluated` or `EvaluationFailed`.
 
     Raises:
-        UsageError: It is said when, and there is nothing to evaluate on.
+        UsageError: The request says when to evaluate, but there is no evaluation data.
     """
 
     def __init__(
         self,
         evaluation: Evaluation | None,
-        trainee: TrainingComponents,
+        components: TrainingComponents,
         request: FitRequest,
         progress: Progress,
-        tell: Callable[[Any], Any],
+        notify: Callable[[Any], Any],
     ) -> None:
-        self._evaluation, self._trainee, self._progress, self._tell = evaluation, trainee, progress, tell
+        self._evaluation, self._components, self._progress, self._notify = evaluation, components, progress, notify
         self._every, self._due = request.eval_every, request.eval_due
         self._after_epochs = self._every is None and self._due is None
         if evaluation is None and not self._after_epochs:
             name = "eval_due" if self._every is None else "eval_every"
             raise UsageError(
-                f"{name} is given, and there is nothing to evaluate on",
+                f"{name} is given, but no evaluation data",
                 hint="give eval_data, or define evaluation_dataset in the workload",
             )
 
     def run_if_due(self) -> None:
-        """After an update."""
+        """Evaluate after an update if that is due."""
         if self._due is not None:
             is_due = self._due(self._progress.samples)
         else:
@@ -350,12 +350,12 @@ class Evaluator:
             self.run()
 
     def run_after_epoch(self) -> None:
-        """After an epoch."""
+        """Evaluate after an epoch, unless the request says when to evaluate."""
         if self._after_epochs:
             self.run()
 
     def run_missed(self) -> None:
-        """When a run goes on: what stopped it may have come between an update, or an epoch, and its evaluation."""
+        """On resuming, run the evaluation that an interruption may have prevented."""
         if not self._after_epochs:
             if self._progress.update not in (0, self._progress.evaluated_at):
                 self.run_if_due()
@@ -363,29 +363,29 @@ class Evaluator:
             self.run()
 
     def run(self) -> None:
-        """Now, unless that was done after this very update."""
+        """Evaluate now, unless this update has been evaluated."""
         progress = self._progress
         if self._evaluation is None or progress.update in (0, progress.evaluated_at):
             return
-        done = self._evaluation.run(self._trainee.model, progress.update)
-        if isinstance(done, Evaluated) and self._trainee.averages is not None:
-            done = _joined(done, self._evaluation.run(self._trainee.averages.model, progress.update))
+        done = self._evaluation.run(self._components.model, progress.update)
+        if isinstance(done, Evaluated) and self._components.averages is not None:
+            done = _merge_averaged(done, self._evaluation.run(self._components.averages.model, progress.update))
         progress.evaluated_at = progress.update
         if isinstance(done, Evaluated):
             progress.evaluation = dict(done.values)
-        self._tell(done)
+        self._notify(done)
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps: the micro-batch that fitted."""
+        """Return the checkpoint's entry: the micro-batch that fitted."""
         return {} if self._evaluation is None else {"micro_batch": self._evaluation.micro_batch}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Go on from `state`."""
+        """Continue from a `state`."""
         if self._evaluation is not None and "micro_batch" in state:
             self._evaluation.micro_batch = min(self._evaluation.micro_batch, state["micro_batch"])
 
 
-def _joined(done: Evaluated, averaged: Evaluated | EvaluationFailed) -> Evaluated | EvaluationFailed:
+def _merge_averaged(done: Evaluated, averaged: Evaluated | EvaluationFailed) -> Evaluated | EvaluationFailed:
     if isinstance(averaged, EvaluationFailed):
         return averaged
     values = {**done.values, **{f"ema_{name}": value for name, value in averaged.values.items()}}

@@ -1,4 +1,4 @@
-"""What training tells while it goes on and in the end: frozen records, for whoever draws or logs them."""
+"""Events and the result of a training, as frozen records for progress displays and logs."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Planning:
-    """A plan is made first; the planner's own events follow, until `Started`."""
+    """A plan is made first; the planner's own events follow until `Started`."""
 
     reference: str
 
 
 @dataclass(frozen=True)
 class WorkloadOutput:
-    """A line that the workload printed in a process of its own, while it was planned."""
+    """A line that the workload printed in its child process during planning."""
 
     line: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """The first update comes next.
+    """The training is about to make its first update.
 
     Attributes:
         model: The model, on its device.
-        optimizer: Its optimizer.
-        plan: What the micro-batch was taken from; None where it was given as a number.
-        micro_batch: The ceiling to begin with, in samples.
+        optimizer: The optimizer.
+        plan: The plan with the micro-batch; None if the micro-batch was given as a number.
+        micro_batch: The initial ceiling, in samples.
         target_batch: Samples per update.
-        device: Where it trains: `cpu`, `cuda:0`.
-        update: Updates made before, by an earlier run in the same folder.
-        updates: Updates there will be in all; None where the data does not tell.
-        epochs: Epochs there will be in all; None where only updates count.
-        resumed_from: The checkpoint that training goes on from; None for a new run.
+        device: The training device: `cpu`, `cuda:0`.
+        update: Updates already made by earlier runs in the same folder.
+        updates: Total updates at the end; None if the data has no known length.
+        epochs: Total epochs at the end; None if only updates count.
+        resumed_from: The checkpoint that training resumes from; None for a new run.
     """
 
     model: nn.Module
@@ -62,21 +62,21 @@ class Updated:
     """One update; also a line of `metrics.jsonl`.
 
     Attributes:
-        update: Counted from 1; windows that were skipped count, so that the number tells the place in the data.
-        epoch: Counted from 1.
+        update: The number of the update, from 1. Skipped windows count, so it gives the position in the data.
+        epoch: The number of the epoch, from 1.
         samples: Samples trained on so far, over all epochs.
-        loss: The loss of the effective batch; NaN when nothing in it had weight.
-        grad_norm: 2-norm of its gradient before clipping; None where there was none.
-        learning_rate: Of the first parameter group, in this update; None where it has none.
-        samples_per_second: Of this update, with the data it waited for.
-        peak_bytes: On a card the most PyTorch's allocator reserved during the update; on the CPU the most memory the
-            process has held so far; None where that is not known.
-        micro_batches: How many the batch was cut into.
-        micro_batch: The largest of them, in samples.
-        retries: How often it was repeated in smaller micro-batches, because memory ran out.
-        updated: False when the weights stayed: nothing had weight, the scaler found gradients not finite, or the
-            window was skipped for that.
-        terms: The terms of the loss by name, where there are several.
+        loss: The loss of the effective batch; NaN if nothing in it had weight.
+        grad_norm: The 2-norm of the gradient before clipping; None if there was no gradient.
+        learning_rate: The learning rate of the first parameter group; None if it has none.
+        samples_per_second: The speed of this update, including the wait for its data.
+        peak_bytes: On a GPU the most that PyTorch's allocator reserved during the update; on the CPU the most memory
+            the process has held so far; None if unknown.
+        micro_batches: The number of micro-batches.
+        micro_batch: The size of the largest one, in samples.
+        retries: How many times the update was repeated in smaller micro-batches after running out of memory.
+        updated: False if the weights did not change: nothing had weight, the scaler found gradients that are not
+            finite, or the window was skipped for that reason.
+        terms: The terms of the loss by name, if there are several.
     """
 
     update: int
@@ -96,13 +96,13 @@ class Updated:
 
 @dataclass(frozen=True)
 class OutOfMemoryRetry:
-    """Memory ran out in an update: nothing was changed, and its batch is repeated in smaller micro-batches.
+    """An update ran out of memory: nothing was changed, and its batch is repeated in smaller micro-batches.
 
     Attributes:
-        update: Which one.
-        phase: Where in the step.
-        micro_batch: The largest part that was tried, in samples.
-        next_micro_batch: The most that is tried next.
+        update: The number of the update.
+        phase: The phase of the step.
+        micro_batch: The largest micro-batch that was tried, in samples.
+        next_micro_batch: The largest that is tried next.
     """
 
     update: int
@@ -113,7 +113,7 @@ class OutOfMemoryRetry:
 
 @dataclass(frozen=True)
 class CeilingRaised:
-    """After a calm stretch, larger micro-batches are tried again, from the next update on."""
+    """After enough updates without running out of memory, larger micro-batches are tried from the next update on."""
 
     update: int
     micro_batch: int
@@ -121,7 +121,7 @@ class CeilingRaised:
 
 @dataclass(frozen=True)
 class EpochEnded:
-    """All of the data was seen once more; `epoch` is counted from 1, `samples` are those of this epoch."""
+    """An epoch is over; `epoch` counts from 1, and `samples` are those of this epoch."""
 
     epoch: int
     update: int
@@ -133,11 +133,11 @@ class Evaluated:
     """An evaluation is done.
 
     Attributes:
-        update: After which update.
-        values: By name: `loss`, or what the workload's own `evaluate` returned, averaged over samples; the same of the
-            averaged weights, where they are kept, as `ema_loss`.
-        samples: Samples it went over.
-        seconds: What it took.
+        update: The number of updates made before it.
+        values: Metrics by name: `loss`, or the results of the workload's `evaluate`, averaged over samples. With
+            averaged weights, theirs too, as `ema_loss`.
+        samples: The number of evaluated samples.
+        seconds: The duration.
     """
 
     update: int
@@ -148,12 +148,12 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class EvaluationFailed:
-    """An evaluation could not be finished; training goes on.
+    """An evaluation could not be finished; training continues.
 
     Attributes:
-        update: After which update.
-        reason: Why, for a person.
-        out_of_memory: Not even one sample at a time fits.
+        update: The number of updates made before it.
+        reason: The reason, as text.
+        out_of_memory: True if not even one sample at a time fits.
     """
 
     update: int
@@ -163,7 +163,7 @@ class EvaluationFailed:
 
 @dataclass(frozen=True)
 class CheckpointWritten:
-    """A checkpoint is on disk, whole and read back."""
+    """A checkpoint is on disk and has been read back."""
 
     update: int
     path: Path
@@ -172,7 +172,7 @@ class CheckpointWritten:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint could not be written; the earlier ones are as they were, and training goes on."""
+    """A checkpoint could not be written; earlier ones stay, and training continues."""
 
     update: int
     reason: str
@@ -180,7 +180,7 @@ class CheckpointFailed:
 
 @dataclass(frozen=True)
 class Skipped:
-    """The loss or the gradient of an update was not finite: its window is passed over, the weights stay."""
+    """The loss or the gradient of an update was not finite: its window is skipped, and the weights stay."""
 
     update: int
     reason: str
@@ -188,7 +188,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Notice:
-    """What a person should know, as a sentence: a damaged checkpoint was passed over, data is read forward."""
+    """A message for the user, as a sentence: a warning if `warns`, else a note."""
 
     text: str
     warns: bool = True
@@ -196,29 +196,29 @@ class Notice:
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What a training came to.
+    """The result of a training.
 
     Attributes:
         model: The trained model, on its device.
-        optimizer: Its optimizer.
-        plan: The plan it was trained by; None where `micro_batch` was given.
-        updates: Updates so far, those of earlier runs in the same folder included.
+        optimizer: The optimizer.
+        plan: The plan it was trained by; None if `micro_batch` was given.
+        updates: Updates so far, including earlier runs in the same folder.
         epochs: Whole epochs so far.
         samples: Samples trained on so far.
-        loss: Of the last update; None when this call made none.
-        evaluation: What the last evaluation gave, by name; None when there was none.
-        oom_retries: How often an update was repeated because memory ran out.
-        skipped: Updates passed over because loss or gradient were not finite.
-        seconds: What this call took, planning included.
-        stopped: Why it ended before its epochs and steps: `callback`; None when it did not.
-        run_dir: The folder of the run; None without one.
+        loss: The loss of the last update; None if this call made none.
+        evaluation: The metrics of the last evaluation, by name; None if there was none.
+        oom_retries: How many times an update was repeated after running out of memory.
+        skipped: Updates skipped because the loss or the gradient was not finite.
+        seconds: The duration of this call, including planning.
+        stopped: The reason for ending before the last epoch or step: `callback`; None otherwise.
+        run_dir: The run's folder; None without one.
         checkpoint: The newest checkpoint; None without a folder.
-        model_path: The weights as a plain `state_dict`; None without a folder, or where they could not be written.
-        ema_model: A copy of the model whose weights are the averages; None where none are kept.
-        ema_path: Those, as `model_path`.
-        unsaved: Why the end of this training is not on disk although there is a folder; None when it is.
-        resumed_from: The checkpoint it went on from.
-        warnings: What went wrong on the way without ending it, as sentences.
+        model_path: The weights as a plain `state_dict`; None without a folder, or if they could not be written.
+        ema_model: A copy of the model with the averaged weights; None without an average.
+        ema_path: The averaged weights, like `model_path`.
+        unsaved: The reason why the final state is not on disk although there is a folder; None if it is.
+        resumed_from: The checkpoint that training resumed from.
+        warnings: Problems that did not end the training, as sentences.
     """
 
     model: nn.Module
@@ -244,32 +244,32 @@ class FitResult:
 
 
 class EventNotifier:
-    """Passes every event on: to listeners of our own, then to the user's callbacks.
+    """Passes every event to our own listeners, then to the user's callbacks.
 
     Args:
-        listeners: Hear everything; what they return does not matter.
-        callbacks: Hear everything, too; one that returns True ends the training after this update.
+        listeners: Called with every event; return values are ignored.
+        callbacks: Called with every event. Returning True ends the training after this update.
 
     Attributes:
-        ended: Whether a callback said so.
-        warnings: What went wrong without ending the training, as sentences.
+        should_stop: True once a callback has returned True.
+        warnings: Problems that did not end the training, as sentences.
     """
 
     def __init__(self, listeners: Sequence[Callable[[Any], Any]], callbacks: Sequence[Callable[[Any], Any]]) -> None:
-        self.ended = False
+        self.should_stop = False
         self.warnings: list[str] = []
         self.listeners, self._callbacks = list(listeners), list(callbacks)
 
-    def tell(self, event: Any) -> None:
-        """Pass an event on. What a callback raises comes as it is, after all listeners have heard."""
-        said = _warning(event)
-        if said is not None and said not in self.warnings:
-            self.warnings.append(said)
+    def notify(self, event: Any) -> None:
+        """Pass an event on. A callback's exception is raised unchanged, after all listeners have been called."""
+        warning = _warning(event)
+        if warning is not None and warning not in self.warnings:
+            self.warnings.append(warning)
         for listener in self.listeners:
             listener(event)
         for callback in self._callbacks:
             if callback(event) is True:
-                self.ended = True
+                self.should_stop = True
 
 
 def _warning(event: Any) -> str | None:

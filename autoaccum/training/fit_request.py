@@ -1,4 +1,4 @@
-"""What a training is asked to do: everything `autoaccum.fit` is given, checked before anything starts."""
+"""The arguments of `autoaccum.fit`, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ _FUNCTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest:
-    """The arguments of `autoaccum.fit`, where each is explained; `subject` is its `model_or_workload`.
+    """The arguments of `autoaccum.fit`, which documents each.
 
     Attributes:
-        options: How it is to run: optimizer, precision, device, memory and their like.
-        eval_due: In place of `eval_every`, and no argument of `fit`: asked after each update with the samples trained
-            on so far; where it returns True, an evaluation comes next. Whatever it says, there is one in the end.
+        options: Optimizer, precision, device, memory and the like.
+        eval_due: A function used in place of `eval_every`, and not an argument of `fit`. It is called after each update
+            with the samples trained on so far; if it returns True, an evaluation follows. There is always one at the
+            end.
 
     Raises:
-        UsageError: One of them cannot be honoured, or they contradict each other.
+        UsageError: An argument is invalid, or two contradict each other.
     """
 
-    subject: Any
+    model_or_workload: Any
     data: Any = None
     target_batch: int
     loss: Any = None
@@ -70,17 +71,17 @@ class FitRequest:
     callbacks: Sequence[Callable[[Any], Any]] = ()
 
     @classmethod
-    def of(cls, subject: Any, given: Mapping[str, Any]) -> FitRequest:
-        """The request of a call of `fit` with these arguments, those of `Options` among them.
+    def of(cls, model_or_workload: Any, given: Mapping[str, Any]) -> FitRequest:
+        """Return the request for a call of `fit` with these arguments, including those of `Options`.
 
         Raises:
             TypeError: There is no such argument.
-            UsageError: As `FitRequest`.
+            UsageError: As for `FitRequest`.
         """
         own = {field.name for field in dataclasses.fields(cls)} - {"options"}
         others = {name: value for name, value in given.items() if name not in own}
         mine = {name: value for name, value in given.items() if name in own}
-        return cls(subject=subject, options=Options.of("fit", others), **mine)
+        return cls(model_or_workload=model_or_workload, options=Options.of("fit", others), **mine)
 
     def __post_init__(self) -> None:
         for name in ("target_batch", "checkpoint_every", "keep"):
@@ -96,7 +97,7 @@ class FitRequest:
         check_flag(self.skip_nonfinite, "skip_nonfinite")
         for name, most in (("clip_norm", math.inf), ("learning_rate", math.inf), ("ema_decay", 1.0)):
             self._check_positive(name, most)
-        self._settle_paths()
+        self._make_paths_absolute()
         if self.epochs is None and self.steps is None:
             raise UsageError(
                 "neither epochs nor steps are given", hint="say how long to train: epochs=3 (--epochs 3), or steps=1000"
@@ -125,8 +126,8 @@ class FitRequest:
             raise UsageError(f"{name} is {value!r}", hint=f"give a number above 0{below}")
         self._set(name, float(value))
 
-    def _settle_paths(self) -> None:
-        """What is relative is so to the folder the request was made in: a workload may go to another."""
+    def _make_paths_absolute(self) -> None:
+        """Make paths absolute, since loading a workload may change the working directory."""
         for name, what in (("run_dir", "a folder"), ("plan", "a plan")):
             value = getattr(self, name)
             if isinstance(value, (str, os.PathLike)) and str(value):

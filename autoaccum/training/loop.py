@@ -1,4 +1,4 @@
-"""A training that is under way: a window, an update; now and then an evaluation, a checkpoint."""
+"""The training loop: a window of data, an update; now and then an evaluation and a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,79 +32,81 @@ from autoaccum.workload.model_copies import is_large
 
 
 class Loop:
-    """A training, with all that changes while it goes on.
+    """A training in progress, with all its changing state.
 
-    The arguments are what `fitting.train` has made of a request; `run` is what must be the same when it is resumed,
-    and without a `folder` nothing is kept.
+    The arguments are what `trainer.train` has built from a request. `run` holds what must be equal on resuming; without
+    a `folder` nothing is saved.
 
     Attributes:
-        progress: How far it is; training goes on from where it stands.
-        goal: When it is done.
-        stepper: Makes an update of each window.
-        keeper: Writes checkpoints when they are due.
+        progress: The progress so far, from which training continues.
+        goal: When training is done.
+        stepper: Makes an update from each window.
+        checkpoint_writer: Writes checkpoints when they are due.
 
     Raises:
-        UsageError: The plan is for something else, or the evaluation data cannot be used.
+        UsageError: The plan does not match the training, or the evaluation data cannot be used.
     """
 
     def __init__(
         self,
         request: FitRequest,
-        subject: TrainingSetup,
-        trainee: TrainingComponents,
+        setup: TrainingSetup,
+        components: TrainingComponents,
         source: Source,
         choice: MicroBatchChoice,
         *,
         folder: RunFolder | None,
         run: Mapping[str, Any],
-        stopping: StopSignals,
-        teller: EventNotifier,
+        stop_signals: StopSignals,
+        notifier: EventNotifier,
     ) -> None:
-        self.trainee, self.choice, self.progress = trainee, choice, Progress()
-        self._source, self._stopping, self._teller = source, stopping, teller
-        self._run, self._digest = run, subject.digest
-        self._settings = None if folder is None else capture_settings(trainee)
-        self._has_left_out = self._has_told_of_coupling = False
+        self.components, self.choice, self.progress = components, choice, Progress()
+        self._source, self._stop_signals, self._notifier = source, stop_signals, notifier
+        self._run, self._digest = run, setup.digest
+        self._settings = None if folder is None else capture_settings(components)
+        self._has_noted_remainder = self._has_checked_coupling = False
         source.part_size, source.multiple_of = choice.micro_batch, choice.multiple_of
-        source.interruptible = stopping.interruptible
+        source.interruptible = stop_signals.interruptible
         source.saves_position = folder is not None
         self.goal = Goal(request.epochs, request.steps, _updates_per_epoch(source, request.target_batch))
-        self.stepper = Stepper(request, trainee, choice, self.progress, stopping.check, teller.tell)
-        self._evaluator = self._make_evaluator(request, subject)
+        self.stepper = Stepper(request, components, choice, self.progress, stop_signals.check, notifier.notify)
+        self._evaluator = self._make_evaluator(request, setup)
         store = None if folder is None else folder.checkpoints
-        self.keeper = CheckpointWriter(store, request.checkpoint_every, self.progress, self.compose, teller.tell)
+        self.checkpoint_writer = CheckpointWriter(
+            store, request.checkpoint_every, self.progress, self.checkpoint_record, notifier.notify
+        )
 
     def run(self) -> None:
         """Train to the goal, or until a callback ends it.
 
-        Whatever is raised, `progress` and all that is trained are those of the last whole update, unless it is
-        UpdateInterrupted.
+        After any exception except UpdateInterrupted, `progress` and all trained state are those of the last whole
+        update.
 
         Raises:
-            StopRequested: A signal asked for it.
+            StopRequested: A signal asked the run to stop.
         """
         self._evaluator.run_missed()
         if not self.goal.is_reached(self.progress):
             self._source.start_epoch(self.progress.epoch)
-        while not (self._teller.ended or self.goal.is_reached(self.progress)):
-            self._stopping.check()
+        while not (self._notifier.should_stop or self.goal.is_reached(self.progress)):
+            self._stop_signals.check()
             began = time.perf_counter()
             window = self._source.next_window()
             if window is not None and window.samples % self._source.multiple_of:
-                window = self._whole(window)
+                window = self._drop_remainder(window)
             if window is None:
                 self._end_epoch()
             elif window.samples:
-                self._look_for_coupling(window)
+                self._check_coupling(window)
                 self._update(window, began)
-                del window  # A whole effective batch: not to be held while the next one is read.
+                del window  # Free the whole effective batch before the next one is read.
                 self._evaluator.run_if_due()
-                self.keeper.keep_if_due()
+                self.checkpoint_writer.write_if_due()
         self._evaluator.run()
-        self.keeper.keep()
+        self.checkpoint_writer.write()
 
-    def compose(self) -> dict[str, Any]:
-        """What a checkpoint holds: plain values and tensors, as of the last whole update."""
+    def checkpoint_record(self) -> dict[str, Any]:
+        """Return the content of a checkpoint: plain values and tensors as of the last whole update."""
         plan = self.choice.plan
         return {
             "run": dict(self._run),
@@ -116,52 +118,53 @@ class Loop:
             "stepper": self.stepper.state(),
             "evaluation": self._evaluator.state(),
             "data": self._source.state_dict(),
-            "training": capture_training(self.trainee),
+            "training": capture_training(self.components),
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Put everything where `record` has it, but for random states, which come last of all.
+        """Restore everything from `record` except random states, which are restored last.
 
         Raises:
-            UsageError: It is of another model or optimizer: says what differs, and nothing is changed.
+            UsageError: The record belongs to another model or optimizer. The message names the difference; nothing is
+                changed.
         """
-        restore_training(record["training"], record["settings"], self.trainee, self._teller.tell)
+        restore_training(record["training"], record["settings"], self.components, self._notifier.notify)
         self._settings = record["settings"]
         vars(self.progress).update(record["progress"])
         self.stepper.restore(record["stepper"], same_plan=record["micro_batch"] == self.choice.micro_batch)
         self._evaluator.restore(record["evaluation"])
-        how = self._source.load_state_dict(record["data"])
-        if how is not None:
-            self._teller.tell(Notice(how, warns=False))
+        note = self._source.load_state_dict(record["data"])
+        if note is not None:
+            self._notifier.notify(Notice(note, warns=False))
 
-    def _whole(self, window: Window) -> Window:
-        """The window without what is left over at the end of an epoch, which is told once."""
+    def _drop_remainder(self, window: Window) -> Window:
+        """Drop the samples left over at the end of an epoch, with a notice the first time."""
         each = self._source.multiple_of
-        if not self._has_left_out:
-            self._has_left_out = True
-            left = f"samples that are left over at the end of an epoch ({window.samples % each} here) are left out"
-            self._teller.tell(Notice(f"{left}: micro-batches are multiples of {each}", warns=False))
-        whole = window.whole(each)
+        if not self._has_noted_remainder:
+            self._has_noted_remainder = True
+            left = f"samples left over at the end of an epoch ({window.samples % each} here) are dropped"
+            self._notifier.notify(Notice(f"{left}: micro-batches are multiples of {each}", warns=False))
+        whole = window.drop_remainder(each)
         if not whole.samples:
             self._source.commit()
         return whole
 
-    def _look_for_coupling(self, window: Window) -> None:
-        """In the first window of several parts."""
-        if not self._has_told_of_coupling and len(window.parts) > 1:
-            self._has_told_of_coupling = True
+    def _check_coupling(self, window: Window) -> None:
+        """Check for batch coupling in the first window of several parts."""
+        if not self._has_checked_coupling and len(window.parts) > 1:
+            self._has_checked_coupling = True
             known = None if self.choice.plan is None else self.choice.plan.coupling
-            _tell_of_coupling(self.trainee, known, window.parts, self._teller.tell)
+            _warn_of_coupling(self.components, known, window.parts, self._notifier.notify)
 
     def _update(self, window: Window, began: float) -> None:
         learning_rate = self.stepper.learning_rate
         result = self.stepper.step(window.parts)
-        # The update is made, or its window passed over: from here on it is not made again, whatever is raised.
+        # The update is made, or its window skipped: from here on it is never repeated, even if something raises.
         self._source.commit()
         self.progress.count(window.samples, result)
-        self.stepper.follow(result)
+        self.stepper.after_update(result)
         seconds = time.perf_counter() - began
-        self._teller.tell(self._updated(result, learning_rate, window.samples / seconds))
+        self._notifier.notify(self._updated(result, learning_rate, window.samples / seconds))
 
     def _updated(self, result: StepResult, learning_rate: float | None, samples_per_second: float) -> Updated:
         return Updated(
@@ -185,25 +188,25 @@ class Loop:
         self.progress.end_epoch()
         if not self.goal.is_reached(self.progress):
             self._source.start_epoch(self.progress.epoch)
-        self._teller.tell(ended)
+        self._notifier.notify(ended)
         self._evaluator.run_after_epoch()
 
-    def _make_evaluator(self, request: FitRequest, subject: TrainingSetup) -> Evaluator:
-        trainee, evaluation = self.trainee, None
-        if subject.eval_data is not None:
-            data = EvaluationData(subject.eval_data, collate=subject.collate, workers=request.workers)
-            data.check_not_shared(subject.data)
+    def _make_evaluator(self, request: FitRequest, setup: TrainingSetup) -> Evaluator:
+        components, evaluation = self.components, None
+        if setup.eval_data is not None:
+            data = EvaluationData(setup.eval_data, collate=setup.collate, workers=request.workers)
+            data.check_not_shared(setup.data)
             evaluation = Evaluation(
-                trainee.objective,
-                trainee.evaluate,
-                trainee.precision,
+                components.objective,
+                components.evaluate,
+                components.precision,
                 data,
-                micro_batch=subject.evaluation_batch or self.choice.micro_batch,
-                beside=trainee.beside,
+                micro_batch=setup.evaluation_batch or self.choice.micro_batch,
+                loss_modules=components.loss_modules,
                 seed=derive_seed(request.seed, "evaluation"),
-                interruptible=self._stopping.interruptible,
+                interruptible=self._stop_signals.interruptible,
             )
-        return Evaluator(evaluation, trainee, request, self.progress, self._teller.tell)
+        return Evaluator(evaluation, components, request, self.progress, self._notifier.notify)
 
 
 def _updates_per_epoch(source: Source, target_batch: int) -> int | None:
@@ -211,23 +214,22 @@ def _updates_per_epoch(source: Source, target_batch: int) -> int | None:
     return None if samples is None else -(-(samples - samples % source.multiple_of) // target_batch)
 
 
-def _tell_of_coupling(
-    trainee: TrainingComponents, known: Coupling | None, parts: Sequence[Any], tell: Callable[[Any], None]
+def _warn_of_coupling(
+    components: TrainingComponents, known: Coupling | None, parts: Sequence[Any], notify: Callable[[Any], None]
 ) -> None:
-    """Say what couples the samples of an update: what its plan knows, else what an experiment on a copy finds.
+    """Warn of anything that couples the samples of an update: as the plan found, or by an experiment on a copy.
 
-    Nothing of the training is changed by it: a forward of the loss may reach the model itself, a teacher, or their
-    generators, and all of them are put back.
+    The experiment may run the model itself, a teacher, or their generators; all of them are restored.
     """
-    found = known or _find_out(trainee, _take(parts))
-    # Of BatchNorms the Accumulator itself warns, and knows more.
-    told = () if trainee.batchnorm == "frozen" else batchnorm_names(trainee.model)
-    for sentence in found.warnings(told):
-        tell(Notice(sentence))
+    found = known or _probe_coupling(components, _take_samples(parts))
+    # The Accumulator itself warns of BatchNorm layers, in more detail.
+    already_warned = () if components.batchnorm == "frozen" else batchnorm_names(components.model)
+    for sentence in found.warnings(already_warned):
+        notify(Notice(sentence))
 
 
-def _take(parts: Sequence[Any]) -> Any:
-    """Some samples of an update; None where there are too few, or its parts differ in their form."""
+def _take_samples(parts: Sequence[Any]) -> Any:
+    """Return a few samples of an update, or None if there are too few or the parts differ in structure."""
     taken: list[Any] = []
     while sum(map(batch_size, taken)) < SAMPLES and len(taken) < len(parts):
         taken.append(parts[len(taken)])
@@ -238,17 +240,17 @@ def _take(parts: Sequence[Any]) -> Any:
         return None
 
 
-def _find_out(trainee: TrainingComponents, batch: Any) -> Coupling:
+def _probe_coupling(components: TrainingComponents, batch: Any) -> Coupling:
     if batch is None:
-        return Coupling(reason="the first update has too few samples, or parts of several forms")
-    model, objective = trainee.model, trainee.objective
+        return Coupling(reason="the first update has too few samples, or parts of different structure")
+    model, objective = components.model, components.objective
     criterion = None if objective.criterion is None else objective.criterion.function
-    held = find_python_attributes(unwrap_model(model), trainee.optimizer)
+    held = find_python_attributes(unwrap_model(model), components.optimizer)
     modules, generators = find_reachable((objective.loss_function, criterion), held)
     if any(is_large(module) for module in (model, *modules.values())):
-        return Coupling(reason="what is to be copied is too large")
+        return Coupling(reason="the modules to copy are too large")
     state = TorchState([model, *modules.values()], generators=generators)
     try:
-        return probe_model(model, objective, batch, trainee.batchnorm)
+        return probe_model(model, objective, batch, components.batchnorm)
     finally:
         state.restore()

@@ -1,4 +1,4 @@
-"""A map-style dataset as windows: nothing is read twice, and every item is the same however the run was cut."""
+"""Windows of a map-style dataset: a run resumes anywhere without rereading, and with the same items."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ from autoaccum.workload.samples import spread_indices
 
 
 class MapStyleSource(WindowSource):
-    """Windows of a dataset with `__getitem__`; its place is an epoch and a number of samples.
+    """Windows of a dataset with `__getitem__`; the position is an epoch and a number of samples.
 
-    An epoch's order is drawn under seeds of run, epoch and window; each item is fetched, and each part collated, under
-    one of run, epoch and place. Seeded are the generators of Python, NumPy and torch on the CPU. So a run goes on
-    anywhere without reading anything again. A generator that a dataset, or a sampler of one's own, keeps for itself is
-    not seeded.
+    An epoch's order is drawn with seeds from run, epoch and window. Each item is fetched, and each part collated, with
+    a seed from run, epoch and position. This seeds the CPU generators of Python, NumPy and torch, so a run resumes
+    anywhere without rereading. A generator that a dataset or a custom sampler stores itself is not seeded.
 
     Args:
-        dataset: Asked for one item at a time.
-        settings: What it is read by.
-        loader: The user's loader over it, whose order and collate function it is then; None: shuffled in each epoch.
+        dataset: The dataset, read one item at a time.
+        settings: How to read it.
+        loader: The user's loader, whose order and collate function are used; None: shuffled in each epoch.
     """
 
     def __init__(self, dataset: Any, settings: DataSettings, loader: DataLoader[Any] | None = None) -> None:
@@ -47,7 +46,7 @@ class MapStyleSource(WindowSource):
             self._sampler: Any = BatchSampler(every, settings.target_batch, False)
         else:
             self._sampler = loader.batch_sampler
-            self.samples_per_epoch = _samples_of(self._sampler)
+            self.samples_per_epoch = _samples_per_epoch(self._sampler)
         collate = settings.collate if loader is None else loader.collate_fn
         self._collate = default_collate if collate is None else collate
         self._loader: DataLoader[Any] = DataLoader(
@@ -60,57 +59,57 @@ class MapStyleSource(WindowSource):
         self._reader: Reader | None = None
         self._sizes: deque[tuple[int, int]] = deque()
         self._read = self._digest = 0
-        self._done = 0, 0
+        self._committed = 0, 0
         self._begin(0)
         if self.samples_per_epoch is not None:
-            self._check_first(self.samples_per_epoch)
+            self._check_fills_window(self.samples_per_epoch)
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be the same when a run goes on."""
+        """Return what must be equal on resuming."""
         samplers = (self._sampler, getattr(self._sampler, "sampler", None))
         order = " of ".join(type(sampler).__name__ for sampler in samplers if sampler is not None)
         order = "shuffled" if self._user_loader is None else order
         return {"kind": "map-style", "samples": self.samples_per_epoch, "order": order}
 
     def planning_batch(self, worst_of: int | None = None) -> Any:
-        """A function of a size, to plan with: batches of the longest of samples from all over the dataset."""
+        """Return a function of the size that makes batches of the longest among samples spread over the dataset."""
         with fixed_seeds():
             samples = [self._dataset[index] for index in self._some_indices(worst_of or DEFAULT_WORST_OF)]
         return self._longest(samples, None if self._collate is default_collate else self._collate)
 
     def next_window(self) -> Window | None:
-        """The next window; None when the epoch is over.
+        """Return the next window, or None at the end of the epoch.
 
         Raises:
             UsageError: The epoch has fewer samples than a window.
-            WorkloadError: `collate` makes another number of samples.
-            DataWorkerError: A worker died. What the data raises comes through.
+            WorkloadError: `collate` returned another number of samples.
+            DataWorkerError: A worker died. Errors of the data are raised unchanged.
         """
-        with _current(self._settings.card), preserve_rng_state():
-            if self._reader is None:  # Outside of `interruptible`: processes are not left half started.
+        with _on_card(self._settings.card), preserve_rng_state():
+            if self._reader is None:  # Outside of `interruptible`, so that no process is left half started.
                 self._loader.generator.manual_seed(derive_seed(self._settings.seed, "workers", self._epoch))
                 self._reader = Reader(self._loader)
             with self.interruptible():
                 parts, sizes = self._read_parts(self._reader)
         samples = sum(sizes)
         if self._read == 0:
-            self._check_first(samples)
+            self._check_fills_window(samples)
         if not samples:
             return None
         self._read += samples
-        return Window(parts if self._makes_parts else self._joined(parts, sizes), samples)
+        return Window(parts if self._chooses_parts else self._join_alike(parts, sizes), samples)
 
     def commit(self) -> None:
-        """Move behind the last window: it was trained on, or passed over for good."""
-        self._done = self._read, self._digest
+        """Move the position past the last window, which was trained on or skipped."""
+        self._committed = self._read, self._digest
 
     def state_dict(self) -> dict[str, Any]:
-        """The place as of the last `commit`: epoch, samples, and a checksum of the indices so far."""
-        samples, digest = self._done
+        """Return the position as of the last `commit`: epoch, samples, and a checksum of the indices so far."""
+        samples, digest = self._committed
         return {"epoch": self._epoch, "samples": samples, "order": digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go to a place; no item is read. Says so where the order, or what is drawn, is not known to be the same."""
+        """Go to a position without reading items. Return a note if order or random numbers may differ."""
         self._begin(state["epoch"])
         self._is_restored = True
         with preserve_rng_state():
@@ -119,11 +118,11 @@ class MapStyleSource(WindowSource):
                 self._digest = following[1]
         self.commit()
         if self._digest != state["order"]:
-            return "the sampler gives another order than before: samples may be left out or come twice in this epoch"
+            return "the sampler's order has changed: this epoch may omit or repeat samples"
         if any(isinstance(value, GENERATORS) for value in getattr(self._dataset, "__dict__", {}).values()):
             return (
-                f"{describe_type(self._dataset)} keeps a random generator for itself, which is not where it was: draw"
-                " from those of Python, NumPy or torch, and what is drawn is the same"
+                f"{describe_type(self._dataset)} has a random generator of its own, whose state is lost: draw from"
+                " those of Python, NumPy or torch, which are restored"
             )
         return None
 
@@ -135,10 +134,10 @@ class MapStyleSource(WindowSource):
             self._reader = None
 
     def __iter__(self) -> Iterator[PartRequest]:
-        """What the DataLoader takes for its batch sampler: requests from the place on, asked for ahead of reading."""
-        place = self._read
+        """Yield requests from the position on, as the DataLoader's batch sampler, which reads ahead."""
+        position = self._read
         for window, digest in self._windows:
-            if self._makes_parts:
+            if self._chooses_parts:
                 indices = list(chain.from_iterable(window))
                 cuts = iter(indices)
                 window = [
@@ -146,19 +145,19 @@ class MapStyleSource(WindowSource):
                 ]
             for part in window:
                 self._sizes.append((len(part), digest))
-                yield PartRequest(self._epoch, place, part)
-                place += len(part)
+                yield PartRequest(self._epoch, position, part)
+                position += len(part)
 
     @property
-    def _makes_parts(self) -> bool:
-        """Whether parts are ours to make; the lists of a batch sampler of one's own stay together."""
+    def _chooses_parts(self) -> bool:
+        """True if parts may be cut freely; lists of a custom batch sampler stay together."""
         return type(self._sampler) is BatchSampler
 
     def _begin(self, epoch: int) -> None:
         if not self._loader.persistent_workers:
             self.close()
         self._reader = None
-        self._epoch, self._read, self._digest, self._done = epoch, 0, 0, (0, 0)
+        self._epoch, self._read, self._digest, self._committed = epoch, 0, 0, (0, 0)
         self._sizes.clear()
         self._windows = _windows(self._sampler, self._user_loader, self._settings, epoch)
 
@@ -168,13 +167,13 @@ class MapStyleSource(WindowSource):
         sizes: list[int] = []
         while room > 0 and (part := reader.read()) is not END:
             size, self._digest = self._sizes.popleft()
-            parts.append(self._counted(part, size))
+            parts.append(self._check_collated(part, size))
             sizes.append(size)
             room -= size
         return parts, sizes
 
     def _some_indices(self, most: int) -> Sequence[Any]:
-        """Spread over the dataset; those a sampler gives first, where it has no numbered samples."""
+        """Return indices spread over the dataset, or the sampler's first ones if samples are not numbered."""
         if hasattr(self._dataset, "__len__") and not isinstance(self._dataset, Mapping):
             return spread_indices(len(self._dataset), most)
         return list(islice(chain.from_iterable(self._sampler), most))
@@ -182,20 +181,20 @@ class MapStyleSource(WindowSource):
 
 @dataclass(frozen=True)
 class PartRequest:
-    """What one part is made of: the epoch, the place of its first sample there, and indices in the dataset."""
+    """The content of one part: the epoch, the position of its first sample, and indices in the dataset."""
 
     epoch: int
-    place: int
+    position: int
     indices: Sequence[Any]
 
 
 class PartFetcher:
-    """Makes a part of a request, in this process or in a worker: a dataset, to torch's DataLoader.
+    """A dataset for torch's DataLoader: makes a part from a request, in this process or in a worker.
 
     Args:
-        dataset: The user's.
-        collate: From a list of items to a batch.
-        seed: The run's.
+        dataset: The user's dataset.
+        collate: Builds a batch from a list of items.
+        seed: The run's seed.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
@@ -203,13 +202,13 @@ class PartFetcher:
         self._epoch: int | None = None
 
     def __getitems__(self, request: PartRequest) -> Any:
-        """The collated part."""
+        """Return the collated part."""
         if request.epoch != self._epoch:
             self._epoch = request.epoch
             set_epoch(self.users_dataset, request.epoch)
         try:
             return self._part(request)
-        except StopIteration as error:  # A DataLoader would take it for its own end.
+        except StopIteration as error:  # A DataLoader would end its own iteration.
             what = f"{describe_type(self.users_dataset)} or its collate function"
             raise RuntimeError(f"{what} raised StopIteration, which would end the epoch early") from error
 
@@ -218,20 +217,20 @@ class PartFetcher:
         if is_plain and type(self.users_dataset) is TensorDataset:
             return list(
                 self.users_dataset[torch.as_tensor(request.indices)]
-            )  # The same as row by row, and draws nothing.
+            )  # The same as row by row; draws no random numbers.
         base, items = derive_seed(self._seed, "item", request.epoch), []
-        for place, index in enumerate(request.indices, request.place):
-            seed_generators(item_seed(base, place))
+        for position, index in enumerate(request.indices, request.position):
+            seed_generators(item_seed(base, position))
             items.append(self.users_dataset[index])
         if not is_plain:
-            seed_generators(item_seed(derive_seed(self._seed, "collate", request.epoch), request.place))
+            seed_generators(item_seed(derive_seed(self._seed, "collate", request.epoch), request.position))
         return self._collate(items)
 
 
 def _windows(
     sampler: Any, loader: DataLoader[Any] | None, settings: DataSettings, epoch: int
 ) -> Iterator[tuple[list[list[Any]], int]]:
-    """Each window's lists of indices, and a checksum of all so far; random states are left seeded."""
+    """Yield each window's lists of indices and a checksum of all so far; leaves generators seeded."""
     lists: Iterator[Iterable[Any]] = iter(())
     rest: list[Any] = []
     digest = 0
@@ -258,8 +257,8 @@ def _windows(
         yield [indices for indices in window if indices], digest
 
 
-def _samples_of(sampler: Any) -> int | None:
-    """How many an epoch has, where a plain batch sampler has a sampler with a length."""
+def _samples_per_epoch(sampler: Any) -> int | None:
+    """Return the samples of an epoch for a plain batch sampler over a sampler with a length, else None."""
     if type(sampler) is not BatchSampler:
         return None
     try:
@@ -269,6 +268,6 @@ def _samples_of(sampler: Any) -> int | None:
     return total - total % sampler.batch_size if sampler.drop_last else total
 
 
-def _current(card: torch.device | None) -> AbstractContextManager[Any]:
-    """Make `card` the current one: memory is pinned through the current one's context."""
+def _on_card(card: torch.device | None) -> AbstractContextManager[Any]:
+    """Make `card` the current GPU: pinned memory belongs to the current GPU's context."""
     return nullcontext() if card is None or not torch.cuda.is_available() else torch.cuda.device(card)

@@ -1,8 +1,8 @@
-"""What a training begins with: a checkpoint, and the micro-batch and learning rate of it, given, or of a plan.
+"""Where a training starts: from a checkpoint or anew, and with which micro-batch and learning rate.
 
-What may change when a run is resumed: `epochs` and `steps`, how it is evaluated, kept and told, what reads the data,
-the micro-batch, the plan, the device and its budget, `clip_norm`, `skip_nonfinite`, the workload's code (which is
-told). A schedule goes on as it was kept. Everything else has to be the same, and is refused otherwise.
+On resuming, these may change: `epochs` and `steps`, everything about evaluations, checkpoints and callbacks, the
+workers that read data, the micro-batch, the plan, the device and its budget, `clip_norm`, `skip_nonfinite`, and the
+workload's code (with a warning). A learning-rate schedule continues from its saved state. All else must be equal.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
 from autoaccum.units import format_bytes
 
-_ROUNDING = 1e-6
-"""Of a rate that is a tensor in float32."""
+_RATE_TOLERANCE = 1e-6
+"""Rounding of a learning rate that is a float32 tensor."""
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint to go on from.
+    """A checkpoint to resume from.
 
     Attributes:
         path: Its file.
-        record: What it holds.
+        record: Its content.
     """
 
     path: Path
@@ -46,64 +46,64 @@ class LoadedCheckpoint:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the run so far; None where its micro-batch was given."""
+        """The plan of the run so far; None if its micro-batch was given as a number."""
         text = self.record["plan"]
         return None if text is None else Plan.from_json(text, source=f"the plan in {self.path}")
 
 
-def find_checkpoint(folder: RunFolder | None, resume: str, tell: Callable[[Any], Any]) -> LoadedCheckpoint | None:
-    """The newest whole checkpoint of the folder, as `resume` has it; None for a run that begins anew.
+def find_checkpoint(folder: RunFolder | None, resume: str, notify: Callable[[Any], Any]) -> LoadedCheckpoint | None:
+    """Return the newest undamaged checkpoint of the folder, subject to `resume`; None for a new run.
 
     Raises:
-        UsageError: The folder holds a run that is not to be resumed, or none that is.
-        CheckpointError: There are checkpoints, and none is whole; or the newest is of another format.
+        UsageError: The folder holds a run that must not be resumed, or none although one is required.
+        CheckpointError: All checkpoints are damaged, or the newest has another format.
     """
     if folder is None:
         return None
     if resume == "never":
         if folder.checkpoints.paths():
             raise UsageError(
-                f"{folder.path} holds a run already, and resume is never", hint="choose another folder, or resume it"
+                f"{folder.path} already holds a run, and resume is never", hint="use another folder, or resume this run"
             )
         return None
-    found = folder.checkpoints.newest(tell)
+    found = folder.checkpoints.newest(notify)
     if found is None and resume == "must":
-        raise UsageError(f"{folder.path} holds no checkpoint to resume", hint="begin the run without --resume must")
+        raise UsageError(f"{folder.path} holds no checkpoint to resume", hint="start the run without --resume must")
     return None if found is None else LoadedCheckpoint(*found)
 
 
 def describe_request(request: FitRequest, source: Source) -> dict[str, Any]:
-    """What of a request and its data must be the same for a run to be resumed, in plain values."""
+    """Return what must be equal on resuming, from the request and its data, as plain values."""
     return {"target batch": request.target_batch, "seed": request.seed, "data": source.fingerprint()}
 
 
-def describe_run(request: FitRequest, trainee: TrainingComponents, source: Source) -> dict[str, Any]:
-    """All that must be the same, but for the names and settings that `restore_training` compares."""
+def describe_run(request: FitRequest, components: TrainingComponents, source: Source) -> dict[str, Any]:
+    """Return all that must be equal on resuming, except what `restore_training` compares."""
     return {
         **describe_request(request, source),
-        "model": type(unwrap_model(trainee.model)).__name__,
-        "optimizer": type(trainee.optimizer).__name__,
-        "schedule": None if trainee.scheduler is None else type(trainee.scheduler).__name__,
-        "loss": f"{trainee.objective.reduction} over {trainee.objective.source}",
-        "precision": trainee.precision,
-        "batchnorm": trainee.batchnorm,
-        "accumulate_in": trainee.accumulate_in,
-        "ema_decay": None if trainee.averages is None else trainee.averages.decay,
+        "model": type(unwrap_model(components.model)).__name__,
+        "optimizer": type(components.optimizer).__name__,
+        "schedule": None if components.scheduler is None else type(components.scheduler).__name__,
+        "loss": f"{components.objective.reduction} over {components.objective.source}",
+        "precision": components.precision,
+        "batchnorm": components.batchnorm,
+        "accumulate_in": components.accumulate_in,
+        "ema_decay": None if components.averages is None else components.averages.decay,
     }
 
 
-def check_same_run(saved: LoadedCheckpoint, here: Mapping[str, Any]) -> None:
-    """Refuse to go on with another training than the one that was interrupted.
+def check_same_run(checkpoint: LoadedCheckpoint, here: Mapping[str, Any]) -> None:
+    """Refuse to resume a different training.
 
     Raises:
-        UsageError: Names all that differs.
+        UsageError: Names all differences.
     """
-    then = saved.record["run"]
+    then = checkpoint.record["run"]
     different = "; ".join(_differences("", then, here))
     if different:
         raise UsageError(
-            f"{saved.path} is of another training: {different}",
-            hint="give what was given then, or choose another run folder",
+            f"{checkpoint.path} belongs to another training: {different}",
+            hint="use the same arguments as before, or another run folder",
         )
 
 
@@ -116,16 +116,16 @@ def _differences(of: str, then: Mapping[str, Any], here: Mapping[str, Any]) -> I
             yield f"{of}{name} was {was!r}, is {value!r}"
 
 
-def warn_of_changes(saved: LoadedCheckpoint, name: str, digest: str, tell: Callable[[Any], Any]) -> None:
-    """Say so where the workload's files are not those the run began with."""
-    then = saved.record["digest"]
+def warn_of_changes(checkpoint: LoadedCheckpoint, name: str, digest: str, notify: Callable[[Any], Any]) -> None:
+    """Warn if the workload's files have changed since the run began."""
+    then = checkpoint.record["digest"]
     if then and digest and then != digest:
-        tell(Notice(f"{name} was changed since the checkpoint was written: what follows trains what it says now"))
+        notify(Notice(f"{name} has changed since the checkpoint was written: training continues with the new code"))
 
 
 @dataclass(frozen=True)
 class MicroBatchChoice:
-    """A micro-batch, the plan it is from (None where it was given as a number), and what it is a multiple of."""
+    """A micro-batch, its plan (None if it was given as a number), and the number that sizes are multiples of."""
 
     micro_batch: int
     plan: Plan | None = None
@@ -134,122 +134,123 @@ class MicroBatchChoice:
 
 def choose_micro_batch(
     request: FitRequest,
-    subject: TrainingSetup,
+    setup: TrainingSetup,
     source: Source,
-    saved: LoadedCheckpoint | None,
-    tell: Callable[[Any], Any],
+    checkpoint: LoadedCheckpoint | None,
+    notify: Callable[[Any], Any],
 ) -> MicroBatchChoice:
-    """What was given, else what the interrupted run had, else what a plan finds out now.
+    """Return the micro-batch that was given, else that of the interrupted run, else that of a new plan.
 
     Raises:
-        UsageError: The plan that was given is for other updates or another device.
-        DoesNotFitError, NotMeasuredError, WorkloadError: No plan could be made.
+        UsageError: The given plan is for other updates or another device.
+        DoesNotFitError, NotMeasuredError, WorkloadError: Planning failed.
     """
-    found = _without_trials(request, subject, saved, tell)
+    found = _choose_without_planning(request, setup, checkpoint, notify)
     if found is not None:
-        asked = request.options
-        unused = [name for name in ("memory", "reserve", "worst_of") if getattr(asked, name) is not None]
+        unused = [name for name in ("memory", "reserve", "worst_of") if getattr(request.options, name) is not None]
         if unused:
             verb = "is" if len(unused) == 1 else "are"
-            tell(Notice(f"{' and '.join(unused)} {verb} not used: the micro-batch is known without planning"))
-        each = max(subject.multiple_of, 1 if found.plan is None else found.plan.multiple_of)
+            notify(Notice(f"{' and '.join(unused)} {verb} not used: the micro-batch is known without planning"))
+        each = max(setup.multiple_of, 1 if found.plan is None else found.plan.multiple_of)
         check_multiple(request.target_batch, each, "the target batch")
         return replace(found, multiple_of=each)
-    tell(Planning(subject.name))
+    notify(Planning(setup.name))
     try:
-        made = subject.plan(source.planning_batch, tell)
+        made = setup.plan(source.planning_batch, notify)
     except (UsageError, NotMeasuredError) as error:
         hint = "" if error.hint is None else f"{error.hint}; or "
-        raise type(error)(error.message, hint=f"{hint}give a number of your own: {_as_number(32)}") from error.__cause__
-    kept = None if saved is None else saved.plan
-    if kept is not None:  # A tuned plan has no trials of its learning rate: it holds for the next one, too.
-        made = replace(made, learning_rate=kept.learning_rate)
+        raise type(error)(error.message, hint=f"{hint}give a number of your own: {_as_option(32)}") from error.__cause__
+    earlier = None if checkpoint is None else checkpoint.plan
+    if earlier is not None:  # Trials do not depend on the learning rate: a tuned one stays valid for the new plan.
+        made = replace(made, learning_rate=earlier.learning_rate)
     return MicroBatchChoice(made.micro_batch, made, made.multiple_of)
 
 
 def choose_learning_rate(request: FitRequest, plan: Plan | None) -> float | None:
-    """What was given, else what the plan was tuned with; None: the optimizer's own."""
+    """Return the learning rate that was given, else that of a tuned plan; None: the optimizer's default."""
     return request.learning_rate if request.learning_rate is not None or plan is None else plan.learning_rate
 
 
 def check_choice(
     request: FitRequest,
-    subject: TrainingSetup,
-    trainee: TrainingComponents,
+    setup: TrainingSetup,
+    components: TrainingComponents,
     choice: MicroBatchChoice,
-    tell: Callable[[Any], Any],
+    notify: Callable[[Any], Any],
 ) -> None:
-    """Refuse a plan for something else than is trained; then say what of the choice is worth knowing.
+    """Refuse a plan for another training, then send notices about the choice.
 
     Raises:
-        UsageError: Names what differs, and what to run instead.
+        UsageError: The message names the difference and what to run instead.
     """
     plan, rate = choice.plan, choose_learning_rate(request, choice.plan)
     if plan is not None:
-        modes = trainee.precision, trainee.batchnorm, trainee.accumulate_in
+        modes = components.precision, components.batchnorm, components.accumulate_in
         try:
-            check_plan(plan, trainee.model, trainee.optimizer, trainee.objective, *modes)
+            check_plan(plan, components.model, components.optimizer, components.objective, *modes)
         except UsageError as error:
-            raise UsageError(error.message, hint=_instead(request, plan)) from None
+            raise UsageError(error.message, hint=_replan_hint(request, plan)) from None
         digest = plan.workload.get("digest")
-        if request.plan is not None and digest and subject.digest and digest != subject.digest:
-            changed = f"{subject.name} is not what the plan was made for, or has changed since"
-            tell(Notice(f"{changed}: should memory run out, plan again"))
+        if request.plan is not None and digest and setup.digest and digest != setup.digest:
+            changed = f"{setup.name} is not the workload of the plan, or has changed since"
+            notify(Notice(f"{changed}: if memory runs out, plan again"))
         if rate is not None and request.learning_rate is None:
-            tell(Notice(f"the learning rate is {rate:.6g}: the plan was tuned with it", warns=False))
-        if trainee.averages is not None and "ema" not in (plan.workload.get("keeps") or ()):
-            size = format_bytes(sum(tensor.nbytes for tensor in trainee.averages.tensors))
-            hint = 'should memory run out, plan again with keeps="ema" (--keeps ema)'
-            tell(Notice(f"an average of the weights is kept, {size} that the plan does not count: {hint}"))
-    if rate is not None and trainee.scheduler is not None:
-        begins = float(trainee.optimizer.param_groups[0].get("initial_lr", rate))
-        if not math.isclose(begins, rate, rel_tol=_ROUNDING):  # Some, such as OneCycleLR, have rates of their own.
-            name = type(trainee.scheduler).__name__
-            tell(Notice(f"the learning rate is to be {rate:.6g}, and {name} begins at {begins:.6g}", warns=False))
+            notify(Notice(f"the learning rate is {rate:.6g}: the plan was tuned with it", warns=False))
+        if components.averages is not None and "ema" not in (plan.workload.get("keeps") or ()):
+            size = format_bytes(sum(tensor.nbytes for tensor in components.averages.tensors))
+            hint = 'if memory runs out, plan again with keeps="ema" (--keeps ema)'
+            notify(Notice(f"the averaged weights take {size} that the plan does not count: {hint}"))
+    if rate is not None and components.scheduler is not None:
+        begins = float(components.optimizer.param_groups[0].get("initial_lr", rate))
+        if not math.isclose(begins, rate, rel_tol=_RATE_TOLERANCE):  # Some, such as OneCycleLR, set their own.
+            name = type(components.scheduler).__name__
+            notify(Notice(f"the learning rate is set to {rate:.6g}, but {name} starts at {begins:.6g}", warns=False))
 
 
-def _without_trials(
-    request: FitRequest, subject: TrainingSetup, saved: LoadedCheckpoint | None, tell: Callable[[Any], Any]
+def _choose_without_planning(
+    request: FitRequest, setup: TrainingSetup, checkpoint: LoadedCheckpoint | None, notify: Callable[[Any], Any]
 ) -> MicroBatchChoice | None:
     if request.micro_batch is not None:
         return MicroBatchChoice(request.micro_batch)
     if request.plan is not None:
         given = Plan.load(request.plan) if isinstance(request.plan, (str, os.PathLike)) else request.plan
-        _check_given(given, request, subject)
+        _check_given_plan(given, request, setup)
         return MicroBatchChoice(given.micro_batch, given)
-    if saved is None:
+    if checkpoint is None:
         return None
-    kept = saved.plan
-    if kept is None:
-        return MicroBatchChoice(int(saved.record["micro_batch"]))
-    different = _elsewhere(kept, subject.device)
+    plan = checkpoint.plan
+    if plan is None:
+        return MicroBatchChoice(int(checkpoint.record["micro_batch"]))
+    different = _device_differences(plan, setup.device)
     if not different:
-        return MicroBatchChoice(kept.micro_batch, kept)
-    tell(Notice(f"the run was planned for {different[0][0]}, and here is {different[0][1]}: it is planned again"))
+        return MicroBatchChoice(plan.micro_batch, plan)
+    notify(Notice(f"the run was planned for {different[0][0]}, and this is {different[0][1]}: it is planned again"))
     return None
 
 
-def _check_given(plan: Plan, request: FitRequest, subject: TrainingSetup) -> None:
-    """What can be seen before anything is built; `check_choice` compares the rest."""
+def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup) -> None:
+    """Check a plan before anything is built; `check_choice` compares the rest."""
     if not isinstance(plan, Plan):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
     if plan.world_size != 1:
         raise UsageError(
-            f"the plan is for {plan.world_size} ranks, training on several is not there yet",
+            f"the plan is for {plan.world_size} ranks, but fit trains on one",
             hint="plan with --world-size 1",
         )
     if plan.target_batch != request.target_batch:
         raise UsageError(
-            f"the plan is for updates of {plan.target_batch} samples, here they have {request.target_batch}",
-            hint=_instead(request, plan),
+            f"the plan is for updates of {plan.target_batch} samples, but {request.target_batch} are requested",
+            hint=_replan_hint(request, plan),
         )
-    different = _elsewhere(plan, subject.device)
+    different = _device_differences(plan, setup.device)
     if different:
-        raise UsageError(f"the plan is for {different[0][0]}; here is {different[0][1]}", hint=_instead(request, plan))
+        raise UsageError(
+            f"the plan is for {different[0][0]}; this is {different[0][1]}", hint=_replan_hint(request, plan)
+        )
 
 
-def _elsewhere(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
-    """By what the plan's device differs from this one, in words."""
+def _device_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
+    """Return how the plan's device differs from this one, as text for both."""
     if device.type != "cuda":
         here: dict[str, Any] = {"kind": device.type}
     else:
@@ -258,14 +259,14 @@ def _elsewhere(plan: Plan, device: torch.device) -> list[tuple[str, str]]:
     return differences(plan_facts(plan), here)
 
 
-def _instead(request: FitRequest, plan: Plan) -> str:
-    """What to run where a plan is for something else."""
+def _replan_hint(request: FitRequest, plan: Plan) -> str:
+    """Return what to run if a plan does not match."""
     again = "plan again"
-    if isinstance(request.subject, (str, os.PathLike)):
-        words = ["autoaccum", "plan", os.fspath(request.subject), "--target-batch", str(request.target_batch)]
-        again = f"run {shlex.join(words)} -o FILE for a plan of it, or this without --plan"
-    return f"{again}, or take its number all the same: {_as_number(plan.micro_batch)}"
+    if isinstance(request.model_or_workload, (str, os.PathLike)):
+        words = ["autoaccum", "plan", os.fspath(request.model_or_workload), "--target-batch", str(request.target_batch)]
+        again = f"run {shlex.join(words)} -o FILE for a new plan, or omit --plan"
+    return f"{again}, or use its micro-batch anyway: {_as_option(plan.micro_batch)}"
 
 
-def _as_number(micro_batch: int) -> str:
+def _as_option(micro_batch: int) -> str:
     return f"micro_batch={micro_batch} (--micro-batch {micro_batch})"

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its weights, and its logs."""
+"""The folder of a run: its lock, its weights, `metrics.jsonl` and TensorBoard's files."""
 
 from __future__ import annotations
 
@@ -22,60 +22,60 @@ from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import Checkpoints, portable, write_file
 from autoaccum.training.fit_events import Evaluated, Notice, Updated
 
-_ANOTHER = "give another folder"
+_OTHER_FOLDER = "use another folder"
 _LOCK = "autoaccum.lock"
-_WRITTEN = ("metrics.jsonl", "plan.json", "model.pt", "tensorboard", "ema.pt")
-_SHOWN = ("loss", "grad_norm", "learning_rate", "samples_per_second", "peak_bytes", "retries")
+_RUN_FILES = ("metrics.jsonl", "plan.json", "model.pt", "tensorboard", "ema.pt")
+_TENSORBOARD_FIELDS = ("loss", "grad_norm", "learning_rate", "samples_per_second", "peak_bytes", "retries")
 
 
 class RunFolder:
-    """A folder that is open: no other process can open it until this one closes it or ends, however it ends.
+    """A run's folder, locked: no other process can open it until this one closes it or ends, in whatever way.
 
     Args:
-        path: The folder; it is made where it is missing.
-        keep: How many checkpoints are kept.
+        path: The folder; created if missing.
+        keep: The number of checkpoints to keep.
 
     Attributes:
-        path: The folder; absolute, so that it stays where it is whatever the process changes its own to.
-        checkpoints: Those in it.
+        path: The absolute path, which stays valid when the process changes its working directory.
+        checkpoints: The checkpoints in the folder.
 
     Raises:
-        UsageError: It cannot be made or written to, another process has it open, or it holds files of the names of
-            ours and no checkpoint: they are someone else's, and nothing is touched.
+        UsageError: The folder cannot be created or written to, another process has it open, or it holds files named
+            like a run's but no checkpoint. Those belong to someone else, and nothing is touched.
     """
 
     def __init__(self, path: str | Path, *, keep: int = 3) -> None:
         self.path = Path(path).absolute()
         folder = self.path / "checkpoints"
         try:
-            others = [name for name in _WRITTEN if os.path.lexists(self.path / name)]
-            if others and not any(folder.glob("checkpoint-*.pt")):  # A run writes a checkpoint first of all.
+            others = [name for name in _RUN_FILES if os.path.lexists(self.path / name)]
+            if others and not any(folder.glob("checkpoint-*.pt")):  # A run writes a checkpoint before anything else.
                 raise UsageError(
-                    f"{self.path} holds {', '.join(others)} and no checkpoint of a run: training would write over them",
-                    hint="give another folder, or move them away",
+                    f"{self.path} holds {', '.join(others)} and no checkpoint: training would overwrite them",
+                    hint="use another folder, or move these files",
                 )
-            self._made = [path for path in (folder, *folder.parents) if not path.exists()]
+            self._created = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             self._lock: int | None = _lock(self.path / _LOCK)
-            folder.mkdir(exist_ok=True)  # A process that was refused may have removed it before it left the lock.
+            folder.mkdir(exist_ok=True)  # A refused process may have removed it before it released the lock.
         except (FileExistsError, NotADirectoryError):
-            raise UsageError(f"{self.path} is no folder, or lies below a file", hint=_ANOTHER) from None
+            raise UsageError(f"{self.path} is not a folder, or lies below a file", hint=_OTHER_FOLDER) from None
         except (OSError, ValueError) as error:  # A null byte in the name is a ValueError.
             reason = getattr(error, "strerror", None) or error
-            raise UsageError(f"{self.path} cannot be written to ({reason})", hint=_ANOTHER) from None
+            raise UsageError(f"{self.path} cannot be written to ({reason})", hint=_OTHER_FOLDER) from None
         self.checkpoints = Checkpoints(folder, keep)
 
     @property
     def plan_path(self) -> Path:
-        """The plan it is trained by."""
+        """The path of the run's plan."""
         return self.path / "plan.json"
 
     def write_weights(self, model: nn.Module, name: str = "model.pt") -> Path:
-        """Write the weights as a plain `state_dict`, whole or not at all; gives where.
+        """Write the weights as a plain `state_dict`, whole or not at all, and return the path.
 
         Raises:
-            NotPortableError: A module's own extra state could be loaded only by running code; says where.
-            CheckpointError: It cannot be written.
+            NotPortableError: A module's extra state could be loaded only by running code; the message names it.
+            CheckpointError: The file cannot be written.
         """
         path = self.path / name
         write_file(path, portable(dict(unwrap_model(model).state_dict()), str(path)))
@@ -88,46 +88,49 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lock is not None:
-            if not self.checkpoints.paths():  # Nothing began: what was refused leaves nothing behind.
+            if not self.checkpoints.paths():  # Training never started: leave nothing behind.
                 with suppress(OSError):
-                    for made in self._made[:1]:  # `checkpoints`, while the lock is held: who locks next makes it again.
-                        made.rmdir()
+                    for created in self._created[
+                        :1
+                    ]:  # `checkpoints`, under the lock: the next process creates it again.
+                        created.rmdir()
                     (self.path / _LOCK).unlink(missing_ok=True)
-                    for made in self._made[1:]:
-                        made.rmdir()
+                    for created in self._created[1:]:
+                        created.rmdir()
             os.close(self._lock)
             self._lock = None
 
 
 class MetricsLog:
-    """Writes a line for each update and each evaluation; begins behind the update that a run goes on from.
+    """Writes a line for each update and each evaluation, starting after the update that a run resumes from.
 
-    What cannot be written (a full disk) is lost, and training goes on: later lines follow when there is room again.
+    A line that cannot be written, as on a full disk, is lost and training continues; later lines follow once there is
+    space again.
 
     Args:
-        folder: Of the run.
-        update: What was logged of later updates is dropped: they are made again.
-        evaluated_at: The update of the last evaluation that was made; later ones are made again, too.
-        tell: Told, once, when a line could not be written.
+        folder: The run's folder.
+        update: Lines of later updates are removed, since those updates are made again.
+        evaluated_at: The update of the last evaluation; later ones are made again too.
+        notify: Called once, with a notice, when a line cannot be written.
     """
 
-    def __init__(self, folder: Path, update: int, evaluated_at: int, tell: Callable[[Any], Any]) -> None:
-        self._path, self._tell = folder / "metrics.jsonl", tell
+    def __init__(self, folder: Path, update: int, evaluated_at: int, notify: Callable[[Any], Any]) -> None:
+        self._path, self._notify = folder / "metrics.jsonl", notify
         self._has_failed = False
         self._file: io.FileIO | None = None
         try:
             self._file = io.FileIO(self._path, "a+")
             self._file.seek(0)
-            self._file.truncate(_kept_bytes(self._file.read(), update, min(update, evaluated_at)))
+            self._file.truncate(_valid_bytes(self._file.read(), update, min(update, evaluated_at)))
         except OSError as error:
             self._fail(error)
         self._board = _open_board(folder / "tensorboard", update)
 
-    def hear(self, event: Any) -> None:
-        """Write down what is of interest in an event."""
+    def on_event(self, event: Any) -> None:
+        """Log an update or an evaluation."""
         if isinstance(event, Updated):
             figures = {name: value for name, value in vars(event).items() if value is not None or name != "terms"}
-            shown = {f"train/{name}": figures[name] for name in _SHOWN}
+            shown = {f"train/{name}": figures[name] for name in _TENSORBOARD_FIELDS}
             shown |= {f"terms/{name}": value for name, value in (event.terms or {}).items()}
         elif isinstance(event, Evaluated):
             figures = {"update": event.update, "evaluation": event.values, "samples": event.samples}
@@ -135,7 +138,7 @@ class MetricsLog:
         else:
             return
         if self._add(figures) and self._board is not None:
-            with suppress(OSError):  # metrics.jsonl tells of a full disk, and spares TensorBoard's thread the attempt.
+            with suppress(OSError):  # A full disk has shown in metrics.jsonl, and TensorBoard is not asked to write.
                 for name, value in shown.items():
                     if value is not None:
                         self._board.add_scalar(name, value, event.update)
@@ -152,7 +155,7 @@ class MetricsLog:
                     log.close()
 
     def _add(self, figures: Mapping[str, Any]) -> bool:
-        """Append a whole line, or nothing where there is no room for it; what is not a finite number is null."""
+        """Append a whole line, or nothing if there is no space for it. Numbers that are not finite become null."""
         if self._file is None:
             return False
         end = self._file.seek(0, io.SEEK_END)
@@ -171,13 +174,13 @@ class MetricsLog:
         if not self._has_failed:
             self._has_failed = True
             reason = error.strerror or error
-            self._tell(Notice(f"{self._path} cannot be written ({reason}): lines of it are missing"))
+            self._notify(Notice(f"{self._path} cannot be written ({reason}): some lines are missing"))
 
 
 def _lock(path: Path) -> int:
-    """A lock that the system takes away when this process ends; workers that it forks do not hold it.
+    """Lock a file until this process ends; forked workers do not hold the lock.
 
-    The file stays with a run, since another process may be about to lock it.
+    The file stays in the folder, since another process may be about to lock it.
     """
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -186,12 +189,12 @@ def _lock(path: Path) -> int:
         holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
         os.close(handle)
         raise UsageError(
-            f"{path.parent} is in use by {holder}", hint="wait until it ends, or give another folder"
+            f"{path.parent} is in use by {holder}", hint="wait until it ends, or use another folder"
         ) from None
     except OSError:
         os.close(handle)
         raise
-    if os.fstat(handle).st_nlink == 0:  # A process that was refused has just removed it.
+    if os.fstat(handle).st_nlink == 0:  # A refused process has just removed it.
         os.close(handle)
         return _lock(path)
     os.ftruncate(handle, 0)
@@ -200,7 +203,7 @@ def _lock(path: Path) -> int:
 
 
 def _open_board(folder: Path, update: int) -> Any:
-    """A writer of figures that follow those of `update`; None where TensorBoard is not installed, or not working."""
+    """Return a writer whose values follow those of `update`; None if TensorBoard is missing or broken."""
     if importlib.util.find_spec("tensorboard") is not None:
         with suppress(Exception):
             from torch.utils.tensorboard import SummaryWriter
@@ -209,7 +212,7 @@ def _open_board(folder: Path, update: int) -> Any:
     return None
 
 
-def _kept_bytes(content: bytes, update: int, evaluated_at: int) -> int:
+def _valid_bytes(content: bytes, update: int, evaluated_at: int) -> int:
     kept = end = 0
     for line in content.splitlines(keepends=True):
         end += len(line)
@@ -225,7 +228,7 @@ def _kept_bytes(content: bytes, update: int, evaluated_at: int) -> int:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     if isinstance(value, Mapping):
         return {str(name): _finite(entry) for name, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

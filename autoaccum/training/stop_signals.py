@@ -1,4 +1,4 @@
-"""How a run is asked to stop: by a signal, which waits for where nothing is half done."""
+"""Signals that ask a run to stop: they take effect where no update or checkpoint is half done."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ONE_PRESS_SECONDS = 0.5
 
 
 class StopRequested(BaseException):
-    """A run is asked to stop; no `Exception`, so that nobody's `except Exception` eats it.
+    """A signal asked the run to stop. Not an `Exception`, so that no `except Exception` swallows it.
 
     Attributes:
         number: The signal.
@@ -28,36 +28,36 @@ class StopRequested(BaseException):
 
 
 class StopSignals:
-    """Within it SIGINT, SIGTERM and SIGHUP ask the run to stop; one that was ignored before (nohup) stays ignored.
+    """Context in which SIGINT, SIGTERM and SIGHUP ask the run to stop; a signal that was ignored (nohup) stays ignored.
 
-    A first signal is noted, nothing more: `check` raises where the run can be left. Within `interruptible` it raises
-    at once. Outside of that nothing is raised by a signal, so neither an update nor a checkpoint is ever cut in two. A
-    second signal acts at once: KeyboardInterrupt or SystemExit, after which nothing should be written. One that follows
-    within half a second is no second one: timeout(1), a closed terminal and wrappers of all kinds send it to the
-    process and to its group.
+    The first signal is only recorded. `check` raises where the run can stop, and within `interruptible` the signal
+    raises at once; elsewhere it raises nothing, so it never cuts an update or a checkpoint in two. A second signal
+    takes effect at once, as KeyboardInterrupt or SystemExit, and nothing should be written after it. A signal within
+    half a second of the first is not a second one: timeout(1), a closed terminal and wrappers send it to the process
+    and to its group.
 
-    Forked children inherit handlers: there SIGTERM ends the process as ever, and of the others, which a terminal sends
-    to the whole group, the first is left to the parent, which ends its workers. Signals are the main thread's: in
-    others nothing is taken.
+    Forked children inherit the handlers: SIGTERM ends them as usual. A terminal sends the other signals to the whole
+    group, so children leave the first one to the parent, which ends its workers. Only the main thread can handle
+    signals; in other threads this does nothing.
 
-    Leaving it puts the handlers back and, where the run was asked to stop, calls `leave`.
+    On exit the handlers are restored and, if the run was asked to stop, `exit_if_requested` is called.
 
     Args:
-        one_press_seconds: Within how many seconds signals are one.
+        one_press_seconds: Signals within this time count as one.
 
     Attributes:
-        asked: The first signal that came; None until one does.
+        requested: The first signal; None before one arrives.
     """
 
     only_records = True
     """For `accumulation.interrupts`: this handler need not be held back within a step."""
 
     def __init__(self, one_press_seconds: float = _ONE_PRESS_SECONDS) -> None:
-        self.asked: int | None = None
-        self._asked_at = 0.0
+        self.requested: int | None = None
+        self._requested_at = 0.0
         self._one_press_seconds = one_press_seconds
         self._process = os.getpid()
-        self._is_open = False
+        self._is_interruptible = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -76,68 +76,68 @@ class StopSignals:
             if signal.getsignal(number) == self:
                 signal.signal(number, handler)
         if error is None or isinstance(error, StopRequested):
-            self.leave()
+            self.exit_if_requested()
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         if os.getpid() != self._process:
             self._end_child(number)
-        elif self.asked is None:
-            self.asked, self._asked_at = number, time.monotonic()
-            if self._is_open:
-                self._is_open = False
+        elif self.requested is None:
+            self.requested, self._requested_at = number, time.monotonic()
+            if self._is_interruptible:
+                self._is_interruptible = False
                 raise StopRequested(number)
-        elif time.monotonic() - self._asked_at >= self._one_press_seconds:
+        elif time.monotonic() - self._requested_at >= self._one_press_seconds:
             raise _end_by(number)
 
     def check(self) -> None:
-        """Leave the run here if it was asked to stop.
+        """Stop the run here if that was requested.
 
         Raises:
             StopRequested: It was.
         """
-        if self.asked is not None:
-            raise StopRequested(self.asked)
+        if self.requested is not None:
+            raise StopRequested(self.requested)
 
-    def leave(self) -> None:
-        """End the program as the signal would have, after the last checkpoint; nothing if none came.
+    def exit_if_requested(self) -> None:
+        """End the program as the signal would have, after the last checkpoint; do nothing without a signal.
 
-        A handler that was there before (a job's, which has itself queued again) is called first.
+        A handler that was installed before (of a job that queues itself again, say) is called first.
 
         Raises:
-            KeyboardInterrupt: SIGINT came.
-            SystemExit: Another did; its code is 128 and the number of the signal.
+            KeyboardInterrupt: For SIGINT.
+            SystemExit: For the others; its code is 128 plus the number of the signal.
         """
-        if self.asked is None:
+        if self.requested is None:
             return
-        handler = self._previous.get(self.asked)
+        handler = self._previous.get(self.requested)
         if callable(handler):
-            handler(self.asked, None)
-        raise _end_by(self.asked) from None
+            handler(self.requested, None)
+        raise _end_by(self.requested) from None
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Where nothing is lost by leaving at any moment: waiting for data, evaluating.
+        """Context that may be left at any moment without loss: waiting for data, evaluating.
 
         Raises:
-            StopRequested: The run is asked to stop, or was before; also in place of an error that came with it, such as
-                that of a worker which the same signal ended.
+            StopRequested: A signal asks or has asked the run to stop. It replaces an error that the signal caused, such
+                as that of a worker it ended.
         """
         self.check()
         try:
-            self._is_open = True
+            self._is_interruptible = True
             yield
         except Exception as error:
-            if self.asked is not None:
-                raise StopRequested(self.asked) from error
+            if self.requested is not None:
+                raise StopRequested(self.requested) from error
             raise
         finally:
-            self._is_open = False
+            self._is_interruptible = False
         self.check()
 
     def _end_child(self, number: int) -> None:
-        if number != signal.SIGTERM and self.asked is None:
-            self.asked = number
+        if number != signal.SIGTERM and self.requested is None:
+            self.requested = number
             return
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""`train`: from a request to a trained model, through a plan, with everything kept that must not be lost."""
+"""`train`: plan, build, resume, train and save."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from autoaccum.training.training_state import restore_training_rng
 
 
 def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> FitResult:
-    """Plan, train, and come back with a trained model; `autoaccum.fit` says what can be asked for, and what is raised.
+    """Plan, train, and return the result; `autoaccum.fit` documents the arguments and errors.
 
     Args:
-        request: What is asked for.
-        on_event: Told of every event of `training.events`, and of the planner's while it plans.
+        request: The arguments of `fit`.
+        on_event: Called with every event of `fit_events`, and the planner's while it plans.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after a last checkpoint; SystemExit for the other signals.
-        Exception: What the user's code raised, as it came, after a last checkpoint.
+        Exception: Any error of the user's code, unchanged, after a last checkpoint.
     """
     began = time.monotonic()
     check_launch()
-    teller = EventNotifier([] if on_event is None else [on_event], request.callbacks)
-    tell = teller.tell
+    notifier = EventNotifier([] if on_event is None else [on_event], request.callbacks)
+    notify = notifier.notify
     with ExitStack() as stack:
         stack.callback(RngState(initialized_cuda_devices()).restore)
-        subject = TrainingSetup(request)
+        setup = TrainingSetup(request)
         folder = None
         if request.run_dir is not None:
             folder = stack.enter_context(RunFolder(request.run_dir, keep=request.keep))
@@ -61,65 +61,84 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             target_batch=request.target_batch,
             seed=request.seed,
             workers=request.workers,
-            collate=subject.collate,
-            batching=subject.objective.batching,
-            card=subject.device if subject.device.type == "cuda" else None,
+            collate=setup.collate,
+            batching=setup.objective.batching,
+            card=setup.device if setup.device.type == "cuda" else None,
         )
-        source = open_source(subject.data, settings)
+        source = open_source(setup.data, settings)
         stack.callback(source.close)
-        saved = find_checkpoint(folder, request.resume, tell)
-        if saved is not None:
-            check_same_run(saved, describe_request(request, source))  # Before a plan that may take minutes.
-            warn_of_changes(saved, subject.name, subject.digest, tell)
-        resumed_from = None if saved is None else saved.path
-        choice = choose_micro_batch(request, subject, source, saved, tell)
-        if subject.device.type == "cuda":  # Which may have started only while it was planned.
-            stack.callback(RngState([subject.device]).restore)
-        own = derive_seed(request.seed, "training")
-        seed_generators(own)
-        torch.cuda.manual_seed_all(own)
-        trainee = subject.build(choice.plan, choose_learning_rate(request, choice.plan))
-        run = describe_run(request, trainee, source)
-        if saved is not None:
-            check_same_run(saved, run)
-        check_choice(request, subject, trainee, choice, tell)
-        stopping = stack.enter_context(StopSignals())
-        stack.callback(source.close)  # In here, where torch's word on workers that a signal ended is held back.
-        loop = Loop(request, subject, trainee, source, choice, folder=folder, run=run, stopping=stopping, teller=teller)
-        if saved is not None:
-            loop.restore(saved.record)
-            loop.keeper.go_on_from(saved.path)
-        tell(_started(request, loop, resumed_from))
-        loop.keeper.keep_first()  # Before all other files: they are known for a run's by a checkpoint beside them.
+        checkpoint = find_checkpoint(folder, request.resume, notify)
+        if checkpoint is not None:
+            check_same_run(checkpoint, describe_request(request, source))  # Before a plan that may take minutes.
+            warn_of_changes(checkpoint, setup.name, setup.digest, notify)
+        resumed_from = None if checkpoint is None else checkpoint.path
+        choice = choose_micro_batch(request, setup, source, checkpoint, notify)
+        if setup.device.type == "cuda":  # CUDA may have started only during planning.
+            stack.callback(RngState([setup.device]).restore)
+        seed = derive_seed(request.seed, "training")
+        seed_generators(seed)
+        torch.cuda.manual_seed_all(seed)
+        components = setup.build(choice.plan, choose_learning_rate(request, choice.plan))
+        run = describe_run(request, components, source)
+        if checkpoint is not None:
+            check_same_run(checkpoint, run)
+        check_choice(request, setup, components, choice, notify)
+        stop_signals = stack.enter_context(StopSignals())
+        stack.callback(
+            source.close
+        )  # Within StopSignals, which hides torch's errors about workers that a signal ended.
+        loop = Loop(
+            request,
+            setup,
+            components,
+            source,
+            choice,
+            folder=folder,
+            run=run,
+            stop_signals=stop_signals,
+            notifier=notifier,
+        )
+        if checkpoint is not None:
+            loop.restore(checkpoint.record)
+            loop.checkpoint_writer.resume_from(checkpoint.path)
+        notify(_started(request, loop, resumed_from))
+        loop.checkpoint_writer.write_first()  # Before other files: a checkpoint shows that they belong to a run.
         if folder is not None:
-            place = loop.progress
-            logs = stack.enter_context(MetricsLog(folder.path, place.update, place.evaluated_at, tell))
-            teller.listeners.append(logs.hear)
+            progress = loop.progress
+            log = stack.enter_context(MetricsLog(folder.path, progress.update, progress.evaluated_at, notify))
+            notifier.listeners.append(log.on_event)
             if choice.plan is not None:
                 choice.plan.save(folder.plan_path, force=True)
-        if saved is not None:
-            restore_training_rng(saved.record["training"], trainee)
-            saved = None  # As large as model and optimizer, in host memory.
-        _run(loop, stopping)
-        return _result(loop, folder, teller, resumed_from, time.monotonic() - began)
+        if checkpoint is not None:
+            restore_training_rng(checkpoint.record["training"], components)
+            checkpoint = None  # Frees host memory as large as model and optimizer.
+        _run(loop, stop_signals)
+        return _result(loop, folder, notifier, resumed_from, time.monotonic() - began)
 
 
-def _run(loop: Loop, stopping: StopSignals) -> None:
-    """Train; whatever ends it, the state of the last whole update is kept, unless nobody knows what it is."""
+def _run(loop: Loop, stop_signals: StopSignals) -> None:
+    """Train. After any error, save the state of the last whole update, unless that state is unknown."""
     try:
         loop.run()
     except BaseException as error:
-        # After a second signal nothing should be written; what else is no Exception comes from the user's own code.
-        at_once = stopping.asked is not None and not isinstance(error, (StopRequested, Exception))
-        if loop.stepper.is_whole and not is_context_dead(error) and not at_once and not _is_spoilt(error, loop):
-            loop.keeper.keep()
-        if isinstance(error, UpdateInterrupted) and loop.keeper.newest is not None:
-            raise UpdateInterrupted(error.message, hint=f"the same again goes on from {loop.keeper.newest}") from error
+        # Nothing is written after a second signal. Any other BaseException comes from the user's code.
+        at_once = stop_signals.requested is not None and not isinstance(error, (StopRequested, Exception))
+        if (
+            loop.stepper.is_whole
+            and not is_context_dead(error)
+            and not at_once
+            and not _has_nonfinite_weights(error, loop)
+        ):
+            loop.checkpoint_writer.write()
+        if isinstance(error, UpdateInterrupted) and loop.checkpoint_writer.newest is not None:
+            raise UpdateInterrupted(
+                error.message, hint=f"the same command resumes from {loop.checkpoint_writer.newest}"
+            ) from error
         raise
 
 
-def _is_spoilt(error: BaseException, loop: Loop) -> bool:
-    """Whether the weights themselves are not finite any more: the checkpoint before is worth more."""
+def _has_nonfinite_weights(error: BaseException, loop: Loop) -> bool:
+    """Return whether the weights are no longer finite, so that the previous checkpoint is worth more."""
     return isinstance(error, NonFiniteError) and not all(
         bool(parameter.isfinite().all()) for parameter in loop.stepper.parameters
     )
@@ -127,12 +146,12 @@ def _is_spoilt(error: BaseException, loop: Loop) -> bool:
 
 def _started(request: FitRequest, loop: Loop, resumed_from: Path | None) -> Started:
     return Started(
-        model=loop.trainee.model,
-        optimizer=loop.trainee.optimizer,
+        model=loop.components.model,
+        optimizer=loop.components.optimizer,
         plan=loop.choice.plan,
         micro_batch=loop.stepper.ceiling.largest,
         target_batch=request.target_batch,
-        device=str(loop.trainee.device),
+        device=str(loop.components.device),
         update=loop.progress.update,
         updates=loop.goal.updates,
         epochs=request.epochs,
@@ -141,22 +160,22 @@ def _started(request: FitRequest, loop: Loop, resumed_from: Path | None) -> Star
 
 
 def _result(
-    loop: Loop, folder: RunFolder | None, teller: EventNotifier, resumed_from: Path | None, seconds: float
+    loop: Loop, folder: RunFolder | None, notifier: EventNotifier, resumed_from: Path | None, seconds: float
 ) -> FitResult:
-    progress, averages = loop.progress, loop.trainee.averages
-    if progress.update and not progress.made:
-        teller.tell(Notice(f"of {progress.update} updates none was made: the weights are those it began with"))
-    unsaved = loop.keeper.failure
+    progress, averages = loop.progress, loop.components.averages
+    if progress.update and not progress.applied:
+        notifier.notify(Notice(f"none of {progress.update} updates changed the weights: they are the initial ones"))
+    unsaved = loop.checkpoint_writer.failure
     model_path = ema_path = None
     if folder is not None:
         try:
-            model_path = folder.write_weights(loop.trainee.model)
+            model_path = folder.write_weights(loop.components.model)
             ema_path = None if averages is None else folder.write_weights(averages.model, "ema.pt")
         except (CheckpointError, UsageError) as error:
             unsaved = unsaved or str(error)
     return FitResult(
-        model=loop.trainee.model,
-        optimizer=loop.trainee.optimizer,
+        model=loop.components.model,
+        optimizer=loop.components.optimizer,
         plan=loop.choice.plan,
         updates=progress.update,
         epochs=progress.epoch,
@@ -166,13 +185,13 @@ def _result(
         oom_retries=progress.oom_retries,
         skipped=progress.skipped,
         seconds=seconds,
-        stopped="callback" if teller.ended else None,
+        stopped="callback" if notifier.should_stop else None,
         run_dir=None if folder is None else folder.path,
-        checkpoint=loop.keeper.newest,
+        checkpoint=loop.checkpoint_writer.newest,
         model_path=model_path,
         ema_model=None if averages is None else averages.model,
         ema_path=ema_path,
         unsaved=unsaved,
         resumed_from=resumed_from,
-        warnings=tuple(teller.warnings),
+        warnings=tuple(notifier.warnings),
     )

@@ -1,4 +1,4 @@
-"""What is to be trained, as it was given (a live model, a Workload, the file of one), and what is made of it."""
+"""What is trained: a live model, a Workload or its file, and the components built from it."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ from autoaccum.workload.spec import Workload, no_batch
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingComponents:
-    """What is trained, in place on its device.
+    """The model on its device, and everything that goes with it.
 
     Attributes:
         model: The model.
         objective: The loss.
-        optimizer: Its optimizer.
-        scheduler: The schedule of its learning rate; None when there is none.
+        optimizer: The optimizer.
+        scheduler: The learning-rate scheduler; None without one.
         scaler: The loss scaler of fp16; None otherwise.
         precision: `fp32`, `bf16` or `fp16`.
         batchnorm: `micro`, `running` or `frozen`.
         accumulate_in: `fp32` or `parameters`.
-        evaluate: The workload's own `evaluate(model, batch)`; None: the loss is evaluated.
-        averages: The average of its weights; None: none is kept.
+        evaluate: The workload's `evaluate(model, batch)`; None: the loss is evaluated.
+        averages: The averaged weights (EMA); None without them.
     """
 
     model: nn.Module
@@ -71,27 +71,27 @@ class TrainingComponents:
 
     @property
     def device(self) -> torch.device:
-        """Where it trains."""
+        """The device of the model."""
         return model_device(self.model)
 
     @property
     def devices(self) -> list[torch.device]:
-        """Every device that parameters or buffers are on: a model may be on two cards."""
+        """All devices of parameters and buffers: a model may be on two GPUs."""
         return list(dict.fromkeys(tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())))
 
     @property
-    def beside(self) -> list[nn.Module]:
-        """The criterion, where it is a module, and other modules that the loss names."""
+    def loss_modules(self) -> list[nn.Module]:
+        """The criterion, if it is a module, and other modules that the loss uses."""
         named = find_used_modules(self.objective, unwrap_model(self.model)).values()
         criterion = self.objective.criterion_module
         return [*named] if criterion is None else [criterion, *named]
 
 
 def find_device(asked: str) -> torch.device:
-    """The device called `auto` (the first card, where there is one), `cpu`, `cuda` or `cuda:N`.
+    """Return the device for `auto` (the first GPU, or the CPU without one), `cpu`, `cuda` or `cuda:N`.
 
     Raises:
-        UsageError: There is none of that name here.
+        UsageError: This machine has no such device.
     """
     check_device(asked)
     index = card_index(asked)
@@ -99,29 +99,29 @@ def find_device(asked: str) -> torch.device:
 
 
 class TrainingSetup:
-    """What is to be trained: a workload, whose model is built when training begins, or a model that is there already.
+    """A workload, whose model is built when training begins, or a live model.
 
-    A live model is trained where it is or on the card that is asked for.
+    A live model is trained where it is, or on the GPU that is requested.
 
     Attributes:
-        name: What reports call it.
-        data: What it is trained on.
-        eval_data: What it is evaluated on; None: nothing.
-        collate: How samples become a batch; None: torch's default_collate.
-        evaluation_batch: The micro-batch evaluation begins with; None: that of training.
+        name: The name in reports.
+        data: The training data.
+        eval_data: The evaluation data; None without one.
+        collate: Builds a batch from samples; None: torch's default_collate.
+        evaluation_batch: The first micro-batch of evaluations; None: that of training.
         objective: The loss.
-        multiple_of: What its micro-batches are multiples of, where no plan knows better.
-        digest: Of its source files; empty where there are none.
-        device: Where it will be trained.
+        multiple_of: The number that micro-batches are multiples of, if no plan says otherwise.
+        digest: The digest of the source files; empty without any.
+        device: The training device.
 
     Raises:
-        UsageError: The request's subject is none of these, or comes with what belongs to another.
-        WorkloadError: It has no data, or cannot be used.
+        UsageError: The request has neither a model nor a workload, or an argument that does not go with it.
+        WorkloadError: The workload has no data, or cannot be used.
     """
 
     def __init__(self, request: FitRequest) -> None:
         self._request = request
-        given = request.subject
+        given = request.model_or_workload
         self._workload = own = None if isinstance(given, nn.Module) else _read_workload(request)
         self.data, self.eval_data = request.data, request.eval_data
         if own is None:
@@ -131,73 +131,75 @@ class TrainingSetup:
             self.multiple_of = request.options.multiple_of or 1
             self.evaluation_batch = request.options.evaluation_batch
             self._keeps: Sequence[str] = request.options.keeps or ()
-            self.device = self._place(given)
+            self.device = self._move_model(given)
             return
         self.name, self.digest, self.objective = own.name, own.digest, own.objective
-        self.data = _samples(own.dataset) if self.data is None else self.data
+        self.data = _as_samples(own.dataset) if self.data is None else self.data
         if self.data is None:
             raise WorkloadError(
                 f"{own.name} has no dataset to train on", hint="define dataset = ... in it, or give data"
             )
-        self.eval_data = _samples(own.evaluation_dataset) if self.eval_data is None else self.eval_data
+        self.eval_data = _as_samples(own.evaluation_dataset) if self.eval_data is None else self.eval_data
         self.collate, self._evaluate, self.multiple_of = own.collate, own.evaluate, own.multiple_of or 1
         self.evaluation_batch, self._keeps = own.evaluation_batch, own.keeps
         self.device = find_device(request.options.device)
 
     def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
-        """Find the micro-batch by trials: in processes of their own for a file whose code all of it is, else in place.
+        """Find the micro-batch by trials: in child processes if a file has all the code, else in this process.
 
         Args:
-            planning_batch: `Source.planning_batch`: gives `batch(size)` of the data, for what has none of its own.
-            on_event: Told of the planner's steps.
+            planning_batch: `Source.planning_batch`, which makes `batch(size)` from the data if the workload has none.
+            on_event: Called with the planner's events.
         """
         request, options, workload = self._request, self._request.options, self._workload
         limits: dict[str, Any] = {"memory": options.memory, "reserve": options.reserve}
         if workload is None:
             live = {name: getattr(request, name) for name in ("loss", "criterion", "weight", "split", "size")}
-            live |= {"model": request.subject, "batch": planning_batch(options.worst_of)}
+            live |= {"model": request.model_or_workload, "batch": planning_batch(options.worst_of)}
             live["reduction"] = _reduction(request)
-            limits |= {**options.overrides, "evaluation_batch": None}  # It has no batch of the evaluation's data.
+            limits |= {**options.overrides, "evaluation_batch": None}  # It has no batch of evaluation data.
             return make_plan(None, PlanRequest(request.target_batch, Options(**limits)), live=live, on_event=on_event)
         limits["device"] = options.device
         in_code = (request.collate, request.evaluate, request.data, request.split)
-        is_file = not isinstance(request.subject, Workload) and isinstance(options.optimizer, (str, type(None)))
+        is_file = not isinstance(request.model_or_workload, Workload) and isinstance(
+            options.optimizer, (str, type(None))
+        )
         if is_file and all(value is None for value in in_code):
             worst_of = options.worst_of or (DEFAULT_WORST_OF if workload.batch is no_batch else None)
-            asked = PlanRequest(request.target_batch, Options(**limits, **options.overrides, worst_of=worst_of))
-            said = None if on_event is None else lambda line: on_event(WorkloadOutput(line))
-            return make_plan(os.fspath(request.subject), asked, on_event=on_event, on_output=said)
+            of_file = PlanRequest(request.target_batch, Options(**limits, **options.overrides, worst_of=worst_of))
+            on_output = None if on_event is None else lambda line: on_event(WorkloadOutput(line))
+            return make_plan(os.fspath(request.model_or_workload), of_file, on_event=on_event, on_output=on_output)
         if workload.batch is no_batch or options.worst_of is not None:
             batches = make_batches(planning_batch(options.worst_of))
             workload = replace_fields(workload, batch=batches, worst_of=options.worst_of)
         return make_plan(workload, PlanRequest(request.target_batch, Options(**limits)), on_event=on_event)
 
     def build(self, plan: Plan | None, learning_rate: float | None = None) -> TrainingComponents:
-        """The model and what goes with it, from the random states as they are.
+        """Build the model and its components from the current random states.
 
         Args:
-            plan: What it was planned with.
-            learning_rate: Of the first parameter group, the others keep their ratio to it, and a schedule is made of
-                an optimizer with that rate; None: the optimizer's own.
+            plan: The plan.
+            learning_rate: The rate of the first parameter group; other groups keep their ratio to it, and the scheduler
+                is built after it is set. None: the optimizer's default.
 
         Raises:
-            UsageError: The scheduler, the precision or the mode of BatchNorm cannot be used.
+            UsageError: The scheduler, the precision or the BatchNorm mode cannot be used.
             WorkloadError: The model cannot be copied for an average.
         """
         if self._workload is None:
-            _check_follows(self._request.scheduler, learning_rate)
-        model, optimizer = self._make()
+            _check_scheduler_function(self._request.scheduler, learning_rate)
+        model, optimizer = self._build()
         if learning_rate is not None:
             set_learning_rate(optimizer, learning_rate)
         scheduler = self._make_scheduler(optimizer)
         check_scheduler(scheduler, optimizer)
-        precision = self._setting("precision", "fp32", plan)
+        precision = self._resolve_option("precision", "fp32", plan)
         check_precision(precision)
         device = model_device(model)
         self.objective.move_criterion(device)
         _check_criterion(self.objective, optimizer)
-        ema_decay = _choose_ema_decay(self._request.ema_decay, self._keeps)
-        if not model.training:  # As `from_pretrained` leaves it; single modules that are at rest stay so otherwise.
+        ema_decay = _resolve_ema_decay(self._request.ema_decay, self._keeps)
+        if not model.training:  # `from_pretrained` leaves it in eval mode. Submodules in eval mode stay so otherwise.
             model.train()
         return TrainingComponents(
             model=model,
@@ -206,26 +208,26 @@ class TrainingSetup:
             scheduler=scheduler,
             scaler=choose_scaler(precision, None, device, optimizer_parameters(optimizer)),
             precision=precision,
-            batchnorm=checked_batchnorm(self._setting("batchnorm", "micro", plan), model),
-            accumulate_in=read_accumulate_in(self._setting("accumulate_in", "fp32", plan), UsageError),
+            batchnorm=checked_batchnorm(self._resolve_option("batchnorm", "micro", plan), model),
+            accumulate_in=read_accumulate_in(self._resolve_option("accumulate_in", "fp32", plan), UsageError),
             evaluate=self._evaluate,
             averages=None if ema_decay is None else EmaModel(model, ema_decay),
         )
 
-    def _setting(self, name: str, default: str, plan: Plan | None) -> str:
-        """What is asked for, or the workload's own, or what a plan that was given for the very same files has."""
-        asked, own = getattr(self._request.options, name), self._workload
-        chosen: str = asked or (default if own is None else getattr(own, name))
-        if asked is not None or chosen != default or plan is None:
+    def _resolve_option(self, name: str, default: str, plan: Plan | None) -> str:
+        """Return the request's value, or the workload's, or that of a plan that was given for the same files."""
+        requested, own = getattr(self._request.options, name), self._workload
+        chosen: str = requested or (default if own is None else getattr(own, name))
+        if requested is not None or chosen != default or plan is None:
             return chosen
         if own is not None and (self._request.plan is None or plan.workload.get("digest", "") != self.digest):
             return chosen
         return str(plan.workload.get(name) or chosen)
 
-    def _make(self) -> tuple[nn.Module, Optimizer]:
+    def _build(self) -> tuple[nn.Module, Optimizer]:
         own, optimizer = self._workload, self._request.options.optimizer
         if own is None:
-            model: nn.Module = self._request.subject
+            model: nn.Module = self._request.model_or_workload
             return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
         model = own.build_model().to(self.device)
         for module in find_auxiliary_modules(own).values():
@@ -238,11 +240,11 @@ class TrainingSetup:
         scheduler = self._request.scheduler
         made = scheduler(optimizer) if callable(scheduler) else scheduler
         if made is None and scheduler is not None:
-            raise UsageError("scheduler(optimizer) returned None", hint="return the scheduler it makes")
+            raise UsageError("scheduler(optimizer) returned None", hint="return the scheduler")
         return made
 
     def _check_model(self, model: nn.Module) -> Objective:
-        """The loss of a live model that has all that goes with it."""
+        """Check a live model and its arguments, and return its loss."""
         request = self._request
         check_model(model)
         if request.data is None:
@@ -251,49 +253,49 @@ class TrainingSetup:
         objective = choose_objective(request.loss, **given, reduction=_reduction(request), plan=None, model=model)
         if isinstance(request.options.optimizer, Optimizer):
             check_optimizer(request.options.optimizer, model)
-        _check_follows(request.scheduler, request.learning_rate)
-        if not model.training:  # As it will be trained, and so is planned.
+        _check_scheduler_function(request.scheduler, request.learning_rate)
+        if not model.training:  # Planning and training use train mode.
             model.train()
         return dataclasses.replace(objective, batching=read_batching(request.split, request.size))
 
-    def _place(self, model: nn.Module) -> torch.device:
-        """Where a live model is put: an optimizer that is there already has its state where the model is."""
-        asked, here = self._request.options.device, model_device(model)
-        wanted = here if asked == "auto" and here.type != "cpu" else find_device(asked)
-        if wanted == here:
+    def _move_model(self, model: nn.Module) -> torch.device:
+        """Move a live model to the requested device and return that, unless a live optimizer keeps it where it is."""
+        requested, here = self._request.options.device, model_device(model)
+        target = here if requested == "auto" and here.type != "cpu" else find_device(requested)
+        if target == here:
             return here
         if isinstance(self._request.options.optimizer, Optimizer):
-            if asked == "auto":
+            if requested == "auto":
                 return here
             raise UsageError(
-                f"the model is on {here}, the device is to be {wanted}, and its optimizer is there already",
-                hint="move the model first, then make the optimizer",
+                f"the model is on {here}, {target} is requested, and the optimizer already exists",
+                hint="move the model first, then create the optimizer",
             )
-        model.to(wanted)
+        model.to(target)
         for module in find_used_modules(self.objective, model, self._request.evaluate).values():
-            module.to(wanted)
+            module.to(target)
         return model_device(model)
 
 
 def _read_workload(request: FitRequest) -> Workload:
-    """The workload that is to be trained, with what the request has in place of its own."""
-    subject = request.subject
-    if not isinstance(subject, (str, os.PathLike, Workload)):
+    """Return the workload, with the request's values in place of its own."""
+    given_as = request.model_or_workload
+    if not isinstance(given_as, (str, os.PathLike, Workload)):
         raise UsageError(
-            f"what is to be trained is {describe_type(subject)}", hint="give an nn.Module, a Workload, or a file"
+            f"model_or_workload is {describe_type(given_as)}", hint="give an nn.Module, a Workload, or a file"
         )
     given = [name for name in ("loss", "criterion", "weight") if getattr(request, name) is not None]
     given += [] if _reduction(request) is None else ["reduction"]
     if given:
-        raise UsageError(f"a workload is given, and {given[0]} too", hint="write it into the workload")
+        raise UsageError(f"a workload is given, and {given[0]} too", hint="define it in the workload")
     live = {"optimizer": (request.options.optimizer, Optimizer), "scheduler": (request.scheduler, LRScheduler)}
     for name, (value, bound) in live.items():
         if isinstance(value, bound):
             raise UsageError(
                 f"a workload is given, and a live {name}, which belongs to another model",
-                hint=f"give a function that makes the {name}",
+                hint=f"give a function that creates the {name}",
             )
-    workload = subject if isinstance(subject, Workload) else load_workload(os.fspath(subject))
+    workload = given_as if isinstance(given_as, Workload) else load_workload(os.fspath(given_as))
     own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
     return replace_fields(workload, **request.options.overrides, **own)
 
@@ -302,22 +304,22 @@ def _reduction(request: FitRequest) -> str | None:
     return None if request.reduction == "mean" else request.reduction
 
 
-def _check_follows(scheduler: Any, learning_rate: float | None) -> None:
+def _check_scheduler_function(scheduler: Any, learning_rate: float | None) -> None:
     if learning_rate is not None and scheduler is not None and not callable(scheduler):
         raise UsageError(
-            f"the learning rate is to be {learning_rate:g}, and the {type(scheduler).__name__} was made before it",
-            hint="give scheduler as a function that makes it of the optimizer",
+            f"learning_rate is {learning_rate:g}, but the {type(scheduler).__name__} already exists",
+            hint="give scheduler as a function of the optimizer",
         )
 
 
-def _choose_ema_decay(decay: float | None, keeps: Sequence[str]) -> float | None:
-    """The decay of the average of the weights that is asked for; None: none is kept."""
+def _resolve_ema_decay(decay: float | None, keeps: Sequence[str]) -> float | None:
+    """Return the decay of the averaged weights; None without an average."""
     if "ema" in keeps:
         return EMA_DECAY if decay is None else decay
     if decay is not None:
         raise UsageError(
-            f"ema_decay is {decay:g}, and no average of the weights is kept",
-            hint='ask for one: keeps="ema" (--keeps ema)',
+            f"ema_decay is {decay:g}, but no average of the weights is requested",
+            hint='add keeps="ema" (--keeps ema)',
         )
     return None
 
@@ -329,10 +331,10 @@ def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:
     if any(parameter.requires_grad and id(parameter) not in updated for parameter in trainable):
         raise UsageError(
             f"{type(criterion).__name__} has trainable parameters that the optimizer does not hold",
-            hint="give an optimizer of both, make it a part of the model, or set requires_grad to False",
+            hint="include them in the optimizer, make them part of the model, or set requires_grad to False",
         )
 
 
-def _samples(dataset: Any) -> Any:
-    """A workload's dataset; a list or tuple there is one of samples."""
+def _as_samples(dataset: Any) -> Any:
+    """Wrap a workload's list or tuple of samples as a dataset."""
     return Subset(cast("Dataset[Any]", dataset), range(len(dataset))) if isinstance(dataset, (list, tuple)) else dataset

@@ -1,1 +1,1 @@
-"""`tune`: the learning rate, the micro-batch and, on request, the effective batch, searched for with Optuna."""
+"""Tuning: an Optuna study of learning rate and batch sizes, and the throughput of micro-batches."""

@@ -1,4 +1,4 @@
-"""The search: `study.optimize` over real trainings, and the best few again with other seeds."""
+"""The search: `study.optimize` over real trainings, then repetitions of the best settings with other seeds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from autoaccum.tuning.tuning_result import (
 )
 
 _CONFIRMING_SEEDS = 2
-"""With how many seeds a confirmed setting is run beside the search's own."""
+"""Seeds that a confirmed setting runs with, besides the search's own."""
 _MOST_ROUNDS = 5
-"""After so many rounds of repetitions in which settings fail, the next one is not repeated any more."""
+"""Rounds of repetitions: a new best setting after the last one is not repeated."""
 _FAILURES_IN_A_ROW = 3
 
 
@@ -37,24 +37,30 @@ class _TrialFailed(Exception):  # noqa: N818 (an outcome, told to Optuna)
 
 
 class Search:
-    """Runs trials of a study, in processes of their own; `ceiling` is the micro-batch of every evaluation."""
+    """Runs trials of a study in child processes; `ceiling` is the micro-batch of every evaluation."""
 
     def __init__(
-        self, study: Study, space: SearchSpace, budget: Budget, ceiling: int, processes: TrialProcesses, tell: Listener
+        self,
+        study: Study,
+        space: SearchSpace,
+        budget: Budget,
+        ceiling: int,
+        processes: TrialProcesses,
+        notify: Listener,
     ) -> None:
         self._study, self._space, self._budget, self._ceiling = study, space, budget, ceiling
-        self._processes, self._tell = processes, tell
+        self._processes, self._notify = processes, notify
         self._last: Outcome | None = None
         self._failures = 0
 
     def run(self) -> str | None:
-        """Run trials until the study has as many as were asked for; return why it ended before, as a clause.
+        """Run trials until the study has as many as requested; return why it ended before, as a clause.
 
         Several workers may do so at once, each with up to one trial too many.
 
         Raises:
-            WorkloadError: The user's code fails at the very first trial, or again and again.
-            StudyError: The storage cannot be read or written any more.
+            WorkloadError: The user's code fails in the very first trial, or repeatedly.
+            StudyError: The storage can no longer be read or written.
         """
         request, rates = self._processes.request, self._space.learning_rates
         rows = self._study.rows()
@@ -64,16 +70,16 @@ class Search:
             row.own and not row.lost for row in rows
         ):
             with storage_errors(self._study.address):
-                self._study.optuna.enqueue_trial(_own_parameters(self._space), user_attrs={"own": True})
+                self._study.optuna.enqueue_trial(_default_parameters(self._space), user_attrs={"own": True})
         self._optimize(None, request.options.time_limit)
         is_over = count_finished(self._study.rows()) >= request.trials
         return None if is_over else f"its time of {request.options.time_limit:g} s is over"
 
     def confirm(self) -> None:
-        """Repeat the best few with other seeds; where only settings that were run once are left, those as well.
+        """Repeat the best settings with other seeds, then any new best setting that has run only once.
 
         Raises:
-            WorkloadError, StudyError: As `run`.
+            WorkloadError, StudyError: As in `run`.
         """
         request = self._processes.request
         seeds = [request.seed + 1 + number for number in range(_CONFIRMING_SEEDS)]
@@ -82,8 +88,8 @@ class Search:
         for _ in range(_MOST_ROUNDS):
             if not chosen:
                 break
-            known = {(row.confirms, row.seed) for row in self._study.rows() if not row.lost}
-            runs = {(one.trial, seed) for one in chosen for seed in seeds} - known
+            done = {(row.confirms, row.seed) for row in self._study.rows() if not row.lost}
+            runs = {(one.trial, seed) for one in chosen for seed in seeds} - done
             with storage_errors(self._study.address):
                 trials = self._study.optuna.get_trials(deepcopy=False)
                 for trial, seed in sorted(runs):
@@ -95,28 +101,32 @@ class Search:
     def _optimize(self, trials: int | None, time_limit: float | None) -> None:
         with storage_errors(self._study.address):
             self._study.optuna.optimize(
-                self._train, n_trials=trials, timeout=time_limit, catch=(_TrialFailed,), callbacks=[self._end]
+                self._objective,
+                n_trials=trials,
+                timeout=time_limit,
+                catch=(_TrialFailed,),
+                callbacks=[self._on_trial_end],
             )
 
-    def _train(self, trial: Trial) -> float:
-        """Train with the setting of a trial: Optuna's objective."""
-        confirms, own_seed = trial.user_attrs.get("confirms"), trial.user_attrs.get("seed")
-        seed = self._processes.request.seed if own_seed is None else own_seed
-        setting = _draw(trial, self._space)
-        told = {TARGET: setting.target_batch, MICRO: setting.micro_batch, "seed": seed}
-        for name, value in told.items():
+    def _objective(self, trial: Trial) -> float:
+        """Train with a trial's setting: Optuna's objective."""
+        confirms, trial_seed = trial.user_attrs.get("confirms"), trial.user_attrs.get("seed")
+        seed = self._processes.request.seed if trial_seed is None else trial_seed
+        setting = _suggest_setting(trial, self._space)
+        attributes = {TARGET: setting.target_batch, MICRO: setting.micro_batch, "seed": seed}
+        for name, value in attributes.items():
             trial.set_user_attr(name, value)
-        self._tell(TrialStarted(trial.number, setting, seed, confirms=confirms))
+        self._notify(TrialStarted(trial.number, setting, seed, confirms=confirms))
 
         def should_continue(percent: int, loss: float) -> bool:
-            self._tell(LossReported(trial.number, percent, loss))
+            self._notify(LossReported(trial.number, percent, loss))
             trial.report(loss, percent)
             return confirms is not None or not trial.should_prune()
 
         outcome = self._processes.train(setting, self._budget, seed, self._ceiling, should_continue)
         self._last = outcome
         for text in outcome.warnings:
-            self._tell(Notice(f"trial {trial.number}: {text}"))
+            self._notify(Notice(f"trial {trial.number}: {text}"))
         for name, value in dataclasses.asdict(outcome).items():
             if name not in ("loss", "user_traceback", "warnings") and value is not None:
                 trial.set_user_attr(name, value)
@@ -124,12 +134,12 @@ class Search:
             raise _TrialFailed(outcome.reason)
         if outcome.state == "pruned":
             raise optuna.TrialPruned
-        # One that diverged or ran out of memory is worse than any other: the sampler stays away from it.
+        # A trial that diverged or ran out of memory is worse than any other, so the sampler avoids it.
         return math.inf if outcome.loss is None else outcome.loss
 
-    def _end(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Tell what a trial came to, and end the search where that is enough."""
-        self._tell(TrialEnded(read_trial(trial)))
+    def _on_trial_end(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Report the result of a trial, and end the search if it has enough trials or keeps failing."""
+        self._notify(TrialEnded(read_trial(trial)))
         finished = count_finished(self._study.rows())
         if trial.state != TrialState.FAIL:
             self._failures = 0
@@ -140,7 +150,7 @@ class Search:
                 assert self._last is not None
                 raise WorkloadError(
                     f"{which} failed: {self._last.reason or 'no reason is known'}",
-                    hint="mend it: a changed workload takes another study by --study NAME",
+                    hint="fix the workload; a changed workload needs another study: --study NAME",
                     user_traceback=self._last.user_traceback,
                 )
         if finished >= self._processes.request.trials:
@@ -148,11 +158,11 @@ class Search:
 
 
 def count_finished(rows: tuple[Row, ...]) -> int:
-    """Count the trials of the search that have ended by themselves."""
+    """Count the finished trials of the search; repetitions and lost trials do not count."""
     return sum(row.confirms is None and not row.lost and row.state not in ("running", "waiting") for row in rows)
 
 
-def _draw(trial: Trial, space: SearchSpace) -> Setting:
+def _suggest_setting(trial: Trial, space: SearchSpace) -> Setting:
     rates, targets = space.learning_rates, space.target_batches
     rate = trial.suggest_float(RATE, rates.low, rates.high, log=True)
     target = targets.low if len(targets.sizes) == 1 else trial.suggest_categorical(TARGET, targets.sizes)
@@ -160,8 +170,8 @@ def _draw(trial: Trial, space: SearchSpace) -> Setting:
     return Setting(learning_rate=rate, target_batch=target, micro_batch=micro)
 
 
-def _own_parameters(space: SearchSpace) -> dict[str, float | int]:
-    """Take the workload's own rate, the smallest batch, and a micro-batch that it holds."""
+def _default_parameters(space: SearchSpace) -> dict[str, float | int]:
+    """Return the workload's default learning rate, the smallest batch, and a micro-batch that fits into it."""
     low = space.target_batches.low
     found: dict[str, float | int] = {RATE: space.default_learning_rate}
     if len(space.target_batches.sizes) > 1:

@@ -1,4 +1,4 @@
-"""What the trials came to: which setting wins, how much may be chance, and what to say beside it."""
+"""The ranking of settings by their trials, how far losses differ by randomness, and warnings about the result."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from autoaccum.tuning.tuning_result import Row, Setting, SettingResult, Workload
 
 _ENDED_BADLY = ("diverged", "out_of_memory", "failed")
 _NOISE_DEVIATIONS = 2.0
-"""How many standard deviations of a difference count as chance."""
+"""Standard deviations of a difference that count as randomness."""
 _NEAR_FACTOR = 2.0
-"""How near to an end of the range a best rate says that the range was too short."""
+"""A best learning rate within this factor of an end of the range suggests a longer range."""
 
 
 def rank(rows: Sequence[Row]) -> tuple[SettingResult, ...]:
@@ -29,17 +29,17 @@ def rank(rows: Sequence[Row]) -> tuple[SettingResult, ...]:
         if row.setting is not None and not row.lost and (is_complete(row) or row.state in _ENDED_BADLY):
             runs.setdefault(row.setting, []).append(row)
     found: list[tuple[tuple[int, bool, bool, float, int], SettingResult]] = []
-    for setting, told in runs.items():
-        searched = [row.number for row in told if row.confirms is None and is_complete(row)]
+    for setting, of_setting in runs.items():
+        searched = [row.number for row in of_setting if row.confirms is None and is_complete(row)]
         if searched:
-            standing = _sum_up(setting, min(searched), told)
-            short = any(row.oom_retries for row in told)
-            single = len(standing.losses) + standing.failed == 1
-            found.append(((standing.failed, short, single, fmean(standing.losses), standing.trial), standing))
-    return tuple(standing for _, standing in sorted(found, key=lambda pair: pair[0]))
+            result = _summarize(setting, min(searched), of_setting)
+            ran_out = any(row.oom_retries for row in of_setting)
+            single = len(result.losses) + result.failed == 1
+            found.append(((result.failed, ran_out, single, fmean(result.losses), result.trial), result))
+    return tuple(result for _, result in sorted(found, key=lambda pair: pair[0]))
 
 
-def _sum_up(setting: Setting, trial: int, rows: Sequence[Row]) -> SettingResult:
+def _summarize(setting: Setting, trial: int, rows: Sequence[Row]) -> SettingResult:
     by_seed: dict[int, Row] = {}
     for row in sorted(rows, key=lambda row: (not is_complete(row), row.number)):
         by_seed.setdefault(row.seed, row)
@@ -56,22 +56,22 @@ def _sum_up(setting: Setting, trial: int, rows: Sequence[Row]) -> SettingResult:
 
 
 def find_default_result(rows: Sequence[Row]) -> SettingResult | None:
-    """Find the standing of the workload's own setting; None where it was not run to the end."""
-    own = {row.setting for row in rows if row.own and row.confirms is None}
-    return next((standing for standing in rank(rows) if standing.setting in own), None)
+    """Return the result of the workload's default setting; None if it was not run to the end."""
+    defaults = {row.setting for row in rows if row.own and row.confirms is None}
+    return next((result for result in rank(rows) if result.setting in defaults), None)
 
 
 def is_complete(row: Row) -> bool:
-    """Return whether a row has a loss that counts."""
+    """Return whether a row has a finite loss at the end of its budget."""
     return row.state == "complete" and row.loss is not None and math.isfinite(row.loss)
 
 
-def find_noise(standings: Iterable[SettingResult]) -> float | None:
-    """Return up to which difference two runs may differ by chance; None where no setting has two complete runs.
+def find_noise(results: Iterable[SettingResult]) -> float | None:
+    """Return the difference up to which two runs may differ by randomness; None if no setting has two complete runs.
 
-    Two standard deviations of a difference, by the spread over seeds, pooled over the settings that were repeated.
+    This is two standard deviations of a difference. The variance over seeds is pooled over the repeated settings.
     """
-    repeated = [one.losses for one in standings if len(one.losses) > 1]
+    repeated = [one.losses for one in results if len(one.losses) > 1]
     if not repeated:
         return None
     freedom = sum(len(losses) - 1 for losses in repeated)
@@ -80,20 +80,20 @@ def find_noise(standings: Iterable[SettingResult]) -> float | None:
 
 
 def find_range_warning(rate: float, rates: LearningRateRange) -> str | None:
-    """Say that the best rate lies near an end of the range, where it does."""
-    said = "the best learning rate lies near the end of the range: search"
+    """Return a warning if the best learning rate lies near an end of the range."""
+    warning = "the best learning rate lies near the end of the range: search"
     if rate < rates.low * _NEAR_FACTOR < rates.high:
-        return f"{said} below {rates.low:.3g}, too"
+        return f"{warning} below {rates.low:.3g}, too"
     if rate > rates.high / _NEAR_FACTOR > rates.low:
-        return f"{said} above {rates.high:.3g}, too"
+        return f"{warning} above {rates.high:.3g}, too"
     return None
 
 
 def describe_coupling(plan: Plan, facts: WorkloadFacts) -> tuple[str | None, str | None]:
-    """Return why the micro-batch changes the training, as a clause, and a sentence where that could not be told.
+    """Return why the micro-batch changes the training, as a clause, and a warning if that could not be determined.
 
-    A BatchNorm counts wherever the model has one that is not frozen: the plan's experiment, at the first weights, does
-    not see one whose own weights are zeros yet, as residual blocks begin with.
+    A BatchNorm counts wherever the model has one that is not frozen: the plan's experiment uses the initial weights,
+    and does not see one whose own weight is still zero, as at the start of residual blocks.
     """
     normed = () if facts.batchnorm == "frozen" else facts.batchnorms
     found = plan.coupling
@@ -108,7 +108,7 @@ def describe_coupling(plan: Plan, facts: WorkloadFacts) -> tuple[str | None, str
     if found is None or found.reason is not None or found.loss is None:
         why = "" if found is None or found.reason is None else f" ({found.reason})"
         return None, (
-            f"whether samples are coupled could not be told{why}: trials take it that the micro-batch changes speed and"
-            " memory only; `autoaccum verify` tells"
+            f"batch coupling could not be determined{why}: trials assume that the micro-batch changes only speed and"
+            " memory; check with `autoaccum verify`"
         )
     return None, None

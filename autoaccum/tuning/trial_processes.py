@@ -18,20 +18,20 @@ from autoaccum.tuning.tuning_requests import ContinueTraining, Describe, LoadFor
 from autoaccum.tuning.tuning_result import FinalState, Outcome, Setting, WorkloadFacts
 
 _LEAVE_SECONDS = 5.0
-"""A child that is done may leave by itself, so that what the workload registered at exit runs."""
+"""A finished child may exit by itself, so that the workload's exit handlers run."""
 _MOST_SECONDS = 3600.0
-"""Of loading, or of one update: what takes longer hangs."""
+"""Limit of loading, or of one update: anything longer hangs."""
 _LEAST_SECONDS = 60.0
-"""Of loading under any limit on time: PyTorch is imported meanwhile."""
+"""Least limit of loading, which imports PyTorch."""
 _MODULE = "autoaccum.tuning.tuning_child"
 
 
 class TrialProcesses:
-    """Starts children, asks them, and ends them.
+    """Starts child processes, sends them requests, and ends them.
 
     Args:
-        request: Of the study.
-        on_output: Gets each line the workload prints; None: it goes to stderr.
+        request: The request of the study.
+        on_output: Called with each line that the workload prints; None: it goes to stderr.
 
     Raises:
         UsageError: There is no such device.
@@ -43,7 +43,7 @@ class TrialProcesses:
         self._digest: str | None = None
 
     def describe(self) -> WorkloadFacts:
-        """Load the workload in a child, and build what it trains.
+        """Load the workload in a child and describe what it trains.
 
         Raises:
             WorkloadError: The workload cannot be loaded, or cannot be tuned.
@@ -58,7 +58,7 @@ class TrialProcesses:
 
     @contextmanager
     def timing(self) -> Iterator[Callable[[int], float]]:
-        """Within, a child makes updates: a function of the micro-batch, to seconds.
+        """Context with a child that makes updates: a function from micro-batch to seconds.
 
         Raises:
             WorkloadError: The workload fails.
@@ -82,13 +82,14 @@ class TrialProcesses:
         evaluation_batch: int,
         should_continue: Callable[[int, float], bool],
     ) -> Outcome:
-        """Train in a fresh process, which is gone afterwards; what goes wrong in it is an `Outcome`.
+        """Train in a fresh process, which is ended afterwards; a failure in it becomes an `Outcome`.
 
-        At each milestone `should_continue` is told the percent of the budget and the loss, and says whether to go on.
+        At each milestone `should_continue` gets the percent of the budget and the loss, and returns whether to
+        continue.
 
         Raises:
             NotMeasuredError: No process can be started.
-            WorkloadError: The workload's source files are not those of the study any more.
+            WorkloadError: The workload's source files have changed since the study began.
         """
         limit = self.request.options.trial_limit or math.inf
         deadline = time.monotonic() + limit
@@ -124,20 +125,20 @@ class TrialProcesses:
             process.end(grace_seconds=_LEAVE_SECONDS)
 
     def check_unchanged(self, digest: str) -> None:
-        """Hold what was loaded to the source files that the study is of.
+        """Compare the digest of the loaded source files with that of the study.
 
         Raises:
-            WorkloadError: They were changed meanwhile.
+            WorkloadError: They have changed.
         """
         if self._digest is not None and digest != self._digest:
             raise WorkloadError(
-                f"{self.request.reference} was changed while it is tuned, so that trials cannot be compared any more",
-                hint="put it back and go on, or begin another study: --study NAME",
+                f"{self.request.reference} has changed during tuning, so that trials can no longer be compared",
+                hint="restore it and continue, or start another study: --study NAME",
             )
 
     @contextmanager
     def _loaded(self) -> Iterator[ChildProcess]:
-        """Within, a child has loaded the workload."""
+        """Context with a child that has loaded the workload."""
         process = self._start()
         try:
             self.check_unchanged(_call(process, self._load(), self._limit_seconds()))

@@ -1,4 +1,4 @@
-"""What the child does: describe a workload, train it as `autoaccum fit` would for a budget, and time updates."""
+"""The child's work: describe a workload, train it as `autoaccum fit` would within a budget, and time updates."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from autoaccum.workload.spec import Workload, no_batch
 from autoaccum.workload.tracebacks import blame_exit
 
 ShouldContinue = Callable[[int, float], bool]
-"""Told of a milestone (percent of the budget) and the held-out loss there; whether the training shall go on."""
+"""Called with a milestone (percent of the budget) and the held-out loss; returns whether to continue."""
 
 _HELD_OUT_SHARE = 10
-"""One of so many samples is held out, where the workload has no evaluation_dataset."""
+"""One of this many samples is held out if the workload has no evaluation_dataset."""
 _SEED = 0
-_WITHOUT_END = 10**12
-"""Updates; it is the budget that ends a training."""
+_UNLIMITED = 10**12
+"""Updates; the budget ends a training."""
 
 
 def train_setting(
@@ -55,42 +55,42 @@ def train_setting(
     should_continue: ShouldContinue,
 ) -> Outcome:
     """Train in this process, and ask `should_continue` at each milestone; a failure becomes an `Outcome`."""
-    course = TrialMonitor(budget, should_continue)
+    monitor = TrialMonitor(budget, should_continue)
     noted: tuple[str, ...] = ()
     try:
         training, held_out, _, _ = split_data(workload)
         data: dict[str, Any] = {"dataset": training, "evaluation_dataset": held_out, "evaluate": None}
         request = FitRequest(
-            subject=dataclasses.replace(workload, **data, evaluation_batch=evaluation_batch),
+            model_or_workload=dataclasses.replace(workload, **data, evaluation_batch=evaluation_batch),
             target_batch=setting.target_batch,
             micro_batch=max(setting.cut(workload.multiple_of or 1)),
             learning_rate=setting.learning_rate,
-            steps=_WITHOUT_END,
+            steps=_UNLIMITED,
             seed=seed,
             options=Options(device=device),
-            eval_due=course.is_due,
-            callbacks=[course.hear],
+            eval_due=monitor.is_due,
+            callbacks=[monitor.on_event],
         )
         with blame_exit("training"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them, once for all trials.
+            warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
             noted = train(request).warnings
-        ending, reason, user_traceback = course.ending or "complete", course.reason, None
+        ending, reason, user_traceback = monitor.ending or "complete", monitor.reason, None
     except Exception as error:
-        ending, reason, user_traceback = _judge(error)
+        ending, reason, user_traceback = _classify_error(error)
     return Outcome(
         state=ending,
-        loss=course.loss if ending in ("complete", "pruned") else None,
-        samples=course.samples,
-        seconds=course.seconds,
-        oom_retries=course.oom_retries,
+        loss=monitor.loss if ending in ("complete", "pruned") else None,
+        samples=monitor.samples,
+        seconds=monitor.seconds,
+        oom_retries=monitor.oom_retries,
         reason=reason,
         user_traceback=user_traceback,
         warnings=noted,
     )
 
 
-def _judge(error: Exception) -> tuple[FinalState, str, str | None]:
-    """Tell what an error of a training is, why, and the user's own frames where they are to blame."""
+def _classify_error(error: Exception) -> tuple[FinalState, str, str | None]:
+    """Return an error's final state, its reason, and the user's own frames if they are to blame."""
     if isinstance(error, NonFiniteError):
         return "diverged", error.message, None
     if isinstance(error, DoesNotFitError):
@@ -100,9 +100,9 @@ def _judge(error: Exception) -> tuple[FinalState, str, str | None]:
 
 
 class TrialMonitor:
-    """Follows a training: `hear` is its callback, `is_due` tells when it evaluates.
+    """Follows a training: `on_event` is its callback, and `is_due` decides when it evaluates.
 
-    Its attributes are those of `Outcome`, so far; `ending` is None as long as nothing ended it before its budget.
+    Its attributes are those of `Outcome`, so far; `ending` is None until something ends the training before its budget.
     """
 
     def __init__(self, budget: Budget, should_continue: ShouldContinue) -> None:
@@ -120,15 +120,15 @@ class TrialMonitor:
         del samples  # `hear` has counted them.
         return not self._has_passed(100) and any(map(self._has_passed, self._left))
 
-    def hear(self, event: Any) -> bool:
-        """Take in an event of `training.events`; return whether training ends here."""
+    def on_event(self, event: Any) -> bool:
+        """Handle an event of `fit_events`; return whether training ends here."""
         if isinstance(event, Updated):
             now = time.perf_counter()
             self.seconds, self._since = self.seconds + now - self._since, now
             self.samples = event.samples
             return self._has_passed(100)
         if isinstance(event, Evaluated):
-            self._look_at(event.values["loss"], event.update)
+            self._record_loss(event.values["loss"], event.update)
         elif isinstance(event, EvaluationFailed):
             self.ending = "out_of_memory" if event.out_of_memory else "failed"
             self.reason = f"the evaluation after update {event.update} failed: {event.reason}"
@@ -138,7 +138,7 @@ class TrialMonitor:
             self._since = time.perf_counter()
         return self.ending is not None
 
-    def _look_at(self, loss: float, update: int) -> None:
+    def _record_loss(self, loss: float, update: int) -> None:
         if not math.isfinite(loss):
             self.ending, self.reason = "diverged", f"the loss on held-out data is {loss} after update {update}"
             return
@@ -154,10 +154,10 @@ class TrialMonitor:
 
 
 class UpdateTimer:
-    """A model that makes updates of its worst-case batch, at a learning rate of 0: nothing diverges meanwhile.
+    """Makes updates of the worst-case batch with a learning rate of 0, so that nothing diverges.
 
     Raises:
-        WorkloadError: It makes no batch.
+        WorkloadError: The workload makes no batch.
     """
 
     def __init__(self, workload: Workload, device: str, target_batch: int) -> None:
@@ -189,11 +189,11 @@ class UpdateTimer:
 
 
 def describe_workload(workload: Workload, device: str, target_batch: int) -> WorkloadFacts:
-    """Build model, optimizer and schedule, to say what a study has to know of them; nothing is trained.
+    """Build model, optimizer and scheduler, and return what a study needs to know; nothing is trained.
 
     Raises:
-        WorkloadError: It cannot be tuned: no data, too little of it, no learning rate, or one that its schedule takes
-            no notice of.
+        WorkloadError: The workload cannot be tuned: no data, too little of it, no learning rate, or a scheduler that
+            ignores it.
         UsageError: There is no such device.
     """
     place = find_device(device)
@@ -201,7 +201,7 @@ def describe_workload(workload: Workload, device: str, target_batch: int) -> Wor
     if samples is not None and samples < target_batch:
         raise WorkloadError(
             f"{samples:,} samples are trained on, fewer than the target batch of {target_batch:,}",
-            hint="take a smaller --target-batch, or give more data",
+            hint="use a smaller --target-batch, or give more data",
         )
     seed_everything()
     model = workload.build_model().to(place)
@@ -211,8 +211,8 @@ def describe_workload(workload: Workload, device: str, target_batch: int) -> Wor
         lambda: workload.build_optimizer(model), workload.build_scheduler
     ):
         raise WorkloadError(
-            f"{type_name(schedule)} sets learning rates of its own: there is nothing to tune",
-            hint='have it begin with the optimizer\'s: max_lr=optimizer.param_groups[0]["lr"]',
+            f"{type_name(schedule)} ignores the optimizer's learning rate: there is nothing to tune",
+            hint='start from the optimizer\'s: max_lr=optimizer.param_groups[0]["lr"]',
         )
     return WorkloadFacts(
         name=workload.name,
@@ -234,36 +234,38 @@ def describe_workload(workload: Workload, device: str, target_batch: int) -> Wor
 
 
 def split_data(workload: Workload) -> tuple[Any, Any, int | None, str]:
-    """Take the workload's own `evaluation_dataset`, or hold out a tenth of its dataset, the same each time.
+    """Return the training data and the workload's `evaluation_dataset`, or hold out a fixed tenth of the dataset.
 
     Returns:
-        What is trained on, what is held out, how many samples are trained on if that is known, and a phrase for what is
-        held out.
+        The training data, the held-out data, the number of training samples if known, and a phrase for the held-out
+        data.
 
     Raises:
-        WorkloadError: There is no dataset, or none that a tenth can be taken of, or it is too small.
+        WorkloadError: There is no dataset, or it has no length or index, or is too small.
     """
     data, given = workload.dataset, workload.evaluation_dataset
     if data is None:
         raise WorkloadError(
             f"{workload.name} has no dataset to train on", hint="define dataset = ... in it: samples, by index"
         )
-    total = _count(data)
+    total = _count_samples(data)
     if given is not None:
-        held = _count(given)
+        held = _count_samples(given)
         if held == 0:
-            raise WorkloadError("evaluation_dataset has no samples", hint="give some, or leave it away")
+            raise WorkloadError("evaluation_dataset has no samples", hint="give some, or remove it")
         return data, given, total, "evaluation_dataset" + ("" if held is None else f" ({held:,} samples)")
     if total is None or total < 2:
-        seen = f"{total} samples" if total is not None else f"a {type(data).__name__}, which has no length or no index"
-        raise WorkloadError(f"no samples can be held out of {seen}", hint="define evaluation_dataset in the workload")
+        given_data = f"{total} samples" if total is not None else f"a {type(data).__name__} without length or index"
+        raise WorkloadError(
+            f"no samples can be held out of {given_data}", hint="define evaluation_dataset in the workload"
+        )
     order = torch.randperm(total, generator=torch.Generator().manual_seed(_SEED)).tolist()
     held = max(1, round(total / _HELD_OUT_SHARE))
     words = f"{held:,} of {total:,} samples of dataset, drawn by seed {_SEED}"
     return Subset(data, sorted(order[held:])), Subset(data, sorted(order[:held])), total - held, words
 
 
-def _count(data: Any) -> int | None:
-    """Count samples; None where there are only batches, or samples that come one after the other."""
+def _count_samples(data: Any) -> int | None:
+    """Count samples; None for batches, and for samples without an index."""
     by_index = isinstance(data, (list, tuple)) or is_map_style(data)
     return len(data) if by_index and hasattr(data, "__len__") else None

@@ -1,4 +1,4 @@
-"""What `autoaccum.tune` is asked for, checked before anything starts."""
+"""The arguments of `autoaccum.tune`, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from autoaccum.errors import UsageError
 from autoaccum.options import Options
 
 SAMPLERS, PRUNERS = ("tpe", "random"), ("halving", "none")
-_LEAST = {"trials": 1, "confirm": 0, "seed": 0, "heartbeat": 1}
-_RATES = "give two numbers above 0, the smaller first: 1e-4..1e-1"
-_BATCHES = "give a whole number of at least 1, or a range with the smaller first: 64..1024"
+_MINIMUM = {"trials": 1, "confirm": 0, "seed": 0, "heartbeat": 1}
+_RATE_HINT = "give two numbers above 0, the smaller first: 1e-4..1e-1"
+_BATCH_HINT = "give a whole number of at least 1, or a range with the smaller first: 64..1024"
 
 
 @dataclass(frozen=True)
 class LearningRateRange:
-    """Learning rates, both ends included."""
+    """A range of learning rates, both ends included."""
 
     low: float
     high: float
@@ -30,7 +30,7 @@ class LearningRateRange:
 
 @dataclass(frozen=True)
 class BatchSizeRange:
-    """Effective batches in samples, both ends included; equal ends where only one is asked for.
+    """A range of effective batches in samples, both ends included; the ends are equal for a single size.
 
     >>> BatchSizeRange(64, 1024).sizes, BatchSizeRange(48, 100).sizes, BatchSizeRange(7, 7).sizes
     ((64, 128, 256, 512, 1024), (48, 96, 100), (7,))
@@ -41,13 +41,13 @@ class BatchSizeRange:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return those that are searched: doublings of the smallest, and the largest."""
+        """The sizes that are searched: doublings of the smallest, and the largest."""
         return (*takewhile(lambda size: size < self.high, (self.low << times for times in count())), self.high)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long every trial trains: samples, or seconds of training without evaluations."""
+    """The length of every trial: samples, or seconds of training without evaluations."""
 
     amount: float
     unit: Literal["samples", "seconds"]
@@ -55,10 +55,10 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneRequest:
-    """The arguments of `autoaccum.tune`, where each is explained; `reference` is its `workload`.
+    """The arguments of `autoaccum.tune`, which documents each; `reference` is its `workload`.
 
     Raises:
-        UsageError: One of them cannot be honoured, or they contradict each other.
+        UsageError: An argument is invalid, or two contradict each other.
     """
 
     reference: str
@@ -80,10 +80,10 @@ class TuneRequest:
         if not isinstance(self.reference, (str, os.PathLike)):
             raise UsageError(
                 f"the workload is a {type(self.reference).__name__}",
-                hint="give the name of its file: each trial trains in a process of its own, which has to load it",
+                hint="give the name of its file: each trial trains in its own process, which has to load it",
             )
         object.__setattr__(self, "reference", os.fspath(self.reference))
-        for name, least in _LEAST.items():
+        for name, least in _MINIMUM.items():
             object.__setattr__(self, name, read_count(getattr(self, name), name, least=least))
         check_word(self.sampler, "sampler", SAMPLERS)
         check_word(self.pruner, "pruner", PRUNERS)
@@ -96,17 +96,17 @@ class TuneRequest:
 
     @property
     def budget(self) -> Budget | None:
-        """Return what was asked for; None: once over the data."""
+        """The requested budget; None: one epoch."""
         if self.budget_seconds is not None:
             return Budget(self.budget_seconds, "seconds")
         return None if self.budget_samples is None else Budget(self.budget_samples, "samples")
 
 
 def read_rates(given: Any) -> LearningRateRange | None:
-    """Read learning rates: `1e-4..1e-1`, or two numbers.
+    """Read a range of learning rates: `1e-4..1e-1`, or two numbers.
 
     Raises:
-        UsageError: They are no range of numbers above 0.
+        UsageError: It is not a range of numbers above 0.
     """
     if given is None:
         return None
@@ -114,18 +114,18 @@ def read_rates(given: Any) -> LearningRateRange | None:
         low, high = map(float, given.split("..") if isinstance(given, str) else given)
         if 0 < low < high < math.inf:
             return LearningRateRange(low, high)
-    raise UsageError(f"the learning rate is {given!r}", hint=_RATES)
+    raise UsageError(f"the learning rate is {given!r}", hint=_RATE_HINT)
 
 
 def read_batches(given: Any) -> BatchSizeRange:
-    """Read effective batches: `256`, `64..1024`, a number, or two.
+    """Read a range of effective batches: `256`, `64..1024`, a number, or two.
 
     Raises:
-        UsageError: They are no range of whole numbers above 0.
+        UsageError: It is not a range of whole numbers above 0.
     """
     ends = given.split("..") if isinstance(given, str) else given if isinstance(given, (tuple, list)) else [given]
     with suppress(TypeError, ValueError):
         low, high = (int(end) if isinstance(end, str) else operator.index(end) for end in (ends[0], ends[-1]))
         if len(ends) <= 2 and 1 <= low <= high:
             return BatchSizeRange(low, high)
-    raise UsageError(f"the target batch is {given!r}", hint=_BATCHES)
+    raise UsageError(f"the target batch is {given!r}", hint=_BATCH_HINT)

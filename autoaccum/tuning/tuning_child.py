@@ -54,7 +54,7 @@ class TuningChild:
 
     @_reply.register
     def _load(self, request: LoadForTuning) -> str:
-        """Import the workload under the same seed for every trial: its data, and a model that is an instance."""
+        """Import the workload with the same seed for every trial: its data, and its model if that is an instance."""
         request.paths.use()
         from autoaccum.devices.trial_run import seed_everything
         from autoaccum.workload.loading import load_workload

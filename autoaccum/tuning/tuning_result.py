@@ -1,4 +1,4 @@
-"""What a study searches, what it tells while it goes on, and what it came to, as frozen records."""
+"""The search space, the events and the result of a study, as frozen records."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoaccum.planning.plan import Plan
 from autoaccum.tuning.tune_request import BatchSizeRange, Budget, LearningRateRange
 
 MILESTONES = (25, 50)
-"""Percent of the budget at which a trial's loss is reported before its end."""
+"""Percent of the budget at which a trial reports its loss before the end."""
 
 FinalState = Literal["complete", "pruned", "diverged", "out_of_memory", "failed"]
 RowState = Literal["complete", "pruned", "diverged", "out_of_memory", "failed", "running", "waiting"]
@@ -39,12 +39,12 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """What settings are drawn from.
+    """The ranges that settings are drawn from.
 
     Attributes:
-        micro_batches: Sizes at or below the plan's ceiling, ascending; searched only where they are `coupled`.
-        micro_batch: What uncoupled trials run with.
-        coupled: Why the micro-batch changes the training, as a clause; None where it changes speed and memory only.
+        micro_batches: Sizes at or below the plan's ceiling, ascending; searched only if `coupled`.
+        micro_batch: The size for uncoupled trials.
+        coupled: Why the micro-batch changes the training, as a clause; None if it changes only speed and memory.
         default_learning_rate: The workload's own learning rate.
     """
 
@@ -58,16 +58,16 @@ class SearchSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadFacts:
-    """What a child process has found of a workload.
+    """The description of a workload by a child process.
 
     Attributes:
-        digest: Over its source files.
-        parameters: How many numbers train.
-        learning_rate: The workload's own, of the first parameter group.
-        schedule: Its class.
-        training_samples: Without what is held out; None where the data does not tell.
-        held_out: What losses are measured on, as a phrase.
-        card: Its name; None on the CPU.
+        digest: The digest of its source files.
+        parameters: The number of trainable parameters.
+        learning_rate: The default rate of the first parameter group.
+        schedule: The class of its scheduler.
+        training_samples: Samples without the held-out ones; None if the data has no known length.
+        held_out: The held-out data, as a phrase.
+        card: The name of the GPU; None on the CPU.
         batchnorms: Names of its BatchNorm modules.
     """
 
@@ -90,16 +90,16 @@ class WorkloadFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one training came to.
+    """The result of one training.
 
     Attributes:
-        state: `diverged`: a loss or a gradient was not finite. `out_of_memory`: not even smaller micro-batches would
-            do. `failed`: by the user's code, or its process died.
-        loss: On held-out data at the end; None unless complete or pruned.
-        seconds: Of training, without evaluations and starts.
-        oom_retries: How often an update was repeated in smaller micro-batches because memory ran out.
+        state: `diverged`: a loss or a gradient was not finite. `out_of_memory`: not even smaller micro-batches fit.
+            `failed`: the user's code raised, or its process died.
+        loss: The held-out loss at the end; None unless complete or pruned.
+        seconds: Seconds of training, without evaluations and starts.
+        oom_retries: How many times an update was repeated after running out of memory.
         reason: Why it ended early, as a sentence without a full stop.
-        user_traceback: The user's own frames, where their code failed.
+        user_traceback: The user's own frames, if their code failed.
     """
 
     state: FinalState
@@ -117,12 +117,12 @@ class Row:
     """One trial of a study.
 
     Attributes:
-        setting: None while it is not drawn.
-        losses: At the milestones: percent of the budget, and the loss there.
-        repeats: The trial whose parameters it takes up again, since that one's process died.
-        confirms: The trial whose setting it repeats with another seed; None: it is of the search.
-        own: It has the workload's own setting.
-        lost: It was interrupted, or its process died: it does not count.
+        setting: None until it is drawn.
+        losses: The milestones so far: percent of the budget, and the loss there.
+        repeats: The trial that this one retries, since that one's process died.
+        confirms: The trial whose setting this one repeats with another seed; None: a trial of the search.
+        own: True if it has the workload's default setting.
+        lost: True if it was interrupted, or its process died: it does not count.
     """
 
     number: int
@@ -143,7 +143,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Updates with one micro-batch size, timed.
+    """Timed updates with one micro-batch size.
 
     Attributes:
         samples_per_second: Median over updates, between the quartiles `low` and `high`; None: not measured, since the
@@ -172,13 +172,13 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingResult:
-    """A setting with all its runs.
+    """A setting with the results of all its runs.
 
     Attributes:
-        losses: Of every complete run, the one of its `trial` first.
-        failed: How many diverged, ran out of memory or failed.
-        mean: Of the losses; None where a run failed.
-        spread: Standard deviation of the losses; None with less than two.
+        losses: The losses of all complete runs; that of `trial` is the first.
+        failed: How many runs diverged, ran out of memory or failed.
+        mean: The mean of the losses; None if a run failed.
+        spread: The standard deviation of the losses; None with fewer than two.
     """
 
     trial: int
@@ -191,18 +191,18 @@ class SettingResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What a study has found so far.
+    """The result of a study so far.
 
     Attributes:
-        study: Its name.
-        storage: Where it is kept, without a password.
-        workload: Its facts.
+        study: The name of the study.
+        storage: Its address, without a password.
+        workload: The description of the workload.
         standings: The settings that can win, best first.
-        best: The first of them; None where no trial is complete.
-        own: The standing of the workload's own learning rate; None where it was not run to the end.
-        noise: Differences of loss up to this one may be chance; None where nothing was repeated.
-        plan: For the best setting, with its learning rate; None where there is none.
-        ended: Why the search ended before its trials were all run, as a clause.
+        best: The first of them; None if no trial is complete.
+        own: The result of the workload's default setting; None if it was not run to the end.
+        noise: Differences of loss up to this one may be randomness; None if nothing was repeated.
+        plan: The plan for the best setting, with its learning rate; None without one.
+        ended: Why the search ended before all trials, as a clause.
     """
 
     study: str
@@ -229,7 +229,7 @@ class Tuning:
 
 @dataclass(frozen=True)
 class StudyOpened:
-    """The workload was described, and the study is there: its name, its storage, and the trials finished already."""
+    """The workload is described and the study open, with its name, its storage, and the number of finished trials."""
 
     facts: WorkloadFacts
     name: str
@@ -240,7 +240,7 @@ class StudyOpened:
 
 @dataclass(frozen=True)
 class SearchStarted:
-    """Trials come next; `remembered` is whether the throughput was measured before."""
+    """Trials come next; `remembered` says whether the throughput was measured before."""
 
     space: SearchSpace
     throughput: Throughput
@@ -249,7 +249,7 @@ class SearchStarted:
 
 @dataclass(frozen=True)
 class TrialStarted:
-    """A trial trains from now on; `confirms` as in `Row`."""
+    """A trial trains from now on; `confirms` is as in `Row`."""
 
     number: int
     setting: Setting
@@ -268,10 +268,10 @@ class LossReported:
 
 @dataclass(frozen=True)
 class TrialEnded:
-    """A trial is finished, and kept."""
+    """A trial is finished and saved."""
 
     row: Row
 
 
 Listener = Callable[[Any], Any]
-"""Given every event, and the planner's while it plans."""
+"""Called with every event, and the planner's while it plans."""

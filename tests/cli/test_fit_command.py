@@ -267,7 +267,7 @@ def test_every_option_reaches_the_training(training: Callable[..., list[FitReque
     assert reached == given
     assert (asked[0].clip_norm, asked[0].skip_nonfinite) == (float("inf"), True)
     assert asked[0].learning_rate == 0.01
-    assert (asked[0].subject, asked[0].target_batch, asked[0].plan) == ("my model.py", 8, None)
+    assert (asked[0].model_or_workload, asked[0].target_batch, asked[0].plan) == ("my model.py", 8, None)
     assert asked[0].run_dir == Path("a").absolute()
 
 

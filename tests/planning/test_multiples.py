@@ -157,7 +157,7 @@ def test_training_leaves_out_what_makes_no_multiple(form: str) -> None:
     )
     assert (found.updates, found.samples) == (8, 56)
     assert [one.text for one in told if isinstance(one, Notice)] == [
-        "samples that are left over at the end of an epoch (1 here) are left out: micro-batches are multiples of 2"
+        "samples left over at the end of an epoch (1 here) are dropped: micro-batches are multiples of 2"
     ]
     alone = autoaccum.fit(
         nn.Linear(4, 2), TensorDataset(*pairs(9)), target_batch=8, loss=mixed, epochs=1, progress=False

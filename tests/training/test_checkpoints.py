@@ -181,7 +181,7 @@ def test_damaged_ones_are_passed_over_and_told(tmp_path: Path) -> None:
     assert read["update"] == 1
     assert ["3.pt is damaged" in told[0].text, "2.pt is damaged" in told[1].text] == [True, True]
     path.write_bytes(b"PK\x03\x04")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*03.pt is damaged.*01.pt.*another"):
+    with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged: .*03.pt is damaged.*01.pt.*another"):
         store.newest(never)
     assert len(store.paths()) == 3
 
@@ -229,7 +229,7 @@ def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path) -> None:
     done = run(FULL, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    failed = "checkpoint-00000002.pt cannot be written (File too large): make room, and see that its folder can be"
+    failed = "checkpoint-00000002.pt cannot be written (File too large): free disk space, and check the folder's per"
     name = "checkpoint-00000001.pt"
     assert done.stdout.splitlines() == [name, *[f"{failed} written to"] * 3, f"['{name}'] {name}"]
 

@@ -68,5 +68,5 @@ def test_nothing_of_the_training_is_changed(monkeypatch: pytest.MonkeyPatch) -> 
         return StateHasher().hash([done.model.state_dict(), teacher.state_dict(), generator.get_state()])
 
     looked = train()
-    monkeypatch.setattr("autoaccum.training.loop._find_out", lambda trainee, batch: Coupling())
+    monkeypatch.setattr("autoaccum.training.loop._probe_coupling", lambda components, batch: Coupling())
     assert train() == looked

@@ -84,7 +84,7 @@ def test_workers_of_a_stream_give_the_same_again() -> None:
     assert told is not None
     assert "were read forward" in told
     assert_same(windows_of(resumed, range(1, 2)), whole[6:])
-    with pytest.raises(UsageError, match="workers is 2, and an IterableDataset .*: give a DataLoader over it"):
+    with pytest.raises(UsageError, match="workers is 2, but an IterableDataset .*: give a DataLoader over it"):
         opened(DrawingStream(COUNT), workers=2)
 
 

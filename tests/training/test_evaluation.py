@@ -216,7 +216,7 @@ def test_not_even_one_sample_is_a_failure() -> None:
 
 @pytest.mark.parametrize("data", [iter([1]), (x for x in [1]), 5], ids=["iterator", "generator", "number"])
 def test_what_cannot_be_read_from_the_start_is_refused(data: Any) -> None:
-    with pytest.raises(UsageError, match=r"the evaluation data is an? \w+, which cannot be read again"):
+    with pytest.raises(UsageError, match=r"the evaluation data is an? \w+, which cannot be read rep"):
         EvaluationData(data)
 
 
@@ -233,7 +233,7 @@ class Placed(IterableDataset[Any]):
 def test_a_stream_that_keeps_its_place_is_not_read_by_both() -> None:
     one = Placed()
     for trained_on, data in ((one, one), (DataLoader(one), one), (one, DataLoader(one))):
-        with pytest.raises(UsageError, match="the same Placed, which keeps its place in itself"):
+        with pytest.raises(UsageError, match="the same Placed, which stores its position"):
             EvaluationData(data).check_not_shared(trained_on)
         EvaluationData(DataLoader(Placed())).check_not_shared(trained_on)
     EvaluationData(samples := TensorDataset(torch.ones(2))).check_not_shared(samples)
@@ -260,7 +260,9 @@ def test_data_that_fails_or_is_empty_is_a_reason() -> None:
             raise OSError("no such picture")
 
     assert reason(evaluation(Broken()), net()).startswith("OSError: no such picture, at test_evaluation.py")
-    assert reason(evaluation(dataset(0)), net()) == "there are no samples to evaluate on: give more data, or none"
+    assert (
+        reason(evaluation(dataset(0)), net()) == "the evaluation data has no samples: give some, or no evaluation data"
+    )
 
 
 def test_a_failure_keeps_nothing_alive() -> None:

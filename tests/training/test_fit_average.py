@@ -35,7 +35,7 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
 
 
-def fit(subject: Any = None, *listeners: Callable[[Any], Any], **options: Any) -> autoaccum.FitResult:
+def fit(model_or_workload: Any = None, *listeners: Callable[[Any], Any], **options: Any) -> autoaccum.FitResult:
     settings: dict[str, Any] = {
         "target_batch": 12,
         "micro_batch": 5,
@@ -45,10 +45,10 @@ def fit(subject: Any = None, *listeners: Callable[[Any], Any], **options: Any) -
         "progress": False,
         "callbacks": listeners,
     }
-    if subject is None:
+    if model_or_workload is None:
         settings |= {"loss": nn.CrossEntropyLoss(), "data": DATA}
     given = settings | options
-    return autoaccum.fit(build() if subject is None else subject, given.pop("data", None), **given)
+    return autoaccum.fit(build() if model_or_workload is None else model_or_workload, given.pop("data", None), **given)
 
 
 def digest(result: autoaccum.FitResult) -> str:
@@ -134,7 +134,7 @@ def test_what_a_plan_does_not_count_is_told(tmp_path: Path) -> None:
 
 
 def test_a_decay_of_nothing_and_one_out_of_range_are_refused() -> None:
-    with pytest.raises(UsageError, match="ema_decay is 0.9, and no average of the weights is kept: ask for one"):
+    with pytest.raises(UsageError, match="ema_decay is 0.9, but no average of the weights is requested: add"):
         fit(keeps=None)
     with pytest.raises(UsageError, match="ema_decay is 1.5: give a number above 0 and below 1"):
         fit(ema_decay=1.5)
@@ -143,5 +143,5 @@ def test_a_decay_of_nothing_and_one_out_of_range_are_refused() -> None:
 
 
 def test_batches_have_no_single_samples_to_look_at() -> None:
-    with pytest.raises(UsageError, match="worst_of is 9, and a list of 4 batches gives no single samples"):
+    with pytest.raises(UsageError, match="worst_of is 9, but a list of 4 batches has no single samples"):
         fit(data=[DATA[:12]] * 4, micro_batch=None, worst_of=9)

@@ -24,11 +24,11 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
 
 
-def fit(subject: Any, **options: Any) -> autoaccum.FitResult:
+def fit(model_or_workload: Any, **options: Any) -> autoaccum.FitResult:
     settings: dict[str, Any] = {"target_batch": 24, "micro_batch": 7, "steps": 1, "progress": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AccumulationWarning)
-        return autoaccum.fit(subject, **settings | options)
+        return autoaccum.fit(model_or_workload, **settings | options)
 
 
 def statistics(result: autoaccum.FitResult) -> tuple[torch.Tensor, torch.Tensor, int]:

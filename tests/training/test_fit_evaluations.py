@@ -33,7 +33,7 @@ def run(due: Callable[[int], bool], *callbacks: Callable[[Any], Any], **options:
 
     settings: dict[str, Any] = {"eval_data": DATA, "loss": nn.MSELoss(), "steps": 6, "target_batch": 8}
     settings |= {"data": DATA, "micro_batch": 8, "callbacks": callbacks} | options
-    train(FitRequest(subject=nn.Linear(3, 2), eval_due=due, **settings), on_event=listen)
+    train(FitRequest(model_or_workload=nn.Linear(3, 2), eval_due=due, **settings), on_event=listen)
     return told
 
 
@@ -65,5 +65,5 @@ def test_a_resumed_run_makes_up_for_the_one_it_missed(tmp_path: Path) -> None:
 def test_it_contradicts_a_number_of_updates_and_needs_data() -> None:
     with pytest.raises(UsageError, match="eval_every is 2, and eval_due is given too: give one of them"):
         run(lambda samples: True, eval_every=2)
-    with pytest.raises(UsageError, match="eval_due is given, and there is nothing to evaluate on"):
+    with pytest.raises(UsageError, match="eval_due is given, but no evaluation data"):
         run(lambda samples: True, eval_data=None)

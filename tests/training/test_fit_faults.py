@@ -196,7 +196,7 @@ class Breaking(torch.optim.SGD):
 
 
 def test_half_an_update_is_not_kept_and_the_way_back_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UpdateInterrupted, match=r"the same again goes on from .*checkpoint-00000002\.pt"):
+    with pytest.raises(UpdateInterrupted, match=r"the same command resumes from .*checkpoint-00000002\.pt"):
         fit(samples(64), run_dir=tmp_path, optimizer=lambda params: Breaking(params, lr=0.1), checkpoint_every=2)
     assert max((tmp_path / "checkpoints").glob("*.pt")).name == "checkpoint-00000002.pt"
     assert fit(samples(64), run_dir=tmp_path, optimizer=lambda params: Breaking(params, lr=0.1), steps=5).updates == 5
@@ -206,7 +206,7 @@ def test_where_no_update_was_made_it_says_so() -> None:
     data = in_order(TensorDataset(torch.full((64, 3), math.nan), torch.zeros(64, 2)))
     result = fit(data, skip_nonfinite=True)
     assert result.skipped == 6
-    assert result.warnings == ("of 6 updates none was made: the weights are those it began with",)
+    assert result.warnings == ("none of 6 updates changed the weights: they are the initial ones",)
 
 
 def test_a_criterion_that_learns_needs_an_optimizer_that_knows_it() -> None:

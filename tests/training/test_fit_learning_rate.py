@@ -74,11 +74,11 @@ class Heard:
         return [note.text for note in self.notes]
 
 
-def fit(subject: Any = None, **options: Any) -> tuple[FitResult, Heard]:
+def fit(model_or_workload: Any = None, **options: Any) -> tuple[FitResult, Heard]:
     heard = Heard()
     settings: dict[str, Any] = {"target_batch": 8, "steps": 3, "device": "cpu"}
     settings |= {} if "plan" in options else {"micro_batch": 4}
-    request = FitRequest.of(workload() if subject is None else subject, settings | options)
+    request = FitRequest.of(workload() if model_or_workload is None else model_or_workload, settings | options)
     return train(request, on_event=heard), heard
 
 
@@ -99,7 +99,7 @@ def test_it_trains_as_an_optimizer_with_those_rates_would() -> None:
 def test_a_schedule_that_begins_elsewhere_is_told() -> None:
     cyclic = workload(scheduler=lambda it: lr_scheduler.CyclicLR(it, 0.25, 1.0))
     result, heard = fit(cyclic, learning_rate=0.4)
-    assert heard.texts == ["the learning rate is to be 0.4, and CyclicLR begins at 0.25"]
+    assert heard.texts == ["the learning rate is set to 0.4, but CyclicLR starts at 0.25"]
     assert result.warnings == ()
     for mine, theirs in zip(result.model.parameters(), fit(cyclic)[0].model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -123,7 +123,7 @@ def test_a_schedule_that_is_there_already_is_refused_with_nothing_changed() -> N
     optimizer = two_groups(list(model.parameters()))
     given = live(optimizer=optimizer, scheduler=decaying(optimizer))
     for options in ({"learning_rate": 0.4}, {"plan": PLAN}):
-        with pytest.raises(UsageError, match=r"and the ExponentialLR was made before it: give scheduler as a function"):
+        with pytest.raises(UsageError, match=r"but the ExponentialLR already exists: give scheduler as a function"):
             fit(model, **given, **options)
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.3]
 
@@ -148,7 +148,8 @@ def test_a_resumed_run_keeps_its_plan_s_rate_and_refuses_another(tmp_path: Path)
     for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     with pytest.raises(
-        UsageError, match=r"checkpoint is of another training: lr was 0.02, is 0.4; lr was 0.06, is 1.2: give what was"
+        UsageError,
+        match=r"belongs to another training: lr was 0.02, is 0.4; lr was 0.06, is 1.2: use the same",
     ):
         fit(run_dir=tmp_path / "run", steps=7, learning_rate=0.4, micro_batch=None)
 

@@ -93,7 +93,7 @@ def test_it_plans_in_place_and_takes_plans(tmp_path: Path) -> None:
     codes = {name: code for name, (code, _) in seen["refused"].items()}
     assert codes.pop("too small a budget") in (1, 2)
     assert set(codes.values()) == {2}
-    assert "the plan is for updates of 4096 samples, here they have 512" in messages["target"]
+    assert "the plan is for updates of 4096 samples, but 512 are requested" in messages["target"]
     assert "the plan is for the model Sequential" in messages["model"]
     assert "here is the model Linear" in messages["model"]
     assert "the plan is for 2 ranks" in messages["ranks"]

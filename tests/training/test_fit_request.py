@@ -56,22 +56,22 @@ def workload(**fields: Any) -> Workload:
     ],
 )
 def test_arguments_that_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
-    settings: dict[str, Any] = {"subject": nn.Linear(3, 2), "target_batch": 8, "epochs": 1}
+    settings: dict[str, Any] = {"model_or_workload": nn.Linear(3, 2), "target_batch": 8, "epochs": 1}
     given = settings | options
-    subject = given.pop("subject")
+    model_or_workload = given.pop("model_or_workload")
     with pytest.raises(UsageError) as caught:
-        FitRequest.of(subject, given)
+        FitRequest.of(model_or_workload, given)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("subject", "options", "message"),
+    ("model_or_workload", "options", "message"),
     [
         (nn.Linear(3, 2), {"loss": nn.MSELoss()}, "a model is given, and no data"),
         (nn.Linear(3, 2), {"loss": nn.MSELoss(), "data": DATA, "device": "gpu"}, "there is no device 'gpu'"),
         (nn.LazyLinear(2), {"loss": nn.MSELoss(), "data": DATA}, "is not initialised yet"),
-        (3, {"loss": nn.MSELoss(), "data": DATA}, "what is to be trained is an int"),
+        (3, {"loss": nn.MSELoss(), "data": DATA}, "model_or_workload is an int"),
         (workload(dataset=DATA), {"loss": nn.MSELoss()}, "a workload is given, and loss too"),
         (workload(dataset=DATA), {"reduction": "sum"}, "a workload is given, and reduction too"),
         (workload(), {}, "has no dataset to train on: define dataset"),
@@ -79,16 +79,16 @@ def test_arguments_that_cannot_be_honoured(options: dict[str, Any], message: str
         ("nowhere.py", {}, "there is no file nowhere.py"),
     ],
 )
-def test_subjects_that_cannot_be_trained(subject: Any, options: dict[str, Any], message: str) -> None:
+def test_setups_that_cannot_be_trained(model_or_workload: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(AutoaccumError) as caught:
-        TrainingSetup(FitRequest.of(subject, {"target_batch": 8, "epochs": 1, **options}))
+        TrainingSetup(FitRequest.of(model_or_workload, {"target_batch": 8, "epochs": 1, **options}))
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
 
 
-def fit(subject: Any, data: Any = None, **options: Any) -> autoaccum.FitResult:
+def fit(model_or_workload: Any, data: Any = None, **options: Any) -> autoaccum.FitResult:
     settings: dict[str, Any] = {"target_batch": 8, "micro_batch": 3, "epochs": 2, "progress": False}
-    return autoaccum.fit(subject, data, **settings | options)
+    return autoaccum.fit(model_or_workload, data, **settings | options)
 
 
 def test_a_workload_brings_its_own_data_optimizer_and_schedule() -> None:
@@ -122,7 +122,7 @@ def test_a_file_that_was_changed_between_two_runs_is_told(tmp_path: Path) -> Non
     assert fit(path, run_dir=tmp_path / "run", epochs=3).warnings == ()
     path.write_text(path.read_text() + "\nunused = 3\n")
     (said,) = fit(path, run_dir=tmp_path / "run", epochs=4).warnings
-    assert "train was changed since the checkpoint was written" in said
+    assert "train has changed since the checkpoint was written" in said
 
 
 def test_a_run_folder_is_where_it_was_asked_for_wherever_the_workload_goes(
@@ -147,9 +147,7 @@ def test_a_budget_is_checked_and_told_where_nothing_is_planned() -> None:
 def test_a_schedule_that_is_not_returned_is_missed() -> None:
     for more in ({"scheduler": lambda optimizer: None}, {}):
         options = {} if more else {"scheduler": lambda optimizer: None}
-        with pytest.raises(
-            AutoaccumError, match=r"scheduler\(optimizer\) returned None: return the scheduler it makes"
-        ):
+        with pytest.raises(AutoaccumError, match=r"scheduler\(optimizer\) returned None: return the scheduler"):
             fit(workload(dataset=DATA, **more), **options)
 
 

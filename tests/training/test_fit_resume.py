@@ -239,7 +239,7 @@ def test_only_so_many_are_kept_and_model_and_plan_lie_beside_them(tmp_path: Path
         ({"batchnorm": "frozen"}, "batchnorm was 'micro', is 'frozen'"),
         ({"optimizer": lambda p: torch.optim.AdamW(p, lr=0.02)}, "initial_lr was 0.01, is 0.02"),
         ({"scheduler": None}, "schedule was 'SequentialLR', is None"),
-        ({"resume": "never"}, "holds a run already, and resume is never"),
+        ({"resume": "never"}, "already holds a run, and resume is never"),
     ],
 )
 def test_another_training_is_not_resumed_by_mistake(tmp_path: Path, options: dict[str, Any], message: str) -> None:

@@ -93,9 +93,9 @@ FORWARD = r"^the data has no state_dict: [\d]+ windows were read forward$"
 TOLD = {
     "batches": FORWARD,
     "samples": FORWARD,
-    "stateful": r"^the data went on by its own state_dict$",
-    "stateful loader": r"^the data went on by its own state_dict$",
-    "unkeepable state": r"^its state_dict could not be kept: [\d]+ windows were read forward$",
+    "stateful": r"^the data resumed from its own state_dict$",
+    "stateful loader": r"^the data resumed from its own state_dict$",
+    "unkeepable state": r"^its state_dict could not be saved: [\d]+ windows were read forward$",
 }
 
 
@@ -192,7 +192,7 @@ def test_a_generator_is_read_once_and_loses_nothing_to_planning() -> None:
     windows, states = remaining(source, range(1))
     assert indices_of(windows, 0) == list(range(COUNT))
     source.start_epoch(1)
-    with pytest.raises(UsageError, match="a generator of batches yields nothing in epoch 2: it can be gone through"):
+    with pytest.raises(UsageError, match="a generator of batches yields nothing in epoch 2: it can be iterated"):
         source.next_window()
     resumed = opened(batch for batch in DrawingBatches(SIZES))
     resumed.planning_batch()
@@ -229,7 +229,7 @@ def test_data_that_became_shorter_is_told(form: str) -> None:
     source = opened(FORMS[form]())
     _, states = remaining(source, range(1))
     shorter: Any = DrawingBatches(SIZES[:2]) if form == "batches" else DrawingStream(8)
-    with pytest.raises(UsageError, match="ends after 1 windows, and the run had read 3"):
+    with pytest.raises(UsageError, match="ends after 1 windows, but the run had read 3"):
         opened(shorter).load_state_dict(states[2])
 
 

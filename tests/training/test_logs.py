@@ -38,10 +38,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_lines_have_their_figures_in_order(tmp_path: Path) -> None:
     nan = float("nan")
-    with MetricsLog(tmp_path, 0, 0, never) as logs:
-        logs.hear(updated(1))
-        logs.hear(updated(2, loss=nan, grad_norm=float("inf"), terms={"a": nan, "b": 1.0}))
-        logs.hear(evaluated(2))
+    with MetricsLog(tmp_path, 0, 0, never) as log:
+        log.on_event(updated(1))
+        log.on_event(updated(2, loss=nan, grad_norm=float("inf"), terms={"a": nan, "b": 1.0}))
+        log.on_event(evaluated(2))
     first, second, third = lines(tmp_path)
     assert ",".join(first) == (
         "update,epoch,samples,loss,grad_norm,learning_rate,samples_per_second,peak_bytes,micro_batches,micro_batch,"
@@ -55,18 +55,18 @@ def test_lines_have_their_figures_in_order(tmp_path: Path) -> None:
 
 def test_resuming_drops_what_is_made_again_and_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsLog(tmp_path, 0, 0, never) as logs:
+    with MetricsLog(tmp_path, 0, 0, never) as log:
         for update in range(1, 6):
-            logs.hear(updated(update))
-            logs.hear(evaluated(update))
+            log.on_event(updated(update))
+            log.on_event(evaluated(update))
     whole = path.read_bytes()
     path.write_bytes(whole[:-9])
     for update, evaluated_at, count in ((5, 5, 9), (5, 5, 9), (3, 3, 6), (9, 9, 6), (3, 2, 5), (0, 0, 0)):
-        with MetricsLog(tmp_path, update, evaluated_at, never) as logs:
+        with MetricsLog(tmp_path, update, evaluated_at, never) as log:
             assert len(lines(tmp_path)) == count
             assert whole.startswith(path.read_bytes())
             if not count:
-                logs.hear(updated(1))
+                log.on_event(updated(1))
     assert [line["update"] for line in lines(tmp_path)] == [1]
 
 
@@ -76,15 +76,15 @@ sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_logs import MetricsLog, updated
 folder = Path(sys.argv[1])
-logs = MetricsLog(folder, 0, 0, lambda event: print(event.text))
-logs.hear(updated(1))
+log = MetricsLog(folder, 0, 0, lambda event: print(event.text))
+log.on_event(updated(1))
 size = (folder / "metrics.jsonl").stat().st_size
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size - 20, resource.RLIM_INFINITY))
-logs.hear(updated(2))
-logs.hear(updated(3))
+log.on_event(updated(2))
+log.on_event(updated(3))
 assert (folder / "metrics.jsonl").stat().st_size == size
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-logs.hear(updated(4))
+log.on_event(updated(4))
 """
 
 
@@ -104,12 +104,12 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_shows_the_same_where_it_is_installed(tmp_path: Path) -> None:
-    with MetricsLog(tmp_path, 0, 0, never) as logs:
+    with MetricsLog(tmp_path, 0, 0, never) as log:
         for update in (1, 2, 3):
-            logs.hear(updated(update, loss=float(update), terms={"a": 1.5}))
-        logs.hear(evaluated(3))
-    with MetricsLog(tmp_path, 2, 2, never) as logs:
-        logs.hear(updated(3, loss=9.0))
+            log.on_event(updated(update, loss=float(update), terms={"a": 1.5}))
+        log.on_event(evaluated(3))
+    with MetricsLog(tmp_path, 2, 2, never) as log:
+        log.on_event(updated(3, loss=9.0))
     shown = scalars(tmp_path / "tensorboard")
     assert shown["train/loss"] == [(1, 1.0), (2, 2.0), (3, 9.0)]
     assert shown["terms/a"] == [(1, 1.5), (2, 1.5)]

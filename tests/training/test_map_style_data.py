@@ -165,7 +165,7 @@ def test_another_order_than_before_is_told() -> None:
     assert make().load_state_dict(states[0]) is None
     said = make().load_state_dict(states[5])
     assert said is not None
-    assert said.startswith("the sampler gives another order than before")
+    assert said.startswith("the sampler's order has changed")
 
 
 def test_a_generator_that_a_dataset_keeps_is_told() -> None:
@@ -174,7 +174,7 @@ def test_a_generator_that_a_dataset_keeps_is_told() -> None:
     source = opened(rows)
     said = source.load_state_dict(source.state_dict())
     assert said is not None
-    assert said.startswith("a DrawingRows keeps a random generator for itself")
+    assert said.startswith("a DrawingRows has a random generator of its own")
 
 
 @pytest.mark.parametrize("form", ["dataset", "loader", "global generators", "own generator"])

@@ -37,7 +37,7 @@ def test_a_second_run_is_refused_until_the_first_is_over_and_its_workers_do_not_
     ) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "open\n"
-        with pytest.raises(UsageError, match=rf"is in use by process {first.pid} on .*: wait until it ends, or give"):
+        with pytest.raises(UsageError, match=rf"is in use by process {first.pid} on .*: wait until it ends, or use"):
             RunFolder(tmp_path)
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -65,7 +65,7 @@ def a_file(folder: Path) -> Path:
 
 
 UNUSABLE: dict[Callable[[Path], Path | str], str] = {
-    a_file: "is no folder, or lies below a file: give another folder",
+    a_file: "is not a folder, or lies below a file: use another folder",
     lambda _: "/proc/autoaccum": "/proc/autoaccum cannot be written to (No such file or directory): give another",
     lambda folder: folder / "a\0b": "cannot be written to (",
 }
@@ -83,7 +83,7 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_line(
 
 def test_files_of_someone_else_are_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("mine")
-    with pytest.raises(UsageError, match=r"holds plan.json and no checkpoint of a run: training would write over"):
+    with pytest.raises(UsageError, match=r"holds plan.json and no checkpoint: training would overwrite"):
         RunFolder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 

@@ -129,4 +129,4 @@ def test_numbers_by_name_are_averaged_and_where_there_are_none_it_says_so() -> N
     mean = pytest.approx((4 * 5 * 5 + 3 * 3) / SAMPLES)
     assert values(evaluation(evaluate=evaluate), net()) == {"a": mean, "b": mean, "c": mean, "d": 1.0}
     said = reason(evaluation(evaluate=lambda model, batch: model(batch[0])), net())
-    assert "returned a Tensor, which is no number: return a number, or a dict of numbers" in said
+    assert "returned a Tensor, which is not a number: return a number, or a dict of numbers" in said

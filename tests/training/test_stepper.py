@@ -26,7 +26,7 @@ def run(ceiling: Ceiling, limits: list[int]) -> list[tuple[int, int]]:
     seen = []
     for limit in limits:
         retries, size = update(ceiling.largest, limit, 4 * ceiling.planned)
-        raised = ceiling.after(retries, size)
+        raised = ceiling.record(retries, size)
         assert ceiling.largest == (size if raised is None else raised)
         seen.append((retries, ceiling.largest))
     return seen
@@ -67,9 +67,9 @@ def test_a_success_restores_the_patience() -> None:
 
 
 @given(SIZES, LIMITS, LIMITS)
-def test_it_goes_on_from_its_state_as_if_never_stopped(planned: int, before: list[int], after: list[int]) -> None:
+def test_it_goes_on_from_its_state_as_if_never_stopped(planned: int, before: list[int], record: list[int]) -> None:
     ceiling, other = Ceiling(planned, patience=2), Ceiling(planned, patience=2)
     run(ceiling, before)
     other.restore(json.loads(json.dumps(ceiling.state())))
     assert other.state() == ceiling.state()
-    assert run(other, after) == run(ceiling, after)
+    assert run(other, record) == run(ceiling, record)

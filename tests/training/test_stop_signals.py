@@ -46,9 +46,9 @@ def test_a_first_signal_is_noted_and_raised_where_it_is_asked_for(number: signal
 
     def run(stopping: StopSignals) -> None:
         stopping.check()
-        stopping.leave()
+        stopping.exit_if_requested()
         signal.raise_signal(number)
-        reached.append(stopping.asked)
+        reached.append(stopping.requested)
         stopping.check()
         pytest.fail("goes on")
 
@@ -93,7 +93,7 @@ def test_a_second_one_acts_at_once(second: signal.Signals) -> None:
 
     def run(stopping: StopSignals) -> None:
         signal.raise_signal(signal.SIGTERM)
-        reached.append(stopping.asked)
+        reached.append(stopping.requested)
         signal.raise_signal(second)
         pytest.fail("not at once")
 
@@ -119,7 +119,7 @@ def test_what_is_ignored_stays_ignored() -> None:
     with StopSignals() as stopping:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signal.raise_signal(signal.SIGHUP)
-        assert stopping.asked is None
+        assert stopping.requested is None
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     signal.signal(signal.SIGHUP, before)
 
@@ -144,7 +144,7 @@ def test_a_forked_child_is_ended_by_sigterm_and_leaves_the_others_to_its_parent(
         child.terminate()
         child.join(30)
         assert child.exitcode == -signal.SIGTERM
-        assert stopping.asked is None
+        assert stopping.requested is None
 
 
 def test_a_handler_of_the_user_s_own_is_called_after_the_last_checkpoint() -> None:

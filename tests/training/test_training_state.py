@@ -83,8 +83,8 @@ class Training:
         self.scheduler = None if scheduler is None else SCHEDULERS[scheduler](self.optimizer)
         self.scaler = GradScaler("cpu", growth_interval=2)
 
-    def trainee(self) -> TrainingComponents:
-        return trainee(self.net, self.criterion, self.optimizer, self.scheduler, self.scaler)
+    def components(self) -> TrainingComponents:
+        return components(self.net, self.criterion, self.optimizer, self.scheduler, self.scaler)
 
     def train(self, first: int, last: int) -> None:
         for update in range(first, last):
@@ -102,7 +102,7 @@ class Training:
         return state_digest(self.net, self.optimizer, self.scaler, criterion=self.criterion)
 
 
-def trainee(
+def components(
     model: nn.Module, criterion: Any, optimizer: Optimizer, scheduler: Any = None, scaler: Any = None
 ) -> TrainingComponents:
     return TrainingComponents(
@@ -131,9 +131,9 @@ def moved(whole: TrainingComponents, resumed: TrainingComponents, settings: Any 
 
 def assert_goes_on(optimizer: str, scheduler: str | None, update: int) -> None:
     whole, resumed = Training(optimizer, scheduler), Training(optimizer, scheduler, seed=1)
-    settings = capture_settings(whole.trainee())
+    settings = capture_settings(whole.components())
     whole.train(0, update)
-    assert moved(whole.trainee(), resumed.trainee(), settings) == []
+    assert moved(whole.components(), resumed.components(), settings) == []
     if hasattr(whole.optimizer, "_opt_called"):
         resumed.optimizer._opt_called = True  # type: ignore[attr-defined]  # A scheduler's note for a warning.
     assert resumed.digest() == whole.digest()
@@ -161,9 +161,9 @@ def test_what_wraps_a_model_does_not_matter() -> None:
     whole.train(0, 2)
     bare = whole.net
     whole.net = nn.DataParallel(bare)
-    moved(whole.trainee(), resumed.trainee())
+    moved(whole.components(), resumed.components())
     parts.net = torch.compile(parts.net, backend="eager")
-    moved(whole.trainee(), parts.trainee())
+    moved(whole.components(), parts.components())
     whole.net, parts.net = bare, parts.net._orig_mod
     assert whole.digest() == resumed.digest() == parts.digest()
 
@@ -174,7 +174,7 @@ def test_modes_and_what_is_frozen_are_put_back_with_its_state() -> None:
     whole.net.norm.eval()
     whole.net.first.weight.requires_grad_(False)
     resumed.net.last.bias.requires_grad_(False)
-    moved(whole.trainee(), resumed.trainee())
+    moved(whole.components(), resumed.components())
     assert resumed.digest() == whole.digest()
 
 
@@ -198,7 +198,7 @@ def test_state_keeps_its_dtype_and_form() -> None:
     model = nn.Linear(2, 2, dtype=torch.bfloat16)
     optimizer, other = Wide(model.parameters()), Wide(model.parameters())
     optimizer.step()
-    moved(trainee(model, nn.MSELoss(), optimizer), trainee(model, nn.MSELoss(), other))
+    moved(components(model, nn.MSELoss(), optimizer), components(model, nn.MSELoss(), other))
     assert state_digest(model, other) == state_digest(model, optimizer)
 
 
@@ -236,7 +236,7 @@ MISMATCHES: dict[Callable[[Training], None], str] = {
     another_module: "model.extra.weight is missing there, float32 (1, 1) here",
     without_module: "model.norm.weight is float32 (8,) there, missing here; model.norm.bias is",
     more_groups: "alone0 is missing there",
-    another_order: "the optimizer has other parameter groups",
+    another_order: "the optimizer's parameter groups differ",
     another_rate: "lr was 0.01, is 0.5",
 }
 
@@ -247,8 +247,8 @@ def test_a_state_of_another_training_changes_nothing(change: Callable[[Training]
     whole.train(0, 1)
     change(other)
     before = other.digest()
-    with pytest.raises(UsageError, match="the checkpoint is of another training: .*: give what was") as caught:
-        moved(whole.trainee(), other.trainee())
+    with pytest.raises(UsageError, match="the checkpoint belongs to another training: .*: use the same") as caught:
+        moved(whole.components(), other.components())
     assert MISMATCHES[change] in str(caught.value)
     assert other.digest() == before
 
@@ -262,7 +262,7 @@ def test_a_parameter_that_only_the_optimizer_knows_comes_back() -> None:
         (model(torch.ones(1, 2)).sum() * weight.sum()).backward()
         optimizer.step()
         optimizer.zero_grad()
-        made.append(trainee(model, nn.MSELoss(), optimizer))
+        made.append(components(model, nn.MSELoss(), optimizer))
     moved(*made)
     assert torch.equal(*weights)
     assert state_digest(made[0].model, made[0].optimizer) == state_digest(made[1].model, made[1].optimizer)
@@ -272,6 +272,6 @@ def test_a_schedule_that_is_set_anew_goes_on_and_is_told() -> None:
     whole, other = Training("groups", "cosine"), Training("groups", "cosine", seed=1)
     other.scheduler = schedules.CosineAnnealingLR(other.optimizer, T_max=99)
     whole.train(0, 3)
-    (told,) = moved(whole.trainee(), other.trainee(), capture_settings(Training("groups", "cosine").trainee()))
+    (told,) = moved(whole.components(), other.components(), capture_settings(Training("groups", "cosine").components()))
     assert told.startswith("the schedule goes on as it was kept: T_max of it")
     assert other.scheduler.T_max == 10

@@ -152,7 +152,7 @@ def test_batches_and_coupled_micro_batches_are_searched(tmp_path: Path) -> None:
 
 def test_a_study_asked_for_something_else_is_refused(file: Path) -> None:
     rows, _ = search_in(file, request_of(trials=1))
-    with pytest.raises(UsageError, match=r"made with other terms \(seed 0, now 1; pruner halving, now none\)"):
+    with pytest.raises(UsageError, match=r"made with other settings \(seed 0, now 1; pruner halving, now none\)"):
         search_in(file, request_of(seed=1, pruner="none"))
     assert search_in(file, request_of(trials=1))[0] == rows
 
@@ -160,7 +160,7 @@ def test_a_study_asked_for_something_else_is_refused(file: Path) -> None:
 def test_a_study_of_somebody_else_is_refused(file: Path) -> None:
     with open_storage(parse_storage_address(str(file))) as storage:
         optuna.create_study(storage=storage, study_name="line").optimize(lambda trial: 1.0, n_trials=1)
-    with pytest.raises(UsageError, match="is there already, and not of autoaccum"):
+    with pytest.raises(UsageError, match="exists and is not autoaccum's"):
         search_in(file, request_of())
 
 
@@ -180,7 +180,11 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("best", "storage is 'best'"), ("model.py", "storage is 'model.py'"), ("odd://x y", "storage is no URL|opens")],
+    [
+        ("best", "storage is 'best'"),
+        ("model.py", "storage is 'model.py'"),
+        ("odd://x y", "not a valid URL|opens"),
+    ],
 )
 def test_an_address_that_is_none_is_refused(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says), open_storage(parse_storage_address(name)):

@@ -57,5 +57,5 @@ def test_the_ladder_doubles_up_to_the_ceiling(
 
 
 def test_updates_that_cannot_be_cut_are_refused() -> None:
-    with pytest.raises(UsageError, match="cuts updates of 3 in parts of at least 2"):
+    with pytest.raises(UsageError, match="splits updates of 3 samples into parts of at least 2"):
         micro_batch_ladder(2, (3,), 2)

@@ -90,7 +90,7 @@ def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(process
 def test_a_workload_that_is_changed_meanwhile_is_told(processes: TrialProcesses, reference: str) -> None:
     Path(reference).write_text(f"{WORKLOAD}\n# changed\n")
     try:
-        with pytest.raises(WorkloadError, match="was changed while it is tuned"):
+        with pytest.raises(WorkloadError, match="has changed during tuning"):
             train(processes, 0.5)
     finally:
         Path(reference).write_text(WORKLOAD)

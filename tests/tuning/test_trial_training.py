@@ -118,7 +118,7 @@ def test_the_workload_s_own_evaluation_data_is_taken() -> None:
         ({"dataset": line_data(10)}, "9 samples are trained on, fewer than the target batch of 16"),
         (
             {"scheduler": lambda optimizer: OneCycleLR(optimizer, max_lr=0.5, total_steps=100)},
-            "OneCycleLR sets learning rates of its own",
+            "OneCycleLR ignores the optimizer's learning rate",
         ),
     ],
     ids=range(6),
