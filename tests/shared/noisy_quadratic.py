@@ -1,9 +1,9 @@
 """A workload whose best learning rate can be computed: SGD on a quadratic with noisy samples.
 
 A sample x of N(0, 1) in 100 dimensions has the loss 1/2 (w - x)' H (w - x) with a diagonal H, so that an update with
-n samples of mean m is w <- w - rate H (w - m), and m is of N(0, 1/n). Each w_i keeps a mean and a variance in closed
-form (as in Zhang et al. 2019, arXiv 1907.04164, section 3). What is held out is the samples' expectation, 0: the loss
-there is 1/2 w' H w.
+n samples of mean m is w <- w - rate H (w - m), and m is of N(0, 1/n). Each w_i has a mean and a variance in closed
+form (as in Zhang et al. 2019, arXiv 1907.04164, section 3). The held-out sample is the samples' expectation, 0: the
+loss there is 1/2 w' H w.
 
 autoaccum tune tests/shared/noisy_quadratic.py --target-batch 8 --budget-samples 512
 """
@@ -28,7 +28,7 @@ evaluation_dataset = TensorDataset(torch.zeros(1, WIDTH))
 
 
 class Point(nn.Module):
-    """One vector of parameters."""
+    """A single vector of parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,15 +52,15 @@ def optimizer(params: Any) -> torch.optim.Optimizer:
 
 
 def expected_loss(rate: float, updates: int = UPDATES, target_batch: int = TARGET_BATCH) -> float:
-    """The held-out loss after some updates, on average over all that is drawn."""
-    kept = (1 - rate * CURVATURES).square()  # Of a variance, by one update.
+    """Return the expected held-out loss after some updates."""
+    decay = (1 - rate * CURVATURES).square()  # Of a variance, per update.
     added = (rate * CURVATURES).square() / target_batch
-    history = kept[None] ** torch.arange(updates, dtype=torch.float64)[:, None]  # [updates, WIDTH]
-    square: torch.Tensor = kept**updates + added * history.sum(0)
+    history = decay[None] ** torch.arange(updates, dtype=torch.float64)[:, None]  # [updates, WIDTH]
+    square: torch.Tensor = decay**updates + added * history.sum(0)
     return float(0.5 * (CURVATURES * square).sum())
 
 
 def best_rate() -> float:
-    """The learning rate with the lowest expected loss, to a thousandth."""
+    """Return the learning rate with the lowest expected loss, to a thousandth."""
     rates: list[float] = torch.logspace(-4, 0, 9211, dtype=torch.float64).tolist()
     return min(rates, key=expected_loss)

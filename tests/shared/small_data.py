@@ -1,4 +1,4 @@
-"""Data of every kind for tests of how it is read: rows that tell their index and what was drawn for them."""
+"""Data of every kind for tests of reading: rows that hold their index and random numbers drawn for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoaccum.training.data_windows import DataSettings, Window
 
 
 def drawn_row(index: int) -> Tensor:
-    """The index, and a number of each global generator."""
+    """Return the index, and a number from each global generator."""
     return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
 
 
@@ -50,7 +50,7 @@ class UnevenRows(Dataset[Tensor]):
 
 
 class DrawingStream(IterableDataset[Tensor]):
-    """Rows in order, shared out over workers."""
+    """Rows in order, divided among workers."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -62,7 +62,7 @@ class DrawingStream(IterableDataset[Tensor]):
 
 
 class DrawingBatches:
-    """Batches of the given sizes, as often as asked for."""
+    """Batches of the given sizes, any number of times."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -75,7 +75,7 @@ class DrawingBatches:
 
 
 class StatefulBatches(DrawingBatches):
-    """Goes on where its state says; begins anew behind its end."""
+    """Continues from its state; starts again after its end."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__(sizes)
@@ -109,21 +109,21 @@ def padding_collate(rows: list[Tensor]) -> Tensor:
 
 
 def opened(data: Any, target: int = 10, *, part_size: int = 4, seed: int = 3, **settings: Any) -> Source:
-    """The source of some data, as a training opens it."""
+    """Open data as a training does."""
     source = open_source(data, DataSettings(target_batch=target, seed=seed, **settings))
     source.part_size = part_size
     return source
 
 
 def windows_of(source: Source, epochs: range) -> list[tuple[int, Window]]:
-    """All windows of `epochs`, each with its epoch."""
+    """Return all windows of `epochs`, each with its epoch."""
     return remaining(source, epochs, keep=False)[0]
 
 
 def remaining(
     source: Source, epochs: range, *, keep: bool = True
 ) -> tuple[list[tuple[int, Window]], list[dict[str, Any]]]:
-    """All windows of `epochs`, each with its epoch, and the state behind each as a file gives it back."""
+    """Return all windows of `epochs`, each with its epoch, and the state after each, loaded from a file."""
     windows, states = [], []
     try:
         for epoch in epochs:
@@ -139,7 +139,7 @@ def remaining(
 
 
 def through_file(state: dict[str, Any]) -> dict[str, Any]:
-    """A state, saved and loaded without running code."""
+    """Save a state and load it without running code."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -148,7 +148,7 @@ def through_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def assert_same(left: list[tuple[int, Window]], right: list[tuple[int, Window]]) -> None:
-    """The same windows, bit for bit, in the same parts."""
+    """Check that windows are equal bit for bit, in the same parts."""
     assert [(epoch, window.samples, len(window.parts)) for epoch, window in left] == [
         (epoch, window.samples, len(window.parts)) for epoch, window in right
     ]
@@ -157,6 +157,6 @@ def assert_same(left: list[tuple[int, Window]], right: list[tuple[int, Window]])
 
 
 def indices_of(windows: list[tuple[int, Window]], epoch: int) -> list[int]:
-    """The indices of the rows of an epoch, in order."""
+    """Return the indices of the rows of an epoch, in order."""
     rows = [part[:, 0].tolist() for at, window in windows if at == epoch for part in window.parts]
     return [int(index) for part in rows for index in part]

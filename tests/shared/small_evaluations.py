@@ -1,4 +1,4 @@
-"""A small model, its data and evaluations of it."""
+"""A small model, its data, and evaluations of it."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -57,7 +57,7 @@ def whole(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> float:
 
 
 class Numbers(Dataset[Any]):
-    """Map-style, without a class of torch's own collation."""
+    """Map-style, without torch's Dataset classes."""
 
     def __len__(self) -> int:
         return SAMPLES

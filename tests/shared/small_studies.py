@@ -67,7 +67,7 @@ def line_workload(**given: Any) -> Workload:
 
 
 class Greedy(nn.Module):
-    """Wants more memory than there is for more than `most` samples at once."""
+    """Requests impossible memory for more than `most` samples at once."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ class Greedy(nn.Module):
 
 @dataclass
 class Trainer:
-    """Stands in for child processes: trains here.
+    """Replaces child processes: trains in this process.
 
     Attributes:
-        request: What the study is asked to do.
-        workload: What is trained.
-        before: Called before each training, with its setting; what it raises ends that.
+        request: The request of the study.
+        workload: The workload to train.
+        before: Called with the setting before each training; its exception ends that training.
     """
 
     request: TuneRequest
@@ -122,7 +122,7 @@ def request_of(**asked: Any) -> TuneRequest:
 
 @contextmanager
 def study_in(file: Path, request: TuneRequest, facts: WorkloadFacts = FACTS) -> Iterator[Study]:
-    """A study in a file, made or gone on with."""
+    """A study in a file, created or resumed."""
     address = parse_storage_address(str(file))
     with open_storage(address, request.heartbeat) as storage:
         yield Study(storage, address, "line", study_config(request, facts, Budget(64, "samples"), SPACE.learning_rates))
@@ -139,7 +139,7 @@ def search_in(
     tell: Callable[[Any], object] = lambda event: None,
     confirm: bool = False,
 ) -> tuple[Any, str | None]:
-    """The rows of a study after a search, and why that ended early."""
+    """Return the rows of a study after a search, and why that ended early."""
     trainer: Any = Trainer(request, workload or line_workload(), before)
     with study_in(file, request) as study:
         search = Search(study, space, budget or Budget(64, "samples"), 16, trainer, tell)
@@ -150,7 +150,7 @@ def search_in(
 
 
 def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
-    """What a study has found, from its trials, as if throughput and plan had been measured."""
+    """Return the result of a study from its trials, with made-up throughput and plan."""
     standings = rank(rows)
     best = standings[0] if standings else None
     timed: tuple[tuple[int, dict[str, Any]], ...] = (
@@ -181,7 +181,7 @@ def tuning_of(rows: tuple[Row, ...], **changes: Any) -> Tuning:
 
 
 def plan_of(setting: Setting) -> Plan:
-    """A plan for a setting, as if it had been measured."""
+    """Return a plan for a setting, as if it had been measured."""
     parts = setting.cut()
     return Plan(
         kind="measured",

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or not there, hold no code, and the newest whole one is found again."""
+"""Checkpoints are whole or absent, hold no code, and the newest undamaged one is found again."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_anybody_can_load_what_is_written(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_tensors_and_numbers_are_made_plain(tmp_path: Path) -> None:
+def test_tensors_and_numpy_scalars_are_converted(tmp_path: Path) -> None:
     big = torch.arange(100_000.0)
     odd = {
         "slice": big[5:8],
@@ -93,9 +93,9 @@ NOT_PORTABLE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", NOT_PORTABLE)
-def test_what_needs_code_is_named_and_nothing_is_left(kind: str, tmp_path: Path) -> None:
+def test_a_state_that_needs_code_is_refused_by_name_and_writes_nothing(kind: str, tmp_path: Path) -> None:
     content, said = NOT_PORTABLE[kind]
-    with pytest.raises(NotPortableError, match="which would not load without running code: keep") as caught:
+    with pytest.raises(NotPortableError, match="which would not load without running code: use") as caught:
         Checkpoints(tmp_path).write(1, content)
     assert said in str(caught.value)
     assert caught.value.exit_code == 2
@@ -158,7 +158,7 @@ def test_nothing_in_a_checkpoint_can_run_code(tmp_path: Path) -> None:
 # The folder.
 
 
-def test_the_last_few_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path, keep=3)
     assert store.newest(never) is None
     for update in (0, 100, 200, 99_999_999, 100_000_000):
@@ -171,7 +171,7 @@ def test_the_last_few_are_kept(tmp_path: Path) -> None:
     assert len(store.paths()) == 4, "what came later is not removed before its time"
 
 
-def test_damaged_ones_are_passed_over_and_told(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_with_a_notice(tmp_path: Path) -> None:
     store, told = Checkpoints(tmp_path, keep=3), list[Any]()
     for update in (1, 2, 3):
         store.write(update, record(update))
@@ -187,7 +187,7 @@ def test_damaged_ones_are_passed_over_and_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])
-def test_another_format_is_refused_and_never_passed_over(tmp_path: Path, version: int) -> None:
+def test_another_format_is_refused_and_never_skipped(tmp_path: Path, version: int) -> None:
     store = Checkpoints(tmp_path)
     store.write(1, record(1))
     write_file(tmp_path / "checkpoint-00000002.pt", {"format": "autoaccum checkpoint", "version": version})
@@ -235,7 +235,7 @@ def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["changed", "cut"])
-def test_what_does_not_read_back_is_not_kept(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_does_not_read_back_is_removed(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, sync = Checkpoints(tmp_path), os.fsync
     earlier = store.write(1, {"weight": torch.zeros(1000)})
     content = earlier.read_bytes()

@@ -18,8 +18,8 @@ class NoLength(Dataset[int]):
         return index
 
 
-class OwnWay(DataLoader[Any]):
-    """A loader that makes its batches in a way of its own."""
+class CustomLoader(DataLoader[Any]):
+    """A loader that makes its batches itself."""
 
     def __iter__(self) -> Any:
         return iter([x, x])
@@ -52,7 +52,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], int | None]] = {
         None,
     ),
     "loader of its own way": (
-        lambda: OwnWay(DrawingRows(9), 2),
+        lambda: CustomLoader(DrawingRows(9), 2),
         {"kind": "batches", "length": None, "batch_size": 2, "workers": 0},
         None,
     ),
@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[Any, dict[str, Any], int | None]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_says_what_the_data_is(kind: str) -> None:
+def test_every_kind_of_data_is_recognised(kind: str) -> None:
     make, fingerprint, samples = KINDS[kind]
     source = opened(make(), 4)
     assert source.fingerprint() == fingerprint
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refuses_what_is_no_data(case: str) -> None:
+def test_refuses_what_is_not_data(case: str) -> None:
     data, message = REFUSED[case]
     with pytest.raises(UsageError, match=message):
         opened(data, 4)
@@ -113,7 +113,7 @@ def test_refuses_what_is_no_data(case: str) -> None:
     ],
     ids=["nothing", "no samples", "numbers", "too few"],
 )
-def test_refuses_what_turns_out_to_be_none(data: Any, message: str) -> None:
+def test_refuses_iterables_without_batches(data: Any, message: str) -> None:
     source = opened(data, 4)
     source.start_epoch(0)
     with pytest.raises(UsageError, match=message):
@@ -124,7 +124,7 @@ def test_lists_may_hold_numbers_of_each_sample() -> None:
     assert opened([{"x": x, "labels": [0] * 8, "name": "a"}], 4).samples_per_epoch == 8
 
 
-def test_batches_without_samples_are_passed_over() -> None:
+def test_batches_without_samples_are_skipped() -> None:
     source = opened(iter([x[:0], x[:3], x[:0], x[:5]]), 4)
     source.start_epoch(0)
     windows = [source.next_window() for _ in range(3)]

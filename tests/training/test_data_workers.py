@@ -1,4 +1,4 @@
-"""Processes that read data ahead change nothing, and their failures are told in one sentence."""
+"""Processes that read data ahead change nothing, and their failures are reported in one sentence."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def ordered(dataset: Any, **more: Any) -> DataLoader[Any]:
     return DataLoader(dataset, 4, num_workers=2, **more)
 
 
-def test_workers_change_nothing_and_a_run_goes_on_with_them() -> None:
+def test_workers_change_nothing_and_a_run_resumes_with_them() -> None:
     whole, states = remaining(opened(DrawingRows(COUNT), collate=drawing_collate), range(3))
     assert_same(windows_of(opened(DrawingRows(COUNT), workers=2, collate=drawing_collate), range(3)), whole)
     resumed = opened(DrawingRows(COUNT), workers=2, collate=drawing_collate)
@@ -97,7 +97,7 @@ class Started:
         info.dataset.note = f"worker {worker_id}"  # type: ignore[attr-defined]
 
 
-class Notice(DrawingRows):
+class RecordedRows(DrawingRows):
     note = ""
 
     def __getitem__(self, index: int) -> Tensor:
@@ -105,16 +105,16 @@ class Notice(DrawingRows):
         return super().__getitem__(index)
 
 
-def test_workers_may_be_spawned_and_the_users_start_of_them_is_kept() -> None:
+def test_workers_may_be_spawned_and_the_users_init_function_runs() -> None:
     more: dict[str, Any] = {"persistent_workers": True, "timeout": 90, "prefetch_factor": 3}
     spawned = DataLoader(
-        Notice(COUNT), 4, num_workers=1, multiprocessing_context="spawn", worker_init_fn=Started(), **more
+        RecordedRows(COUNT), 4, num_workers=1, multiprocessing_context="spawn", worker_init_fn=Started(), **more
     )
     assert_same(windows_of(opened(spawned), range(2)), windows_of(opened(DataLoader(DrawingRows(COUNT), 4)), range(2)))
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGBUS", "exit"])
-def test_a_worker_that_dies_is_told(how: str) -> None:
+def test_a_dead_worker_is_reported(how: str) -> None:
     source = opened(ordered(Trap(how)), 8)
     source.start_epoch(0)
     assert source.next_window() is not None
@@ -130,7 +130,7 @@ def without_shared_memory(worker_id: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))
 
 
-def test_a_lack_of_shared_memory_is_told() -> None:
+def test_a_lack_of_shared_memory_is_reported() -> None:
     loader = ordered(DrawingRows(COUNT), collate_fn=drawing_collate, worker_init_fn=without_shared_memory)
     source = opened(loader)
     source.start_epoch(0)
@@ -139,7 +139,7 @@ def test_a_lack_of_shared_memory_is_told() -> None:
     source.close()
 
 
-def test_a_death_is_told_where_data_is_read_and_nowhere_else() -> None:
+def test_a_dead_worker_raises_only_where_data_is_read() -> None:
     source = opened(ordered(DrawingRows(200)))
     source.start_epoch(0)
     source.next_window()

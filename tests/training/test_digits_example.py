@@ -17,7 +17,7 @@ LEAST = 0.97
 
 
 def command(program: str) -> list[str]:
-    """What its docstring says to run."""
+    """The command in the example's docstring."""
     said = ast.get_docstring(ast.parse(EXAMPLE.read_text())) or ""
     return shlex.split(next(line for line in said.splitlines() if line.startswith(program)))[1:]
 

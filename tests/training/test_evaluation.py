@@ -1,4 +1,4 @@
-"""An evaluation changes nothing of training, fits what it can, and fails alone."""
+"""An evaluation does not affect training, runs with what fits, and its failure does not end the run."""
 
 import random
 import weakref
@@ -34,7 +34,7 @@ from autoaccum.training.fit_events import Evaluated, EvaluationFailed
 
 
 class Narrow(nn.Module):
-    """Asks the real allocator for what no machine has when it is given more than `most` samples."""
+    """Requests an impossible amount of memory for more than `most` samples."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def trained(evaluate_every: int | None, made: Evaluation, loader: DataLoader[Any
 
 
 @pytest.mark.parametrize("evaluate", [None, draw_from_everything], ids=["loss", "own"])
-def test_how_often_one_evaluates_changes_no_weight(evaluate: Any) -> None:
+def test_the_number_of_evaluations_changes_no_weight(evaluate: Any) -> None:
     results = []
     for every in (None, 1, 3):
         loader = DataLoader(Noisy(), batch_size=SAMPLES, shuffle=True)
@@ -91,7 +91,7 @@ def test_how_often_one_evaluates_changes_no_weight(evaluate: Any) -> None:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-def test_modes_and_gradient_recording_are_as_before() -> None:
+def test_modes_and_gradient_recording_are_restored() -> None:
     model = net()
     model.train()
     next(module for module in model.modules() if isinstance(module, nn.Dropout)).eval()
@@ -118,7 +118,7 @@ def test_modes_and_gradient_recording_are_as_before() -> None:
 
 
 class Restless(nn.Module):
-    """Has what an `evaluate` of one's own may leave changed."""
+    """Has state that a user's `evaluate` may leave changed."""
 
     table: Tensor
 
@@ -134,7 +134,7 @@ class Restless(nn.Module):
 
 
 @pytest.mark.parametrize("ends_by", [None, ValueError("mine"), KeyboardInterrupt()], ids=["done", "failed", "stopped"])
-def test_buffers_and_what_requires_grad_are_as_before(ends_by: BaseException | None) -> None:
+def test_buffers_and_requires_grad_are_restored(ends_by: BaseException | None) -> None:
     model = Restless()
     model.inner.bias.requires_grad_(False)
     buffers = dict(model.named_buffers())
@@ -161,7 +161,7 @@ def test_buffers_and_what_requires_grad_are_as_before(ends_by: BaseException | N
 
 
 class Centred(nn.Module):
-    """A criterion that follows the mean of what it is given."""
+    """A criterion that tracks the mean of its inputs."""
 
     centre: Tensor
 
@@ -174,7 +174,7 @@ class Centred(nn.Module):
         return functional.cross_entropy(outputs - self.centre, targets)
 
 
-def test_what_a_criterion_keeps_is_as_before() -> None:
+def test_the_state_of_a_criterion_is_restored() -> None:
     settings: dict[str, Any] = {"target_batch": 8, "micro_batch": 8, "steps": 4, "progress": False}
     evaluated: dict[str, Any] = {"eval_data": dataset(), "eval_every": 1}
     centres = []
@@ -215,13 +215,13 @@ def test_not_even_one_sample_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("data", [iter([1]), (x for x in [1]), 5], ids=["iterator", "generator", "number"])
-def test_what_cannot_be_read_from_the_start_is_refused(data: Any) -> None:
+def test_data_that_cannot_be_read_again_is_refused(data: Any) -> None:
     with pytest.raises(UsageError, match=r"the evaluation data is an? \w+, which cannot be read rep"):
         EvaluationData(data)
 
 
 class Placed(IterableDataset[Any]):
-    """Goes on where it was."""
+    """Stores its position."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -230,7 +230,7 @@ class Placed(IterableDataset[Any]):
         pass
 
 
-def test_a_stream_that_keeps_its_place_is_not_read_by_both() -> None:
+def test_a_stream_that_stores_its_position_is_not_read_by_both() -> None:
     one = Placed()
     for trained_on, data in ((one, one), (DataLoader(one), one), (one, DataLoader(one))):
         with pytest.raises(UsageError, match="the same Placed, which stores its position"):

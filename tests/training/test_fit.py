@@ -22,8 +22,8 @@ SAMPLES, TARGET, EPOCHS = 155, 16, 3
 UPDATES = EPOCHS * 10  # nine windows of 16 and one of 11
 
 
-class Notice(Dataset[Any]):
-    """Texts of uneven length, and a note of which were fetched."""
+class RecordedTexts(Dataset[Any]):
+    """Texts of uneven length; records which were fetched."""
 
     def __init__(self) -> None:
         draw = torch.Generator().manual_seed(3)
@@ -40,7 +40,7 @@ class Notice(Dataset[Any]):
 
 
 class Words(nn.Module):
-    """Says each word's successor; tied weights."""
+    """Predicts each word's successor; tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def model() -> Words:
 def test_thirty_updates_are_those_of_full_batches(
     model: Words, optimizer: Any, micro_batch: int, clip_norm: float | None
 ) -> None:
-    data, other = Notice(), copy.deepcopy(model)
+    data, other = RecordedTexts(), copy.deepcopy(model)
     result = autoaccum.fit(
         model,
         data,
@@ -153,7 +153,7 @@ def test_thirty_updates_are_those_of_full_batches(
 
 
 def test_a_summed_loss_is_not_divided(model: Words) -> None:
-    data, other = Notice(), copy.deepcopy(model)
+    data, other = RecordedTexts(), copy.deepcopy(model)
     autoaccum.fit(
         model,
         data,
@@ -201,7 +201,7 @@ KINDS: dict[str, Callable[[list[Tensor]], Any]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_data_of_any_kind_is_regrouped_to_the_target_batch(model: Words, kind: str) -> None:
-    texts, other = Notice().texts, copy.deepcopy(model)
+    texts, other = RecordedTexts().texts, copy.deepcopy(model)
     sizes: list[int] = []
     autoaccum.fit(
         model,
@@ -245,7 +245,7 @@ def test_the_same_seed_trains_the_same_and_another_one_does_not() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_the_caller_s_random_states_are_put_back() -> None:
+def test_the_caller_s_random_states_are_restored() -> None:
     random.seed(4), np.random.seed(4), torch.manual_seed(4)
     expected = random.random(), np.random.rand(), torch.rand(1)
     random.seed(4), np.random.seed(4), torch.manual_seed(4)
@@ -294,7 +294,7 @@ def test_a_callback_that_says_true_ends_the_training() -> None:
     assert (result.updates, result.stopped) == (2, "callback")
 
 
-def test_modules_at_rest_stay_at_rest_and_a_model_at_rest_is_trained() -> None:
+def test_submodules_in_eval_mode_stay_so_and_a_model_in_eval_mode_is_trained() -> None:
     model, data = small()
     settings: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "micro_batch": 8, "steps": 1, "progress": False}
     model[1].eval()  # type: ignore[index]
@@ -305,7 +305,7 @@ def test_modules_at_rest_stay_at_rest_and_a_model_at_rest_is_trained() -> None:
     assert all(module.training for module in model.modules())
 
 
-def test_a_live_optimizer_goes_on_with_its_state() -> None:
+def test_a_live_optimizer_continues_with_its_state() -> None:
     model, data = small()
     optimizer = torch.optim.AdamW(model.parameters())
     options: dict[str, Any] = {"target_batch": 16, "loss": nn.CrossEntropyLoss(), "micro_batch": 8, "steps": 2}

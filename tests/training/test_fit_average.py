@@ -1,4 +1,4 @@
-"""`fit` keeps an average of the weights: torch's own, exact when resumed, evaluated, planned and saved."""
+"""`fit` averages the weights as torch does: exact when resumed, evaluated, planned and saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DATA = TensorDataset(X, X.sum(1).gt(0).long())
 
 
 class Enough(Exception):
-    """What a user's own code may raise."""
+    """Any exception of the user's code."""
 
 
 def build() -> nn.Module:
@@ -77,7 +77,7 @@ def test_it_is_torch_s_average_of_the_weights_and_training_is_the_same() -> None
     assert all(torch.equal(value, trained[name]) for name, value in without.model.state_dict().items())
 
 
-def test_it_goes_on_bit_for_bit_and_is_saved_beside_the_weights(tmp_path: Path) -> None:
+def test_it_resumes_bit_for_bit_and_is_saved_with_the_weights(tmp_path: Path) -> None:
     def stop(event: Any) -> None:
         if isinstance(event, Updated) and event.update == 3:
             raise Enough
@@ -127,7 +127,7 @@ def test_a_workload_names_it_and_it_is_planned() -> None:
     assert fit(workload, keeps=(), ema_decay=None, steps=1).ema_model is None
 
 
-def test_what_a_plan_does_not_count_is_told(tmp_path: Path) -> None:
+def test_an_average_that_a_plan_does_not_count_is_reported(tmp_path: Path) -> None:
     plan = autoaccum.plan(model=build(), batch=DATA[:4], loss=nn.CrossEntropyLoss(), target_batch=12)
     (said,) = [text for text in fit(micro_batch=None, plan=plan, steps=1).warnings if "average" in text]
     assert 'plan again with keeps="ema"' in said

@@ -1,4 +1,4 @@
-"""A training under each mode of BatchNorm."""
+"""Training in each mode of BatchNorm."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_live_model_and_a_workload_train_under_it(mode: str) -> None:
             torch.testing.assert_close(variance, 0.9 + 0.1 * X.var(0))
 
 
-def test_an_argument_is_in_place_of_the_workload_s_and_a_plan_s_is_taken() -> None:
+def test_an_argument_replaces_the_workload_s_and_a_plan_s_is_used() -> None:
     workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss(), batchnorm="frozen")
     assert statistics(fit(workload, batchnorm="running"))[2] == 1
     planned: dict[str, Any] = {"memory": MemorySize(bytes=256 * MIB), "micro_batch": None}
@@ -60,7 +60,7 @@ def test_an_argument_is_in_place_of_the_workload_s_and_a_plan_s_is_taken() -> No
         fit(model(), plan=result.plan, micro_batch=None, batchnorm="running", **live)
 
 
-def test_a_plan_s_settings_are_taken_where_its_workload_names_none() -> None:
+def test_a_plan_s_settings_are_used_if_its_workload_has_none() -> None:
     workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss())
     asked: dict[str, Any] = {"precision": "bf16", "batchnorm": "frozen"}
     result = fit(workload, memory=MemorySize(bytes=256 * MIB), micro_batch=None, **asked)

@@ -1,4 +1,4 @@
-"""Evaluations when they are asked for: by the samples trained on so far, at most once after an update."""
+"""Evaluations at chosen numbers of samples, at most once after an update."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DATA = TensorDataset(torch.ones(20, 3), torch.ones(20, 2))
 
 
 class Enough(Exception):
-    """What a user's own code may raise."""
+    """Any exception of the user's code."""
 
 
 def run(due: Callable[[int], bool], *callbacks: Callable[[Any], Any], **options: Any) -> list[Any]:
-    """The samples after each update and, behind them, `evaluated` where it was."""
+    """Return the samples after each update, and `evaluated` after each evaluation."""
     told: list[Any] = []
 
     def listen(event: Any) -> None:
@@ -37,7 +37,7 @@ def run(due: Callable[[int], bool], *callbacks: Callable[[Any], Any], **options:
     return told
 
 
-def test_it_is_asked_after_every_update_and_no_epoch_is_evaluated_besides() -> None:
+def test_it_is_called_after_every_update_and_replaces_evaluations_after_epochs() -> None:
     asked: list[int] = []
 
     def due(samples: int) -> bool:
@@ -48,7 +48,7 @@ def test_it_is_asked_after_every_update_and_no_epoch_is_evaluated_besides() -> N
     assert asked == [8, 16, 20, 28, 36, 40]
 
 
-def test_a_resumed_run_makes_up_for_the_one_it_missed(tmp_path: Path) -> None:
+def test_a_resumed_run_runs_the_evaluation_it_missed(tmp_path: Path) -> None:
     def stop(event: Any) -> None:
         if isinstance(event, Updated) and event.update == 2:
             raise Enough

@@ -1,4 +1,4 @@
-"""What goes wrong around a training: one clear message each, and earlier checkpoints as they were."""
+"""Failures around a training: one clear message each, and earlier checkpoints stay."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_update(tmp_path: P
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
-def test_it_is_passed_over_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_it_is_skipped_on_request(tmp_path: Path) -> None:
     heard: list[Any] = []
     result = fit(in_order(Poisoned()), run_dir=tmp_path, skip_nonfinite=True, callbacks=[lambda e: heard.append(e)])
     assert (result.updates, result.skipped) == (6, 1)
@@ -78,7 +78,7 @@ def test_it_is_passed_over_where_that_is_asked_for(tmp_path: Path) -> None:
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file can grow beyond a few bytes: EFBIG, as a quota would have it."""
+    """No file can grow beyond a few bytes: EFBIG, as with a quota."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, hard))
     try:
@@ -127,7 +127,7 @@ def test_a_disk_that_stays_full_leaves_the_earlier_checkpoints_and_says_so(tmp_p
 
 
 class Late(torch.optim.lr_scheduler.LRScheduler):
-    """Raises after the fourth update, which was made."""
+    """Raises after the fourth update has been made."""
 
     def get_lr(self) -> list[float | Tensor]:
         if self.last_epoch == 4:
@@ -150,7 +150,7 @@ class Unsavable(torch.optim.lr_scheduler.LRScheduler):
         return {"rule": os.getcwd}
 
 
-def test_what_could_run_code_when_it_is_loaded_is_refused_before_training(tmp_path: Path) -> None:
+def test_state_that_could_run_code_is_refused_before_training(tmp_path: Path) -> None:
     heard: list[Any] = []
     with pytest.raises(AutoaccumError, match="schedule.rule: it is a builtin"):
         fit(samples(64), run_dir=tmp_path, scheduler=Unsavable, callbacks=[lambda e: heard.append(e)])
@@ -169,7 +169,7 @@ def test_the_user_s_own_exit_loses_nothing(tmp_path: Path, last_word: BaseExcept
     assert max((tmp_path / "checkpoints").glob("*.pt")).name == "checkpoint-00000004.pt"
 
 
-def test_weights_that_are_spoilt_do_not_replace_a_good_checkpoint(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_do_not_replace_a_good_checkpoint(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
 
     def spoil(event: Any) -> None:
@@ -195,21 +195,21 @@ class Breaking(torch.optim.SGD):
             raise RuntimeError("CUDA error: out of memory")
 
 
-def test_half_an_update_is_not_kept_and_the_way_back_is_named(tmp_path: Path) -> None:
+def test_half_an_update_is_not_saved_and_the_last_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(UpdateInterrupted, match=r"the same command resumes from .*checkpoint-00000002\.pt"):
         fit(samples(64), run_dir=tmp_path, optimizer=lambda params: Breaking(params, lr=0.1), checkpoint_every=2)
     assert max((tmp_path / "checkpoints").glob("*.pt")).name == "checkpoint-00000002.pt"
     assert fit(samples(64), run_dir=tmp_path, optimizer=lambda params: Breaking(params, lr=0.1), steps=5).updates == 5
 
 
-def test_where_no_update_was_made_it_says_so() -> None:
+def test_a_run_that_changed_no_weight_says_so() -> None:
     data = in_order(TensorDataset(torch.full((64, 3), math.nan), torch.zeros(64, 2)))
     result = fit(data, skip_nonfinite=True)
     assert result.skipped == 6
     assert result.warnings == ("none of 6 updates changed the weights: they are the initial ones",)
 
 
-def test_a_criterion_that_learns_needs_an_optimizer_that_knows_it() -> None:
+def test_a_trainable_criterion_needs_an_optimizer_that_holds_it() -> None:
     class Scaled(nn.MSELoss):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""A learning rate that is given, or that a plan was tuned with: from the first update on, resumed too."""
+"""A learning rate given directly or by a tuned plan applies from the first update on, also after resuming."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def decaying(optimizer: Optimizer) -> Any:
 
 
 class Heard:
-    """The rates of updates, and what was noted."""
+    """Records the rates of updates, and notices."""
 
     def __init__(self) -> None:
         self.rates: list[float | None] = []
@@ -96,7 +96,7 @@ def test_it_trains_as_an_optimizer_with_those_rates_would() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_schedule_that_begins_elsewhere_is_told() -> None:
+def test_a_schedule_with_another_initial_rate_is_reported() -> None:
     cyclic = workload(scheduler=lambda it: lr_scheduler.CyclicLR(it, 0.25, 1.0))
     result, heard = fit(cyclic, learning_rate=0.4)
     assert heard.texts == ["the learning rate is set to 0.4, but CyclicLR starts at 0.25"]
@@ -118,7 +118,7 @@ def test_a_live_model_s_optimizer_is_set_and_a_schedule_made_of_it_follows() -> 
     assert fit(nn.Linear(3, 2), **live(optimizer="SGD", learning_rate=0.4))[1].rates == [0.4] * 3
 
 
-def test_a_schedule_that_is_there_already_is_refused_with_nothing_changed() -> None:
+def test_an_existing_scheduler_is_refused_with_nothing_changed() -> None:
     model = nn.Linear(3, 2)
     optimizer = two_groups(list(model.parameters()))
     given = live(optimizer=optimizer, scheduler=decaying(optimizer))
@@ -154,7 +154,7 @@ def test_a_resumed_run_keeps_its_plan_s_rate_and_refuses_another(tmp_path: Path)
         fit(run_dir=tmp_path / "run", steps=7, learning_rate=0.4, micro_batch=None)
 
 
-def test_a_resumed_run_that_has_to_be_planned_again_keeps_the_rate(tmp_path: Path) -> None:
+def test_a_resumed_run_that_is_planned_again_has_the_same_rate(tmp_path: Path) -> None:
     card = replace(PLAN, device={"name": "cuda:0", "kind": "cuda", "card": "NVIDIA T4"})
     fit(plan=PLAN, run_dir=tmp_path)
     newest = max((tmp_path / "checkpoints").glob("*.pt"))

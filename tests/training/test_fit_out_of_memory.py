@@ -1,4 +1,4 @@
-"""Memory that runs out in the middle of a training: a real limit, lowered and lifted again, changes no result."""
+"""Running out of memory during training changes no result: a real limit is lowered and raised again."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_limit_lowered_in_mid_run_changes_no_result(tmp_path: Path) -> None:
 
 
 class Crowded(nn.Linear):
-    """Runs out of memory above so many samples, as on a card that others use."""
+    """Runs out of memory above a number of samples, as on a GPU that others use."""
 
     most = 10**9
 
@@ -116,7 +116,7 @@ def fit_crowded(model: Crowded, listen: Any, **options: Any) -> autoaccum.FitRes
     return autoaccum.fit(model, TensorDataset(x, x[:, :2]), callbacks=[listen], **settings | options)
 
 
-def test_the_ceiling_falls_rises_and_outlives_a_stop(tmp_path: Path) -> None:
+def test_the_ceiling_falls_rises_and_survives_a_stop(tmp_path: Path) -> None:
     sizes: list[int] = []
     heard: list[Any] = []
     model = Crowded(3, 2, dtype=torch.float64)
@@ -140,7 +140,7 @@ def test_the_ceiling_falls_rises_and_outlives_a_stop(tmp_path: Path) -> None:
     assert result.oom_retries == sum(isinstance(event, OutOfMemoryRetry) for event in heard) > 0
 
 
-def test_where_not_even_one_sample_fits_it_says_so_and_keeps_what_it_has(tmp_path: Path) -> None:
+def test_if_not_even_one_sample_fits_it_says_so_and_saves_its_state(tmp_path: Path) -> None:
     model = Crowded(3, 2, dtype=torch.float64)
 
     def listen(event: Any) -> None:

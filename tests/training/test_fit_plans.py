@@ -1,4 +1,4 @@
-"""A training plans first, without a trace, or takes a plan and says what in it is for something else."""
+"""A training plans first, without side effects, or uses a plan and names what does not match."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ json.dump(seen, sys.stdout)
 """
 
 
-def test_it_plans_in_place_and_takes_plans(tmp_path: Path) -> None:
+def test_it_plans_in_this_process_and_uses_plans(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -1,4 +1,4 @@
-"""What a training is asked for is refused in one line before anything starts."""
+"""Invalid requests are refused in one line before anything starts."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def workload(**fields: Any) -> Workload:
         ({"plan": "plan.json", "micro_batch": 4}, "micro_batch is 4, and plan is given too"),
     ],
 )
-def test_arguments_that_cannot_be_honoured(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], message: str) -> None:
     settings: dict[str, Any] = {"model_or_workload": nn.Linear(3, 2), "target_batch": 8, "epochs": 1}
     given = settings | options
     model_or_workload = given.pop("model_or_workload")
@@ -108,14 +108,14 @@ def test_a_workload_brings_its_own_data_optimizer_and_schedule() -> None:
     assert fit(spec, optimizer="Adagrad").optimizer.__class__ is torch.optim.Adagrad
 
 
-def test_a_workload_s_list_is_one_of_samples_and_a_list_given_as_data_one_of_batches(tmp_path: Path) -> None:
+def test_a_workload_s_list_holds_samples_and_a_list_given_as_data_holds_batches(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(FILE.format(more="dataset = [(torch.ones(3), torch.ones(2))] * 16"))
     assert fit(str(path)).samples == 32
     assert fit(path, [(torch.ones(10, 3), torch.ones(10, 2))] * 2).samples == 40
 
 
-def test_a_file_that_was_changed_between_two_runs_is_told(tmp_path: Path) -> None:
+def test_a_file_that_changed_between_two_runs_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(FILE.format(more="dataset = [(torch.ones(3), torch.ones(2))] * 16"))
     assert fit(path, run_dir=tmp_path / "run").warnings == ()
@@ -125,9 +125,7 @@ def test_a_file_that_was_changed_between_two_runs_is_told(tmp_path: Path) -> Non
     assert "train has changed since the checkpoint was written" in said
 
 
-def test_a_run_folder_is_where_it_was_asked_for_wherever_the_workload_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_folder_is_relative_to_where_fit_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     leaving = "import os\nos.chdir('elsewhere')\ndataset = [(torch.ones(3), torch.ones(2))] * 16"
@@ -137,14 +135,14 @@ def test_a_run_folder_is_where_it_was_asked_for_wherever_the_workload_goes(
     assert not (tmp_path / "elsewhere" / "run").exists()
 
 
-def test_a_budget_is_checked_and_told_where_nothing_is_planned() -> None:
+def test_a_budget_is_checked_and_reported_without_a_plan() -> None:
     with pytest.raises(UsageError, match="junk"):
         fit(workload(dataset=DATA), memory="junk")
     (said,) = fit(workload(dataset=DATA), memory="1GiB").warnings
     assert "memory is not used: the micro-batch is known" in said
 
 
-def test_a_schedule_that_is_not_returned_is_missed() -> None:
+def test_a_scheduler_function_that_returns_none_is_refused() -> None:
     for more in ({"scheduler": lambda optimizer: None}, {}):
         options = {} if more else {"scheduler": lambda optimizer: None}
         with pytest.raises(AutoaccumError, match=r"scheduler\(optimizer\) returned None: return the scheduler"):

@@ -1,4 +1,4 @@
-"""A run that was interrupted ends, resumed, where it would have ended: bit for bit."""
+"""An interrupted and resumed run ends with the same bits as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UPDATES = EPOCHS * 4  # three windows of 12 and one of 8
 
 
 class Enough(Exception):
-    """What a user's own code may raise."""
+    """Any exception of the user's code."""
 
 
 class Augmented(Dataset[Any]):
@@ -39,7 +39,7 @@ class Augmented(Dataset[Any]):
 
 
 class Noise(nn.Module):
-    """Draws from a generator of its own, and counts in a buffer that is not persistent."""
+    """Draws from a generator of its own, and counts in a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ def run(folder: Path, stop_after: int | None = None, data: Any = None, **options
 
 
 def digest(result: autoaccum.FitResult) -> str:
-    """Of everything that was trained, buffers that are not persistent included."""
+    """Hash everything that was trained, including non-persistent buffers."""
     buffers = dict(result.model.named_buffers())
     return StateHasher().hash([result.model.state_dict(), buffers, result.optimizer.state_dict()])
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """The log without what is measured."""
+    """Read the log without measured values."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if k not in ("samples_per_second", "peak_bytes")} for line in found]
 
@@ -118,7 +118,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Kept(IterableDataset[Any]):
-    """Knows its place; would begin anew without it."""
+    """Stores its position; starts again without it."""
 
     def __init__(self) -> None:
         self.place = 0
@@ -160,13 +160,13 @@ def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, k
     assert resumed.evaluation == whole.evaluation
 
 
-def test_fp16_goes_on_with_its_scale(tmp_path: Path) -> None:
+def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", precision="fp16")
     resumed = interrupted(tmp_path / "parts", [2, 5], precision="fp16")
     assert digest(resumed) == digest(whole)
 
 
-def test_a_longer_goal_goes_on_from_the_end(tmp_path: Path) -> None:
+def test_a_longer_goal_resumes_from_the_end(tmp_path: Path) -> None:
     run(tmp_path / "a")
     further = run(tmp_path / "a", epochs=EPOCHS + 1, scheduler=schedule)
     whole = run(tmp_path / "b", epochs=EPOCHS + 1)
@@ -216,7 +216,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
 
 
-def test_only_so_many_are_kept_and_model_and_plan_lie_beside_them(tmp_path: Path) -> None:
+def test_only_the_newest_stay_and_model_and_plan_are_written(tmp_path: Path) -> None:
     result = run(tmp_path, checkpoint_every=1, keep=2)
     names = sorted(path.name for path in (tmp_path / "checkpoints").glob("*.pt"))
     assert names == ["checkpoint-00000007.pt", "checkpoint-00000008.pt"]

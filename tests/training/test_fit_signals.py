@@ -1,4 +1,4 @@
-"""A signal at any moment of an update: the newest checkpoint is of the last update that was made, and none is lost."""
+"""A signal at any moment of an update: the newest checkpoint is that of the last update, and none is lost."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ print(json.dumps({"later": struck(3), "first": struck(1)}))
 
 
 def test_an_update_is_made_or_undone() -> None:
-    """The first one is guarded, later ones are not."""
+    """The first one is guarded by a copy, later ones are not."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

@@ -25,7 +25,7 @@ PACKAGE = str(Path(autoaccum.__file__).parent)
 
 
 class LateSampler(Sampler[int]):
-    """Draws each index when it is asked for."""
+    """Draws each index only when it is requested."""
 
     def __iter__(self) -> Iterator[int]:
         return (int(random.random() * 6 + torch.rand(()).item() * 6) for _ in range(12))
@@ -50,7 +50,7 @@ def begun(form: str) -> Source:
 
 
 def drawn() -> list[Any]:
-    """What the generators give next; they stay where they are."""
+    """Return the generators' next values without advancing them."""
     before = RngState()
     values = [random.random(), np.random.rand(), torch.rand(()).item()]
     before.restore()
@@ -58,7 +58,7 @@ def drawn() -> list[Any]:
 
 
 class SignalAtLine:
-    """Asks to stop at the line of this package's that has this number; `left` is how many are missing."""
+    """Sends a stop signal at a numbered line of this package; `left` counts the lines before it."""
 
     def __init__(self, number: int) -> None:
         self.left = number
@@ -74,7 +74,7 @@ class SignalAtLine:
 
 
 def was_stopped(source: Source, number: int) -> bool:
-    """Whether reading windows was cut short by a signal at line `number`."""
+    """Return whether a signal at line `number` interrupted reading."""
     outer, cut = sys.gettrace(), False
     with suppress(SystemExit), StopSignals() as stopping:
         source.interruptible = stopping.interruptible
@@ -89,7 +89,7 @@ def was_stopped(source: Source, number: int) -> bool:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_signal_at_any_line_leaves_random_states_as_they_were(form: str) -> None:
+def test_a_signal_at_any_line_preserves_random_states(form: str) -> None:
     cuts: list[bool] = []
     while len(cuts) < 2 or any(cuts[-20:]):
         source = begun(form)

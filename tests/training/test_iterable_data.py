@@ -31,7 +31,7 @@ COUNT, TARGET = sum(SIZES), 10
 
 
 class StatefulLoader(DataLoader[Tensor]):
-    """As torchdata's: over what is no dataset of indices, with a state of its own."""
+    """Like torchdata's: over an iterable, with a state of its own."""
 
     place, start = 0, 0
 
@@ -54,15 +54,15 @@ class StatefulLoader(DataLoader[Tensor]):
         self.start = state["place"]
 
 
-class Unkeepable(StatefulBatches):
-    """A state that would run code when it is loaded."""
+class Unsavable(StatefulBatches):
+    """Has a state that would run code when loaded."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"batch": self.batch, "what": StatefulBatches}
 
 
 class Shuffling(DrawingBatches):
-    """Keeps a few batches, and gives one of them at random."""
+    """Buffers a few batches, and yields one of them at random."""
 
     def __iter__(self) -> Iterator[Tensor]:
         kept: list[Tensor] = []
@@ -86,7 +86,7 @@ FORMS: dict[str, Any] = {
     "loader without batches": lambda: DataLoader(ManyRows(SIZES), batch_size=None),
     "stateful": lambda: StatefulBatches(SIZES),
     "stateful loader": lambda: StatefulLoader(DrawingStream(COUNT), 4),
-    "unkeepable state": lambda: Unkeepable(SIZES),
+    "unkeepable state": lambda: Unsavable(SIZES),
     "shuffling": lambda: Shuffling(SIZES),
 }
 FORWARD = r"^the data has no state_dict: [\d]+ windows were read forward$"
@@ -139,7 +139,7 @@ def test_windows_hold_every_sample_once_in_order(sizes: list[int], target: int, 
 
 @pytest.mark.parametrize("planned", [False, True], ids=["", "planned"])
 @pytest.mark.parametrize("form", FORMS)
-def test_goes_on_at_any_window_bit_for_bit(form: str, planned: bool) -> None:
+def test_resumes_at_any_window_bit_for_bit(form: str, planned: bool) -> None:
     more: dict[str, Any] = {"collate": drawing_collate} if form == "samples" else {}
     source = opened(FORMS[form](), **more)
     if planned:
@@ -159,7 +159,7 @@ def test_goes_on_at_any_window_bit_for_bit(form: str, planned: bool) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_goes_on_with_the_epoch_behind_a_finished_one(form: str) -> None:
+def test_resumes_with_the_epoch_after_a_finished_one(form: str) -> None:
     whole, states = remaining(opened(FORMS[form]()), range(3))
     last = max(number for number, (epoch, _) in enumerate(whole) if epoch == 1)
     ended = opened(FORMS[form]())
@@ -173,7 +173,7 @@ def test_goes_on_with_the_epoch_behind_a_finished_one(form: str) -> None:
         assert_same(windows_of(resumed, range(2, 3)), whole[last + 1 :])
 
 
-def test_a_state_of_the_datas_own_reads_nothing_again() -> None:
+def test_data_with_a_state_is_not_reread() -> None:
     source = opened(StatefulBatches(SIZES))
     source.start_epoch(0)
     assert source.next_window() is not None
@@ -225,7 +225,7 @@ def test_training_and_reading_do_not_disturb_each_other(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["batches", "samples"])
-def test_data_that_became_shorter_is_told(form: str) -> None:
+def test_data_that_became_shorter_is_reported(form: str) -> None:
     source = opened(FORMS[form]())
     _, states = remaining(source, range(1))
     shorter: Any = DrawingBatches(SIZES[:2]) if form == "batches" else DrawingStream(8)
@@ -233,7 +233,7 @@ def test_data_that_became_shorter_is_told(form: str) -> None:
         opened(shorter).load_state_dict(states[2])
 
 
-def test_what_was_read_beyond_a_commit_is_no_part_of_the_place() -> None:
+def test_entries_read_after_a_commit_do_not_move_the_position() -> None:
     for form in ("batches", "samples", "stateful"):
         source = opened(FORMS[form]())
         source.start_epoch(0)

@@ -1,4 +1,4 @@
-"""Runs killed by SIGKILL at random moments end, resumed, with the same weights: a dozen of those in the benchmark."""
+"""Runs killed by SIGKILL at random moments and resumed end with the same weights; the benchmark has more of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A map-style dataset, alone and in a DataLoader: every sample once an epoch, and the same wherever a run goes on."""
+"""A map-style dataset, alone and in a DataLoader: every sample once an epoch, and the same after resuming anywhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COUNT = 37
 
 
 class GlobalSampler(Sampler[int]):
-    """Draws from every global generator, as late as it can."""
+    """Draws from every global generator, as late as possible."""
 
     def __iter__(self) -> Iterator[int]:
         rest = list(range(COUNT))
@@ -52,7 +52,7 @@ class GlobalSampler(Sampler[int]):
 
 
 class EpochSampler(Sampler[int]):
-    """Knows its epoch only if it is told."""
+    """Knows its epoch only from `set_epoch`."""
 
     epoch = -1
 
@@ -67,7 +67,7 @@ class EpochSampler(Sampler[int]):
 
 
 class OwnGenerator(Sampler[int]):
-    """Draws from a generator that nobody knows of."""
+    """Draws from a hidden generator."""
 
     def __init__(self) -> None:
         self.own = np.random.default_rng(1)
@@ -137,7 +137,7 @@ def test_parts_are_divided_as_a_plan_divides_them() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_goes_on_at_any_window_bit_for_bit(form: str) -> None:
+def test_resumes_at_any_window_bit_for_bit(form: str) -> None:
     more: dict[str, Any] = {"collate": drawing_collate} if form == "dataset" else {}
     source = opened(FORMS[form](), **more)
     source.planning_batch()
@@ -157,7 +157,7 @@ def test_goes_on_at_any_window_bit_for_bit(form: str) -> None:
     assert_same(windows_of(resumed, range(2, 3)), [entry for entry in whole if entry[0] == 2])
 
 
-def test_another_order_than_before_is_told() -> None:
+def test_a_changed_order_is_reported() -> None:
     def make() -> Source:
         return opened(DataLoader(DrawingRows(COUNT), 4, sampler=OwnGenerator()))
 
@@ -168,7 +168,7 @@ def test_another_order_than_before_is_told() -> None:
     assert said.startswith("the sampler's order has changed")
 
 
-def test_a_generator_that_a_dataset_keeps_is_told() -> None:
+def test_a_generator_in_a_dataset_is_reported() -> None:
     rows = DrawingRows(COUNT)
     rows.own = random.Random(1)  # type: ignore[attr-defined]
     source = opened(rows)
@@ -178,7 +178,7 @@ def test_a_generator_that_a_dataset_keeps_is_told() -> None:
 
 
 @pytest.mark.parametrize("form", ["dataset", "loader", "global generators", "own generator"])
-def test_leaves_the_callers_generators_alone(form: str) -> None:
+def test_does_not_change_the_callers_generators(form: str) -> None:
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -195,7 +195,7 @@ def test_leaves_the_callers_generators_alone(form: str) -> None:
     assert torch.equal(torch.get_rng_state(), states[2])
 
 
-def test_batches_of_ones_own_are_joined_in_one_form_and_differently_padded_ones_are_not() -> None:
+def test_custom_batches_of_one_layout_are_joined_and_differently_padded_ones_are_not() -> None:
     lengths = [2, 2, 2, 2, 5, 5, 2, 2]
     pairs = [[0, 1], [2, 3], [4, 5], [6, 7]]
     loader = DataLoader(UnevenRows(lengths), batch_sampler=pairs, collate_fn=padding_collate)
@@ -219,7 +219,7 @@ def test_plans_with_the_longest_samples() -> None:
         assert tuple(opened(data, collate=padding_collate).planning_batch()(3).shape) == (3, 9)
 
 
-def test_a_collate_that_drops_samples_is_told() -> None:
+def test_a_collate_that_drops_samples_is_refused() -> None:
     source = opened(DrawingRows(COUNT), collate=lambda rows: torch.stack(rows[1:]))
     source.start_epoch(0)
     with pytest.raises(WorkloadError, match="collate made 3 samples of 4: return as many as it is given"):
@@ -234,7 +234,7 @@ def test_a_sampler_of_unknown_length_is_too_short_when_it_ends() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_the_dataset_raises_comes_through_and_a_stop_iteration_is_no_end(workers: int) -> None:
+def test_errors_of_the_dataset_are_raised_and_a_stop_iteration_ends_nothing(workers: int) -> None:
     class Broken(DrawingRows):
         raises: Any = KeyError("mine")
 

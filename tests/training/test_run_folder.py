@@ -1,4 +1,4 @@
-"""A run folder is made, locked by one process at a time, and refused in one line where it cannot be used."""
+"""A run folder is created, locked by one process at a time, and refused in one line if it cannot be used."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_files_of_someone_else_are_not_written_over(tmp_path: Path) -> None:
+def test_files_of_someone_else_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("mine")
     with pytest.raises(UsageError, match=r"holds plan.json and no checkpoint: training would overwrite"):
         RunFolder(tmp_path)

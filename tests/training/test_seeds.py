@@ -24,7 +24,7 @@ def test_seeds_are_the_same_in_every_process() -> None:
     assert item_seed(derive_seed(0, "item", 1), 2) == 3168020664
 
 
-def test_every_generator_goes_on_from_a_file_that_can_run_no_code() -> None:
+def test_every_generator_resumes_from_a_file_that_cannot_run_code() -> None:
     own, file = torch.Generator().manual_seed(3), io.BytesIO()
     drawn()  # Leaves the second of a pair of normal values waiting, in NumPy's.
     torch.save(capture_rng_state([torch.device("cpu")], [own]), file)

@@ -14,7 +14,7 @@ LIMITS = st.lists(st.integers(1, 2000), min_size=1, max_size=200)
 
 
 def update(size: int, limit: int, batch: int) -> tuple[int, int]:
-    """What an Accumulator does with `batch` samples where no more than `limit` fit at once."""
+    """Return retries and ceiling after `batch` samples, of which at most `limit` fit at once."""
     retries = 0
     while (largest := math.ceil(batch / math.ceil(batch / size))) > limit:  # of equal parts
         size, retries = shrink(largest, retries), retries + 1
@@ -22,7 +22,7 @@ def update(size: int, limit: int, batch: int) -> tuple[int, int]:
 
 
 def run(ceiling: Ceiling, limits: list[int]) -> list[tuple[int, int]]:
-    """Retries of each update, and the ceiling after it."""
+    """Return the retries of each update, and the ceiling after it."""
     seen = []
     for limit in limits:
         retries, size = update(ceiling.largest, limit, 4 * ceiling.planned)
@@ -67,9 +67,9 @@ def test_a_success_restores_the_patience() -> None:
 
 
 @given(SIZES, LIMITS, LIMITS)
-def test_it_goes_on_from_its_state_as_if_never_stopped(planned: int, before: list[int], record: list[int]) -> None:
+def test_it_continues_from_its_state_as_if_never_stopped(planned: int, before: list[int], after: list[int]) -> None:
     ceiling, other = Ceiling(planned, patience=2), Ceiling(planned, patience=2)
     run(ceiling, before)
     other.restore(json.loads(json.dumps(ceiling.state())))
     assert other.state() == ceiling.state()
-    assert run(other, record) == run(ceiling, record)
+    assert run(other, after) == run(ceiling, after)

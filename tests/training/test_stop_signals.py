@@ -27,7 +27,7 @@ def handlers() -> Iterator[None]:
 
 
 def end_of(body: Callable[[StopSignals], None], one_press_seconds: float = 60) -> BaseException | None:
-    """What comes out when `body` runs within a StopSignals."""
+    """Return what `body` raises within StopSignals."""
     try:
         with StopSignals(one_press_seconds) as stopping:
             body(stopping)
@@ -41,7 +41,7 @@ def code_of(error: BaseException | None) -> Any:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_first_signal_is_noted_and_raised_where_it_is_asked_for(number: signal.Signals) -> None:
+def test_a_first_signal_is_recorded_and_raised_by_a_check(number: signal.Signals) -> None:
     reached = []
 
     def run(stopping: StopSignals) -> None:
@@ -56,7 +56,7 @@ def test_a_first_signal_is_noted_and_raised_where_it_is_asked_for(number: signal
     assert reached == [number]
 
 
-def test_while_it_waits_it_is_raised_at_once_past_every_except_exception() -> None:
+def test_a_signal_while_waiting_is_raised_at_once_past_every_except_exception() -> None:
     reached = []
 
     def wait(stopping: StopSignals) -> None:
@@ -77,7 +77,7 @@ def test_while_it_waits_it_is_raised_at_once_past_every_except_exception() -> No
     assert reached
 
 
-def test_an_error_that_comes_with_it_is_not_what_ended_the_run() -> None:
+def test_a_signal_replaces_an_error_that_comes_with_it() -> None:
     def run(stopping: StopSignals) -> None:
         with stopping.interruptible():
             with suppress(StopRequested):
@@ -88,7 +88,7 @@ def test_an_error_that_comes_with_it_is_not_what_ended_the_run() -> None:
 
 
 @pytest.mark.parametrize("second", NUMBERS)
-def test_a_second_one_acts_at_once(second: signal.Signals) -> None:
+def test_a_second_signal_takes_effect_at_once(second: signal.Signals) -> None:
     reached = []
 
     def run(stopping: StopSignals) -> None:
@@ -101,7 +101,7 @@ def test_a_second_one_acts_at_once(second: signal.Signals) -> None:
     assert reached == [signal.SIGTERM]
 
 
-def test_what_comes_twice_within_a_moment_is_one() -> None:
+def test_two_signals_within_a_moment_are_one() -> None:
     """As timeout(1) sends it: to its child, then to the group."""
     reached = []
 
@@ -114,7 +114,7 @@ def test_what_comes_twice_within_a_moment_is_one() -> None:
     assert reached
 
 
-def test_what_is_ignored_stays_ignored() -> None:
+def test_ignored_signals_stay_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with StopSignals() as stopping:
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -147,7 +147,7 @@ def test_a_forked_child_is_ended_by_sigterm_and_leaves_the_others_to_its_parent(
         assert stopping.requested is None
 
 
-def test_a_handler_of_the_user_s_own_is_called_after_the_last_checkpoint() -> None:
+def test_the_user_s_handler_is_called_after_the_last_checkpoint() -> None:
     called: list[Any] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: called.append(number))
     try:

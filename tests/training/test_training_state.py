@@ -1,4 +1,4 @@
-"""A training goes on from its captured state as if nothing had been between, or says what differs and leaves it be."""
+"""A training resumes exactly from its captured state, or names what differs and changes nothing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
 
 
 class Training:
-    """All that is trained, built anew from one seed."""
+    """Everything that is trained, built from one seed."""
 
     def __init__(self, optimizer: str = "adamw", scheduler: str | None = None, seed: int = 0) -> None:
         torch.manual_seed(seed)
@@ -119,7 +119,7 @@ def components(
 
 
 def moved(whole: TrainingComponents, resumed: TrainingComponents, settings: Any = None) -> list[str]:
-    """What one has learnt goes to the other, through a file that can run no code."""
+    """Copy the state from one to the other, through a file that cannot run code."""
     file, told = io.BytesIO(), list[Any]()
     settings = capture_settings(whole) if settings is None else settings
     torch.save(portable([capture_training(whole), settings]), file)
@@ -144,19 +144,19 @@ def assert_goes_on(optimizer: str, scheduler: str | None, update: int) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_goes_on(optimizer: str) -> None:
+def test_every_optimizer_resumes(optimizer: str) -> None:
     assert_goes_on(optimizer, None, 0)
     assert_goes_on(optimizer, None, 3)
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
-def test_every_scheduler_goes_on(scheduler: str) -> None:
+def test_every_scheduler_resumes(scheduler: str) -> None:
     for update in (0, 1, 5):
         assert_goes_on("groups", scheduler, update)
 
 
-def test_what_wraps_a_model_does_not_matter() -> None:
+def test_wrappers_of_a_model_do_not_matter() -> None:
     whole, resumed, parts = Training(), Training(seed=1), Training(seed=2)
     whole.train(0, 2)
     bare = whole.net
@@ -168,7 +168,7 @@ def test_what_wraps_a_model_does_not_matter() -> None:
     assert whole.digest() == resumed.digest() == parts.digest()
 
 
-def test_modes_and_what_is_frozen_are_put_back_with_its_state() -> None:
+def test_modes_and_frozen_parameters_are_restored() -> None:
     whole, resumed = Training(), Training(seed=1)
     whole.train(0, 2)
     whole.net.norm.eval()
@@ -179,7 +179,7 @@ def test_modes_and_what_is_frozen_are_put_back_with_its_state() -> None:
 
 
 class Wide(Optimizer):
-    """Keeps state that is wider than its parameters, and a word."""
+    """Has state wider than its parameters, and a string."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -194,7 +194,7 @@ class Wide(Optimizer):
                 }
 
 
-def test_state_keeps_its_dtype_and_form() -> None:
+def test_optimizer_state_has_the_same_dtype_and_shape() -> None:
     model = nn.Linear(2, 2, dtype=torch.bfloat16)
     optimizer, other = Wide(model.parameters()), Wide(model.parameters())
     optimizer.step()
@@ -242,7 +242,7 @@ MISMATCHES: dict[Callable[[Training], None], str] = {
 
 
 @pytest.mark.parametrize("change", MISMATCHES, ids=lambda change: change.__name__)
-def test_a_state_of_another_training_changes_nothing(change: Callable[[Training], None]) -> None:
+def test_the_state_of_another_training_changes_nothing(change: Callable[[Training], None]) -> None:
     whole, other = Training(), Training(seed=1)
     whole.train(0, 1)
     change(other)
@@ -253,7 +253,7 @@ def test_a_state_of_another_training_changes_nothing(change: Callable[[Training]
     assert other.digest() == before
 
 
-def test_a_parameter_that_only_the_optimizer_knows_comes_back() -> None:
+def test_a_parameter_that_only_the_optimizer_holds_is_restored() -> None:
     weights, made = [torch.randn(2).requires_grad_() for _ in range(2)], list[TrainingComponents]()
     for weight in weights:
         model = nn.Linear(2, 2)
@@ -268,7 +268,7 @@ def test_a_parameter_that_only_the_optimizer_knows_comes_back() -> None:
     assert state_digest(made[0].model, made[0].optimizer) == state_digest(made[1].model, made[1].optimizer)
 
 
-def test_a_schedule_that_is_set_anew_goes_on_and_is_told() -> None:
+def test_a_scheduler_with_changed_settings_resumes_with_a_notice() -> None:
     whole, other = Training("groups", "cosine"), Training("groups", "cosine", seed=1)
     other.scheduler = schedules.CosineAnnealingLR(other.optimizer, T_max=99)
     whole.train(0, 3)

@@ -1,4 +1,4 @@
-"""Studies with real trainings in this process: what is searched, pruned, told of bad ends, and gone on with."""
+"""Studies with real trainings in this process: searching, pruning, failures and resuming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fails_above(rate: float) -> Any:
     return look
 
 
-def test_a_study_tries_its_own_rate_first_and_repeats_the_best(file: Path) -> None:
+def test_a_study_tries_the_default_rate_first_and_repeats_the_best(file: Path) -> None:
     told: list[Any] = []
     rows, ended = search_in(file, request_of(confirm=2), tell=told.append, confirm=True)
     assert ended is None
@@ -63,7 +63,7 @@ def test_one_worker_s_study_is_the_same_for_the_same_seed(tmp_path: Path) -> Non
     assert len({row.setting for row in gone_on}) == 9
 
 
-def test_an_interrupted_trial_does_not_count_and_the_study_goes_on(file: Path) -> None:
+def test_an_interrupted_trial_does_not_count_and_the_study_resumes(file: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         search_in(file, request_of(), before=fails_above(OWN_RATE * 0.9))
     with study_in(file, request_of()) as study:
@@ -83,7 +83,7 @@ def test_training_that_diverges_is_a_finished_trial_that_does_not_win(tmp_path: 
     assert all(one.trial != 0 for one in rank(rows))
 
 
-def test_a_trial_that_runs_out_of_memory_is_told_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_a_trial_that_runs_out_of_memory_is_recorded_and_the_next_one_runs(tmp_path: Path) -> None:
     built: list[int] = []
 
     def model() -> nn.Module:
@@ -150,7 +150,7 @@ def test_batches_and_coupled_micro_batches_are_searched(tmp_path: Path) -> None:
     assert all(one.micro_batch <= min(16, one.target_batch) for one in settings)
 
 
-def test_a_study_asked_for_something_else_is_refused(file: Path) -> None:
+def test_a_study_with_other_settings_is_refused(file: Path) -> None:
     rows, _ = search_in(file, request_of(trials=1))
     with pytest.raises(UsageError, match=r"made with other settings \(seed 0, now 1; pruner halving, now none\)"):
         search_in(file, request_of(seed=1, pruner="none"))
@@ -165,7 +165,7 @@ def test_a_study_of_somebody_else_is_refused(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tune.db", "tune.journal"])
-def test_a_file_that_is_no_storage_is_left_as_it_is(tmp_path: Path, name: str) -> None:
+def test_a_file_that_is_not_a_storage_is_unchanged(tmp_path: Path, name: str) -> None:
     file = tmp_path / name
     file.write_text("precious\n" * 100)
     with pytest.raises(StudyError, match="cannot be used"):
@@ -173,7 +173,7 @@ def test_a_file_that_is_no_storage_is_left_as_it_is(tmp_path: Path, name: str) -
     assert file.read_text() == "precious\n" * 100
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StudyError, match="unable to open database file"):
         search_in(tmp_path / "no" / "tune.db", request_of())
 
@@ -186,7 +186,7 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
         ("odd://x y", "not a valid URL|opens"),
     ],
 )
-def test_an_address_that_is_none_is_refused(name: str, says: str) -> None:
+def test_an_invalid_address_is_refused(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says), open_storage(parse_storage_address(name)):
         pass
 
@@ -200,7 +200,7 @@ def test_a_password_is_never_shown() -> None:
 
 
 def test_studies_find_the_learning_rate_that_is_known_to_be_best(tmp_path: Path) -> None:
-    """Within 5 % of the least expected loss; of ten seeds all did (torch 2.13.0, Optuna 5.0.0), one is run here."""
+    """Within 5 % of the least expected loss: all of ten seeds did (torch 2.13.0, Optuna 5.0.0), and one runs here."""
     workload = Workload(
         model=quadratic.model,
         dataset=quadratic.dataset,

@@ -1,4 +1,4 @@
-"""Which setting wins, how much may be chance, and what is said beside it."""
+"""The ranking of settings, its noise, and its warnings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def again(number: int, of: Row, seed: int, loss: float | None, state: RowState =
 LUCKY, STEADY, WORSE = row(0, 0.1, 0.2), row(1, 0.2, 0.3), row(2, 0.3, 0.9)
 
 
-def test_single_runs_are_ranked_by_loss_and_what_did_not_end_well_is_left_out() -> None:
+def test_single_runs_are_ranked_by_loss_without_failed_ones() -> None:
     rows = [WORSE, LUCKY, STEADY, row(3, 0.4, None, "pruned", losses=((25, 0.1),)), row(4, 9.0, None, "diverged")]
     assert [one.trial for one in rank(rows)] == [0, 1, 2]
     assert rank(rows)[0].spread is None
@@ -51,7 +51,7 @@ def test_a_setting_of_which_a_run_failed_or_ran_short_comes_last() -> None:
     assert [one.trial for one in rank([LUCKY, short])] == [0, 5]
 
 
-def test_the_workload_s_own_setting_is_found() -> None:
+def test_the_workload_s_default_setting_is_found() -> None:
     rows = [row(0, 0.1, 0.5, own=True), STEADY]
     found = find_default_result(rows)
     assert found is not None
@@ -68,7 +68,7 @@ def test_noise_is_two_deviations_of_a_difference_pooled_over_settings() -> None:
 @pytest.mark.parametrize(
     ("rate", "says"), [(0.1, None), (0.015, "search below 0.01, too"), (0.9, "search above 1, too")]
 )
-def test_a_best_rate_near_an_end_is_told(rate: float, says: str | None) -> None:
+def test_a_best_rate_near_an_end_is_reported(rate: float, says: str | None) -> None:
     said = find_range_warning(rate, LearningRateRange(0.01, 1.0))
     assert said is None if says is None else str(said).endswith(says)
 
@@ -93,9 +93,7 @@ class Planned:
         (Coupling(loss=True), (), "micro", "the loss mixes the samples of a batch"),
     ],
 )
-def test_what_couples_samples_is_named(
-    coupling: Coupling, batchnorms: tuple[str, ...], mode: str, says: str | None
-) -> None:
+def test_batch_coupling_is_named(coupling: Coupling, batchnorms: tuple[str, ...], mode: str, says: str | None) -> None:
     facts = type(FACTS)(**{**vars(FACTS), "batchnorms": batchnorms, "batchnorm": mode})
     plan: Any = Planned(coupling)
     found, doubt = describe_coupling(plan, facts)
@@ -105,7 +103,7 @@ def test_what_couples_samples_is_named(
 
 
 @pytest.mark.parametrize("coupling", [None, Coupling(), Coupling(reason="the model is too large", loss=False)])
-def test_what_was_not_looked_at_is_a_doubt(coupling: Coupling | None) -> None:
+def test_unknown_coupling_is_a_warning(coupling: Coupling | None) -> None:
     plan: Any = Planned(coupling)
     found, doubt = describe_coupling(plan, FACTS)
     assert found is None

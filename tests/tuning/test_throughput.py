@@ -1,4 +1,4 @@
-"""Which micro-batches are timed, how often, and what is the knee."""
+"""Timed micro-batches and the knee of their throughput."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def test_the_ladder_doubles_up_to_the_ceiling(
     assert found[-1] <= ceiling
 
 
-def test_updates_that_cannot_be_cut_are_refused() -> None:
+def test_updates_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(UsageError, match="splits updates of 3 samples into parts of at least 2"):
         micro_batch_ladder(2, (3,), 2)

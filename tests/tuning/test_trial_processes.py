@@ -1,4 +1,4 @@
-"""Children that describe, time and train a workload: real ones, whose ends are told as outcomes."""
+"""Real children that describe, time and train a workload; their failures become outcomes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(process
         measure_throughput(processes, 16, (8, 16), "cpu")
 
 
-def test_a_workload_that_is_changed_meanwhile_is_told(processes: TrialProcesses, reference: str) -> None:
+def test_a_workload_that_changes_meanwhile_is_reported(processes: TrialProcesses, reference: str) -> None:
     Path(reference).write_text(f"{WORKLOAD}\n# changed\n")
     try:
         with pytest.raises(WorkloadError, match="has changed during tuning"):
@@ -96,6 +96,6 @@ def test_a_workload_that_is_changed_meanwhile_is_told(processes: TrialProcesses,
         Path(reference).write_text(WORKLOAD)
 
 
-def test_there_has_to_be_such_a_device() -> None:
+def test_an_unknown_device_is_refused() -> None:
     with pytest.raises(UsageError):
         TrialProcesses(request_of(device="tpu"))

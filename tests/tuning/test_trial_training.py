@@ -1,4 +1,4 @@
-"""One training with one setting, and what is known of a workload before: run here, as the child does."""
+"""One training with one setting, and the description of a workload: run here, as the child does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(
     )
 
 
-def test_it_trains_for_its_budget_and_looks_at_the_milestones() -> None:
+def test_it_trains_for_its_budget_and_reports_at_milestones() -> None:
     told: list[tuple[int, float]] = []
 
     def should_continue(percent: int, loss: float) -> bool:
@@ -85,7 +85,7 @@ def test_a_budget_of_seconds_ends_a_training_and_counts_no_evaluation() -> None:
     assert 0.3 <= (outcome.seconds or 0.0) <= took - sum(slept)
 
 
-def test_memory_that_runs_out_is_met_by_smaller_parts_or_ends_the_trial() -> None:
+def test_out_of_memory_leads_to_smaller_parts_or_ends_the_trial() -> None:
     short = run(line_workload(model=lambda: Greedy(4)))
     assert (short.state, short.oom_retries > 0) == ("complete", True)
     ended = run(line_workload(model=lambda: Greedy(0)))
@@ -101,7 +101,7 @@ def test_a_tenth_is_held_out_the_same_each_time_and_never_trained_on() -> None:
     assert words == "8 of 80 samples of dataset, drawn by seed 0"
 
 
-def test_the_workload_s_own_evaluation_data_is_taken() -> None:
+def test_the_workload_s_evaluation_data_is_used() -> None:
     own = line_data(20)
     training, held_out, count, words = split_data(line_workload(dataset=Streamed(), evaluation_dataset=own))
     assert (held_out, count, words) == (own, None, "evaluation_dataset (20 samples)")
@@ -128,7 +128,7 @@ def test_a_workload_that_cannot_be_tuned_is_refused(given: dict[str, Any], says:
         describe_workload(line_workload(**given), "cpu", 16)
 
 
-def test_facts_are_those_of_what_is_built() -> None:
+def test_a_description_is_that_of_the_built_model() -> None:
     workload = line_workload(
         model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)),
         scheduler=lambda optimizer: LambdaLR(optimizer, lambda update: 1 / (1 + update)),

@@ -1,4 +1,4 @@
-"""What a study is asked to do is checked before anything starts."""
+"""A study's arguments are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from autoaccum.tuning.tune_request import read_batches, read_rates
     ],
     ids=range(8),
 )
-def test_what_cannot_be_honoured_is_refused(asked: dict[str, Any], says: str) -> None:
+def test_invalid_requests_are_refused(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         request_of(**asked)
 
 
 @pytest.mark.parametrize("given", ["0.1", "1e-1..1e-4", "0..1", "1..inf", (0.1,), 0.1, "a..b"])
-def test_rates_that_are_no_range_are_refused(given: Any) -> None:
+def test_invalid_rate_ranges_are_refused(given: Any) -> None:
     with pytest.raises(UsageError, match="the learning rate is"):
         read_rates(given)
 
 
 @pytest.mark.parametrize("given", ["many", "64..16", "0", "1..2..3", 1.5, (1, 2, 3), None])
-def test_batches_that_are_none_are_refused(given: Any) -> None:
+def test_invalid_batch_ranges_are_refused(given: Any) -> None:
     with pytest.raises(UsageError, match="the target batch is"):
         read_batches(given)

@@ -1,4 +1,4 @@
-"""A training with a micro-batch of its own says before its first update whether samples are coupled."""
+"""Without a plan, a training checks for batch coupling before its first update and warns of it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fit(model: nn.Module, loss: Any, *, micro_batch: int = 4, **more: Any) -> Fi
     return autoaccum.fit(model, data, micro_batch=micro_batch, **settings | more)
 
 
-def test_says_once_and_first_what_couples() -> None:
+def test_warns_once_of_coupling_before_the_first_update() -> None:
     events: list[Any] = []
     done = fit(small.normed_mlp(small.Normaliser()), small.root_loss, callbacks=[events.append])
     notes = [event for event in events if isinstance(event, Notice)]
@@ -44,7 +44,7 @@ def test_says_once_and_first_what_couples() -> None:
     [(small.mlp, 3), (lambda: small.normed_mlp(small.Normaliser()), 8), (small.mlp, 1)],
     ids=["nothing coupled", "nothing accumulated", "one sample each"],
 )
-def test_says_nothing_without_cause(model: Any, micro_batch: int) -> None:
+def test_is_silent_without_coupling(model: Any, micro_batch: int) -> None:
     assert fit(model(), small.mean_square, micro_batch=micro_batch).warnings == ()
 
 

@@ -1,4 +1,4 @@
-"""What a loss holds is found and comes back with a resumed run: learnt weights, bound modules, partials, closures."""
+"""The state of a loss is found and resumed: learnt weights, bound modules, partials, closures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DATA = TensorDataset(X, X[:, :2] * 2)
 
 
 class Weighted(nn.Module):
-    """Learns a weight, and counts in a buffer how often it is called; the count takes part in the loss."""
+    """Learns a weight and counts its calls in a buffer, which is part of the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def run(folder: Path, way: str, stop_after: int | None = None) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_loss_learns_and_counts_goes_on(tmp_path: Path, way: str) -> None:
+def test_the_state_of_a_loss_is_resumed(tmp_path: Path, way: str) -> None:
     whole = run(tmp_path / "whole", way)
     run(tmp_path / "parts", way, 3)
     resumed = run(tmp_path / "parts", way)

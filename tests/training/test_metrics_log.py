@@ -1,4 +1,4 @@
-"""Every update is a line of JSON, whatever becomes of the disk and of the process."""
+"""Every update is a line of JSON, whatever happens to the disk and the process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line, parse_constant=not_json) for line in path.read_text().splitlines()]
 
 
-def test_lines_have_their_figures_in_order(tmp_path: Path) -> None:
+def test_lines_have_their_values_in_order(tmp_path: Path) -> None:
     nan = float("nan")
     with MetricsLog(tmp_path, 0, 0, never) as log:
         log.on_event(updated(1))
@@ -53,7 +53,7 @@ def test_lines_have_their_figures_in_order(tmp_path: Path) -> None:
     assert third == {"update": 2, "evaluation": {"loss": 0.25}, "samples": 10}
 
 
-def test_resuming_drops_what_is_made_again_and_a_torn_line(tmp_path: Path) -> None:
+def test_resuming_drops_lines_of_repeated_updates_and_a_torn_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with MetricsLog(tmp_path, 0, 0, never) as log:
         for update in range(1, 6):
@@ -74,7 +74,7 @@ FULL = """
 import resource, sys
 sys.path.insert(0, sys.argv[2])
 from pathlib import Path
-from test_logs import MetricsLog, updated
+from test_metrics_log import MetricsLog, updated
 folder = Path(sys.argv[1])
 log = MetricsLog(folder, 0, 0, lambda event: print(event.text))
 log.on_event(updated(1))
@@ -103,7 +103,7 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(entry.step, entry.value) for entry in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_shows_the_same_where_it_is_installed(tmp_path: Path) -> None:
+def test_tensorboard_shows_the_same_if_installed(tmp_path: Path) -> None:
     with MetricsLog(tmp_path, 0, 0, never) as log:
         for update in (1, 2, 3):
             log.on_event(updated(update, loss=float(update), terms={"a": 1.5}))

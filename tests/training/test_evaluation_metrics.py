@@ -1,4 +1,4 @@
-"""What an evaluation comes to: the loss of all samples, or the workload's own figures."""
+"""Evaluation metrics: the loss of all samples, or the workload's own metrics."""
 
 import math
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def test_the_loss_is_that_of_all_samples_at_once(make: Callable[[], Any]) -> Non
         assert outcome.values == {"loss": pytest.approx(expected, rel=1e-12)}
 
 
-def test_means_count_by_what_they_divide_by() -> None:
+def test_means_are_weighted_by_their_divisors() -> None:
     x, y = samples()
     y[::3] = -100
     y[:5] = -100  # a part in which nothing counts: its own mean is 0/0
@@ -74,7 +74,7 @@ def term_of(name: str) -> Callable[[nn.Module], Tensor]:
     return lambda model: two_terms(model, samples())[name]
 
 
-def test_terms_have_divisors_of_their_own() -> None:
+def test_each_term_has_its_own_divisor() -> None:
     def weight(batch: Any) -> dict[str, float]:
         return {"class": float((batch[1] != 0).sum()), "size": float(batch[0].shape[0])}
 
@@ -86,7 +86,7 @@ def test_terms_have_divisors_of_their_own() -> None:
     }
 
 
-def test_what_nothing_has_weight_in_is_not_a_number() -> None:
+def test_a_term_without_weight_is_nan() -> None:
     x, y = samples()
     assert math.isnan(values(evaluation(TensorDataset(x, torch.full_like(y, -100))), net())["loss"])
 
@@ -121,7 +121,7 @@ def test_a_number_is_averaged_over_samples() -> None:
     }
 
 
-def test_numbers_by_name_are_averaged_and_where_there_are_none_it_says_so() -> None:
+def test_named_numbers_are_averaged_and_a_result_without_numbers_is_refused() -> None:
     def evaluate(model: nn.Module, batch: Any) -> dict[str, Any]:
         size = len(batch[0])
         return {"a": size, "b": np.float32(size), "c": torch.tensor(size), "d": True, "out": model(batch[0])}
