@@ -21,7 +21,7 @@ from autoaccum.workload.samples import LongestBatches, longest_first
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """How data of any kind is read.
+    """Settings for reading data of any kind.
 
     Attributes:
         target_batch: Samples of a window.
@@ -60,10 +60,10 @@ class Window:
         parts, room = [], self.samples - left
         for part in self.parts:
             size = batch_size(part)
-            kept = min(size, room)
-            if kept:
-                parts.append(part if kept == size else split_batch(part, [kept, size - kept])[0])
-            room -= kept
+            used = min(size, room)
+            if used:
+                parts.append(part if used == size else split_batch(part, [used, size - used])[0])
+            room -= used
         return Window(parts, self.samples - left)
 
 

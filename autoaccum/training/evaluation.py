@@ -300,9 +300,9 @@ def _reason(error: Exception) -> str:
 
     An error of autoaccum's own needs no type.
     """
-    said, where = first_line(error), user_line(error)
+    first, where = first_line(error), user_line(error)
     name = type(error).__name__
-    text = said if isinstance(error, AutoaccumError) else f"{name}: {said}" if said else name
+    text = first if isinstance(error, AutoaccumError) else f"{name}: {first}" if first else name
     return text if where is None else f"{text}, at {where}"
 
 

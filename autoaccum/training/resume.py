@@ -1,4 +1,4 @@
-"""Where a training starts: from a checkpoint or anew, and with which micro-batch and learning rate.
+"""The start of a training: from a checkpoint or new, with its micro-batch and learning rate.
 
 On resuming, these may change: `epochs` and `steps`, everything about evaluations, checkpoints and callbacks, the
 workers that read data, the micro-batch, the plan, the device and its budget, `clip_norm`, `skip_nonfinite`, and the

@@ -129,17 +129,17 @@ class MetricsLog:
     def on_event(self, event: Any) -> None:
         """Log an update or an evaluation."""
         if isinstance(event, Updated):
-            figures = {name: value for name, value in vars(event).items() if value is not None or name != "terms"}
-            shown = {f"train/{name}": figures[name] for name in _TENSORBOARD_FIELDS}
-            shown |= {f"terms/{name}": value for name, value in (event.terms or {}).items()}
+            values = {name: value for name, value in vars(event).items() if value is not None or name != "terms"}
+            scalars = {f"train/{name}": values[name] for name in _TENSORBOARD_FIELDS}
+            scalars |= {f"terms/{name}": value for name, value in (event.terms or {}).items()}
         elif isinstance(event, Evaluated):
-            figures = {"update": event.update, "evaluation": event.values, "samples": event.samples}
-            shown = {f"evaluation/{name}": value for name, value in event.values.items()}
+            values = {"update": event.update, "evaluation": event.values, "samples": event.samples}
+            scalars = {f"evaluation/{name}": value for name, value in event.values.items()}
         else:
             return
-        if self._add(figures) and self._board is not None:
-            with suppress(OSError):  # A full disk has shown in metrics.jsonl, and TensorBoard is not asked to write.
-                for name, value in shown.items():
+        if self._add(values) and self._board is not None:  # Not on a full disk, which `_add` has noticed.
+            with suppress(OSError):
+                for name, value in scalars.items():
                     if value is not None:
                         self._board.add_scalar(name, value, event.update)
 
@@ -154,12 +154,12 @@ class MetricsLog:
                 if log is not None:
                     log.close()
 
-    def _add(self, figures: Mapping[str, Any]) -> bool:
+    def _add(self, values: Mapping[str, Any]) -> bool:
         """Append a whole line, or nothing if there is no space for it. Numbers that are not finite become null."""
         if self._file is None:
             return False
         end = self._file.seek(0, io.SEEK_END)
-        rest = memoryview(json.dumps(_finite(figures), allow_nan=False).encode() + b"\n")
+        rest = memoryview(json.dumps(_finite(values), allow_nan=False).encode() + b"\n")
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
@@ -213,18 +213,18 @@ def _open_board(folder: Path, update: int) -> Any:
 
 
 def _valid_bytes(content: bytes, update: int, evaluated_at: int) -> int:
-    kept = end = 0
+    valid = end = 0
     for line in content.splitlines(keepends=True):
         end += len(line)
         try:
-            figures = json.loads(line) if line.endswith(b"\n") else None
+            values = json.loads(line) if line.endswith(b"\n") else None
         except ValueError:
             continue
-        if isinstance(figures, dict) and isinstance(figures.get("update"), int):
-            if figures["update"] > (evaluated_at if "evaluation" in figures else update):
+        if isinstance(values, dict) and isinstance(values.get("update"), int):
+            if values["update"] > (evaluated_at if "evaluation" in values else update):
                 break
-            kept = end
-    return kept
+            valid = end
+    return valid
 
 
 def _finite(value: Any) -> Any:

@@ -111,7 +111,7 @@ class Ceiling:
 class Stepper(StepObserver):
     """Makes one update from each window.
 
-    Without a `clip_norm` in the request the gradient norm is measured all the same, for the log.
+    Without a `clip_norm` in the request the gradient norm is still measured, for the log.
 
     Args:
         request: The request, with `clip_norm` and `skip_nonfinite`.

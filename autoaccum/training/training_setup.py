@@ -1,4 +1,4 @@
-"""What is trained: a live model, a Workload or its file, and the components built from it."""
+"""The objects to train: a live model, a Workload or its file, and the components built from it."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ class TrainingComponents:
         return [*named] if criterion is None else [criterion, *named]
 
 
-def find_device(asked: str) -> torch.device:
+def find_device(name: str) -> torch.device:
     """Return the device for `auto` (the first GPU, or the CPU without one), `cpu`, `cuda` or `cuda:N`.
 
     Raises:
         UsageError: This machine has no such device.
     """
-    check_device(asked)
-    index = card_index(asked)
+    check_device(name)
+    index = card_index(name)
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 

@@ -175,9 +175,7 @@ def restore_training(
         changed = _changed(settings["schedule"], here["schedule"], state["scheduler"])
         _restore("the scheduler", lambda: components.scheduler.load_state_dict(state["scheduler"]))
         if changed:
-            notify(
-                Notice(f"the schedule goes on as it was kept: {', '.join(changed)} of it are others here, and not used")
-            )
+            notify(Notice(f"the scheduler resumes with its saved settings: the new {', '.join(changed)} are not used"))
     if components.scaler is not None:
         components.scaler.load_state_dict(state["scaler"])
     if components.averages is not None:
@@ -240,8 +238,8 @@ def _group_names(root: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 def _restore_optimizer(saved: dict[str, Any], root: nn.Module, optimizer: Optimizer) -> None:
     if not saved["state"]:
-        for group, kept in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-            group.update({key: value for key, value in kept.items() if key != "params"})
+        for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
         return
     parameters = _parameters(root)
     for name in saved["state"]:
@@ -275,9 +273,9 @@ def _describe_tensor(value: Any) -> str:
     return "missing" if value is None else "not a tensor"
 
 
-def _changed_groups(then: Any, now: Any, kept: Any) -> list[str]:
+def _changed_groups(then: Any, now: Any, saved: Any) -> list[str]:
     found: dict[str, None] = {}
-    for old, new, current in zip(then, now, kept, strict=True):
+    for old, new, current in zip(then, now, saved, strict=True):
         found |= {
             f"{key} was {_format_value(old[key])}, is {_format_value(new[key])}": None
             for key in _changed(old, new, current)
@@ -289,9 +287,9 @@ def _format_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _changed(then: Mapping[str, Any], now: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
+def _changed(then: Mapping[str, Any], now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Return the settings that differ, except those that training itself has changed in a reused object."""
-    return [key for key in now if key in then and repr(now[key]) not in (repr(then[key]), repr(kept.get(key)))]
+    return [key for key in now if key in then and repr(now[key]) not in (repr(then[key]), repr(saved.get(key)))]
 
 
 def _restore(what: str, restore: Callable[[], Any]) -> None:

@@ -32,7 +32,7 @@ _MOST_ROUNDS = 5
 _FAILURES_IN_A_ROW = 3
 
 
-class _TrialFailed(Exception):  # noqa: N818 (an outcome, told to Optuna)
+class _TrialFailed(Exception):  # noqa: N818 (an outcome, for Optuna)
     """The user's code raised in a training, or its process died."""
 
 

@@ -28,9 +28,9 @@ RATE, TARGET, MICRO = "learning_rate", "target_batch", "micro_batch"
 _DATABASES, _JOURNALS = (".db", ".sqlite", ".sqlite3"), (".journal", ".log")
 _JOURNAL = "journal"
 _MAX_RETRIES = 3
-"""How often a trial is retried after its process died."""
+"""Retries of a trial after its process died."""
 _PATIENCE_SECONDS = 60
-"""How long a write to SQLite waits for other workers."""
+"""Seconds that a write to SQLite waits for other workers."""
 _CONFIG, _MEASURED = "autoaccum", "autoaccum_measured"
 
 
@@ -234,7 +234,7 @@ def _format_value(value: Any) -> str:
 
 
 def read_trial(trial: FrozenTrial) -> Row:
-    """Convert one of Optuna's trials. The user attribute `state` is there only if the trial ended by itself."""
+    """Convert one of Optuna's trials. Only a trial that ended by itself has the user attribute `state`."""
     attributes = trial.user_attrs
     ended = attributes.get("state") if trial.state.is_finished() else None
     of_optuna = "failed" if trial.state == TrialState.FAIL else trial.state.name.lower()

@@ -56,7 +56,7 @@ def train_setting(
 ) -> Outcome:
     """Train in this process, and ask `should_continue` at each milestone; a failure becomes an `Outcome`."""
     monitor = TrialMonitor(budget, should_continue)
-    noted: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
     try:
         training, held_out, _, _ = split_data(workload)
         data: dict[str, Any] = {"dataset": training, "evaluation_dataset": held_out, "evaluate": None}
@@ -73,7 +73,7 @@ def train_setting(
         )
         with blame_exit("training"), warnings.catch_warnings():
             warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
-            noted = train(request).warnings
+            notices = train(request).warnings
         ending, reason, user_traceback = monitor.ending or "complete", monitor.reason, None
     except Exception as error:
         ending, reason, user_traceback = _classify_error(error)
@@ -85,7 +85,7 @@ def train_setting(
         oom_retries=monitor.oom_retries,
         reason=reason,
         user_traceback=user_traceback,
-        warnings=noted,
+        warnings=notices,
     )
 
 
@@ -117,7 +117,7 @@ class TrialMonitor:
 
     def is_due(self, samples: int) -> bool:
         """Return whether to evaluate now; at the end of the budget training does so by itself."""
-        del samples  # `hear` has counted them.
+        del samples  # `on_event` has counted them.
         return not self._has_passed(100) and any(map(self._has_passed, self._left))
 
     def on_event(self, event: Any) -> bool:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoaccum.tuning.study import Study
 
 _RANGE_FACTOR = 100.0
-"""How far the default range of learning rates reaches from the workload's own rate, up and down."""
+"""The default range of learning rates extends by this factor from the workload's own rate, up and down."""
 
 _PLANNED_WITH = ("device", "memory", "reserve", "precision", "batchnorm", "multiple_of", "optimizer")
 
@@ -46,24 +46,24 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
     `on_event` receives every event of `tuning_result` and the planner's; `on_output` what the workload prints.
 
     Raises:
-        AutoaccumError: As `autoaccum.tune` says.
+        AutoaccumError: As in `autoaccum.tune`.
     """
     from autoaccum.tuning.study import open_storage, parse_storage_address
 
     check_launch()
     began = time.monotonic()
-    noted: list[str] = []
+    notices: list[str] = []
 
     def notify(event: Any) -> None:
         if isinstance(event, Notice):
-            noted.append(event.text)
+            notices.append(event.text)
         if on_event is not None:
             on_event(event)
 
     address = parse_storage_address(request.storage)
     with open_storage(address, request.heartbeat) as storage:
         tuning = _Tuner(TrialProcesses(request, on_output), notify, on_output).run(storage, address)
-    return dataclasses.replace(tuning, seconds=time.monotonic() - began, warnings=tuple(dict.fromkeys(noted)))
+    return dataclasses.replace(tuning, seconds=time.monotonic() - began, warnings=tuple(dict.fromkeys(notices)))
 
 
 class _Tuner:

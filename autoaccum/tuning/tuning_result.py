@@ -240,7 +240,7 @@ class StudyOpened:
 
 @dataclass(frozen=True)
 class SearchStarted:
-    """Trials come next; `remembered` says whether the throughput was measured before."""
+    """Trials come next; `remembered` is True if the throughput was measured before."""
 
     space: SearchSpace
     throughput: Throughput
