@@ -175,7 +175,7 @@ def restore_training(
         changed = _changed(settings["schedule"], here["schedule"], state["scheduler"])
         _restore("the scheduler", lambda: components.scheduler.load_state_dict(state["scheduler"]))
         if changed:
-            notify(Notice(f"the scheduler resumes with its saved settings: the new {', '.join(changed)} are not used"))
+            notify(Notice(f"the scheduler resumes with its saved {', '.join(changed)}: the new settings are not used"))
     if components.scaler is not None:
         components.scaler.load_state_dict(state["scaler"])
     if components.averages is not None:

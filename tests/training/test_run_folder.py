@@ -66,7 +66,7 @@ def a_file(folder: Path) -> Path:
 
 UNUSABLE: dict[Callable[[Path], Path | str], str] = {
     a_file: "is not a folder, or lies below a file: use another folder",
-    lambda _: "/proc/autoaccum": "/proc/autoaccum cannot be written to (No such file or directory): give another",
+    lambda _: "/proc/autoaccum": "/proc/autoaccum cannot be written to (No such file or directory): use another",
     lambda folder: folder / "a\0b": "cannot be written to (",
 }
 

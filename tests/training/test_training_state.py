@@ -231,11 +231,11 @@ def another_rate(training: Training) -> None:
 
 
 MISMATCHES: dict[Callable[[Training], None], str] = {
-    another_shape: "model.first.weight is float32 (8, 4) there, float32 (3, 4) here",
-    another_dtype: "model.first.weight is float32 (8, 4) there, float64 (8, 4) here; model.first.bias is float32",
-    another_module: "model.extra.weight is missing there, float32 (1, 1) here",
-    without_module: "model.norm.weight is float32 (8,) there, missing here; model.norm.bias is",
-    more_groups: "alone0 is missing there",
+    another_shape: "model.first.weight was float32 (8, 4), is float32 (3, 4)",
+    another_dtype: "model.first.weight was float32 (8, 4), is float64 (8, 4); model.first.bias was float32",
+    another_module: "model.extra.weight was missing, is float32 (1, 1)",
+    without_module: "model.norm.weight was float32 (8,), is missing; model.norm.bias was",
+    more_groups: "optimizer_only0 was missing",
     another_order: "the optimizer's parameter groups differ",
     another_rate: "lr was 0.01, is 0.5",
 }
@@ -272,6 +272,8 @@ def test_a_scheduler_with_changed_settings_resumes_with_a_notice() -> None:
     whole, other = Training("groups", "cosine"), Training("groups", "cosine", seed=1)
     other.scheduler = schedules.CosineAnnealingLR(other.optimizer, T_max=99)
     whole.train(0, 3)
-    (told,) = moved(whole.components(), other.components(), capture_settings(Training("groups", "cosine").components()))
-    assert told.startswith("the schedule goes on as it was kept: T_max of it")
+    (notice,) = moved(
+        whole.components(), other.components(), capture_settings(Training("groups", "cosine").components())
+    )
+    assert notice == "the scheduler resumes with its saved T_max: the new settings are not used"
     assert other.scheduler.T_max == 10

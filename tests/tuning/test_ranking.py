@@ -107,4 +107,4 @@ def test_unknown_coupling_is_a_warning(coupling: Coupling | None) -> None:
     plan: Any = Planned(coupling)
     found, doubt = describe_coupling(plan, FACTS)
     assert found is None
-    assert "could not be told" in str(doubt)
+    assert "could not be determined" in str(doubt)

@@ -18,7 +18,7 @@ from autoaccum.tuning.tune_request import read_batches, read_rates
         ({"trials": 0}, "trials is 0: give a whole number of at least 1"),
         ({"heartbeat": 0.5}, "heartbeat is 0.5: give a whole number"),
         ({"budget_samples": 0}, "budget_samples is 0"),
-        ({"budget_seconds": 0}, "budget_seconds is 0: give seconds"),
+        ({"budget_seconds": 0}, "budget_seconds is 0: give a number of seconds"),
         ({"sampler": "grid"}, "there is no sampler 'grid': choose tpe or random"),
         ({"pruner": "hyperband"}, "there is no pruner 'hyperband': choose halving or none"),
         ({"budget_samples": 9, "budget_seconds": 1}, "budget_samples and budget_seconds are both given"),
