@@ -155,7 +155,7 @@ def test_accelerates_own_accumulation_is_refused(accelerate_loop: Any) -> None:
     net, dataset = make()
     try:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-        with pytest.raises(UsageError, match="one update in 4 steps: leave gradient_accumulation_steps away"):
+        with pytest.raises(UsageError, match="one update in 4 steps: omit gradient_accumulation_steps"):
             next(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)

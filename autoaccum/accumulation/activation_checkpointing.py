@@ -1,10 +1,9 @@
-"""The same gradient from less memory: the repeated blocks of a model are run once more in backward, not remembered.
+"""Checkpoint the repeated blocks of a model: the same gradient from less memory, for a second forward in backward.
 
-A checkpointed block keeps what goes into it, and what it computes anew for its backward dies with that (Chen et al.,
-"Training Deep Nets with Sublinear Memory Cost", 2016; `torch/utils/checkpoint.py`, `use_reentrant=False`). Random
-numbers are drawn again as they were. What a block changes beside its output it changes twice: a BatchNorm in it updates
-its running statistics twice for each micro-batch (in PyTorch's own mode: see `batchnorm_modes`), though its gradient
-stays what it was.
+A checkpointed block stores only its inputs and computes its activations again for its backward (Chen et al., "Training
+Deep Nets with Sublinear Memory Cost", 2016; `torch/utils/checkpoint.py`, `use_reentrant=False`). The same random
+numbers are drawn again. Other effects of a block happen twice: a BatchNorm in it updates its running statistics twice
+for each micro-batch (in PyTorch's own mode; see `batchnorm_modes`), while its gradient stays the same.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ _MOST_NAMED = 3
 
 
 def find_blocks(model: nn.Module) -> tuple[str, ...]:
-    """The paths of the blocks of `model`: modules of one class, side by side under names that differ by number.
+    """Return the paths of the repeated blocks of `model`: modules of one class, in names that differ by number only.
 
-    Of blocks within blocks, the outer ones; where stages of different lengths are lists of blocks, those. Single layers
-    of PyTorch's own are none: all that their backward needs is what goes in.
+    The outermost blocks count, but a stage that is a list of blocks is not a block itself. Single PyTorch layers do not
+    count either, since their backward needs little more than their input.
     """
     repeated = {kind for parent in model.modules() for kind in _repeated_in(parent)}
     lengths: dict[type, set[int]] = {}
@@ -44,9 +43,9 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
         side_by_side = _repeated_in(parent)
         for name, child in parent.named_children():
             kind = type(child)
-            # Two that merely consist of layers one after the other are alike only in a list.
-            known = side_by_side if kind is nn.Sequential else repeated
-            if kind in known and not is_stage(child):
+            # Two modules of the class Sequential are alike only in one list.
+            alike = side_by_side if kind is nn.Sequential else repeated
+            if kind in alike and not is_stage(child):
                 yield prefix + name, kind
             else:
                 yield from walk(child, f"{prefix}{name}.")
@@ -57,10 +56,10 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def checkpoint_blocks(model: nn.Module, names: Sequence[str]) -> Callable[[], None]:
-    """Have the modules of these paths run under `torch.utils.checkpoint`, in place; copies of them do so, too.
+    """Run the modules at these paths under `torch.utils.checkpoint`, in place; so do copies made of them.
 
     Returns:
-        What undoes it.
+        A function that undoes it.
     """
     before: dict[nn.Module, Any] = {}
     for name in names:
@@ -80,7 +79,7 @@ def checkpoint_blocks(model: nn.Module, names: Sequence[str]) -> Callable[[], No
 
 
 def batchnorms_updated_twice(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """The BatchNorms whose running statistics a checkpoint of these blocks updates once more in backward."""
+    """Return the BatchNorms that update their running statistics again in backward if these blocks are checkpointed."""
     return [
         f"{name}.{path}" if path else name
         for name in names
@@ -90,7 +89,7 @@ def batchnorms_updated_twice(model: nn.Module, names: Sequence[str]) -> list[str
 
 
 def describe_blocks(names: Sequence[str]) -> str:
-    """Blocks by their number and paths, with `*` for the numbers in which these differ.
+    """Return the number and the paths of blocks in words, with `*` for the numbers in which paths differ.
 
     >>> describe_blocks(["h.0", "h.1", "h.2"])
     '3 blocks h.*'
@@ -103,7 +102,7 @@ def describe_blocks(names: Sequence[str]) -> str:
 
 
 def list_modules(names: Sequence[str]) -> str:
-    """The paths of modules, with `*` for the numbers in which they differ; at most three kinds of them are named.
+    """Return the paths of modules in words, with `*` for the numbers in which they differ, and at most three kinds.
 
     >>> list_modules(["h.0.norm", "h.1.norm", "norm"])
     'h.*.norm and norm'
@@ -119,7 +118,7 @@ def list_modules(names: Sequence[str]) -> str:
 
 
 def _repeated_in(parent: nn.Module) -> list[type]:
-    """The classes of blocks of which `parent` has several, under names that differ by number."""
+    """Return the classes of which `parent` has several blocks, under names that differ by number only."""
     counts = Counter(
         (type(child), mask_numbers(name))
         for name, child in parent._modules.items()
@@ -135,12 +134,12 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _is_layer(kind: type) -> bool:
-    """Whether it is a layer of PyTorch's, or made from one."""
+    """Return whether `kind` is a layer of PyTorch's or a subclass of one."""
     return any(one.__module__.startswith("torch.nn.modules.") and one is not nn.Module for one in kind.__mro__)
 
 
 def _length(module: nn.Module, repeated: Set[type]) -> int:
-    """How many blocks `module` consists of, or a list in it does."""
+    """Return the number of blocks that `module`, or a list in it, consists of."""
     most = 0
     for one in (module, *module.children()):
         children = [child for child in one._modules.values() if child is not None]
@@ -152,7 +151,7 @@ def _length(module: nn.Module, repeated: Set[type]) -> int:
 
 def _run(module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     plain = partial(type(module).forward, module) if forward is None else forward
-    # By then a list may have grown, or a cache: what runs again is given what they held.
+    # A list or a cache among the arguments may grow meanwhile: the second run gets the original entries.
     leaves, form = tree_flatten((args, kwargs))
     given = [(args, kwargs)]
     del args, kwargs

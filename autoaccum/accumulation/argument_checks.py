@@ -1,4 +1,4 @@
-"""What an Accumulator is given, checked before anything is trained."""
+"""Check the arguments of an Accumulator before anything is trained."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -17,24 +17,25 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from autoaccum.errors import UsageError
 from autoaccum.workload.optimizers import needs_closure
 
-if TYPE_CHECKING:
-    from torch import nn
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+_NOT_YET = "several ranks are not built yet"
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that accelerate (`AcceleratedOptimizer`) or Lightning (`LightningOptimizer`) was given."""
+    """Return the optimizer within accelerate's `AcceleratedOptimizer` or Lightning's `LightningOptimizer`."""
     while _is_wrapper(optimizer) and isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
 
 
 def check_wrapper(optimizer: Optimizer) -> None:
-    """Refuse a framework's wrapper that would leave out updates or scale gradients: neither says so.
+    """Raise UsageError for a framework's optimizer wrapper that would silently skip updates or scale gradients.
 
-    The `step` of accelerate's does nothing but once in `gradient_accumulation_steps`, and with fp16 both wrappers
-    unscale gradients of a loss that was never scaled (accelerate/optimizer.py, lightning's plugins/precision/amp.py).
+    accelerate's `step` updates only once in `gradient_accumulation_steps` calls. With fp16 both wrappers unscale
+    gradients of a loss that was never scaled (accelerate/optimizer.py, Lightning's plugins/precision/amp.py).
     """
     if not _is_wrapper(optimizer):
         return
@@ -42,13 +43,13 @@ def check_wrapper(optimizer: Optimizer) -> None:
     if steps != 1:
         raise UsageError(
             f"accelerate's optimizer makes one update in {steps} steps",
-            hint="leave gradient_accumulation_steps away: the Accumulator accumulates",
+            hint="omit gradient_accumulation_steps: the Accumulator accumulates",
         )
     plugin = getattr(getattr(optimizer, "_strategy", None), "precision_plugin", None)
     if any(getattr(owner, "scaler", None) is not None for owner in (optimizer, plugin)):
         raise UsageError(
             "the framework's optimizer scales gradients for fp16, and so would the Accumulator",
-            hint='leave mixed precision to the Accumulator: precision="fp16" here, none there',
+            hint='give precision="fp16" to the Accumulator, and no mixed precision to the framework',
         )
 
 
@@ -56,11 +57,8 @@ def _is_wrapper(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.partition(".")[0] in _FRAMEWORKS
 
 
-PRECISIONS = ("fp32", "bf16", "fp16")
-
-
 def check_model(model: Any) -> None:
-    """Refuse what is no module, one of several ranks, and parameters that do not exist yet."""
+    """Raise UsageError unless `model` is a module with initialised parameters, in a process of its own."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}", hint="give an nn.Module")
     check_group()
@@ -71,9 +69,9 @@ def check_model(model: Any) -> None:
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Refuse what is not one optimizer of `model`'s, and one whose step does more than to update it.
+    """Raise UsageError unless `optimizer` is one optimizer of `model`, and its step only updates.
 
-    An optimizer may lack some of the model's trainable parameters: their gradients are computed and dropped.
+    It may leave out some of the model's trainable parameters, whose gradients are then computed and dropped.
     """
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}", hint="give one torch.optim.Optimizer")
@@ -92,13 +90,13 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse a scheduler that cannot be stepped once per update."""
+    """Raise UsageError for a scheduler that cannot be stepped once per update."""
     if scheduler is None:
         return
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(
-            "ReduceLROnPlateau waits for a metric, and the loss of one update is too noisy a one",
-            hint="leave scheduler away, and call its step(validation_loss) yourself after each evaluation",
+            "ReduceLROnPlateau needs a metric, and the loss of one update is too noisy for one",
+            hint="omit scheduler, and call its step(validation_loss) yourself after each evaluation",
         )
     if not callable(getattr(scheduler, "step", None)):
         raise UsageError(f"scheduler is a {type(scheduler).__name__}", hint="give one of torch.optim.lr_scheduler")
@@ -108,13 +106,13 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
 
 
 def check_precision(precision: Any) -> None:
-    """Refuse an unknown precision."""
+    """Raise UsageError for an unknown precision."""
     if precision not in PRECISIONS:
         raise UsageError(f"the precision is {precision!r}", hint=f"use one of {', '.join(PRECISIONS)}")
 
 
 def check_clip_norm(clip_norm: Any) -> None:
-    """Refuse a clipping norm that is not a positive number."""
+    """Raise UsageError for a clipping norm that is not a positive number or None."""
     if clip_norm is None:
         return
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or math.isnan(clip_norm) or clip_norm <= 0:
@@ -124,7 +122,10 @@ def check_clip_norm(clip_norm: Any) -> None:
 
 
 def checked_micro_batch(micro_batch: Any, multiple_of: int = 1, *, what: str = "micro_batch") -> int:
-    """The ceiling, or what messages call `what`: a whole number, at least 1 and what micro-batches are multiples of."""
+    """Return `micro_batch` as an integer; raise UsageError unless it is a whole number of at least `multiple_of`.
+
+    `what` is its name in messages.
+    """
     try:
         number = index(micro_batch)
     except TypeError:
@@ -139,12 +140,8 @@ def checked_micro_batch(micro_batch: Any, multiple_of: int = 1, *, what: str = "
     return number
 
 
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
-_NOT_YET = "several ranks are not built yet"
-
-
 def check_group() -> None:
-    """Refuse to be one of several ranks."""
+    """Raise UsageError if this process is one of several ranks."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return
@@ -156,7 +153,7 @@ def check_group() -> None:
 
 
 def check_launch() -> None:
-    """Refuse to be one of several processes that a launcher has started, and one of several ranks."""
+    """Raise UsageError if this process is one of several that a launcher started, or one of several ranks."""
     count = os.environ.get("WORLD_SIZE", "")
     if count.isdecimal() and int(count) > 1:
         raise UsageError(
@@ -167,8 +164,8 @@ def check_launch() -> None:
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Refuse a model that is spread over ranks, or has a module within that is, be it over one."""
-    found = next(_spread(model), None)
+    """Raise UsageError if the model or a module within it is distributed over ranks, even over a single one."""
+    found = next(_distributed_parts(model), None)
     if found is not None:
         name, what = found
         where = f"{name} in the model" if name else "the model"
@@ -177,7 +174,7 @@ def check_unsharded(model: nn.Module) -> None:
         )
 
 
-def _spread(model: nn.Module) -> Iterator[tuple[str, str]]:
+def _distributed_parts(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         wrappers = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS]
         if wrappers:

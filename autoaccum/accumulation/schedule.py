@@ -1,7 +1,7 @@
-"""From a target batch, a ceiling and a number of ranks to micro-batch sizes: pure integers.
+"""Compute micro-batch sizes from a target batch, a ceiling and a number of ranks, in pure integers.
 
-The rule: the least number of micro-batches that fits, the target then divided as evenly as it goes. Rounding the
-count down or up instead would silently train another batch size (64 // 24 = 2 micro-batches of 24 are 48 samples).
+The rule is to take the fewest micro-batches that fit, and to divide the target evenly among them. Micro-batches of
+the ceiling's size only would silently train another batch size (64 // 24 = 2 micro-batches of 24 are 48 samples).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _FAR_MORE = 2
 
 @dataclass(frozen=True)
 class Schedule:
-    """How one update's effective batch is cut, on every rank.
+    """The micro-batches of one update on every rank.
 
     Attributes:
-        ranks: For each rank the sizes of its micro-batches, in samples and in order. Every rank runs the same number
-            of them, so that collectives meet; a rank with a short share may run a part of 0.
+        ranks: For each rank, the sizes of its micro-batches in samples, in order. Every rank runs the same number of
+            micro-batches, so that collectives match; one with a small share may run a micro-batch of 0 samples.
 
     Raises:
-        UsageError: There is no rank or no part, ranks differ in their number of parts, or nothing is to be trained.
+        UsageError: There is no rank or no part, ranks differ in their number of parts, or there is no sample.
 
     >>> Schedule(((86, 85, 85),)).iter_size
     3
@@ -45,17 +45,17 @@ class Schedule:
 
     @property
     def target_batch(self) -> int:
-        """Samples per update, over all ranks."""
+        """The number of samples per update, over all ranks."""
         return sum(sum(parts) for parts in self.ranks)
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
     def iter_size(self) -> int:
-        """Micro-batches per update, the same on every rank."""
+        """The number of micro-batches per update, the same on every rank."""
         return len(self.ranks[0])
 
     @property
@@ -65,22 +65,22 @@ class Schedule:
 
     @property
     def smallest_part(self) -> int:
-        """The smallest part of any rank that holds a sample."""
+        """The smallest part of any rank, leaving out parts of 0 samples."""
         return min(part for parts in self.ranks for part in parts if part)
 
     @property
     def micro_batches(self) -> tuple[int, ...]:
-        """The parts of the rank with the longest share; with one rank, of all there is."""
+        """The parts of the rank with the largest share."""
         return max(self.ranks, key=sum)
 
     @property
     def trial_parts(self) -> tuple[int, ...]:
-        """What has to run to know what an update takes on any rank: the largest and the smallest part.
+        """The parts that a trial runs to measure an update's memory on any rank: the largest and the smallest.
 
-        The largest follows on itself too if it does so on a rank: with the gradients of one resident, another of its
-        size takes most.
+        The largest part runs twice if it does so on a rank, since memory peaks at its second run, when the gradients of
+        the first exist.
 
-        >>> [make_schedule(*asked).trial_parts for asked in ((4, 4), (12, 4), (7, 4), (14, 4))]
+        >>> [make_schedule(*sizes).trial_parts for sizes in ((4, 4), (12, 4), (7, 4), (14, 4))]
         [(4,), (4, 4), (4, 3), (4, 4, 3)]
         >>> make_schedule(7, 2, world_size=2).trial_parts
         (2, 2, 1)
@@ -88,8 +88,8 @@ class Schedule:
         largest, smallest = self.micro_batch, self.smallest_part
         if self.iter_size == 1:
             return (largest,)
-        follows_itself = smallest < largest and any(rank.count(largest) > 1 for rank in self.ranks)
-        return (largest, largest, smallest) if follows_itself else (largest, smallest)
+        repeats_largest = smallest < largest and any(rank.count(largest) > 1 for rank in self.ranks)
+        return (largest, largest, smallest) if repeats_largest else (largest, smallest)
 
 
 def make_schedule(
@@ -98,15 +98,15 @@ def make_schedule(
     """Cut `target_batch` samples into the fewest micro-batches of at most `ceiling` samples.
 
     Args:
-        target_batch: Samples per update, over all ranks.
+        target_batch: The number of samples per update, over all ranks.
         ceiling: The largest micro-batch that fits, in samples.
-        world_size: Ranks that share the target; their shares differ by at most one sample.
-        equal: All parts of all ranks alike: the largest divisor of the share that fits.
-        multiple_of: Every part is a multiple of this.
+        world_size: The number of ranks that share the target; their shares differ by at most one sample.
+        equal: Whether all parts of all ranks have one size: the largest divisor of a rank's share that fits.
+        multiple_of: The number that every part is a multiple of.
 
     Raises:
-        UsageError: An argument is not a whole number of at least 1, the target is no multiple of `multiple_of` or the
-            ceiling is below it, or `equal` is asked for and the target is not divisible by the number of ranks.
+        UsageError: An argument is not a whole number of at least 1, the target is no multiple of `multiple_of`, the
+            ceiling is below it, or parts are to be `equal` and the target is not divisible by the number of ranks.
 
     >>> make_schedule(256, 100).ranks
     ((86, 85, 85),)
@@ -133,7 +133,7 @@ def make_schedule(
 
 
 def check_multiple(samples: int, multiple_of: int, what: str) -> None:
-    """Refuse `samples`, which messages call `what`, that cannot be cut into multiples."""
+    """Raise UsageError if `samples`, called `what` in messages, is no multiple of `multiple_of`."""
     if samples % multiple_of:
         below = samples - samples % multiple_of
         near = f"{below} or {below + multiple_of}" if below else f"{multiple_of}"
@@ -143,9 +143,9 @@ def check_multiple(samples: int, multiple_of: int, what: str) -> None:
 
 
 def split_evenly(samples: int, ceiling: int, multiple_of: int = 1) -> tuple[int, ...]:
-    """The parts of one rank's `samples`: the fewest of at most `ceiling` samples each, as even as can be.
+    """Split one rank's `samples` evenly into the fewest parts of at most `ceiling` samples each.
 
-    Every part is a multiple of `multiple_of`, except that what is left over is a last part of its own.
+    Every part is a multiple of `multiple_of`, except for a last part with the remainder.
 
     Raises:
         UsageError: An argument is not a whole number of at least 1, or the ceiling is below `multiple_of`.
@@ -166,7 +166,7 @@ def split_evenly(samples: int, ceiling: int, multiple_of: int = 1) -> tuple[int,
 
 
 def even_parts(total: int, count: int) -> tuple[int, ...]:
-    """`count` parts that add up to `total` and differ by at most one, the larger ones first.
+    """Return `count` parts that add up to `total` and differ by at most one, the larger ones first.
 
     Raises:
         UsageError: `count` is not a whole number of at least 1, or `total` not one of at least 0.
@@ -182,7 +182,7 @@ def even_parts(total: int, count: int) -> tuple[int, ...]:
 
 
 def format_parts(parts: Sequence[int]) -> str:
-    """Parts as a person would write them, runs of equal ones drawn together when there are many.
+    """Write parts as a sum, in which equal ones are counted if there are more than four parts.
 
     >>> format_parts((86, 85, 85))
     '86 + 85 + 85'
@@ -201,7 +201,7 @@ def format_parts(parts: Sequence[int]) -> str:
 
 
 def equal_parts_cost(schedule: Schedule, ceiling: int, multiple_of: int = 1) -> str | None:
-    """What equal parts cost against uneven ones, as a sentence; None when that is less than twice the micro-batches.
+    """Return a sentence on the cost of equal parts, or None if they need less than twice as many micro-batches.
 
     >>> equal_parts_cost(make_schedule(257, 100, equal=True), 100)
     'equal parts of 257 take 257 micro-batches per update where uneven ones take 3: without --equal it is 86 + 86 + 85'
@@ -258,10 +258,10 @@ Batch = TypeVar("Batch")
 
 
 def windows(loader: Iterable[Batch], iter_size: int) -> Iterator[list[Batch]]:
-    """Group what `loader` yields into lists of `iter_size`; the last one may be shorter.
+    """Group the batches of `loader` into lists of `iter_size`; the last list may be shorter.
 
-    Made for `Accumulator.step_parts`, which weights a short window by what it has. Micro-batches are fetched when
-    their window is asked for, and none is fetched ahead.
+    The lists are made for `Accumulator.step_parts`, which weights a short one correctly. Batches are fetched when their
+    list is requested, not ahead.
 
     Raises:
         UsageError: `iter_size` is not at least 1.

@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clip_norm nan": ({"clip_norm": float("nan")}, "clip_norm is nan"),
     "clip_norm text": ({"clip_norm": "1"}, "clip_norm is '1'"),
     "precision": ({"precision": "int8"}, "the precision is 'int8': use one of fp32, bf16, fp16"),
-    "plateau": ({"scheduler": ReduceLROnPlateau(SGD)}, "ReduceLROnPlateau waits for a metric"),
+    "plateau": ({"scheduler": ReduceLROnPlateau(SGD)}, "ReduceLROnPlateau needs a metric"),
     "scheduler": ({"scheduler": 3}, "scheduler is a int: give one of torch.optim.lr_scheduler"),
     "foreign scheduler": (
         {"scheduler": StepLR(torch.optim.SGD(MODEL.parameters()), 1)},
