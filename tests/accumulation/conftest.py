@@ -11,8 +11,8 @@ from memory_errors import OutOfMemoryAt
 from torch import Tensor, nn
 
 
-class Restless(nn.Module):
-    """Mutates one buffer, replaces another and draws from every generator; none of it matters to its outputs."""
+class Stateful(nn.Module):
+    """Mutates one buffer, replaces another and draws from every generator; its outputs do not depend on that."""
 
     seen: Tensor
     mean: Tensor
@@ -48,8 +48,8 @@ def out_of_memory_at() -> type[OutOfMemoryAt]:
 
 
 @pytest.fixture
-def restless() -> type[Restless]:
-    return Restless
+def stateful() -> type[Stateful]:
+    return Stateful
 
 
 @pytest.fixture(autouse=True)

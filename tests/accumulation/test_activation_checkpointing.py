@@ -1,4 +1,4 @@
-"""Checkpointed blocks: which they are, the same gradient, less memory, and everything as it was at the end."""
+"""Checkpointed blocks are found, give the same gradient from less memory, and are undone without a trace."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ class Tied(nn.Module):
 
 
 class Dense(nn.Module):
-    """Each layer is given a list of all that the layers before it returned, and notes something on a list, too."""
+    """Passes each layer a list of all earlier outputs, and another list that the layer appends to."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(DenseLayer(6 * (1 + number)) for number in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        known, noted = [x], list[Tensor]()
+        features, noted = [x], list[Tensor]()
         for layer in self.layers:
-            known.append(layer(known, {"noted": noted}))
-        return torch.cat([*known, *noted], 1)
+            features.append(layer(features, {"noted": noted}))
+        return torch.cat([*features, *noted], 1)
 
 
 class DenseLayer(nn.Module):
@@ -73,8 +73,8 @@ class DenseLayer(nn.Module):
         super().__init__()
         self.layer = nn.Linear(width, 6)
 
-    def forward(self, known: list[Tensor], notes: dict[str, list[Tensor]]) -> Tensor:
-        made = torch.tanh(self.layer(torch.cat(known, 1)))
+    def forward(self, features: list[Tensor], notes: dict[str, list[Tensor]]) -> Tensor:
+        made = torch.tanh(self.layer(torch.cat(features, 1)))
         notes["noted"].append(made.square())
         return made
 
@@ -116,24 +116,24 @@ def test_the_gradient_is_the_same(form: str) -> None:
 
 
 def saved_bytes(model: nn.Module, inputs: Tensor) -> int:
-    """What forward leaves for backward outside of recomputed blocks, without weights and inputs."""
+    """Return the bytes that forward saves for backward outside of checkpointed blocks, without weights and inputs."""
     own = {parameter.untyped_storage().data_ptr() for parameter in [*model.parameters(), inputs]}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         alive = model(inputs)
     del alive
-    return sum(kept.values())
+    return sum(saved.values())
 
 
 class Wide(nn.Module):
-    """Keeps `tanh(up(x))` of 4 x width; its output is what the next one keeps."""
+    """Saves `tanh(up(x))` of 4 x width; its output is saved by the next one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Wide(nn.Module):
         return cast("Tensor", self.down(torch.tanh(self.up(x))))
 
 
-def test_what_is_kept_is_what_a_hand_counts() -> None:
+def test_saved_bytes_are_those_counted_by_hand() -> None:
     model, inputs = nn.Sequential(Wide(), Wide(), Wide()), torch.randn(16, 8)
     inside, between = 3 * 16 * 32 * 4, 2 * 16 * 8 * 4
     assert saved_bytes(model, inputs) == inside + between
@@ -216,7 +216,7 @@ class Attributes(nn.Module):
     ],
     ids=["list", "layers", "alone", "lists of layers", "stages", "equal stages", "nested lists", "attributes", "layer"],
 )
-def test_blocks_are_what_repeats(model: Callable[[], nn.Module], names: tuple[str, ...]) -> None:
+def test_repeated_modules_are_blocks(model: Callable[[], nn.Module], names: tuple[str, ...]) -> None:
     assert find_blocks(model()) == names
 
 

@@ -86,13 +86,13 @@ def test_is_refused_with_one_clear_message(name: str) -> None:
 
 
 @pytest.mark.parametrize("changes", [{"criterion": MSE}, {"reduction": "max"}, {"weight": 3}])
-def test_what_the_objective_refuses_comes_through(changes: dict[str, Any]) -> None:
+def test_errors_of_the_objective_are_raised(changes: dict[str, Any]) -> None:
     with pytest.raises(WorkloadError):
         build(**changes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_what_looks_alike_and_is_allowed(dtype: torch.dtype) -> None:
+def test_similar_arguments_are_allowed(dtype: torch.dtype) -> None:
     assert build(**half_model(dtype), precision="bf16").micro_batch == 4
     assert build(**half_model(dtype), scaler=torch.amp.GradScaler("cpu", enabled=False)).micro_batch == 4
     assert build(loss=resolve_objective(MSE), micro_batch=torch.tensor(4)).micro_batch == 4
@@ -105,7 +105,7 @@ def test_an_empty_window_is_refused(window: Any) -> None:
         build().step_parts(window)
 
 
-def test_batches_that_cannot_be_cut_are_refused_before_anything_runs() -> None:
+def test_batches_that_cannot_be_split_are_refused_before_anything_runs() -> None:
     with pytest.raises(WorkloadError, match="has the length 3"):
         build().step((torch.ones(4, 3), torch.ones(3, 3)))
     with pytest.raises((UsageError, WorkloadError)):

@@ -1,4 +1,4 @@
-"""BatchNorm's modes: whose running statistics, whose gradient, what they reach, and that nothing else changes."""
+"""The modes of BatchNorm: their running statistics and gradients, the modules they reach, and no other effects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.batchnorm import STATISTICS
+from autoaccum.accumulation.batchnorm import STATISTICS, batchnorm_names
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
@@ -26,18 +26,18 @@ FORGIVING = pytest.mark.filterwarnings("ignore::autoaccum.accumulation.step_resu
 
 
 def small(**settings: Any) -> nn.Sequential:
-    """Its first BatchNorm sees the samples themselves, so that its statistics are known whatever the weights."""
+    """A model with a BatchNorm of the samples themselves, whose statistics do not depend on weights."""
     return nn.Sequential(nn.BatchNorm1d(5, **settings), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
 
 
 def trained(model: nn.Module, batch: tuple[Tensor, Tensor], mode: str, micro_batch: int = 3, **options: Any) -> None:
-    """One update of an SGD whose rate is 1, so that parameters tell the gradient."""
+    """Make one update by SGD with a learning rate of 1, so that the parameters show the gradient."""
     accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=micro_batch, batchnorm=mode, **options)  # type: ignore[arg-type]
     assert accumulator.step(batch).updated
 
 
 def train_whole(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
-    """The same by plain PyTorch, from the batch as a whole."""
+    """Make the same update in plain PyTorch from the whole batch."""
     optimizer = sgd(model)
     optimizer.zero_grad()
     torch.autograd.backward(CRITERION(model(batch[0]), batch[1]))
@@ -46,12 +46,12 @@ def train_whole(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
 
 
 def updates_of(module: nn.Module) -> int:
-    """How many updates a BatchNorm has counted."""
+    """Return the number of updates that a BatchNorm has counted."""
     return int(module.get_buffer("num_batches_tracked"))
 
 
 def differing(one: nn.Module, other: nn.Module, tolerance: float = TOLERANCE) -> list[str]:
-    """Names of what differs in the states of two models."""
+    """Return the names of differing entries in the states of two models."""
     theirs = other.state_dict()
     return [
         name
@@ -77,7 +77,7 @@ def test_running_statistics_are_the_full_batch_s(settings: dict[str, Any], micro
 
 
 @FORGIVING
-def test_running_leaves_the_gradient_as_micro_has_it() -> None:
+def test_the_gradient_of_running_is_that_of_micro() -> None:
     model, batch = small(), batch_of(11)
     micro = copy.deepcopy(model)
     trained(model, batch, "running")
@@ -109,7 +109,7 @@ def images(size: int) -> tuple[Tensor, Tensor]:
 
 @FORGIVING
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_shared_batchnorm_takes_its_calls_in_order_and_a_checkpoint_counts_once(reentrant: bool) -> None:
+def test_calls_of_a_shared_batchnorm_are_matched_in_order_and_a_checkpoint_counts_once(reentrant: bool) -> None:
     model, batch = Images(reentrant=reentrant).double(), images(7)
     whole = copy.deepcopy(model)
     whole.checkpointed = False
@@ -137,7 +137,7 @@ def test_running_statistics_under_autocast_stay_in_float32() -> None:
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_frozen_gives_exactly_the_gradient_of_a_full_batch_that_is_frozen(checkpointed: bool) -> None:
+def test_frozen_gives_exactly_the_frozen_full_batch_s_gradient(checkpointed: bool) -> None:
     model, batch = Images(checkpointed=checkpointed).double(), images(7)
     for _ in range(2):
         model(images(9)[0])
@@ -160,7 +160,7 @@ def test_frozen_takes_a_part_of_one_sample_and_trains_weight_and_bias() -> None:
     assert same == {name for name, _ in model.named_buffers()}
 
 
-def test_modules_at_rest_stay_at_rest_in_every_mode() -> None:
+def test_modules_in_eval_mode_stay_in_it_in_every_mode() -> None:
     for mode in BATCHNORM_MODES:
         model = small().eval()
         model[1].train()
@@ -172,21 +172,21 @@ def test_modules_at_rest_stay_at_rest_in_every_mode() -> None:
         assert updates_of(model[0]) == 0
 
 
-def test_what_is_said_of_each_mode() -> None:
+def test_each_mode_has_its_warning() -> None:
     cases: list[tuple[str, nn.Module, str | None]] = [
         ("micro", small(), r'BatchNorm normalises by the micro-batch.* in 0 and 2: .*"frozen" or GroupNorm.*"running"'),
         ("running", small(), r"in 0 and 2: running statistics are the full batch's, the gradient is not"),
         ("frozen", small(), r"never estimated \(mean 0, variance 1\)"),
     ]
-    for mode, model, said in cases:
-        with pytest.warns(AccumulationWarning, match=said) as caught:
+    for mode, model, message in cases:
+        with pytest.warns(AccumulationWarning, match=message) as caught:
             trained(model.double(), batch_of(8), mode)
         assert [warning.filename for warning in caught] == [__file__]
     for mode, model in (("running", nn.Linear(5, 3)), ("frozen", nn.Linear(5, 3))):
         trained(model.double(), batch_of(8), mode)
 
 
-def test_modes_that_cannot_be_had_are_refused() -> None:
+def test_impossible_modes_are_refused() -> None:
     model = small(track_running_stats=False)
     with pytest.raises(UsageError, match=r'"frozen", and 0 keep no running statistics') as refused:
         Accumulator(model, sgd(model), CRITERION, micro_batch=3, batchnorm="frozen")
@@ -198,7 +198,7 @@ def test_modes_that_cannot_be_had_are_refused() -> None:
 
 
 def attributes_of(model: nn.Module) -> list[Any]:
-    """What a mode changes for a while and no digest sees."""
+    """Return attributes that a mode changes for a while, and that are in no digest."""
     return [
         (module.momentum, len(module._forward_hooks), len(module._forward_pre_hooks))
         for module in model.modules()
@@ -208,7 +208,7 @@ def attributes_of(model: nn.Module) -> list[Any]:
 
 @FORGIVING
 @pytest.mark.parametrize("mode", ["running", "frozen"])
-def test_a_shortage_at_every_allocation_leaves_no_trace(mode: str, out_of_memory_at: Any) -> None:
+def test_out_of_memory_at_any_allocation_leaves_no_trace(mode: str, out_of_memory_at: Any) -> None:
     torch.manual_seed(3)
     pristine, batch = Images(checkpointed=False).double(), images(5)
     whole = copy.deepcopy(pristine)
@@ -261,7 +261,7 @@ def one_norm(**settings: Any) -> nn.Sequential:
 
 
 def step(model: nn.Module, batch: Batch, mode: str, loss: Any = CRITERION, micro_batch: int = 3) -> None:
-    """One update; micro-batches of 3."""
+    """Make one update from micro-batches of 3."""
     assert accumulator_of(model, mode, loss, micro_batch).step(batch).updated
 
 
@@ -277,7 +277,7 @@ def assert_same_statistics(one: nn.Module, other: nn.Module) -> None:
 @FORGIVING
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_model_that_was_compiled_before_is_watched_all_the_same(fullgraph: bool) -> None:
+def test_statistics_of_a_model_compiled_before_are_recorded(fullgraph: bool) -> None:
     model, batch = one_norm(), batch_of(8)
     whole = copy.deepcopy(model)
     compiled: Any = torch.compile(model, backend="eager", fullgraph=fullgraph)
@@ -296,7 +296,7 @@ def with_call_in_eval_mode(model: Any, batch: Batch) -> Tensor:
     return torch.as_tensor(CRITERION(model(batch[0]) + outputs, batch[1]))
 
 
-def test_frozen_is_refused_where_the_loss_wakes_it_up() -> None:
+def test_frozen_is_refused_if_the_loss_calls_train() -> None:
     model = one_norm()
     model(batch_of(9)[0])
     with pytest.raises(UsageError, match="0 ran in training mode, by train"):
@@ -304,7 +304,7 @@ def test_frozen_is_refused_where_the_loss_wakes_it_up() -> None:
     assert model[0].training
 
 
-def test_frozen_is_refused_where_a_later_loss_wakes_it_up() -> None:
+def test_frozen_is_refused_if_a_later_loss_calls_train() -> None:
     model, calls = one_norm(), []
     model(batch_of(9)[0])
 
@@ -320,7 +320,7 @@ def test_frozen_is_refused_where_a_later_loss_wakes_it_up() -> None:
 
 
 class Around(nn.Module):
-    """Calls its BatchNorm so that no hook is told of it."""
+    """Calls its BatchNorm in a way that runs no hooks."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -337,7 +337,7 @@ class Around(nn.Module):
 @FORGIVING
 @pytest.mark.parametrize("way", ["forward", "function"])
 @pytest.mark.parametrize("mode", ["running", "frozen"])
-def test_statistics_that_change_unseen_are_refused_before_the_update(mode: str, way: str) -> None:
+def test_statistics_that_change_without_hooks_are_refused_before_the_update(mode: str, way: str) -> None:
     model, batch = Around(way).double(), batch_of(8)
     optimizer = sgd(model)
     accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=3, batchnorm=mode)  # type: ignore[arg-type]
@@ -371,18 +371,18 @@ class NormalisedLoss(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("mode", "updates", "said"),
+    ("mode", "updates", "message"),
     [
         ("micro", 3, r"by the micro-batch.* in criterion\.norm: "),
         ("running", 1, r"by the micro-batch in criterion\.norm: "),
         ("frozen", 0, "never estimated"),
     ],
 )
-def test_the_criterion_s_norms_are_reached_and_named(mode: str, updates: int, said: str) -> None:
+def test_batchnorms_of_the_criterion_count_and_are_named(mode: str, updates: int, message: str) -> None:
     model, criterion, batch = nn.Linear(5, 5).double(), NormalisedLoss().double(), batch_of(8)
     whole = copy.deepcopy(criterion)
     whole(model(batch[0]), batch[1])
-    with pytest.warns(AccumulationWarning, match=said):
+    with pytest.warns(AccumulationWarning, match=message):
         step(model, batch, mode, criterion)
     assert int(criterion.norm.get_buffer("num_batches_tracked")) == updates
     if mode == "running":
@@ -390,11 +390,11 @@ def test_the_criterion_s_norms_are_reached_and_named(mode: str, updates: int, sa
     assert criterion.norm.training
 
 
-def test_what_another_momentum_corrects_and_what_it_does_not() -> None:
+def test_another_momentum_corrects_the_mean_but_not_the_variance() -> None:
     """With m' = 1 - (1 - m)^(1/K), K micro-batches together decay old statistics as one batch does with m.
 
-    Since (1 - m')^K = 1 - m, the new ones weigh m in all, and the mean is tracked alike, but for their order. Of the
-    variance the part between micro-batches is missed (law of total variance), and what is normalised stays the same.
+    Since (1 - m')^K = 1 - m, the new values weigh m in all, so that the mean is right but for the order of parts. The
+    variance between micro-batches is missing (law of total variance), and outputs do not change.
     """
     updates, momentum, start = 20, 0.1, 8.0
     window = [torch.randn(500, 2).double() + level for level in (-3.0, 3.0, 3.0, -3.0)]
@@ -419,3 +419,19 @@ def test_what_another_momentum_corrects_and_what_it_does_not() -> None:
     outputs = corrected(window[0])
     assert torch.equal(outputs, own(window[0]))
     assert float((outputs - whole(batch)[:500]).detach().abs().mean()) > 0.5
+
+
+def test_batchnorms_that_normalise_by_the_batch_are_named() -> None:
+    model = nn.ModuleDict(
+        {
+            "a": nn.BatchNorm1d(2),
+            "b": nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)),
+            "frozen": nn.BatchNorm2d(2).eval(),
+            "never frozen": nn.BatchNorm2d(2, track_running_stats=False).eval(),
+            "not coupled": nn.InstanceNorm2d(2, track_running_stats=True),
+            "group": nn.GroupNorm(1, 2),
+        }
+    )
+    assert batchnorm_names(model) == ["a", "b.0", "b.1", "b.2", "never frozen"]
+    assert batchnorm_names(nn.BatchNorm1d(2)) == ["BatchNorm1d"]
+    assert batchnorm_names(model.eval()) == ["never frozen"]

@@ -30,7 +30,7 @@ WELL: dict[str, Case] = {
     "GPT, recomputed": (small.Recomputed, verified.token_loss, verified.texts),
     "its own loss": (verified.HuggingFace, verified.huggingface_loss, verified.texts),
     "GRU": (verified.Recurrent, verified.class_loss, verified.sequences),
-    "state kept": (small.Stateful, small.mean_square, small.sequences),
+    "state": (small.Stateful, small.mean_square, small.sequences),
     "sorted and packed": (small.Packed, small.packed_loss, small.text),
     "time times batch": (small.TimeFirst, small.mean_square, small.sequences),
     "experts": (small.Experts, small.mean_square, small.sequences),
@@ -123,11 +123,11 @@ def test_single_precision_gives_the_same(name: str) -> None:
 def test_leaves_model_batch_and_generators_as_they_are() -> None:
     model = small.normed_mlp(nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)))
     state, batch = copy.deepcopy(model.state_dict()), small.rows(4)
-    kept = tuple(tensor.clone() for tensor in batch)
+    copies = tuple(tensor.clone() for tensor in batch)
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     assert find_coupling(model, resolve_objective(small.mean_square), batch, (2, 2)).modules == ("1.0",)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(one, other) for one, other in zip(batch, kept, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(batch, copies, strict=True))
     assert random.getstate() == states[0]
     assert all(np.array_equal(now, then) for now, then in zip(np.random.get_state(), states[1], strict=True))
     assert torch.equal(torch.get_rng_state(), states[2])
@@ -164,9 +164,9 @@ def test_the_warning_fits_a_summed_loss_with_weight_decay() -> None:
         decay = sum(parameter.square().sum() for parameter in model.parameters())
         return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum") + decay
 
-    (said,) = probe((small.mlp, summed, small.rows)).warnings()
-    assert "or adds to a sum a term that does not grow with the batch, as weight decay" in said
-    assert said.endswith("make it a mean over samples")
+    (message,) = probe((small.mlp, summed, small.rows)).warnings()
+    assert "or adds to a sum a term that does not grow with the batch, as weight decay" in message
+    assert message.endswith("make it a mean over samples")
     assert probe((small.mlp, small.regularised_loss, small.rows)).loss is False  # As of a mean.
 
 
@@ -185,7 +185,7 @@ class Locked(nn.Linear):
         self.lock = threading.Lock()
 
 
-class NeverWidened(nn.Linear):
+class NeverDouble(nn.Linear):
     def __init__(self) -> None:
         super().__init__(small.WIDTH, 3)
 
@@ -239,8 +239,8 @@ def test_a_criterion_s_batchnorm_mixes_rows_unless_it_is_frozen() -> None:
         assert criterion.norm.training
 
 
-def test_a_model_that_cannot_be_widened_runs_as_it_is() -> None:
-    assert check(NeverWidened, nn.MSELoss()) == Coupling(loss=False)
+def test_a_model_that_fails_in_float64_runs_as_it_is() -> None:
+    assert check(NeverDouble, nn.MSELoss()) == Coupling(loss=False)
 
 
 def test_a_model_of_much_work_is_found_by_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:

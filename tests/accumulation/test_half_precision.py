@@ -67,7 +67,7 @@ def test_buffers_of_sparse_gradients(dtype: torch.dtype) -> None:
     assert gradient.to_dense()[:, 0].tolist() == [0, 2, 2, 0, 0, 0, 0, 0, 0, 1]
 
 
-def test_buffers_let_go_as_they_settle() -> None:
+def test_buffers_are_freed_as_gradients_are_written() -> None:
     layer = nn.Linear(2, 2).bfloat16()
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     with GradientBuffers([*layer.parameters(), frozen]) as buffers:
@@ -185,7 +185,7 @@ def gradient(accumulate_in: Any, parts: int = 256) -> Tensor:
     return seen[0]
 
 
-def test_sums_in_float32_are_closer_and_sums_in_bf16_are_told() -> None:
+def test_sums_in_float32_are_closer_and_sums_in_bf16_raise_a_warning() -> None:
     model = linear().double()
     x, y = half_batch(256)
     torch.autograd.backward(nn.functional.mse_loss(model(x.double()), y.double()))
@@ -215,15 +215,15 @@ def predicted(accumulate_in: str | None) -> Plan:
     return plan(workload, target_batch=64, gpu="rtx4090", max_micro_batch=8, accumulate_in=accumulate_in)
 
 
-def test_the_plan_counts_the_bytes_and_tells_of_them_and_the_step_keeps_to_it() -> None:
+def test_the_plan_counts_the_bytes_and_the_step_follows_the_plan() -> None:
     wide, half = predicted(None), predicted("parameters")
     assert wide.peak_bytes is not None
     assert half.peak_bytes is not None
     saved = 8 * 1024 * 1024 * 2  # Two of the four bytes of each sum.
     assert wide.peak_bytes - half.peak_bytes == pytest.approx(saved, rel=0.3)
     assert [p.workload["accumulate_in"] for p in (wide, half)] == ["fp32", "parameters"]
-    told = [text for text in half.warnings if "gradients are summed in bfloat16" in text]
-    assert len(told) == 1
+    warned = [text for text in half.warnings if "gradients are summed in bfloat16" in text]
+    assert len(warned) == 1
     assert not any("summed in" in text for text in wide.warnings)
     model, sgd = linear(), torch.optim.SGD
     for given, other in ((wide, "parameters"), (half, "fp32")):
@@ -234,7 +234,7 @@ def test_the_plan_counts_the_bytes_and_tells_of_them_and_the_step_keeps_to_it() 
     assert Plan.from_json(half.to_json()).workload["accumulate_in"] == "parameters"
 
 
-def test_other_words_are_refused() -> None:
+def test_unknown_values_are_refused() -> None:
     model = linear()
     with pytest.raises(UsageError, match=r"no accumulate_in .bf16.: choose fp32 or parameters"):
         Accumulator(model, torch.optim.SGD(model.parameters()), loss, micro_batch=1, accumulate_in="bf16")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A plan handed to the Accumulator: taken where it is for what is here, else refused with all that differs."""
+"""A plan given to the Accumulator is used if it fits this training, and is refused with all differences otherwise."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HERE = {"model": "GPT", "parameters": 10, "parameter_bytes": 40, "optimizer": "A
 
 @dataclass(frozen=True)
 class Planned:
-    """What of a plan is read."""
+    """The attributes of a plan that are read."""
 
     micro_batch: int = 3
     workload: dict[str, Any] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def batch_of(size: int) -> tuple[Tensor, Tensor]:
 
 
 def plan_of(world_size: int = 1, **changes: Any) -> Plan:
-    """As the planner makes one on the CPU, from a real inspection."""
+    """Return a plan as the planner makes it on the CPU, from a real inspection."""
     work = Workload(**{"model": Net, "batch": batch_of, "criterion": nn.CrossEntropyLoss(), **changes})
     seen = inspect_workload(work, 8)
     names = ("model", "parameters", "parameter_bytes", "optimizer", "precision", "reduction", "weight")
@@ -90,13 +90,13 @@ def accumulator(plan: Any, model: nn.Module | None = None, **changes: Any) -> Ac
     return Accumulator(model, **arguments)
 
 
-def test_a_plan_for_what_is_here_trains() -> None:
+def test_a_plan_for_this_training_trains() -> None:
     result = accumulator(plan_of()).step(batch_of(8))
     assert result.micro_batches == (3, 3, 2)
     assert result.updated
 
 
-def test_the_precision_is_the_plan_s() -> None:
+def test_the_plan_gives_the_precision() -> None:
     model = Net()
     dtypes = []
     model.last.register_forward_hook(lambda *given: dtypes.append(given[-1].dtype))
@@ -119,7 +119,7 @@ def test_a_predicted_plan_is_for_the_card_it_names() -> None:
     assert differences(plan_facts(Planned(device=predicted)), {"kind": "cpu"}) == [("a CUDA card", "the CPU")]
 
 
-def test_a_plan_for_a_plain_size_is_for_any_card() -> None:
+def test_a_plan_for_a_memory_size_fits_any_card() -> None:
     predicted = {"name": "24GiB (simulated)", "kind": "simulated", "card": None, "total_bytes": 24 * GIB}
     assert not differences(plan_facts(Planned(device=predicted)), HERE)
 
@@ -137,7 +137,7 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     return torch.as_tensor(model(batch[0])).square().sum()
 
 
-def test_the_reduction_is_the_plan_s_where_nothing_else_tells() -> None:
+def test_the_plan_gives_the_reduction_if_nothing_else_does() -> None:
     plan = plan_of(criterion=None, loss=squares, reduction="sum")
     model = Net()
     batch = batch_of(8)
@@ -167,7 +167,7 @@ def test_a_criterion_s_function_is_its_module() -> None:
         ),
     ],
 )
-def test_says_all_that_differs(changes: dict[str, Any], text: str) -> None:
+def test_all_differences_are_named(changes: dict[str, Any], text: str) -> None:
     model = changes.get("model") or Net()
     optimizer = getattr(torch.optim, changes.get("optimizer", "AdamW"))(model.parameters())
     with pytest.raises(UsageError, match=text) as seen:
@@ -217,7 +217,7 @@ def test_a_plan_of_this_card() -> None:
         ({"plan": Planned(workload={"precision": "fp4"})}, "the precision is 'fp4'"),
     ],
 )
-def test_refuses(arguments: dict[str, Any], text: str) -> None:
+def test_unusable_plans_are_refused(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         accumulator(**arguments)
 

@@ -1,4 +1,4 @@
-"""Several ranks are refused wherever they begin: two real processes of gloo, wrappers of one rank, torchrun's words."""
+"""Several ranks are refused: two real gloo processes, wrapped models of one rank, commands under torchrun."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def test_two_processes_of_one_group_are_refused(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     for rank in ranks:
-        told, failed = rank.communicate(timeout=120)
+        output, failed = rank.communicate(timeout=120)
         assert rank.returncode == 0, failed
-        said = "this process is one of 2 ranks, and several ranks are not built yet: run it in one process"
-        assert [line.split()[0] for line in told.splitlines()] == ["step", "made", "fit", "plan", "verify"]
-        assert all(said in line for line in told.splitlines())
+        message = "this process is one of 2 ranks, and several ranks are not built yet: run it in one process"
+        assert [line.split()[0] for line in output.splitlines()] == ["step", "made", "fit", "plan", "verify"]
+        assert all(message in line for line in output.splitlines())
 
 
 def sharded(net: nn.Module) -> nn.Module:
@@ -135,6 +135,8 @@ def test_commands_under_torchrun_are_refused(words: str, tmp_path: Path, monkeyp
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = CliRunner().invoke(main, words.split())
     assert result.exit_code == 2
-    said = "this process is one of 2 (WORLD_SIZE), and several ranks are not built yet: start it once, without torchrun"
-    assert said in " ".join(result.stderr.split())
+    message = (
+        "this process is one of 2 (WORLD_SIZE), and several ranks are not built yet: start it once, without torchrun"
+    )
+    assert message in " ".join(result.stderr.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.py"]

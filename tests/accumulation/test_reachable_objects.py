@@ -1,4 +1,4 @@
-"""Modules beside the model: found by what the user's code names, placed, counted as frozen, put back."""
+"""Auxiliary modules are found in the user's code, moved to the device, counted as frozen, and restored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from autoaccum.workload.objective import resolve_objective
 
 
 class Own(nn.Module):
-    """Of this file."""
+    """A class of this file."""
 
 
 TEACHERS: dict[str, Any] = {"large": Own(), "small": [nn.Linear(1, 1)]}
@@ -45,7 +45,7 @@ def reaching_loss(model: nn.Module, batch: Any) -> Any:
     return LAZY[model(batch) - taught(batch)]
 
 
-def test_whose_a_class_is() -> None:
+def test_user_classes_are_told_from_a_library_s() -> None:
     assert is_user_class(Own)
     assert not any(map(is_user_class, (nn.Linear, np.ndarray, Fraction, collections.ChainMap, Accumulator, dict)))
 
@@ -56,7 +56,7 @@ def test_modules_are_found_behind_decorators_and_in_plain_containers() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_nothing_is_asked_of_a_librarys_mapping() -> None:
+def test_a_library_s_mapping_is_not_entered() -> None:
     from transformers.activations import ACT2FN
 
     def named(model: nn.Module, batch: Any) -> Any:
@@ -68,7 +68,7 @@ def test_nothing_is_asked_of_a_librarys_mapping() -> None:
 
 
 def test_modules_and_generators_of_functions_are_found() -> None:
-    inner, bound, kept = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
+    inner, bound, given = nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1)
     generator, numpy_generator = torch.Generator(), np.random.default_rng()
 
     class Loss:
@@ -84,9 +84,11 @@ def test_modules_and_generators_of_functions_are_found() -> None:
     def closing(model: nn.Module, batch: Any, noise: Any = numpy_generator) -> Tensor:
         return TEACHERS["large"](inner(batch))  # type: ignore[no-any-return]
 
-    modules, generators = find_reachable([closing, Loss(), Loss().method, functools.partial(closing, model=kept), None])
+    modules, generators = find_reachable(
+        [closing, Loss(), Loss().method, functools.partial(closing, model=given), None]
+    )
     assert {id(module) for module in modules.values()} == {
-        id(one) for one in (TEACHERS["large"], TEACHERS["small"][0], inner, bound, kept)
+        id(one) for one in (TEACHERS["large"], TEACHERS["small"][0], inner, bound, given)
     }
     assert {"large", "inner", "teacher"} <= set(modules)
     assert {id(one) for one in generators} == {id(generator), id(numpy_generator)}
@@ -139,7 +141,7 @@ TEACHER_BYTES = 4 * (512 * 128 + 128 * 4096 + 4096 + 4096 * 512 + 512)
 
 
 class Losses:
-    """Whose method is a loss, and which keeps what that needs."""
+    """Has a loss as a method, and its teacher as an attribute."""
 
     def __init__(self, teacher: nn.Module) -> None:
         self.teacher = teacher
@@ -177,7 +179,7 @@ def unbound(teacher: nn.Module, model: nn.Module, batch: Any) -> Tensor:
 def test_the_teacher_is_found(loss: Any) -> None:
     model = nn.Linear(4, 2)
     assert list(find_used_modules(resolve_objective(loss), model).values()) == [TEACHER]
-    assert find_used_modules(resolve_objective(loss), TEACHER) == {}, "a part of the model is none beside it"
+    assert find_used_modules(resolve_objective(loss), TEACHER) == {}, "a part of the model is not auxiliary"
 
 
 def test_listed_modules_are_read() -> None:
@@ -229,7 +231,7 @@ def test_a_predicted_plan_counts_a_frozen_model(
 
 
 @pytest.mark.parametrize("loss", [PREFERENCES, DISTILLATION, LISTED], ids=["preferences", "distillation", "listed"])
-def test_on_the_cpu_it_is_verified_trained_with_and_left_alone(loss: str, tmp_path: Path) -> None:
+def test_on_the_cpu_a_teacher_is_used_and_left_unchanged(loss: str, tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(HEAD.replace("width=1024", "width=64") + loss.replace("4096", "128"))
     workload = load_workload(str(path))

@@ -1,4 +1,4 @@
-"""Errors that mean memory ran out, Ctrl-C within a step, and a real shortage."""
+"""Out-of-memory errors are recognised, Ctrl-C waits within a step, and a real out-of-memory error is recovered."""
 
 from __future__ import annotations
 
@@ -99,18 +99,18 @@ DEAD = [
 
 
 @pytest.mark.parametrize("text", CERTAIN)
-def test_texts_that_mean_a_shortage(text: str) -> None:
-    shortage = find_out_of_memory(RuntimeError(text))
-    assert shortage is not None
-    assert shortage.certain
-    assert shortage.text
+def test_texts_that_mean_out_of_memory(text: str) -> None:
+    oom = find_out_of_memory(RuntimeError(text))
+    assert oom is not None
+    assert oom.certain
+    assert oom.text
 
 
 @pytest.mark.parametrize("text", UNCERTAIN)
-def test_texts_that_some_bugs_share(text: str) -> None:
-    shortage = find_out_of_memory(RuntimeError(text))
-    assert shortage is not None
-    assert not shortage.certain
+def test_texts_that_may_also_be_bugs(text: str) -> None:
+    oom = find_out_of_memory(RuntimeError(text))
+    assert oom is not None
+    assert not oom.certain
 
 
 @pytest.mark.parametrize("text", NOT_A_SHORTAGE)
@@ -120,12 +120,12 @@ def test_texts_that_mean_something_else(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", DEAD)
-def test_a_dead_context_is_no_shortage(text: str) -> None:
+def test_a_dead_context_is_not_out_of_memory(text: str) -> None:
     assert is_context_dead(RuntimeError(text))
     assert find_out_of_memory(RuntimeError(text)) is None
 
 
-def test_a_dead_context_outranks_the_shortage_it_came_from() -> None:
+def test_a_dead_context_outranks_the_out_of_memory_error_before_it() -> None:
     error = RuntimeError(DEAD[0])
     error.__context__ = torch.OutOfMemoryError("CUDA out of memory.")
     assert find_out_of_memory(error) is None
@@ -141,12 +141,12 @@ class OwnMemoryError(MemoryError):
     ids=lambda error: type(error).__name__,
 )
 def test_types_come_first(error: Exception) -> None:
-    shortage = find_out_of_memory(error)
-    assert shortage is not None
-    assert shortage.certain
+    oom = find_out_of_memory(error)
+    assert oom is not None
+    assert oom.certain
 
 
-def test_what_torch_and_numpy_really_raise() -> None:
+def test_real_errors_of_torch_and_numpy_are_recognised() -> None:
     with pytest.raises(RuntimeError) as torch_error:
         torch.empty(1 << 50)
     found = find_out_of_memory(torch_error.value)
@@ -158,7 +158,7 @@ def test_what_torch_and_numpy_really_raise() -> None:
     assert find_out_of_memory(numpy_error.value) is not None
 
 
-def test_errors_raised_from_a_shortage() -> None:
+def test_errors_raised_from_an_out_of_memory_error_count() -> None:
     def wrap(explicit: bool) -> None:
         try:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -173,7 +173,7 @@ def test_errors_raised_from_a_shortage() -> None:
         assert find_out_of_memory(caught.value) == OutOfMemory(certain=True, text="OutOfMemoryError")
 
 
-def test_an_interruption_while_a_shortage_was_handled_stays_one() -> None:
+def test_an_interruption_while_handling_out_of_memory_is_not_out_of_memory() -> None:
     error = KeyboardInterrupt()
     error.__context__ = MemoryError()
     assert find_out_of_memory(error) is None
@@ -193,7 +193,7 @@ def press(times: int = 1) -> None:
 
 
 class Pressing(nn.Module):
-    """Has somebody press Ctrl-C while it runs forward or backward."""
+    """Sends itself a Ctrl-C during forward or backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def make(dtype: torch.dtype = torch.float32) -> tuple[Pressing, torch.optim.Opti
 
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pressed_before_the_update_it_undoes_the_step(when: str, dtype: torch.dtype) -> None:
+def test_ctrl_c_before_the_update_undoes_the_step(when: str, dtype: torch.dtype) -> None:
     model, optimizer, accumulator, batch = make(dtype)
     before = state_digest(model, optimizer)
     model.when[when] = press
@@ -234,7 +234,7 @@ def test_pressed_before_the_update_it_undoes_the_step(when: str, dtype: torch.dt
     assert accumulator.step(batch).updated
 
 
-def test_pressed_within_an_unguarded_update_it_leaves_the_update_made() -> None:
+def test_ctrl_c_within_an_unprotected_update_comes_after_it() -> None:
     model, optimizer, accumulator, batch = make()
     twin = copy.deepcopy(model)
     twin_optimizer = torch.optim.AdamW(twin.parameters())
@@ -249,7 +249,7 @@ def test_pressed_within_an_unguarded_update_it_leaves_the_update_made() -> None:
     assert accumulator.step(batch).updated
 
 
-def test_pressed_twice_it_comes_at_once() -> None:
+def test_a_second_ctrl_c_comes_at_once() -> None:
     model, optimizer, accumulator, batch = make()
     before, reached = state_digest(model, optimizer), []
 

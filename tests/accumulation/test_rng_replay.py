@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.random_ops import CallSite, RandomCall, RandomCallMode, neutral_rng
 from autoaccum.accumulation.rng_replay import RecordedCall, ReplayMismatch, RngRecording, join_recorded
+from autoaccum.accumulation.rng_state import RngState, module_generators
 
 SIZES = (3, 1, 2)
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -102,7 +103,7 @@ class OwnGenerator(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Three blocks, each drawn again in backward, from the last to the first."""
+    """Three blocks, recomputed in backward, from the last to the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +238,7 @@ def dropout_of_large_parts(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("between", "said"),
+    ("between", "message"),
     [
         (mixup, r"aten\.randperm \(test_rng_replay.py:\d+\) draws from 3 indices in a part and from 6 in the whole"),
         (negatives, r"aten\.randint \(test_rng_replay.py:\d+\) draws from 3 indices in a part and from 6 in the whole"),
@@ -247,8 +248,8 @@ def dropout_of_large_parts(x: Tensor) -> Tensor:
     ],
     ids=["permutation", "indices of rows", "pairs of samples", "once for all", "calls in some parts"],
 )
-def test_what_cannot_be_joined_is_said(between: Callable[[Tensor], Tensor], said: str) -> None:
-    with pytest.raises(ReplayMismatch, match=said):
+def test_values_that_cannot_be_joined_are_named(between: Callable[[Tensor], Tensor], message: str) -> None:
+    with pytest.raises(ReplayMismatch, match=message):
         run_both(fresh(lambda: Between(between)), RngRecording(SIZES))
 
 
@@ -338,3 +339,29 @@ def test_python_and_numpy_start_alike_and_are_put_back() -> None:
             seen.append((random.random(), np.random.rand()))
     assert seen[0] == seen[1] != expected
     assert (random.random(), np.random.rand()) == expected
+
+
+def test_random_states_are_restored() -> None:
+    module = nn.Linear(2, 2)
+    generator: Any = torch.Generator().manual_seed(3)
+    numpy_generator, old, python = np.random.default_rng(3), np.random.RandomState(3), random.Random(3)
+    own: Any = {"noise": generator, "new": numpy_generator, "old": old, "python": python}
+    module.__dict__.update(own)
+    assert module_generators([module, module]) == [generator, numpy_generator, old, python]
+    module.__dict__["system"] = random.SystemRandom()
+
+    def draw() -> list[float]:
+        return [
+            random.random(),
+            np.random.rand(),
+            float(torch.rand(1)),
+            float(torch.rand(1, generator=generator)),
+            numpy_generator.random(),
+            old.rand(),
+            python.random(),
+        ]
+
+    state = RngState(generators=module_generators([module]))
+    first = draw()
+    state.restore()
+    assert draw() == first

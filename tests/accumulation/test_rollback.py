@@ -1,4 +1,4 @@
-"""Out of memory at every allocation in turn: the state is as before, and the repeated update is the full batch's."""
+"""Out of memory at any allocation: the state is as before, and the repeated update is the full batch's."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def assert_same_parameters(model: nn.Module, other: nn.Module, tolerance: float 
         assert float((mine - theirs).detach().abs().max()) <= tolerance * scale
 
 
-def build(restless: Any, optimizer: str, *, recover: bool, updates_before: int) -> tuple[Any, Any, Accumulator]:
+def build(stateful: Any, optimizer: str, *, recover: bool, updates_before: int) -> tuple[Any, Any, Accumulator]:
     torch.manual_seed(3)
-    model = restless().double()
+    model = stateful().double()
     made = OPTIMIZERS[optimizer](model.parameters())
     accumulator = Accumulator(
         model, made, criterion=nn.CrossEntropyLoss(), micro_batch=3, clip_norm=0.1, recover=recover
@@ -58,12 +58,14 @@ def build(restless: Any, optimizer: str, *, recover: bool, updates_before: int) 
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_shortage_at_every_allocation_of_a_guarded_step(restless: Any, out_of_memory_at: Any, optimizer: str) -> None:
-    reference, made, _ = build(restless, optimizer, recover=False, updates_before=0)
+def test_out_of_memory_at_any_allocation_of_a_protected_step_is_undone(
+    stateful: Any, out_of_memory_at: Any, optimizer: str
+) -> None:
+    reference, made, _ = build(stateful, optimizer, recover=False, updates_before=0)
     full_batch_update(reference, made, BATCH)
     phases = set()
     for number in itertools.count():
-        model, made, accumulator = build(restless, optimizer, recover=False, updates_before=0)
+        model, made, accumulator = build(stateful, optimizer, recover=False, updates_before=0)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         before, buffer = state_digest(model, made), model.mean
@@ -87,13 +89,13 @@ def test_a_shortage_at_every_allocation_of_a_guarded_step(restless: Any, out_of_
 @pytest.mark.parametrize("updates_before", [0, 1])
 @pytest.mark.filterwarnings("ignore:out of memory")
 def test_the_repeated_update_is_the_full_batch_s(
-    restless: Any, out_of_memory_at: Any, optimizer: str, updates_before: int
+    stateful: Any, out_of_memory_at: Any, optimizer: str, updates_before: int
 ) -> None:
-    reference, made, accumulator = build(restless, optimizer, recover=False, updates_before=updates_before)
+    reference, made, accumulator = build(stateful, optimizer, recover=False, updates_before=updates_before)
     full_batch_update(reference, made, BATCH)
     interrupted = 0
     for number in itertools.count():
-        model, made, accumulator = build(restless, optimizer, recover=True, updates_before=updates_before)
+        model, made, accumulator = build(stateful, optimizer, recover=True, updates_before=updates_before)
         with out_of_memory_at(number) as injected:
             try:
                 result = accumulator.step(BATCH)
@@ -111,10 +113,10 @@ def test_the_repeated_update_is_the_full_batch_s(
     assert updates_before or not interrupted
 
 
-def test_a_shortage_in_the_unguarded_update_stops_for_good(restless: Any, out_of_memory_at: Any) -> None:
+def test_out_of_memory_in_an_unprotected_update_ends_training(stateful: Any, out_of_memory_at: Any) -> None:
     outcomes = []
     for number in itertools.count():
-        model, made, accumulator = build(restless, "adamw-foreach", recover=False, updates_before=1)
+        model, made, accumulator = build(stateful, "adamw-foreach", recover=False, updates_before=1)
         before = state_digest(model, made)
         with out_of_memory_at(number, lambda it=accumulator: it.phase == "update") as injected:
             try:
@@ -137,10 +139,12 @@ def test_a_shortage_in_the_unguarded_update_stops_for_good(restless: Any, out_of
 
 
 @pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused"])
-def test_a_shortage_at_every_allocation_with_a_scaler(restless: Any, out_of_memory_at: Any, optimizer: str) -> None:
+def test_out_of_memory_at_any_allocation_with_a_scaler_is_undone(
+    stateful: Any, out_of_memory_at: Any, optimizer: str
+) -> None:
     for number in itertools.count():
         torch.manual_seed(3)
-        model = restless()
+        model = stateful()
         made = OPTIMIZERS[optimizer](model.parameters())
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
         accumulator = Accumulator(
@@ -167,10 +171,10 @@ def test_a_shortage_at_every_allocation_with_a_scaler(restless: Any, out_of_memo
     assert number > 60
 
 
-def test_a_shortage_at_every_allocation_with_half_precision_parameters(restless: Any, out_of_memory_at: Any) -> None:
+def test_out_of_memory_at_any_allocation_with_half_precision_is_undone(stateful: Any, out_of_memory_at: Any) -> None:
     for number in itertools.count():
         torch.manual_seed(3)
-        model = restless().bfloat16()
+        model = stateful().bfloat16()
         made = OPTIMIZERS["adamw-foreach"](model.parameters())
         accumulator = Accumulator(
             model, made, criterion=nn.CrossEntropyLoss(), micro_batch=3, clip_norm=0.1, recover=False
@@ -187,9 +191,9 @@ def test_a_shortage_at_every_allocation_with_half_precision_parameters(restless:
     assert number > 60
 
 
-def test_an_error_in_the_scheduler_undoes_the_guarded_update(restless: Any) -> None:
+def test_an_error_in_the_scheduler_undoes_the_protected_update(stateful: Any) -> None:
     torch.manual_seed(3)
-    model = restless().double()
+    model = stateful().double()
     made = OPTIMIZERS["adamw-foreach"](model.parameters())
 
     def factor(epoch: int) -> float:

@@ -1,20 +1,14 @@
-"""Schedules, windows of a loader, names of BatchNorms, random states."""
+"""Schedules of micro-batches, and windows of a loader."""
 
 from __future__ import annotations
 
-import random
 import re
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.rng_state import RngState, module_generators
 from autoaccum.accumulation.schedule import (
     Schedule,
     equal_parts_cost,
@@ -33,7 +27,7 @@ world_sizes = st.integers(1, 24)
 
 @settings(deadline=None)
 @given(targets, ceilings, world_sizes)
-def test_properties(target: int, ceiling: int, world_size: int) -> None:
+def test_any_schedule_is_valid(target: int, ceiling: int, world_size: int) -> None:
     check_schedule(make_schedule(target, ceiling, world_size=world_size), target, ceiling, world_size)
 
 
@@ -85,7 +79,7 @@ def test_even_parts(total: int, count: int) -> None:
 
 @pytest.mark.parametrize("value", [0, -1, -256, True, 2.0, 2.5, "8", None, float("nan")])
 @pytest.mark.parametrize("name", ["target_batch", "ceiling", "world_size"])
-def test_refuses_what_is_no_count(name: str, value: Any) -> None:
+def test_values_that_are_no_counts_are_refused(name: str, value: Any) -> None:
     arguments: dict[str, Any] = {"target_batch": 8, "ceiling": 4, "world_size": 1, name: value}
     with pytest.raises(UsageError, match=re.escape(f"the {name.replace('_', ' ')} is {value!r}")):
         make_schedule(**arguments)
@@ -97,7 +91,7 @@ def test_a_schedule_checks_itself(ranks: tuple[tuple[int, ...], ...]) -> None:
         Schedule(ranks)
 
 
-def test_names_the_cost_of_equal_parts() -> None:
+def test_the_cost_of_equal_parts_is_named() -> None:
     assert equal_parts_cost(make_schedule(256, 100, equal=True), 100) is None
     cost = equal_parts_cost(make_schedule(254, 100, equal=True), 100)
     assert cost is not None
@@ -130,28 +124,12 @@ def test_every_part_is_a_multiple(units: int, most: int, each: int, world: int, 
     assert [part for part in parts if part % each] == ([samples % each] if samples % each else [])
 
 
-def test_refuses_what_is_no_multiple() -> None:
+def test_sizes_that_are_no_multiples_are_refused() -> None:
     with pytest.raises(UsageError, match="the target batch is 7, and micro-batches are to be multiples of 2") as error:
         make_schedule(7, 4, multiple_of=2)
     assert error.value.hint == "take 6 or 8"
     with pytest.raises(UsageError, match="micro-batches of at most 3 are to be multiples of 4"):
         make_schedule(8, 3, multiple_of=4)
-
-
-def test_names_the_batchnorms_that_see_the_batch() -> None:
-    model = nn.ModuleDict(
-        {
-            "a": nn.BatchNorm1d(2),
-            "b": nn.Sequential(nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2)),
-            "frozen": nn.BatchNorm2d(2).eval(),
-            "never frozen": nn.BatchNorm2d(2, track_running_stats=False).eval(),
-            "not coupled": nn.InstanceNorm2d(2, track_running_stats=True),
-            "group": nn.GroupNorm(1, 2),
-        }
-    )
-    assert batchnorm_names(model) == ["a", "b.0", "b.1", "b.2", "never frozen"]
-    assert batchnorm_names(nn.BatchNorm1d(2)) == ["BatchNorm1d"]
-    assert batchnorm_names(model.eval()) == ["never frozen"]
 
 
 def test_windows_group_whatever_a_loader_yields() -> None:
@@ -160,29 +138,3 @@ def test_windows_group_whatever_a_loader_yields() -> None:
     for size in (0, -1):
         with pytest.raises(UsageError, match=f"iter_size is {size}"):
             windows([1], size)
-
-
-def test_random_states_come_back() -> None:
-    module = nn.Linear(2, 2)
-    generator: Any = torch.Generator().manual_seed(3)
-    numpy_generator, old, python = np.random.default_rng(3), np.random.RandomState(3), random.Random(3)
-    own: Any = {"noise": generator, "new": numpy_generator, "old": old, "python": python}
-    module.__dict__.update(own)
-    assert module_generators([module, module]) == [generator, numpy_generator, old, python]
-    module.__dict__["system"] = random.SystemRandom()
-
-    def draw() -> list[float]:
-        return [
-            random.random(),
-            np.random.rand(),
-            float(torch.rand(1)),
-            float(torch.rand(1, generator=generator)),
-            numpy_generator.random(),
-            old.rand(),
-            python.random(),
-        ]
-
-    state = RngState(generators=module_generators([module]))
-    first = draw()
-    state.restore()
-    assert draw() == first

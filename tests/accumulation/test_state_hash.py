@@ -1,4 +1,4 @@
-"""Every change of a state is seen: by a digest, and by name."""
+"""Every change of a training state changes the digest, and is named."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_change_is_seen(change: Callable[[Any, Any], Any]) -> None:
     assert state_digest(model, optimizer) != before
 
 
-def test_equal_values_are_equal_unless_identity_is_asked_for() -> None:
+def test_equal_values_are_equal_unless_identity_is_compared() -> None:
     model, optimizer = build()
     twin = copy.deepcopy(model)
     made = torch.optim.AdamW(twin.parameters())
@@ -126,7 +126,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
-def test_names_the_attribute_that_changed(name: str) -> None:
+def test_a_changed_attribute_is_named(name: str) -> None:
     inner = Holder()
     model = nn.Sequential(inner)
     before = PlainAttributes({"": model})
@@ -135,13 +135,13 @@ def test_names_the_attribute_that_changed(name: str) -> None:
 
 
 class Extended(Holder, ABC):
-    """A user's class that extends a library's, as of a `PreTrainedModel`: what only that names is the library's."""
+    """A user's class that extends a library's, such as `PreTrainedModel`, which has attributes of its own."""
 
     def count(self) -> None:
         self.counted_here = 1
 
 
-def test_of_a_librarys_class_nothing_is_named() -> None:
+def test_attributes_of_a_library_s_class_are_not_named() -> None:
     layer: Any = nn.Linear(2, 2)
     before = PlainAttributes({"": layer})
     layer.installed = True
@@ -153,7 +153,7 @@ def test_of_a_librarys_class_nothing_is_named() -> None:
     assert before.changed() == ["counted_here"]
 
 
-def test_what_is_rolled_back_elsewhere_is_not_named() -> None:
+def test_state_that_is_rolled_back_is_not_named() -> None:
     model = Holder()
     before = ForwardSideEffects(model, [])
     assert isinstance(model.counted, torch.Tensor)
@@ -163,7 +163,7 @@ def test_what_is_rolled_back_elsewhere_is_not_named() -> None:
     assert before.warnings() == []
 
 
-def test_names_parameters_that_changed() -> None:
+def test_changed_parameters_are_named() -> None:
     model = Holder()
     batch = torch.zeros(2)
     before = ForwardSideEffects(model, [batch])

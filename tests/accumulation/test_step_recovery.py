@@ -1,4 +1,4 @@
-"""What a step does when something is raised: repeat smaller, say no, or undo and let it through."""
+"""A step that fails is undone and repeated in smaller parts, refused, or raises the error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CRITERION = nn.MSELoss()
 
 
 class Limited(nn.Module):
-    """Fails in forward or backward above `limit` rows, with whatever `error` makes."""
+    """Fails in forward or backward above `limit` rows, with the exception that `error` returns."""
 
     rows: Tensor
 
@@ -65,7 +65,7 @@ def batch_of(size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("text", [CERTAIN, UNCERTAIN])
-def test_shrinks_until_it_fits_and_keeps_to_that(text: str, backward: bool) -> None:
+def test_the_micro_batch_shrinks_until_it_fits_and_stays_small(text: str, backward: bool) -> None:
     model, _, accumulator = make(5, lambda: RuntimeError(text), backward=backward)
     plain = copy.deepcopy(model)
     batch = batch_of(16)
@@ -79,7 +79,7 @@ def test_shrinks_until_it_fits_and_keeps_to_that(text: str, backward: bool) -> N
         f"out of memory ({'backward' if backward else 'forward'}) with micro-batches of {size}" for size in (16, 8, 6)
     ]
     assert {warning.filename for warning in caught} == {__file__}
-    # bit for bit what the smaller parts give at once, under the same dropout masks
+    # bit for bit the result of the smaller parts at once, under the same dropout masks
     torch.set_rng_state(state)
     twin = Accumulator(plain, torch.optim.AdamW(plain.parameters(), lr=0.1), CRITERION, micro_batch=4)
     assert twin.step(batch).loss == result.loss
@@ -88,7 +88,7 @@ def test_shrinks_until_it_fits_and_keeps_to_that(text: str, backward: bool) -> N
     assert accumulator.step(batch).retries == 0
 
 
-def test_a_clear_no_when_one_sample_does_not_fit() -> None:
+def test_one_sample_that_does_not_fit_is_an_error() -> None:
     model, optimizer, accumulator = make(0, lambda: torch.OutOfMemoryError("CUDA out of memory."))
     batch = batch_of(16)
     before = state_digest(model, optimizer)
@@ -127,7 +127,7 @@ def test_an_update_that_does_not_fit_is_not_repeated_for_ever(text: str) -> None
     assert accumulator.step(batch).micro_batches == (16,)
 
 
-def test_without_recover_the_shortage_comes_as_it_is() -> None:
+def test_without_recover_the_out_of_memory_error_is_raised() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory.")
 
     def give() -> BaseException:
@@ -155,7 +155,7 @@ def test_without_recover_the_shortage_comes_as_it_is() -> None:
     ids=repr,
 )
 @pytest.mark.parametrize("backward", [False, True])
-def test_anything_else_passes_through_unchanged(error: BaseException, backward: bool) -> None:
+def test_other_errors_are_raised_unchanged(error: BaseException, backward: bool) -> None:
     model, optimizer, accumulator = make(5, lambda: error, backward=backward)
     parts = [batch_of(3), batch_of(9)]
     before = state_digest(model, optimizer)
@@ -166,7 +166,7 @@ def test_anything_else_passes_through_unchanged(error: BaseException, backward: 
     assert state_digest(model, optimizer) == before
 
 
-def test_an_interruption_within_an_unguarded_update_passes_and_stops_for_good() -> None:
+def test_an_interruption_within_an_unprotected_update_ends_training() -> None:
     model, optimizer, accumulator = make(50, KeyboardInterrupt)
     accumulator.step(batch_of(16))
 
@@ -190,7 +190,7 @@ def test_a_dead_context_is_not_touched_again() -> None:
 
 
 class Witness(nn.Module):
-    """Keeps weak references to what a failing attempt made, and looks at them when the next begins."""
+    """Holds weak references to tensors of a failing attempt, and looks at them when the next begins."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_a_warning_turned_into_an_error_leaves_everything_as_it_was() -> None:
     assert accumulator.micro_batch == 16
 
 
-def test_buffers_modes_and_missing_buffers_come_back() -> None:
+def test_buffers_modes_and_missing_buffers_are_restored() -> None:
     class Fickle(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -289,7 +289,7 @@ class Stubborn(torch.amp.GradScaler):
         raise ValueError("not with me")
 
 
-def test_a_rollback_that_fails_stops_for_good() -> None:
+def test_a_rollback_that_fails_ends_training() -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.SGD(model.parameters())
     accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=2, precision="fp16", scaler=Stubborn("cpu"))

@@ -1,4 +1,4 @@
-"""What a step tells from within, and what an update that is not finite leaves behind."""
+"""A step calls its observer, and refuses an update that is not finite without a trace."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.errors import NonFiniteError
 
 
-class Heard(StepObserver):
+class Observed(StepObserver):
     def __init__(self, stop_at: int | None = None) -> None:
         self.phases: list[StepPhase] = []
-        self.shortages: list[tuple[StepPhase, int, int]] = []
+        self.retries: list[tuple[StepPhase, int, int]] = []
         self._stop_at = stop_at
 
     def phase(self, phase: StepPhase) -> None:
@@ -28,11 +28,11 @@ class Heard(StepObserver):
             raise InterruptedError("enough")
 
     def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
-        self.shortages.append((phase, micro_batch, next_micro_batch))
+        self.retries.append((phase, micro_batch, next_micro_batch))
 
 
 class Short(nn.Linear):
-    """Runs out of memory above so many samples."""
+    """Runs out of memory with more than `most` samples."""
 
     most = 3
 
@@ -46,38 +46,38 @@ def batch(samples: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     return torch.linspace(-1, 1, samples * 3).reshape(samples, 3) * scale, torch.ones(samples, 2)
 
 
-def accumulator(model: nn.Module, heard: StepObserver, **options: object) -> Accumulator:
+def accumulator(model: nn.Module, observer: StepObserver, **options: object) -> Accumulator:
     settings: dict[str, object] = {"micro_batch": 4, **options}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return Accumulator(model, optimizer, nn.MSELoss(), observer=heard, **settings)  # type: ignore[arg-type]
+    return Accumulator(model, optimizer, nn.MSELoss(), observer=observer, **settings)  # type: ignore[arg-type]
 
 
-def test_phases_are_told_in_order() -> None:
-    heard = Heard()
-    accumulator(nn.Linear(3, 2), heard).step(batch(10))
-    assert heard.phases == ["batch", *["batch", "forward", "backward"] * 3, "clip", "update"]
+def test_phases_are_observed_in_order() -> None:
+    observer = Observed()
+    accumulator(nn.Linear(3, 2), observer).step(batch(10))
+    assert observer.phases == ["batch", *["batch", "forward", "backward"] * 3, "clip", "update"]
 
 
-def test_a_shortage_is_told_and_not_warned_of() -> None:
-    heard = Heard()
+def test_out_of_memory_is_observed_without_a_warning() -> None:
+    observer = Observed()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = accumulator(Short(3, 2), heard, micro_batch=8).step(batch(8))
-    assert result.retries == len(heard.shortages) > 0
-    assert all(phase == "forward" for phase, _, _ in heard.shortages)
-    assert all(then < tried for _, tried, then in heard.shortages)
-    assert all(tried <= then for (_, _, then), (_, tried, _) in pairwise(heard.shortages))
+        result = accumulator(Short(3, 2), observer, micro_batch=8).step(batch(8))
+    assert result.retries == len(observer.retries) > 0
+    assert all(phase == "forward" for phase, _, _ in observer.retries)
+    assert all(then < tried for _, tried, then in observer.retries)
+    assert all(tried <= then for (_, _, then), (_, tried, _) in pairwise(observer.retries))
 
 
 @pytest.mark.filterwarnings("ignore::autoaccum.AccumulationWarning")
-def test_what_it_raises_at_any_phase_leaves_everything_as_it_was() -> None:
+def test_an_error_of_the_observer_at_any_phase_undoes_the_step() -> None:
     count = 12
     for stop_at in range(count):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 2), nn.Dropout(0.5), nn.BatchNorm1d(2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         before = state_digest(model, optimizer)
-        step = Accumulator(model, optimizer, nn.MSELoss(), micro_batch=4, observer=Heard(stop_at)).step
+        step = Accumulator(model, optimizer, nn.MSELoss(), micro_batch=4, observer=Observed(stop_at)).step
         with pytest.raises(InterruptedError):
             step(batch(10))
         assert state_digest(model, optimizer) == before
@@ -102,5 +102,5 @@ def test_an_update_that_is_not_finite_is_refused_before_it_is_made(
 def test_a_scaler_s_overflow_is_not_refused() -> None:
     model = nn.Linear(3, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120)
-    result = accumulator(model, Heard(), scaler=scaler, clip_norm=1.0, check_finite=True).step(batch(8, 1e9))
+    result = accumulator(model, Observed(), scaler=scaler, clip_norm=1.0, check_finite=True).step(batch(8, 1e9))
     assert not result.updated

@@ -1,4 +1,4 @@
-"""Copies of tensors and nests come back in place, sparse ones too."""
+"""Tensors, also sparse ones, and nested structures are restored in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoaccum.accumulation.transaction import StateCopy, TensorCopy, TorchState
 
 
 @pytest.mark.parametrize("on_host", [False, True])
-def test_a_tensor_comes_back_in_place(on_host: bool) -> None:
+def test_a_tensor_is_restored_in_place(on_host: bool) -> None:
     tensor = nn.Parameter(torch.randn(3, 4).t())
     values, address = tensor.detach().clone(), tensor.data_ptr()
     copy = TensorCopy(tensor, on_host=on_host)
@@ -30,24 +30,24 @@ def test_a_tensor_comes_back_in_place(on_host: bool) -> None:
     assert tensor.stride() == (1, 4)
 
 
-def test_a_nest_comes_back_in_place() -> None:
+def test_a_nested_structure_is_restored_in_place() -> None:
     tensor = torch.zeros(2)
     inner: dict[str, Any] = {"step": 1, "moment": tensor}
-    nest = {"a": [1, inner, (tensor,)], "b": deque([1, 2]), "c": {3}, "d": "x"}
-    nest["self"] = nest
-    copy = StateCopy(nest)
+    tree = {"a": [1, inner, (tensor,)], "b": deque([1, 2]), "c": {3}, "d": "x"}
+    tree["self"] = tree
+    copy = StateCopy(tree)
     tensor += 1
     inner["step"] = 2
     inner["moment"] = torch.ones(5)
     inner["new"] = 3
-    nest["a"].append(4)  # type: ignore[attr-defined]
-    nest["b"].popleft()  # type: ignore[attr-defined]
-    nest["c"].clear()  # type: ignore[attr-defined]
-    del nest["d"]
+    tree["a"].append(4)  # type: ignore[attr-defined]
+    tree["b"].popleft()  # type: ignore[attr-defined]
+    tree["c"].clear()  # type: ignore[attr-defined]
+    del tree["d"]
     copy.restore()
-    assert set(nest) == {"a", "b", "c", "d", "self"}
-    assert nest["a"] == [1, inner, (tensor,)]
-    assert (nest["b"], nest["c"], nest["d"]) == (deque([1, 2]), {3}, "x")
+    assert set(tree) == {"a", "b", "c", "d", "self"}
+    assert tree["a"] == [1, inner, (tensor,)]
+    assert (tree["b"], tree["c"], tree["d"]) == (deque([1, 2]), {3}, "x")
     assert set(inner) == {"step", "moment"}
     assert inner["step"] == 1
     assert inner["moment"] is tensor
@@ -69,7 +69,7 @@ class Lookahead(torch.optim.Optimizer):
             slow.mul_(0.5)
 
 
-def test_an_optimizer_around_another_comes_back() -> None:
+def test_an_optimizer_around_another_is_restored() -> None:
     model = nn.Linear(2, 2)
     inner = torch.optim.AdamW(model.parameters())
     outer = Lookahead(inner)
@@ -101,7 +101,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Graph(nn.Module):
-    """Passes its samples along a graph that it changes as it goes."""
+    """Multiplies samples by a graph in a buffer, which each forward changes."""
 
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Graph(nn.Module):
 
 @pytest.mark.parametrize("layout", ["coo", "uncoalesced", "csr"])
 @pytest.mark.filterwarnings("ignore:forward updates the buffers")
-def test_a_shortage_leaves_nothing_of_a_step(out_of_memory_at: Any, layout: str) -> None:
+def test_out_of_memory_undoes_a_step_over_sparse_batches(out_of_memory_at: Any, layout: str) -> None:
     batch = torch.randn(8, 3), torch.randn(8, 2)
     for number in itertools.count(0, 5):
         model = Graph(LAYOUTS[layout])
@@ -139,10 +139,10 @@ def test_a_shortage_leaves_nothing_of_a_step(out_of_memory_at: Any, layout: str)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("on_host", [False, True])
-def test_a_sparse_tensor_comes_back_in_place(layout: str, on_host: bool) -> None:
+def test_a_sparse_tensor_is_restored_in_place(layout: str, on_host: bool) -> None:
     tensor = LAYOUTS[layout](torch.eye(4))
     dense = tensor.to_dense()
-    # torch gives a compressed tensor no way back from another number of elements in place.
+    # In place, PyTorch cannot restore another number of elements of a compressed tensor.
     for change in (Tensor.zero_, _triple) if tensor.layout is torch.sparse_coo else (_triple,):
         copy = TensorCopy(tensor, on_host=on_host)
         change(tensor)
@@ -156,7 +156,7 @@ def _triple(sparse: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_modes_of_scripted_modules_are_put_back() -> None:
+def test_modes_of_scripted_modules_are_restored() -> None:
     scripted: Any = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
     scripted.train()
     state = TorchState([scripted])

@@ -1,4 +1,4 @@
-"""Memory of a step: what it holds, when it lets go, and what an update is made sure of."""
+"""The memory of a step: graphs are freed early, and the memory of later updates is allocated in advance."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_graph_is_freed_by_its_own_backward() -> None:
     assert peak(16) < 0.25 * peak(256)
 
 
-def test_the_guard_returns_when_a_parameter_joins() -> None:
+def test_an_update_is_protected_again_when_a_parameter_joins() -> None:
     model = net()
     model.first.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -56,7 +56,7 @@ CPU = torch.device("cpu")
 COUNT = 1024
 
 
-def test_records_what_is_born_and_dies_together() -> None:
+def test_the_peak_of_temporary_storages_is_recorded() -> None:
     x = torch.ones(COUNT)
     with StorageRecorder() as recorder:
         first = x + 1
@@ -66,12 +66,12 @@ def test_records_what_is_born_and_dies_together() -> None:
         view = third[:4]
         view.add_(1)
         del second, third, view
-        kept = x * 3
+        product = x * 3
     assert recorder.peak_blocks() == [(CPU, 4 * COUNT), (CPU, 8 * COUNT)]
-    assert kept.shape == x.shape
+    assert product.shape == x.shape
 
 
-def test_reserving_more_than_there_is_is_a_shortage() -> None:
+def test_preallocating_too_much_raises_out_of_memory() -> None:
     preallocate([(CPU, 1024), (CPU, 0)])
     with pytest.raises(RuntimeError) as caught:
         preallocate([(CPU, 1024), (CPU, 1 << 60)])

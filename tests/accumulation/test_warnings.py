@@ -1,4 +1,4 @@
-"""Cautions of a step, told once."""
+"""A step warns once of each thing that accumulation changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def counting_model() -> Iterator[nn.Module]:
     yield Counting().double()
 
 
-def test_state_kept_in_python_is_named_once() -> None:
+def test_state_in_python_attributes_is_named_once() -> None:
     model = next(counting_model())
     accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=3)
     with pytest.warns(UserWarning, match=r"Python attributes \(calls\)") as caught:
@@ -44,7 +44,7 @@ def test_state_kept_in_python_is_named_once() -> None:
         accumulator.step(batch_of(8))
 
 
-def test_what_forward_computes_anew_is_no_state() -> None:
+def test_values_that_forward_computes_anew_are_no_state() -> None:
     class Gated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -60,7 +60,7 @@ def test_what_forward_computes_anew_is_no_state() -> None:
         Accumulator(model, sgd(model), CRITERION, micro_batch=3).step(batch_of(8))
 
 
-def test_batchnorm_is_named_once_and_only_where_it_matters() -> None:
+def test_batchnorm_is_named_once_and_only_for_several_parts() -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=4)
     accumulator.step(batch_of(4))
@@ -92,7 +92,7 @@ def test_spectral_norm_in_training_mode_is_named_once() -> None:
         accumulator.step(torch.randn(4, 4))
 
 
-def test_one_part_or_eval_mode_is_no_reason_to_warn() -> None:
+def test_one_part_or_eval_mode_raises_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make(spectral(), 4).step(torch.randn(4, 4))
@@ -117,7 +117,7 @@ def test_a_table_that_is_replaced_does_not_count() -> None:
     assert before.warnings() == []
 
 
-SAYS = "the loss compares samples with each other"
+MESSAGE = "the loss compares samples with each other"
 
 
 def in_batch_negatives(model: nn.Module, batch: Tensor) -> Tensor:
@@ -147,9 +147,9 @@ def warned(loss: Any, size: int, micro_batch: int, features: int = 24) -> list[s
 
 
 @pytest.mark.parametrize("loss", [in_batch_negatives, two_views])
-def test_an_accumulator_tells_once_of_samples_that_are_compared(loss: Any) -> None:
-    (said,) = warned(loss, 14, 7)
-    assert said.startswith(SAYS)
+def test_a_loss_that_compares_samples_is_warned_of_once(loss: Any) -> None:
+    (message,) = warned(loss, 14, 7)
+    assert message.startswith(MESSAGE)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_an_accumulator_tells_once_of_samples_that_are_compared(loss: Any) -> No
         (in_batch_negatives, 7, 7, 24),
         (in_batch_negatives, 8, 4, 24),
     ],
-    ids=["a mean", "as many features as samples", "one part", "too few to tell"],
+    ids=["a mean", "as many features as samples", "one part", "too few samples"],
 )
-def test_does_not_warn_without_ignored_labels(loss: Any, size: int, micro_batch: int, features: int) -> None:
+def test_other_losses_raise_no_warning(loss: Any, size: int, micro_batch: int, features: int) -> None:
     assert warned(loss, size, micro_batch, features) == []

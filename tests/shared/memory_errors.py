@@ -1,4 +1,4 @@
-"""Shortages of memory that tests inject."""
+"""Out-of-memory errors that tests inject."""
 
 from __future__ import annotations
 
