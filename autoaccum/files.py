@@ -67,7 +67,9 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise PlanFileError(f"there is no file {path}", hint="make one with `autoaccum plan ... -o FILE`") from None
     except UnicodeDecodeError:
-        raise PlanFileError(f"{path} is not a plan: it is not text", hint="give a file of `plan -o FILE`") from None
+        raise PlanFileError(
+            f"{path} is not a plan, since it is not text", hint="give a file made by `plan -o FILE`"
+        ) from None
     except (OSError, ValueError) as error:  # A null byte in its name.
         raise PlanFileError(f"{str(path)!r} cannot be read ({error})", hint="give a plan file") from None
 

@@ -56,7 +56,7 @@ class Batching:
         number = read_count(self.size(batch), "size(batch)", least=0, error=WorkloadError)
         return CustomBatch(batch, number, self)
 
-    def cut(self, batch: CustomBatch, sizes: Sequence[int]) -> list[CustomBatch]:
+    def split_batch(self, batch: CustomBatch, sizes: Sequence[int]) -> list[CustomBatch]:
         """Return parts of `sizes` samples, which must add up; a part of 0 samples holds None.
 
         Raises:
@@ -133,7 +133,7 @@ def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
             hint="give sizes that put every sample into exactly one part",
         )
     if isinstance(batch, CustomBatch):
-        return [*batch.batching.cut(batch, sizes)]
+        return [*batch.batching.split_batch(batch, sizes)]
     bounds = list(accumulate(sizes, initial=0))
     return _split(batch, total, list(zip(bounds, bounds[1:], strict=False)), top=True)
 
@@ -285,7 +285,7 @@ def _concatenate(parts: list[Any], path: str) -> Any:
     except (RuntimeError, TypeError, ValueError) as error:
         raise WorkloadError(
             f"{path} of several batches cannot be joined ({first_line(error)})",
-            hint="only the first dimension may differ",
+            hint="make batches that differ only in their first dimension",
         ) from None
 
 
@@ -319,6 +319,6 @@ def _disagreement(batch: Batch) -> WorkloadError:
         )
     return WorkloadError(
         f"{odd[0]} has the length {odd[1]}, {leaves[lengths.index(usual)][0]} has {usual}",
-        hint="give all tensors the samples as first dimension; move what belongs to all samples into the model or the"
-        " loss, and if samples are not rows, write split(batch, sizes) and size(batch)",
+        hint="give every tensor the samples as first dimension, and put what all samples share into the model or the"
+        " loss; if samples are not rows, write split(batch, sizes) and size(batch)",
     )

@@ -109,7 +109,7 @@ def resolve_criterion(criterion: Any) -> Criterion:
     if not callable(criterion):
         raise WorkloadError(
             f"the criterion is {describe_type(criterion)}, which cannot be called",
-            hint="give nn.CrossEntropyLoss(), say",
+            hint="give one such as nn.CrossEntropyLoss()",
         )
     inner = _unwrap(criterion)
     name = type_name(inner) if isinstance(inner, nn.Module) else getattr(inner, "__name__", type_name(inner))

@@ -64,7 +64,8 @@ def _parse_reference(reference: str) -> tuple[str, str | None]:
     target, colon, name = split_reference(reference)
     if not target.strip() or (colon and not name.isidentifier()):
         raise WorkloadError(
-            f"{reference!r} names no workload", hint="write model.py, model.py:name or package.module:name"
+            f"{reference!r} is not a reference to a workload",
+            hint="write model.py, model.py:name or package.module:name",
         )
     return target, name if colon else None
 
@@ -92,9 +93,10 @@ def _check_named(module: ModuleType, name: str | None, reference: str, command: 
     """Raise if the module defines workloads only under other names and `reference` gives none."""
     named = [each for each in _names(module) if isinstance(getattr(module, each), Workload)]
     if name is None and named and not {"workload", "model"} & {*_names(module)}:
+        count = f"{len(named)} workload{'s' * (len(named) > 1)}"
         raise WorkloadError(
-            f"{reference} defines {len(named)} workload{'s' * (len(named) > 1)}, {', '.join(named)}, and none is named",
-            hint=f"name one: autoaccum {command} {reference}:{named[0]}",
+            f"{reference} defines {count} ({', '.join(named)}), and no name is given",
+            hint=f"give one, as in autoaccum {command} {reference}:{named[0]}",
         )
 
 

@@ -1,4 +1,4 @@
-"""Experiments on a model without touching it: copies of the model and its loss, and fixed seeds."""
+"""Copies of a model and its loss, and fixed seeds, for experiments that must not change them."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ IGNORED = -100
 
 _SHIFTED = frozenset({"ForCausalLMLoss"})
 _MARKED = frozenset({"ForMaskedLMLoss", "ForTokenClassification", "ForSequenceClassificationLoss"})
-_HINT = "write loss(model, batch), or criterion = nn.CrossEntropyLoss(); without either it is model(**batch).loss"
+_HINT = (
+    "write loss(model, batch), or criterion = nn.CrossEntropyLoss(); without both, the batch must be a dict with labels"
+)
 
 
 class ModelLoss:

@@ -37,8 +37,8 @@ def common_name(names: Sequence[str]) -> str:
 def distinct_names(groups: Iterable[Sequence[str]]) -> list[tuple[str, Sequence[str]]]:
     """Return a distinct name for each group of names that differ only in numbers, with `*` if that is enough.
 
-    If it is not, the name lists the numbers. A group is split if the listed numbers would also match names of other
-    groups, so that every name stands for its own modules only.
+    If it is not, the name lists the numbers. A group is split if the listed numbers would also match other names,
+    so that every name stands for its own modules only.
 
     >>> [name for name, _ in distinct_names([["4.up", "5.up", "6.up"], ["8.up", "10.up"], ["4.down", "5.down"]])]
     ['{4..6}.up', '{8,10}.up', '*.down']

@@ -54,10 +54,10 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     with fixed_seeds():
         batch = take_small_batch(workload, each * _SAMPLES)
         parts, others = (split_batch(batch, [each * size for size in sizes]) for sizes in _SPLITS)
-        return _compare(_SmallRuns(workload, batch), batch, parts, others, coupled)
+        return _compare(_SmallBatchLosses(workload, batch), batch, parts, others, coupled)
 
 
-class _SmallRuns:
+class _SmallBatchLosses:
     """A copy of a workload's model that computes the loss of small batches."""
 
     def __init__(self, workload: Workload, batch: Any) -> None:
@@ -91,7 +91,7 @@ class _SmallRuns:
         return {name: float(term.detach()) for name, term in terms.items()}
 
 
-def _compare(runs: _SmallRuns, batch: Any, parts: list[Any], others: list[Any], coupled: bool) -> list[str]:
+def _compare(runs: _SmallBatchLosses, batch: Any, parts: list[Any], others: list[Any], coupled: bool) -> list[str]:
     comparison = runs.compare(parts)
     comparison.raise_if_nan()
     wrong = comparison.mismatched(runs.tolerance)

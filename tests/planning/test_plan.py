@@ -240,7 +240,7 @@ def test_load_says_what_it_saw(tmp_path: Path, a_plan: Plan) -> None:
     with pytest.raises(PlanFileError, match="cannot be read"):
         Plan.load(tmp_path)
     (tmp_path / "binary").write_bytes(b"\x80\x81\xff")
-    with pytest.raises(PlanFileError, match="it is not text"):
+    with pytest.raises(PlanFileError, match="since it is not text"):
         Plan.load(tmp_path / "binary")
     a_plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == a_plan

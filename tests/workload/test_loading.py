@@ -216,7 +216,7 @@ BAD = {
     "no model": ("def batch(size): pass\n", r"defines no 'model' \(it defines batch\)"),
     "two workloads": (
         "from autoaccum import Workload\nfrom torch import nn\na = b = Workload(model=nn.ReLU, batch=list, loss=max)\n",
-        r"defines 2 workloads, a, b, and none is named: name one: autoaccum plan .*model\.py:a",
+        r"defines 2 workloads \(a, b\), and no name is given: give one, as in autoaccum plan .*model\.py:a",
     ),
     "no batch": ("from torch import nn\nmodel = nn.Linear(1, 1)\n", r"defines no 'batch'"),
     "model is a module": ("import torch.nn as model\n", r"model in model\.py is a module"),
@@ -265,8 +265,8 @@ REFERENCES = {
         r"model\.py has no 'zzz': use a name that it defines: model, batch, criterion, SIZE",
     ),
     "name is a number": ("model.py:SIZE", r"SIZE in model\.py is an int, neither a workload nor a model"),
-    "no name": ("model.py:", r"'model\.py:' names no workload: write model\.py, model\.py:name"),
-    "empty": ("", r"'' names no workload"),
+    "no name": ("model.py:", r"'model\.py:' is not a reference to a workload: write model\.py, model\.py:name"),
+    "empty": ("", r"'' is not a reference to a workload"),
     "no such module": ("nothing.here:x", r"there is no module 'nothing'"),
     "no such submodule": ("torch.nothing:x", r"there is no module 'torch\.nothing'"),
 }
