@@ -36,8 +36,7 @@ class ReplayResult:
             ended, so that training stays slow. PyTorch counts only some of these among its retries.
         failed_at: The index of the event that found no memory; None if all did. Events of repeated updates count on.
         requested_bytes: The bytes that this event requested; 0 if none failed.
-        valid_from_bytes: The least capacity that gives the same result.
-        valid_below_bytes: The least larger capacity that may give another result; None if none does.
+        valid_below_bytes: Each capacity from `peak_reserved_bytes` to below this gives the same result; None: no bound.
     """
 
     peak_allocated_bytes: int
@@ -46,7 +45,6 @@ class ReplayResult:
     repeat_retries: int = 0
     failed_at: int | None = None
     requested_bytes: int = 0
-    valid_from_bytes: int
     valid_below_bytes: int | None = None
 
     @property
@@ -111,7 +109,6 @@ def replay(
         repeat_retries=max(released, earlier) if is_slow else 0,
         failed_at=failed_at,
         requested_bytes=requested_bytes,
-        valid_from_bytes=allocator.peak_reserved_bytes,
         valid_below_bytes=allocator.least_refused_bytes,
     )
 
@@ -149,12 +146,8 @@ class EventReplayer:
 
     def carry_over(self, replacements: Mapping[int, int]) -> None:
         """Give the blocks that an update left the numbers of those it found, so that its events can be repeated."""
-        left = {
-            found: self._blocks.pop(replacement)
-            for found, replacement in replacements.items()
-            if replacement in self._blocks
-        }
-        self._blocks.update(left)
+        blocks = self._blocks
+        blocks.update({found: blocks.pop(left) for found, left in replacements.items() if left in blocks})
 
 
 def match_replacements(events: Sequence[int], sizes: Sequence[int], start: int) -> dict[int, int] | None:
@@ -211,11 +204,11 @@ def least_capacity(
     found = at(most)
     if not found.fits:
         raise ValueError("the trace does not fit: the settings allow too little of the card, or `most` is too small")
-    enough, fails = found.valid_from_bytes, _lower_bound_bytes(events, sizes, optional) - 1
+    enough, fails = found.peak_reserved_bytes, _lower_bound_bytes(events, sizes, optional) - 1
     while enough - fails > 1:
         tried = at((enough + fails) // 2)
         if tried.fits:
-            enough = tried.valid_from_bytes
+            enough = tried.peak_reserved_bytes
         else:
             assert tried.valid_below_bytes is not None
             fails = tried.valid_below_bytes - 1
@@ -392,7 +385,7 @@ class Replayer:
         return SizedTrace(trace, tuple(sizes), _most_at_once(trace.events, bands), tuple(guessed), optional)
 
     def _replay_within(self, limit_bytes: int, sized: SizedTrace, unlimited: ReplayResult) -> ReplayResult:
-        return unlimited if unlimited.valid_from_bytes <= limit_bytes else self._replay(sized, limit_bytes)
+        return unlimited if unlimited.peak_reserved_bytes <= limit_bytes else self._replay(sized, limit_bytes)
 
     def _replay(self, sized: SizedTrace, capacity: int | None) -> ReplayResult:
         """Replay a trace; without a limit, an allocator has settled by the third update."""

@@ -1,7 +1,7 @@
-"""Settings: what `PYTORCH_CUDA_ALLOC_CONF` asks of PyTorch's allocator, as far as it changes sizes.
+"""Settings of PyTorch's allocator from `PYTORCH_CUDA_ALLOC_CONF`, as far as they change sizes.
 
-The syntax and the bounds are those of `c10/core/AllocatorConfig.cpp` and `c10/cuda/CUDAAllocatorConfig.cpp` (torch 2.11
-to 2.15): `key:value,key:value`, spaces anywhere, `True` and `False` spelled so.
+Syntax and bounds are those of c10/core/AllocatorConfig.cpp and c10/cuda/CUDAAllocatorConfig.cpp (torch 2.11 to 2.15):
+`key:value,key:value`, with spaces anywhere, and `True` and `False` in this spelling.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ _VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NO_CACHING: Final = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 _LEAST_SPLIT_MIB: Final = 20
 _WITHOUT_EFFECT: Final = ("release_lock_on_", "graph_capture_", "pinned_")
-"""How keys begin that concern memory of the host, locks or captured graphs."""
+"""Prefixes of keys for host memory, locks or captured graphs."""
 _COLLECTION: Final = "garbage_collection_threshold"
-"""Heeded only with a share of the card (`set_fraction` in c10/cuda/CUDACachingAllocator.cpp)."""
+"""A key that has an effect only with a share of the card (`set_fraction` in c10/cuda/CUDACachingAllocator.cpp)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorSettings:
-    """Settings of how PyTorch's allocator rounds, splits and grows.
+    """Settings that decide how PyTorch's allocator rounds, splits and grows.
 
     Attributes:
-        expandable_segments: Whether a pool is one segment that grows by handles, not many of fixed size.
-        max_split_bytes: Blocks of this size and more are not split; None: all are.
-        roundup_divisions: In how many steps to the next power of two sizes are rounded; 0 or 1: not at all.
-        memory_fraction: The share of the card the process is allowed.
-        total_bytes: What the card has in all; None where it does not matter (see `for_card`).
+        expandable_segments: True if a pool grows by mapping memory, instead of by segments of fixed size.
+        max_split_bytes: Blocks of this size and more are not split; None splits all.
+        roundup_divisions: The steps between two powers of two to which sizes are rounded; 0 or 1 for none.
+        memory_fraction: The share of the card that the process may reserve.
+        total_bytes: The memory of the card; None if no share of it is needed (see `for_card`).
     """
 
     expandable_segments: bool = False
@@ -42,12 +42,12 @@ class AllocatorSettings:
     total_bytes: int | None = None
 
     def for_card(self, total_bytes: int) -> AllocatorSettings:
-        """The same on a card of `total_bytes`: what a share of the memory refers to."""
+        """Return the settings on a card of `total_bytes`, to which a share of the memory refers."""
         return replace(self, total_bytes=total_bytes)
 
     @property
     def allowed_bytes(self) -> int | None:
-        """Return what the process is allowed to reserve; None without a limit (`setMemoryFraction`)."""
+        """Return the bytes that the process may reserve; None without a limit (`setMemoryFraction`)."""
         if self.memory_fraction >= 1:
             return None
         if self.total_bytes is None:
@@ -56,12 +56,12 @@ class AllocatorSettings:
 
 
 def read_settings(environment: Mapping[str, str]) -> AllocatorSettings:
-    """Read what the environment asks of the allocator, as torch does.
+    """Read the settings of the environment as torch does.
 
-    `PYTORCH_CUDA_ALLOC_CONF` wins over `PYTORCH_ALLOC_CONF` where both are set, even when it is empty.
+    `PYTORCH_CUDA_ALLOC_CONF` wins over `PYTORCH_ALLOC_CONF` if both are set, even if it is empty.
 
     Raises:
-        UsageError: It does not have the form, torch would refuse it, or it asks for what is not simulated.
+        UsageError: A setting has another form, torch would refuse it, or it is not simulated.
 
     >>> read_settings({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}).expandable_segments
     True
@@ -90,12 +90,12 @@ def _read(variable: str, text: str) -> AllocatorSettings:
             name, parse = _KEYS[key]
             changes[name] = parse(value)
         except ValueError as error:
-            hint = "leave that key out, or write what torch takes"
+            hint = "leave that key out, or give a value that torch accepts"
             raise UsageError(f"{variable} has {entry}, {error}", hint=hint) from None
     settings = AllocatorSettings(**changes)
     if collects and settings.memory_fraction < 1:
         raise UsageError(
-            f"{variable} has {_COLLECTION} beside a share of the card, which is not simulated", hint="leave one out"
+            f"{variable} has {_COLLECTION} with a share of the card, which is not simulated", hint="leave one out"
         )
     return settings
 
@@ -103,26 +103,26 @@ def _read(variable: str, text: str) -> AllocatorSettings:
 def _split(value: str) -> int:
     digits = re.match(r"\d+", value)
     if digits is None or int(digits[0]) < _LEAST_SPLIT_MIB:
-        raise ValueError(f"and torch wants a number of at least {_LEAST_SPLIT_MIB}")
+        raise ValueError(f"but torch requires a number of at least {_LEAST_SPLIT_MIB}")
     return int(digits[0]) * MIB
 
 
 def _share(value: str) -> float:
     if not re.fullmatch(r"0*\.\d+|[01]\.?0*", value):
-        raise ValueError("which is no share between 0 and 1")
+        raise ValueError("which is no fraction between 0 and 1")
     return float(value)
 
 
 def _switch(value: str) -> bool:
     if value not in ("True", "False"):
-        raise ValueError("and torch knows only True and False")
+        raise ValueError("but torch accepts only True and False")
     return value == "True"
 
 
 def _divisions(value: str) -> int:
     number = int(value) if re.fullmatch(r"\d+", value) else 0
     if number < 1 or number & (number - 1):
-        raise ValueError("and only one power of two for all sizes is simulated")
+        raise ValueError("but only one power of two for all sizes is simulated")
     return number
 
 
@@ -133,4 +133,4 @@ _KEYS: Final[Mapping[str, tuple[str, Callable[[str], Any]]]] = {
     "per_process_memory_fraction": ("memory_fraction", _share),
     "expandable_segments": ("expandable_segments", _switch),
 }
-"""By key: the setting it changes, and what reads its value."""
+"""By key, the setting and the function that reads its value."""

@@ -79,7 +79,7 @@ class Explainer:
 
         Args:
             made: The traces of the schedule.
-            deadline: The time limit of all traces.
+            deadline: The time limit of all further traces.
             changes: Also simulate changes that would lower the peak.
             curve: Also compute the peak over the size of the micro-batch.
             detail: Also list everything held (`MemoryReport.holdings`, `MemoryReport.moments`), for a comparison; the

@@ -1,4 +1,4 @@
-"""Workspaces of attention kernels: the sums in fp32 that they write a gradient from.
+"""Workspaces of attention kernels: mostly sums in fp32, from which a kernel writes a gradient.
 
 Sources, in ATen/native: transformers/cuda/flash_attn/flash_api.cpp (`mha_bwd`, `set_params_splitkv`);
 transformers/cuda/mem_eff_attention/kernel_backward.h (`workspace_size`) and kernel_forward.h

@@ -136,7 +136,7 @@ def lstm_cell(
     b_hh: Tensor | None = None,
     w_hr: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`LSTMCell` in `aten/src/ATen/native/RNN.cpp`; `w_hr` projects the output."""
+    """Run `LSTMCell` in ATen/native/RNN.cpp; `w_hr` projects the output."""
     gates, hidden_gates = F.linear(input, w_ih), F.linear(hx[0], w_hh)
     out, cell, _ = torch.ops.aten._thnn_fused_lstm_cell(gates, hidden_gates, hx[1], b_ih, b_hh)
     return (out if w_hr is None else F.linear(out, w_hr)), cell

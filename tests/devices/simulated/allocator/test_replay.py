@@ -177,8 +177,8 @@ def test_a_result_holds_for_the_whole_range_of_capacities(seed: int, kind: Alloc
     capacity = int(share * replay(events, sizes, settings=kind).peak_reserved_bytes)
     done = replay(events, sizes, capacity=capacity, settings=kind)
     assert done == replay(events, sizes, capacity=capacity, settings=kind), "a replay is deterministic"
-    assert done.valid_from_bytes <= capacity
-    assert done == replay(events, sizes, capacity=done.valid_from_bytes, settings=kind)
+    assert done.peak_reserved_bytes <= capacity
+    assert done == replay(events, sizes, capacity=done.peak_reserved_bytes, settings=kind)
     if done.valid_below_bytes is not None:
         assert done.valid_below_bytes > capacity
         assert done == replay(events, sizes, capacity=done.valid_below_bytes - 1, settings=kind)
