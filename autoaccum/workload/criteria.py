@@ -40,11 +40,6 @@ class Criterion:
     source: str
 
     @property
-    def is_elementwise(self) -> bool:
-        """Return whether its mean is over all elements of the targets."""
-        return self.divisor == "elements"
-
-    @property
     def divisor(self) -> Divisor:
         """The things that its mean counts; samples if unknown."""
         is_batchmean = self.rule == "kl_div" and settings(self.function).get("reduction") == "batchmean"
