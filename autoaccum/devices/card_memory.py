@@ -1,4 +1,4 @@
-"""One CUDA card, as PyTorch in a process with a context on it and NVML tell of it: records, without torch."""
+"""Records of a CUDA card, from PyTorch in a process with a context on it, and from NVML; no torch here."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class CardMemory:
     """A card and its memory, in bytes, at one moment.
 
     Attributes:
-        index: As in `cuda:N`: among the cards that are visible to this process.
-        name: The model's name, such as `NVIDIA GeForce RTX 3090`.
-        total_bytes: All there is, as PyTorch takes fractions of it.
-        free_bytes: What the driver would still give to anyone (cudaMemGetInfo).
-        reserved_bytes: What PyTorch's allocator in this process holds already.
+        index: The index among the cards that are visible to this process, as in `cuda:N`.
+        name: The name of the model, such as `NVIDIA GeForce RTX 3090`.
+        total_bytes: The total memory, which PyTorch's memory fractions are of.
+        free_bytes: The memory that the driver has free (cudaMemGetInfo).
+        reserved_bytes: The memory that PyTorch's allocator in this process holds.
         capability: Compute capability, such as (8, 6).
-        multiprocessors: How many there are.
-        uuid: Without prefix; None where PyTorch does not tell.
-        allowed_bytes: What the allocator is limited to already (`set_per_process_memory_fraction`, or
+        multiprocessors: The number of multiprocessors.
+        uuid: The uuid without its prefix; None if PyTorch does not have it.
+        allowed_bytes: The limit that the allocator already has (`set_per_process_memory_fraction`, or
             `PYTORCH_ALLOC_CONF=per_process_memory_fraction:...`); None without a limit.
     """
 
@@ -38,18 +38,18 @@ class CardMemory:
 
     @property
     def available_bytes(self) -> int:
-        """The most PyTorch's allocator in this process could hold: what it holds, and what is free."""
+        """The most that PyTorch's allocator in this process can hold: its own memory and the free memory."""
         allowed = self.total_bytes if self.allowed_bytes is None else self.allowed_bytes
         return min(allowed, self.reserved_bytes + self.free_bytes)
 
     @property
     def held_outside_bytes(self) -> int:
-        """What is neither free nor this allocator's: other processes, and this one's context."""
+        """The memory of other processes and of this process's context."""
         return max(0, self.total_bytes - self.free_bytes - self.reserved_bytes)
 
 
 def check_index(index: int, names: Sequence[str], visible: str | None) -> None:
-    """Refuse an index beyond the visible cards, whose `names` are in CUDA's order.
+    """Check the index of a card against the `names` of the visible cards, in CUDA's order.
 
     Raises:
         UsageError: There is no such card.
@@ -77,15 +77,15 @@ class CardReport:
     """A card, with a context of this process on it and PyTorch warm.
 
     Attributes:
-        memory: As PyTorch sees it.
+        memory: The card and its memory, from PyTorch.
         allocator: PyTorch's allocator: `native` or `cudaMallocAsync`.
-        driver: The driver's version; None where NVML does not tell.
-        nvml_missing: Why NVML does not tell; None when it does.
-        mig: Whether the card is cut into slices; None where NVML does not tell.
-        slice: The slice's name.
-        context_bytes: What this process holds outside of the allocator: its context and CUDA's libraries. None where
-            that could not be told apart from what others hold.
-        others: Other processes on the card; None where NVML does not tell.
+        driver: The driver's version; None if NVML does not know it.
+        nvml_missing: The reason why there is nothing from NVML; None if there is.
+        mig: Whether the card is divided into MIG slices; None if NVML does not know it.
+        slice: The name of the MIG slice.
+        context_bytes: The memory of this process outside of the allocator: its context and CUDA's libraries. None if it
+            cannot be separated from that of other processes.
+        others: Other processes on the card; None if NVML does not know them.
     """
 
     memory: CardMemory
@@ -99,7 +99,7 @@ class CardReport:
 
     @property
     def used_by_others_bytes(self) -> int | None:
-        """What is taken by others, the driver included; None where the own context is not known."""
+        """The memory of other processes and the driver; None if this process's context is not known."""
         if self.context_bytes is None:
             return None
         return max(0, self.memory.held_outside_bytes - self.context_bytes)
@@ -113,11 +113,11 @@ def report_card(
     own_pid: int,
     allocator: str = "native",
 ) -> CardReport:
-    """Put together what is known: all cards `before` this process made its context, and the card `now`.
+    """Make the report of a card from NVML's records: all cards `before` this process made its context, the card `now`.
 
-    The own process is the one with `own_pid`; where pids are those of another namespace (containers), the only one
-    that has come since `before`. What it holds outside of the allocator is what NVML says it holds, or else by how
-    much more of the card is taken than before, less what the allocator holds.
+    This process is the one with `own_pid`; if pids are those of another namespace (containers), the only new one since
+    `before`. Its memory outside of the allocator is that in NVML's record of the process, or else the growth of the
+    card's used memory since `before`, minus the memory of the allocator.
     """
     if now is None or isinstance(now, NvmlMissing):
         reason = "PyTorch does not tell the card's uuid" if now is None else now.reason
@@ -146,9 +146,9 @@ def _own_process(now: Nvml, earlier: Nvml | None, own_pid: int) -> CardProcess |
 
 
 def _others(now: Nvml, own: CardProcess | None) -> tuple[CardProcess, ...] | None:
-    """All but the own process; None where that is not known.
+    """Return all processes but this one; None if this one is not known.
 
-    Of a card that is cut into slices, NVML tells the processes of all of them: those on other slices hold nothing here.
+    For a card with MIG slices NVML lists the processes of all slices: those on other slices hold nothing here.
     """
     if now.processes is None or (now.mig and now.slice is None):
         return None

@@ -1,4 +1,4 @@
-"""A card's memory: the fraction PyTorch's allocator is held to, its peaks and its retries."""
+"""The meter of a card's memory: the limit on PyTorch's allocator, its peaks and its retries."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _LIMITED = ("native", "cudaMallocAsync")
 
 
 class CardMeter:
-    """What this process takes of one card (see `devices.cuda` for what counts).
+    """A meter of the memory that this process takes of one card (`devices.cuda` says what counts).
 
-    Make it before anything here uses CUDA: NVML's look at the cards before the context is what tells its size.
+    Make it before anything here uses CUDA: the size of the context follows from NVML's record from before.
 
     Args:
-        index: Of the card, among those that are visible.
-        make_current: Whether `open` takes the card for the one that `cuda` without an index means.
+        index: The card's index among the visible cards.
+        make_current: Whether `open` makes the card the one that `cuda` without an index means.
     """
 
     def __init__(self, index: int, *, make_current: bool = False) -> None:
@@ -46,7 +46,7 @@ class CardMeter:
         """Make a context on the card.
 
         Raises:
-            UsageError: It is not among the visible ones, or an allocator is chosen that keeps to no limit.
+            UsageError: The card is not visible, or the chosen allocator cannot be limited.
             NotMeasuredError: CUDA does not start.
         """
         try:
@@ -60,7 +60,7 @@ class CardMeter:
             raise start_error(self.device, error) from error
 
     def begin(self) -> Mapping[str, Any]:
-        """The card's report: what it is, what is free of it, and who holds the rest."""
+        """Take the baseline; return the report of the card: its memory, and who holds the rest."""
         memory = read_card(self._index)
         name = choose_name(memory.uuid, os.environ.get("CUDA_VISIBLE_DEVICES"))
         now = None if name is None else read_nvml_card(name)
@@ -71,20 +71,20 @@ class CardMeter:
         return {"card": dataclasses.asdict(report)}
 
     def start(self) -> None:
-        """Begin a new peak; the allocator's counters are read."""
+        """Begin a new measurement of the peak, and read the allocator's counters."""
         self._peak = CardPeak.start(self._index)
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
-        """Hold the allocator to the budget; what it kept from loading and from earlier jobs counts."""
+        """Hold the allocator to the budget, which also counts memory left by loading and by earlier jobs."""
         return card_limit(self._index, budget_bytes)
 
     def read(self) -> Reading:
-        """Peaks and counters since `start`; also when the context is dead."""
+        """Return peaks and counters since `start`, even if the context is dead."""
         assert self._peak is not None
         return self._peak.read()
 
     def measure_leftover(self) -> int:
-        """What the allocator could not give back after the last job, in whole segments."""
+        """Return the bytes that the allocator could not release after the last job, in whole segments."""
         now = torch.cuda.memory_reserved(self._index)
         before = self._base_bytes if self._after_first_job_bytes is None else self._after_first_job_bytes
         self._after_first_job_bytes = now if self._after_first_job_bytes is None else self._after_first_job_bytes
@@ -92,7 +92,7 @@ class CardMeter:
 
 
 def start_error(device: torch.device, error: BaseException) -> NotMeasuredError:
-    """What is said where CUDA does not start."""
+    """Return the error for CUDA that does not start."""
     return NotMeasuredError(
         f"CUDA does not start on {device} ({first_line(error)})",
         hint="nvidia-smi should list the card and a driver that is new enough for this build of PyTorch",
@@ -100,9 +100,9 @@ def start_error(device: torch.device, error: BaseException) -> NotMeasuredError:
 
 
 def choose_name(uuid: str | None, visible: str | None) -> str | None:
-    """What NVML is asked for: a slice by the name CUDA_VISIBLE_DEVICES gives it, else the card's uuid.
+    """Return the name to query NVML by: that of a MIG slice in CUDA_VISIBLE_DEVICES, else the card's uuid.
 
-    CUDA shows a process one MIG slice at most, and what uuid PyTorch tells for it depends on the driver.
+    CUDA shows a process one MIG slice at most, and PyTorch's uuid for it depends on the driver.
 
     >>> choose_name("ffc79498-8ff3-c2dc-3b0d-fafd804516ae", "MIG-90443af0-2fe6-57fb-86fe-54186d5a6581")
     'MIG-90443af0-2fe6-57fb-86fe-54186d5a6581'
@@ -112,10 +112,10 @@ def choose_name(uuid: str | None, visible: str | None) -> str | None:
 
 
 def check_allocator(environment: Mapping[str, str], backend: str) -> None:
-    """Refuse allocators that can neither be limited nor asked.
+    """Check that the allocator can be limited and measured.
 
     Raises:
-        UsageError: Caching is off, or another allocator than PyTorch's own is in its place.
+        UsageError: Caching is off, or the allocator is not PyTorch's own.
     """
     if _NO_CACHING in environment or backend not in _LIMITED:
         seen = f"{_NO_CACHING} is set" if _NO_CACHING in environment else f"the allocator is {backend!r}"
@@ -125,10 +125,10 @@ def check_allocator(environment: Mapping[str, str], backend: str) -> None:
 
 
 def read_card(index: int) -> CardMemory:
-    """What card `index` is, and how much of it is free now.
+    """Read the properties of card `index` and its free memory.
 
     Raises:
-        RuntimeError: As PyTorch raises it: there is no such card, or no driver.
+        RuntimeError: From PyTorch: there is no such card, or no driver.
     """
     properties = torch.cuda.get_device_properties(index)
     free_bytes, _ = torch.cuda.mem_get_info(index)
@@ -149,16 +149,16 @@ def read_card(index: int) -> CardMemory:
 
 @contextmanager
 def card_limit(index: int, limit_bytes: int) -> Iterator[None]:
-    """Within, PyTorch's allocator holds at most `limit_bytes` of card `index`; what it holds already counts.
+    """Limit PyTorch's allocator within to `limit_bytes` of card `index`, including the memory it already holds.
 
-    The allocator compares what it has got from the driver, whole segments, with the limit, and raises
-    `torch.OutOfMemoryError` where releasing its cache does not help. A lower limit that is set already stays. The
-    one from before is set again at the end, unless the context is dead: then nobody can use the card any more.
+    The allocator compares its memory from the driver, whole segments, with the limit, and raises
+    `torch.OutOfMemoryError` if releasing its cache is not enough. A lower limit from before stays. The limit from
+    before is restored at the end, unless the context is dead: then the process cannot use the card any more.
     """
-    # cudaMallocAsync without a limit tells 2**64 bytes of a card, and takes no more than all of it back.
+    # Without a limit, cudaMallocAsync returns a fraction of 2**64 bytes, and it accepts 1.0 at most.
     before = min(1.0, torch.cuda.get_per_process_memory_fraction(index))
     _, driver_bytes = torch.cuda.mem_get_info(index)
-    # Newer releases take the fraction of the properties' total, older ones of the driver's.
+    # The fraction is one of the properties' total in newer releases, of the driver's in older ones.
     total_bytes = max(driver_bytes, torch.cuda.get_device_properties(index).total_memory)
     torch.cuda.set_per_process_memory_fraction(min(before, memory_fraction(limit_bytes, total_bytes)), index)
     try:
@@ -172,9 +172,9 @@ def card_limit(index: int, limit_bytes: int) -> Iterator[None]:
 
 
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
-    """The share of `total_bytes` that, cut to whole bytes as PyTorch does it, is never more than `limit_bytes`.
+    """Return the fraction of `total_bytes` that PyTorch rounds to `limit_bytes` at most.
 
-    That is `static_cast<size_t>(fraction * static_cast<double>(total))`, setMemoryFraction in
+    PyTorch computes `static_cast<size_t>(fraction * static_cast<double>(total))`, setMemoryFraction in
     c10/cuda/CUDACachingAllocator.cpp.
 
     >>> memory_fraction(12 * 1024**3, 24 * 1024**3)
@@ -190,24 +190,24 @@ def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class CardPeak:
-    """A new peak on one card, and how often its allocator had tried again then; made by `start`."""
+    """A measurement of the peak on one card, with the allocator's retries at its beginning; made by `start`."""
 
     index: int
     retries_before: int
 
     @classmethod
     def start(cls, index: int) -> CardPeak:
-        """Begin a new peak on card `index`: what is held now is the least it can be."""
-        torch.cuda.current_device()  # Starts CUDA where nothing has yet.
+        """Reset the peak of card `index` to the memory that is held now."""
+        torch.cuda.current_device()  # Starts CUDA if nothing has yet.
         torch.cuda.reset_peak_memory_stats(index)
         return cls(index, int(torch.cuda.memory_stats(index).get("num_alloc_retries", 0)))
 
     def read(self) -> Reading:
-        """Peaks of what tensors and of what the allocator held, and its retries since the start.
+        """Return the peaks of tensors and of the allocator, and its retries, since the start.
 
-        A retry (`num_alloc_retries`) is a release of the cache because the driver, or the limit, said no. This asks
-        the allocator only, so it also works when the context is dead. A reset by anyone else meanwhile loses what
-        was before it.
+        A retry (`num_alloc_retries`) is a release of the cache after the driver, or the limit, refused memory. Only
+        the allocator is read, so this also works when the context is dead. If other code resets the peak meanwhile,
+        an earlier peak is lost.
         """
         stats = torch.cuda.memory_stats(self.index)
         retries = int(stats.get("num_alloc_retries", 0))

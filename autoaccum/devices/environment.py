@@ -1,4 +1,4 @@
-"""What a measurement depends on besides the workload; nothing here imports torch before it is asked."""
+"""The environment of a measurement: versions, processor, settings; torch is imported only when needed."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _CARD_VARIABLES = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-"""Expandable segments, among others, are switched on by the last two: the newer name and the older one."""
+"""The last two are the newer and the older name of the allocator's settings, such as expandable segments."""
 
 
 def describe_environment(device: torch.device) -> Mapping[str, Any]:
-    """Versions, processor, threads, allocator settings; on a card also CUDA, cuDNN and what steers them."""
+    """Return versions, processor, threads and allocator settings; on a card also CUDA, cuDNN and their settings."""
     import torch
 
     is_card = device.type == "cuda"
@@ -71,12 +71,12 @@ _LEAST = (2, 11)
 
 
 def read_torch_release() -> tuple[int, int]:
-    """Major and minor number of the torch that is installed.
+    """Return the major and minor version of the installed torch.
 
     Inside of a simulation, `kernels.release.torch_release` asks the one that runs.
 
     Raises:
-        UsageError: There is none, or an older one than can be simulated.
+        UsageError: torch is not installed, or too old for simulations.
     """
     try:
         installed = version("torch")

@@ -1,4 +1,4 @@
-"""What some devices tell beside their trials: what is predicted of any size, and where the memory of a step goes."""
+"""Reports of devices beside their trials: predictions, forecasts, and where the memory of a step goes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,27 @@ Category = Literal[
     "workspace",
     "unused",
 ]
-"""What bytes of the allocator are for. `parameters`: with buffers. `gradients`: with the fp32 buffers they accumulate
-in. `averages`: copies of the weights, such as an EMA. `activations`: what forward leaves for its backward (inputs, and
-copies that autocast keeps, too), and the few bytes of losses that are yet to be read. `outputs`: tensors that the loop
-keeps (what the model returned, and the loss) for as long as they are there, whether or not their backward needs them,
-too; none without `keeps`. `temporaries`: tensors of backward and update that are none of these, and those of forward
-that do not outlive it.
-`workspace`: what kernels and libraries take beside tensors. `unused`: cached or lost to rounding, and part of the peak
-all the same."""
+"""The purpose of allocated bytes. `parameters`: with buffers. `gradients`: with the fp32 buffers that they accumulate
+in. `averages`: copies of the weights, such as an EMA. `activations`: tensors that forward keeps for backward (with
+inputs, and copies by autocast), and the few bytes of losses that are not yet read. `outputs`: tensors that the loop
+holds (the model's outputs and the loss), whether or not backward needs them, too; none without `keeps`.
+`temporaries`: other tensors of backward and update, and those of forward that do not outlive it. `workspace`: memory
+that kernels and libraries take beside tensors. `unused`: cached or lost to rounding; part of the peak."""
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleShare:
-    """What a module holds at the peak, without the modules in it; equal ones that differ by number are one record.
+    """The memory of a module at the peak, without its submodules; equal modules with other numbers share a record.
 
     Attributes:
-        name: Its path in the model; of several, with `*` for the numbers in which they differ, as in `h.*.attn`, or
-            with these (`{4..6}.up`); empty for the model itself and what belongs to no module.
-        kind: The name of its class; empty for what belongs to no module.
-        count: How many modules the record is of.
-        bytes: What they hold at the peak, all together, also by `categories`.
-        bytes_per_sample: By how much that grows with each sample of the micro-batch; None: not known.
+        name: Its path in the model; of several, with `*` for the numbers (`h.*.attn`), or with their range
+            (`{4..6}.up`); empty for the model itself and for memory of no module.
+        kind: The name of its class; empty for memory of no module.
+        count: The number of modules.
+        bytes: Their memory at the peak, in all; `categories` splits it up.
+        bytes_per_sample: The growth of `bytes` with each sample of the micro-batch; None: not known.
     """
 
     name: str
@@ -54,15 +52,15 @@ class ModuleShare:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What one module holds at the peak for one purpose, by itself, without the modules in it.
+    """The memory of one module at the peak for one purpose, without its submodules.
 
     Attributes:
-        category: What for.
-        module: Its path in the model; empty for the model itself (`kind` tells) and for what belongs to no module.
-        kind: The name of its class; empty for what belongs to no module.
-        dtype: Of these tensors, such as `bfloat16`; empty for memory beside tensors.
-        op: The operator that made most of them, such as `aten.addmm`; empty for what was there before.
-        bytes: How many.
+        category: The purpose.
+        module: Its path in the model; empty for the model itself (which has a `kind`) and for memory of no module.
+        kind: The name of its class; empty for memory of no module.
+        dtype: The dtype of the tensors, such as `bfloat16`; empty for memory beside tensors.
+        op: The operator that made most of them, such as `aten.addmm`; empty for tensors from before the step.
+        bytes: Their bytes.
     """
 
     category: Category
@@ -75,13 +73,13 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """When most is held during one phase of all that is traced: of equal moments the last.
+    """The moment of one phase at which most memory is held; of equal moments the last.
 
     Attributes:
-        phase: Where the step is.
-        held_bytes: What tensors and workspaces hold then: the sum of `categories`.
-        categories: What for; those of 0 bytes and `unused` are left out.
-        holdings: The same by module, complete, in the order of the model; moments are equal without.
+        phase: The phase of the step.
+        held_bytes: The memory of tensors and workspaces at that moment: the sum of `categories`.
+        categories: The bytes by purpose, without `unused` and those of 0 bytes.
+        holdings: The same by module, complete, in the order of the model; not compared by `==`.
     """
 
     phase: Phase
@@ -92,15 +90,15 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What would become of the peak if one thing were changed, by a simulation of just that.
+    """The effect of one change on the peak, by a simulation.
 
     Attributes:
         name: Short and unique, such as `bf16`, `checkpoint`, `foreach=False`, `SGD`.
-        what: What to change, as a phrase.
-        peak_bytes: The peak then; None where it could not be simulated.
-        saved_bytes: What that is less than the peak as it is: below 0 where it takes more.
-        least_bytes: The smallest budget at which it would then run.
-        message: Why it could not be simulated.
+        what: The change, as a phrase.
+        peak_bytes: The peak with the change; None if it could not be simulated.
+        saved_bytes: By how much the change lowers the peak; negative if it raises it.
+        least_bytes: The smallest budget at which the step would run with the change.
+        message: The reason why it could not be simulated.
     """
 
     name: str
@@ -113,19 +111,19 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """Where the memory is at the moment of an update at which tensors and workspaces hold most.
+    """The use of memory at the moment of an update at which tensors and workspaces hold most.
 
     Attributes:
-        card: What is simulated, such as `rtx3090 (simulated)`.
+        card: The simulated card, such as `rtx3090 (simulated)`.
         parts: The micro-batches that were traced, in samples.
-        peak_bytes: The most that the allocator holds of the card where nothing limits it: the sum of `categories`.
-        categories: All of them, in order, in bytes.
-        context_bytes: What the process holds outside of the allocator, on top.
-        phase: Where the step is at that moment.
-        op: The operator that runs then, such as `aten.mm`, or what else asks for memory.
-        module: The module it runs for, as in `ModuleShare`; empty for none.
-        modules: The ten that hold most, the largest first.
-        changes: What would change the peak, in the order of what it saves.
+        peak_bytes: The peak of the allocator without a limit: the sum of `categories`.
+        categories: The bytes by purpose, all purposes in order.
+        context_bytes: The memory that the process holds outside of the allocator, in addition.
+        phase: The phase of the step at that moment.
+        op: The operator that runs at that moment, such as `aten.mm`, or another origin of the request.
+        module: The module that it runs for, as in `ModuleShare`; empty for none.
+        modules: The ten modules that hold most, the largest first.
+        changes: Changes that affect the peak; the one that saves most comes first.
     """
 
     card: str
@@ -142,13 +140,13 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The memory of the last update over time, coarse enough to be drawn.
+    """The memory of the last update over time, with few enough points for a figure.
 
     Attributes:
-        categories: By category, the bytes at every point; none for `unused`.
-        reserved_bytes: What the allocator holds of the card at every point.
-        phases: Where the step is from which point on: (index of the point, phase), ascending.
-        peak_at: The index of the point with the peak that is explained.
+        categories: The bytes at every point, by category, without `unused`.
+        reserved_bytes: The memory that the allocator holds of the card at every point.
+        phases: The beginning of each phase: (index of the point, phase), ascending.
+        peak_at: The index of the point with the explained peak.
     """
 
     categories: Mapping[Category, tuple[int, ...]]
@@ -159,7 +157,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Peak and least budget of two parts of one size, in samples and bytes."""
+    """The peak and the least budget of two micro-batches of `size` samples."""
 
     size: int
     peak_bytes: int
@@ -168,15 +166,15 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """All that is known of where memory goes: what a plan keeps, and what only pictures need.
+    """A report of where the memory goes: the explanation in a plan, and the data of figures.
 
     Attributes:
-        explanation: For the plan.
+        explanation: The explanation in the plan.
         timeline: The memory over time.
-        curve: The peak over the micro-batch, ascending; empty where sizes do not follow from each other.
-        notes: Sentences for the plan.
-        holdings: What is held at the moment that is explained, by module, complete and in the order of the model.
-        moments: The same for each phase that asks for memory, the first of a step first.
+        curve: The peak over the micro-batch size, ascending; empty if traces of other sizes cannot be computed.
+        notes: Notes for the plan.
+        holdings: The memory at the explained moment, by module, complete and in the order of the model.
+        moments: The same for each phase that requests memory, in the order of a step.
     """
 
     explanation: Explanation
@@ -189,27 +187,27 @@ class MemoryReport:
 
 @runtime_checkable
 class ExplainingDevice(Protocol):
-    """A device that can tell where memory goes."""
+    """A device that can report where the memory goes."""
 
     def explain(
         self, parts: tuple[int, ...], *, changes: bool = True, curve: bool = False, limit_seconds: float | None = None
     ) -> MemoryReport:
-        """Account for the memory of `parts`, whose trial ran, and for `changes` and the `curve` of the peak.
+        """Report the memory of `parts`, after their trial ran; also simulate `changes` and the `curve` of the peak.
 
         Raises:
-            WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
+            WorkloadError, UsageError, NotMeasuredError: The step cannot be simulated.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a plan records of a schedule that nothing really ran.
+    """A plan's record of a schedule that was predicted, and did not run.
 
     Attributes:
         least_bytes: The smallest budget at which it would still run.
-        band_bytes: How far off it may be whether it fits.
-        warnings: Sentences for the plan.
-        notes: Likewise.
+        band_bytes: The uncertainty of the prediction.
+        warnings: Warnings for the plan.
+        notes: Notes for the plan.
     """
 
     least_bytes: int
@@ -220,11 +218,11 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What peaks to expect before any trial.
+    """The peaks that are expected before any trial.
 
     Attributes:
-        peak_bytes: The peak at a size of at least 2 samples, or None where it cannot be told; None: of no size.
-        notes: Sentences for the plan.
+        peak_bytes: A function of a size from 2 samples on, to the peak or None if it is not known; None: no peak is.
+        notes: Notes for the plan.
     """
 
     peak_bytes: Callable[[int], int | None] | None = None
@@ -233,19 +231,19 @@ class Forecast:
 
 @runtime_checkable
 class PredictingDevice(Protocol):
-    """A device whose trials predict."""
+    """A device with trials that are predictions."""
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
-        """What is predicted of `parts`, whose trial from a clean state ran.
+        """Return the prediction for `parts`, after a fresh trial of them.
 
         Raises:
-            WorkloadError, NotMeasuredError: As a trial of them records it.
+            WorkloadError, NotMeasuredError: As in the record of that trial.
         """
 
 
 @runtime_checkable
 class ForecastingDevice(Protocol):
-    """A device that can tell what peaks to expect."""
+    """A device that can forecast peaks."""
 
     def forecast(self, *, limit_seconds: float | None = None) -> Forecast:
-        """What peaks to expect; where that cannot be told, nothing is lost but trials."""
+        """Forecast the peaks; without a forecast, the search only takes more trials."""

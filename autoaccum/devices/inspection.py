@@ -1,4 +1,4 @@
-"""What is known of a workload before any trial: run in the child, on a few samples, without a limit on memory."""
+"""The inspection of a workload before any trial: on a few samples, without a limit on memory."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ SAMPLES = 2
 """BatchNorm in training mode refuses a single sample."""
 
 LAYOUT_SAMPLES = 3
-"""In a batch of two samples, a pair could be one entry for each."""
+"""In a batch of two samples, a pair could be taken for one entry per sample."""
 
 
 def inspect_workload(workload: Workload, share: int, meter: Meter | None = None) -> Inspection:
-    """Build everything once, make one update from a small batch, and compare the weighting of its parts.
+    """Build everything once, make one update from a small batch, and check the weighting of its parts.
 
     Raises:
-        WorkloadError: It cannot be trained: a batch of another size than asked, no trainable parameters, a loss that
-            is no scalar, not connected or not finite.
+        WorkloadError: The workload cannot be trained: its batch has another size than requested, it has no trainable
+            parameters, or its loss is not a scalar, not finite or not connected to them.
     """
     seed_everything()
     meter = make_meter("cpu") if meter is None else meter
@@ -65,17 +65,17 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
         sample_bytes = measure_sample_bytes(workload, model, size) if share >= 2 * size else None
         least_size = find_least_size(workload, model)
     batchnorms = batchnorm_names(model)
-    if model_device(model) != origin:  # The workload may hand out the same again; what follows was made for there.
+    if model_device(model) != origin:  # `model()` may return the same object again, on the device where it was made.
         model.to(origin)
         workload.objective.move_criterion(origin)
-    subject = describe_setup(workload, model, made, probe_size(workload, LAYOUT_SAMPLES, share), first.terms)
+    fields = describe_setup(workload, model, made, probe_size(workload, LAYOUT_SAMPLES, share), first.terms)
     coupling = probe_workload(workload, model)
     coupled = coupling.warnings(covered=batchnorms)
-    told = [sentence for sentence in said if not isinstance(sentence, Advice)]  # Of these, the experiment knows more.
+    said = [sentence for sentence in said if not isinstance(sentence, Advice)]  # `check_weighting` knows more.
     weighting = check_weighting(workload, coupled=bool(coupled))
-    subject["recipe"]["misweighted"] = find_advice(weighting)
+    fields["recipe"]["misweighted"] = find_advice(weighting)
     return Inspection(
-        **subject,
+        **fields,
         environment=describe_environment(meter.device),
         least_size=least_size,
         update_bytes=update_bytes,
@@ -84,14 +84,14 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
         found_multiple=found_multiple,
         coupling=coupling,
         warnings=tuple(weighting),
-        accumulation_warnings=(*told, *coupled),
+        accumulation_warnings=(*said, *coupled),
     )
 
 
 def describe_setup(
     workload: Workload, model: nn.Module, optimizer: Optimizer, size: int, terms: Iterable[str]
 ) -> dict[str, Any]:
-    """The fields of an inspection that need no measuring; `size` samples tell the form of a batch."""
+    """Return the fields of an inspection that need no measurement; the batch's form is read from `size` samples."""
     objective, parameters = workload.objective, list(model.parameters())
     return {
         "name": workload.name,
@@ -119,15 +119,15 @@ def describe_setup(
 
 
 def probe_size(workload: Workload, count: int, share: int) -> int:
-    """`count` samples, or the least more that can be run; no more than `share`."""
+    """Return `count` rounded up to a multiple that the workload can run, at most `share`."""
     each = workload.multiple_of or 1
     return min(-(-count // each) * each, share)
 
 
 def detect_multiple(workload: Workload, model: nn.Module, share: int) -> tuple[Workload, str | None]:
-    """`workload` as one of even micro-batches where 2 samples ran and 1 and 3 raise, and the sentence on that.
+    """Return `workload` with `multiple_of=2` if 2 and 4 samples run while 1 and 3 raise, and a note on that.
 
-    Only where it does not say itself; BatchNorm, which refuses one sample, runs three.
+    A workload that sets `multiple_of` stays as it is. BatchNorm refuses 1 sample, but runs 3.
     """
     if workload.multiple_of is not None or share < 2 or _run(workload, model, 3) is None:
         return workload, None
@@ -140,7 +140,7 @@ def detect_multiple(workload: Workload, model: nn.Module, share: int) -> tuple[W
 
 
 def _run(workload: Workload, model: nn.Module, size: int) -> Exception | None:
-    """What a forward of `size` samples raises by the user's fault; None where it runs, or memory is out."""
+    """Return the exception of a forward of `size` samples; None if it ran, or ran out of memory."""
     try:
         workload.objective.terms(model, move_batch(workload.build_batch(size), model_device(model)))
     except Exception as error:
@@ -149,22 +149,22 @@ def _run(workload: Workload, model: nn.Module, size: int) -> Exception | None:
 
 
 def name_loss(workload: Workload) -> Literal["loss", "criterion", "model"]:
-    """The name the workload gives its loss: `model` where the model computes it."""
+    """Return the name of the workload's loss: `model` if the model computes it."""
     if workload.objective.model_loss is not None:
         return "model"
     return "loss" if workload.criterion is None else "criterion"
 
 
 def find_advice(sentences: Iterable[str]) -> str | None:
-    """The sentence that tells what the loss divides by instead, where there is one."""
+    """Return the advice on what the loss divides by instead, if there is one."""
     return next((sentence for sentence in sentences if isinstance(sentence, Advice)), None)
 
 
 @contextmanager
 def collect_warnings() -> Iterator[list[str]]:
-    """Collect what the Accumulator warns of, for the plan; other warnings are given again at the end.
+    """Collect the Accumulator's warnings for the plan; other warnings are shown at the end.
 
-    What it guesses of the weighting is collected as `Advice`.
+    Its warnings about the weighting are collected as `Advice`.
     """
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -180,7 +180,7 @@ def collect_warnings() -> Iterator[list[str]]:
 
 
 def find_least_size(workload: Workload, model: nn.Module) -> int:
-    """The smallest micro-batch that can be trained at all, in samples: BatchNorm refuses one value per channel."""
+    """Return the smallest micro-batch that can be trained, in samples: BatchNorm refuses one value per channel."""
     each = workload.multiple_of or 1
     norms = [] if workload.batchnorm == "frozen" else batchnorm_names(model, workload.objective.criterion_module)
     if each > 1 or not norms:
@@ -202,14 +202,14 @@ def _check_finite(loss: float, size: int) -> None:
 
 
 def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int | None:
-    """The bytes that stay alive after forward for its backward, per sample; scratch and gradients come on top.
+    """Return the bytes per sample that stay alive after forward for its backward, without workspaces and gradients.
 
-    The difference of batches of `size` samples and of twice as many, so that what does not depend on the size drops
-    out. It is a hint for the search: None where it cannot be told, whatever the reason.
+    It is the difference between batches of `size` samples and of twice as many, in which constant bytes cancel out.
+    The search uses it as a hint: None if it cannot be measured, for any reason.
     """
     try:
         small, large = (_held_bytes(workload, model, samples) for samples in (size, 2 * size))
-    except Exception:  # A model that does not bear being watched trains all the same.
+    except Exception:  # A model that cannot be observed can still train.
         return None
     return (large - small) // size if large > small else None
 

@@ -1,4 +1,4 @@
-"""What a training loop holds beside its step: outputs it still names, averages of the weights, an evaluation."""
+"""Memory that a training loop takes beside its step: held outputs, an EMA of the weights, an evaluation."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import user_code
 
 EMA_DECAY = 0.999
-"""As torch has it by itself."""
+"""The default of torch.optim.swa_utils.get_ema_multi_avg_fn."""
 
 _average: Any = swa_utils.get_ema_multi_avg_fn
 _PASSES = 2
-"""What the first one leaves is still named while the second runs."""
+"""The outputs of the first pass are still held while the second one runs."""
 
 
 class HeldOutputs:
-    """What a loop still names of its last micro-batch: each is let go of when the next one has taken its name.
+    """Outputs of the last micro-batch that a loop still refers to: each is freed once its successor is there.
 
     Attributes:
-        calls: What the model returned, by the order of its calls for one micro-batch.
-        terms: The loss.
+        calls: The model's outputs, in the order of its calls for one micro-batch.
+        terms: The loss, by the names of its terms.
     """
 
     def __init__(self) -> None:
@@ -45,57 +45,57 @@ class HeldOutputs:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors that are named, as far as containers show them."""
+        """All tensors that are held, as far as they are found in containers."""
         return list(pytree.tensors([self.calls, self.terms]))
 
     @contextmanager
-    def naming(self, model: nn.Module) -> Iterator[None]:
-        """Within, what `model` returns is named, as that of one micro-batch."""
+    def holding(self, model: nn.Module) -> Iterator[None]:
+        """Hold the outputs of `model` within, as those of one micro-batch."""
         number = 0
 
-        def name(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        def hold(module: nn.Module, inputs: Any, outputs: Any) -> None:
             nonlocal number
             self.calls[number : number + 1] = [outputs]
             number += 1
 
-        with model.register_forward_hook(name):
+        with model.register_forward_hook(hold):
             yield
         del self.calls[number:]
 
 
 @dataclass(frozen=True)
 class HoldingObjective(Objective):
-    """An objective that names what the model returns, and the loss.
+    """An objective that also holds the model's outputs and the loss.
 
     Attributes:
-        kept: Where.
+        held: The outputs and the loss.
     """
 
-    kept: HeldOutputs = dataclasses.field(default_factory=HeldOutputs)
+    held: HeldOutputs = dataclasses.field(default_factory=HeldOutputs)
 
     def terms(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """As `Objective` has it."""
-        with self.kept.naming(model):
+        """As `Objective.terms`."""
+        with self.held.holding(model):
             terms = super().terms(model, batch)
-        self.kept.terms = terms
+        self.held.terms = terms
         return terms
 
 
-def naming(objective: Objective, kept: HeldOutputs) -> HoldingObjective:
-    """`objective`, whose outputs and losses `kept` names."""
+def hold_outputs(objective: Objective, held: HeldOutputs) -> HoldingObjective:
+    """Return `objective`, with its outputs and losses held in `held`."""
     fields = {field.name: getattr(objective, field.name) for field in dataclasses.fields(objective)}
-    return HoldingObjective(**fields, kept=kept)
+    return HoldingObjective(**fields, held=held)
 
 
 class EmaModel:
-    """An exponential moving average of a model's weights beside them, and a copy of its buffers.
+    """An exponential moving average (EMA) of a model's weights, with a copy of its buffers.
 
     Args:
         model: The model, on its device.
-        decay: What is left of the average at each update.
+        decay: The factor of the average at each update.
 
     Raises:
-        WorkloadError: It cannot be copied.
+        WorkloadError: The model cannot be copied.
     """
 
     def __init__(self, model: nn.Module, decay: float = EMA_DECAY) -> None:
@@ -113,17 +113,17 @@ class EmaModel:
 
     @property
     def model(self) -> nn.Module:
-        """The copy, whose weights are the averages."""
+        """The copy of the model; its weights are the averages."""
         return self._averaged.module
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The copies."""
+        """The parameters and buffers of the copy."""
         return [*self.model.parameters(), *self.model.buffers()]
 
     @property
     def updates(self) -> int:
-        """How many were taken in; the first one is copied."""
+        """The number of updates so far; the first one copies the weights."""
         return int(self._averaged.n_averaged)
 
     @updates.setter
@@ -131,7 +131,7 @@ class EmaModel:
         self._averaged.n_averaged.fill_(value)
 
     def update(self) -> None:
-        """Take the weights in, as they are after an update.
+        """Update the average with the weights, after an update of the model.
 
         Raises:
             WorkloadError: The model has other parameters or buffers than when it was copied.
@@ -148,21 +148,21 @@ class EmaModel:
 
 
 def evaluate(workload: Workload, model: nn.Module) -> None:
-    """Two passes of an evaluation, as between updates; the modes of `model` are put back.
+    """Run two passes of an evaluation, as between updates, and restore the modes of `model`.
 
-    What the user's code raises comes through as it is, except that of a loss that was not written for evaluation.
+    Exceptions of the user's code pass through as they are, unless a loss that is not written for evaluation raises.
 
     Raises:
-        WorkloadError: The batch has another number of samples, or the loss cannot be taken in eval mode.
+        WorkloadError: The batch has another number of samples, or the loss cannot be computed in eval mode.
     """
     assert workload.evaluation_batch is not None
-    held = workload.build_batch(workload.evaluation_batch)
+    host_batch = workload.build_batch(workload.evaluation_batch)
     device = model_device(model)
-    objective = naming(workload.objective, HeldOutputs())  # With what the model returns named for a metric.
+    objective = hold_outputs(workload.objective, HeldOutputs())  # A metric would hold the outputs.
     outputs: Any = None
-    with _resting(model), torch.no_grad():
+    with _eval_mode(model), torch.no_grad():
         for _ in range(_PASSES):
-            batch = move_batch(held, device)
+            batch = move_batch(host_batch, device)
             with autocast(workload.precision, device):
                 if workload.evaluate is not None:
                     outputs = workload.evaluate(model, pytree.unwrap_batch(batch))
@@ -173,8 +173,8 @@ def evaluate(workload: Workload, model: nn.Module) -> None:
 
 
 @contextmanager
-def _resting(model: nn.Module) -> Iterator[None]:
-    """Within, `model` is in eval mode; afterwards every module is in its own again."""
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` into eval mode within; afterwards, restore the mode of every module."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,6 +1,6 @@
-"""What NVIDIA's driver knows of a card: how much is taken and by whom. The only file that imports pynvml.
+"""Queries to NVIDIA's driver by NVML: how much of a card is used, and by whom. The only file that imports pynvml.
 
-NVML counts for the whole machine and needs no context on the card. What it does not tell (no library, no driver, no
+NVML covers the whole machine and needs no context on the card. An answer that is missing (no library, no driver, no
 permission in a container, a MIG slice) is a value, never an exception: `NvmlMissing`, or None in a field.
 """
 
@@ -14,19 +14,19 @@ from typing import Any
 
 _PREFIXES = ("GPU-", "MIG-")
 _NOT_AVAILABLE = 2**64 - 1
-"""NVML_VALUE_NOT_AVAILABLE of an unsigned long long, as it stands in the struct."""
+"""NVML_VALUE_NOT_AVAILABLE as an unsigned long long."""
 
 
 @dataclass(frozen=True)
 class NvmlMissing:
-    """NVML is not to be had, or does not know the card; `reason` says why, in its own words."""
+    """NVML is not available, or does not know the card; `reason` is its own message."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardProcess:
-    """A process with a context on the card; `used_bytes` is None where the driver does not tell (WDDM, some vGPUs)."""
+    """A process with a context on the card; `used_bytes` is None if the driver does not know it (WDDM, some vGPUs)."""
 
     pid: int
     used_bytes: int | None
@@ -34,15 +34,15 @@ class CardProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class Nvml:
-    """One card, or one MIG slice, at one moment; None in a field: it was not told.
+    """One card, or one MIG slice, at one moment; a field is None if NVML did not answer.
 
     Attributes:
-        uuid: With its prefix, `GPU-` or `MIG-`.
+        uuid: The uuid with its prefix, `GPU-` or `MIG-`.
         driver: The driver's version.
-        used_bytes: Taken by all processes; in old drivers by the driver itself, too.
-        mig: Whether the card is cut into slices.
-        slice: The name of the slice, where this is one.
-        processes: All processes with a context; pids as the machine has them, not a container.
+        used_bytes: The memory of all processes; with old drivers also that of the driver.
+        mig: Whether the card is divided into slices.
+        slice: The name of the slice, if this is one.
+        processes: All processes with a context; pids are the machine's, not a container's.
     """
 
     uuid: str
@@ -54,7 +54,7 @@ class Nvml:
 
 
 def read_nvml_card(uuid: str) -> Nvml | NvmlMissing:
-    """What the driver knows of the card or slice with this `uuid`; PyTorch writes it without a prefix."""
+    """Query the card or slice with this `uuid`, which PyTorch writes without a prefix."""
     names = [uuid] if uuid.startswith(_PREFIXES) else [prefix + uuid for prefix in _PREFIXES]
     missing = NvmlMissing("no uuid")
     with _library() as library:
@@ -69,33 +69,33 @@ def read_nvml_card(uuid: str) -> Nvml | NvmlMissing:
 
 
 def read_all_cards() -> tuple[Nvml, ...] | NvmlMissing:
-    """Every card of the machine that can be asked; slices are not listed."""
+    """Query every card of the machine; slices are not listed."""
     with _library() as library:
         if isinstance(library, NvmlMissing):
             return library
         cards = []
-        for index in range(_told(library, library.nvmlDeviceGetCount) or 0):
-            handle = _told(library, library.nvmlDeviceGetHandleByIndex, index)
+        for index in range(_answer(library, library.nvmlDeviceGetCount) or 0):
+            handle = _answer(library, library.nvmlDeviceGetHandleByIndex, index)
             cards += [] if handle is None else [query_card(library, handle)]
         return tuple(cards)
 
 
 def query_card(library: Any, handle: Any) -> Nvml:
-    """The record of one card, as far as `library` (pynvml) answers."""
-    memory = _told(library, library.nvmlDeviceGetMemoryInfo, handle, version=library.nvmlMemory_v2)
-    is_slice = bool(_told(library, library.nvmlDeviceIsMigDeviceHandle, handle))
-    mig_mode = _told(library, library.nvmlDeviceGetMigMode, handle)
-    computing = _told(library, library.nvmlDeviceGetComputeRunningProcesses, handle)
-    drawing = _told(library, library.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()
+    """Return the record of one card, as far as `library` (pynvml) answers."""
+    memory = _answer(library, library.nvmlDeviceGetMemoryInfo, handle, version=library.nvmlMemory_v2)
+    is_slice = bool(_answer(library, library.nvmlDeviceIsMigDeviceHandle, handle))
+    mig_mode = _answer(library, library.nvmlDeviceGetMigMode, handle)
+    computing = _answer(library, library.nvmlDeviceGetComputeRunningProcesses, handle)
+    drawing = _answer(library, library.nvmlDeviceGetGraphicsRunningProcesses, handle) or ()
     found: dict[int, CardProcess] = {}
     for process in [*(computing or ()), *drawing]:  # A process of both kinds counts once.
         found.setdefault(process.pid, CardProcess(pid=process.pid, used_bytes=_number(process, "usedGpuMemory")))
     return Nvml(
-        uuid=_told(library, library.nvmlDeviceGetUUID, handle) or "",
-        driver=_told(library, library.nvmlSystemGetDriverVersion),
+        uuid=_answer(library, library.nvmlDeviceGetUUID, handle) or "",
+        driver=_answer(library, library.nvmlSystemGetDriverVersion),
         used_bytes=_number(memory, "used"),
         mig=True if is_slice else None if mig_mode is None else bool(mig_mode[0]),
-        slice=_told(library, library.nvmlDeviceGetName, handle) if is_slice else None,
+        slice=_answer(library, library.nvmlDeviceGetName, handle) if is_slice else None,
         processes=None if computing is None else tuple(found.values()),
     )
 
@@ -105,17 +105,17 @@ def _number(struct: Any, field: str) -> int | None:
     return None if value is None or value == _NOT_AVAILABLE else int(value)
 
 
-def _told(library: Any, question: Any, *arguments: Any, **options: Any) -> Any:
-    """The answer, or None where there is none."""
+def _answer(library: Any, query: Any, *arguments: Any, **options: Any) -> Any:
+    """Return the answer, or None if there is none."""
     try:
-        return question(*arguments, **options)
+        return query(*arguments, **options)
     except (library.NVMLError, library.NVMLLibraryMismatchError):
         return None
 
 
 @contextmanager
 def _library() -> Iterator[Any]:
-    """Pynvml, ready to be asked, or NvmlMissing."""
+    """Yield pynvml, initialised, or NvmlMissing."""
     try:
         library = importlib.import_module("pynvml")
     except ImportError as error:

@@ -1,8 +1,9 @@
-"""One trial, in the child: the very Accumulator that trains makes an update, then one accumulated over the parts.
+"""One trial: the Accumulator that trains makes an update, then one accumulated over the parts.
 
-What the loop around it is to hold as well (`devices.companions`) is there: outputs of the last micro-batch, averages of
-the weights, which each update is taken into, and two passes of an evaluation, with one more update by the first part
-behind it: what that finds cached is the evaluation's, what the last one finds is an update's, as in most of training.
+The memory of the loop around it (`devices.loop_memory`) is there, too: held outputs of the last micro-batch, an EMA of
+the weights, which each update enters, and two passes of an evaluation. After the evaluation, one more update by the
+first part follows: it finds the evaluation's memory in the cache, while the last update finds an update's, as most
+updates in training do.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import describe_failure
-from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, naming
+from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
 from autoaccum.devices.meters import Meter
 from autoaccum.devices.trial_record import Reading, TrialMeasurement, without_evaluation_retries
 from autoaccum.errors import WorkloadError
@@ -35,18 +36,18 @@ from autoaccum.workload.spec import Workload
 
 
 class TrialRun:
-    """What one trial builds and runs; `phase` tells where it is, or where it was when something was raised.
+    """The model, optimizer, batch and updates of one trial; `phase` is the current phase, or the one that failed.
 
     Attributes:
-        made: The model and its optimizer, once they are there.
+        made: The model and its optimizer, once they are built.
 
     Args:
-        workload: With the precision the plan asks for.
+        workload: The workload, with the options of the plan.
         share: Samples per update on this rank: the batch that is made and held, as `Accumulator.step` holds it.
-        device: Where the model goes before the optimizer is made; None: where it is. The batch stays on the CPU, and
-            the Accumulator moves one part at a time.
+        device: The device that the model is moved to before the optimizer is made; None: it stays. The batch stays on
+            the CPU, and the Accumulator moves one part at a time.
         before_update: Called before each update.
-        around_evaluation: Called before and after the evaluation, and after the update behind it.
+        around_evaluation: Called before and after the evaluation, and after the update that follows it.
     """
 
     def __init__(
@@ -66,36 +67,36 @@ class TrialRun:
         self._around_evaluation = around_evaluation
         self._phase: Phase = "start"
         self._accumulator: Accumulator | None = None
-        self._kept = HeldOutputs() if "outputs" in workload.keeps else None
+        self._held = HeldOutputs() if "outputs" in workload.keeps else None
         self._averages: EmaModel | None = None
         self.made: tuple[nn.Module, Optimizer] | None = None
 
     @property
     def phase(self) -> Phase:
-        """Where the trial is."""
+        """The current phase of the trial."""
         if self._accumulator is None or self._phase == "evaluation":
             return self._phase
         return self._accumulator.phase
 
     @property
     def averages(self) -> list[Tensor]:
-        """The copies of weights and buffers, where there are any."""
+        """The copies of weights and buffers, if there is an EMA."""
         return [] if self._averages is None else self._averages.tensors
 
     @property
     def outputs(self) -> list[Tensor]:
-        """What the loop still names of the last micro-batch, where it does."""
-        return [] if self._kept is None else self._kept.tensors
+        """The held outputs of the last micro-batch, if the loop holds any."""
+        return [] if self._held is None else self._held.tensors
 
     def run(self, parts: Sequence[int]) -> StepResult:
         """Update by `parts[:1]`, then by all `parts`: gradients and optimizer state are resident as in training.
 
         Returns:
-            What the last update told.
+            The result of the last update.
 
         Raises:
-            WorkloadError: No update was made, so the optimizer has no state and the peak would be another one; or
-                there are no outputs to keep; or the weights cannot be copied, or the evaluation fails.
+            WorkloadError: An update was skipped, so that the optimizer would have no state and the peak would differ;
+                or there are no outputs to hold, the weights cannot be copied, or the evaluation fails.
         """
         seed_everything()
         self._phase = "model"
@@ -110,7 +111,9 @@ class TrialRun:
         batch = self._workload.build_batch(self._size)
         first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
         self._phase = "forward"
-        objective = self._workload.objective if self._kept is None else naming(self._workload.objective, self._kept)
+        objective = (
+            self._workload.objective if self._held is None else hold_outputs(self._workload.objective, self._held)
+        )
         self._accumulator = make_accumulator(self._workload, model, optimizer, max(parts), objective)
         self._update(self._accumulator, first)
         if self._workload.evaluation_batch is not None:
@@ -129,7 +132,7 @@ class TrialRun:
                 f"no update was made from batch({self._size})",
                 hint="its weight is zero, or under fp16 its gradients are not finite",
             )
-        if self._kept is not None and not self._kept.calls:
+        if self._held is not None and not self._held.calls:
             raise WorkloadError(
                 "there are no outputs to keep: the loss does not call the model itself, but a method of it",
                 hint='call model(...) in loss, or leave "outputs" out of keeps (--keeps)',
@@ -166,7 +169,7 @@ class TrialRunResult(NamedTuple):
     failure: BaseException | None
 
     def measurement(self) -> TrialMeasurement:
-        """Return what was measured as a record, with the failure in words."""
+        """Return the measurements as a record, with a description of the failure."""
         if self.failure is None:
             return TrialMeasurement(seconds=self.seconds, reading=self.reading)
         doing = f"micro-batch {max(self.parts)}, {self.phase}"
@@ -183,7 +186,7 @@ def run_trial(
     limit_bytes: int,
     window: AbstractContextManager[None] | None = None,
 ) -> TrialRunResult:
-    """Rehearse `parts` under the limit, which is lifted at the end; within, `window` is open."""
+    """Run a trial of `parts` under the limit, which is lifted at the end; `window` is open meanwhile."""
     evaluation_readings: list[Reading] = []
     trial_run = TrialRun(
         workload, share, meter.device, around_evaluation=lambda: evaluation_readings.append(meter.read())
@@ -204,14 +207,14 @@ def run_trial(
 
 
 def move_model(model: nn.Module, device: torch.device | None) -> nn.Module:
-    """`model`, moved to `device` in place unless that is None or the CPU, or it is there."""
+    """Move `model` to `device` in place, unless that is None or the CPU, or the model is there; return it."""
     if device is None or device.type == "cpu" or model_device(model) == device:
         return model
     return model.to(device)
 
 
 def synchronize_device(device: torch.device | None) -> None:
-    """Let `device` finish: what it still has to do is part of what was asked, and its errors come out here."""
+    """Wait until `device` has finished its work, and raise its errors."""
     if device is not None and device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
@@ -219,9 +222,9 @@ def synchronize_device(device: torch.device | None) -> None:
 def make_accumulator(
     workload: Workload, model: Any, optimizer: Any, micro_batch: int, objective: Objective | None = None
 ) -> Accumulator:
-    """The Accumulator that trains by the plan, except that running out of memory ends the trial.
+    """Make the Accumulator that trains by the plan, except that running out of memory ends the trial.
 
-    Under fp16 the scaler starts at 1 instead of 65536, whose first updates are often skipped: a trial has few.
+    Under fp16 the scaler starts at 1: from 65536 on, its first updates are often skipped, and a trial has few.
     """
     device = next(model.parameters()).device.type
     return Accumulator(
@@ -239,7 +242,7 @@ def make_accumulator(
 
 
 def slice_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:
-    """Views of `batch`, which holds `size` samples: one after the other, the last ones overlapping where it is short.
+    """Return views of `batch`, which has `size` samples: consecutive parts; the last ones overlap if it is short.
 
     >>> slice_parts(torch.arange(5), 5, [2, 2])
     [tensor([0, 1]), tensor([2, 3])]
@@ -255,7 +258,7 @@ def slice_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:
 
 
 def seed_everything() -> None:
-    """Set every generator a workload may draw from, every card's too, so that one trial is like the other."""
+    """Seed every random generator that a workload may use, those of all cards too, so that trials repeat."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from autoaccum.accumulation.state_hash import state_digest
-from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, naming
+from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
 from autoaccum.devices.trial_run import TrialRun
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.objective import resolve_objective
@@ -83,7 +83,7 @@ def test_an_output_is_let_go_of_when_the_next_has_its_name() -> None:
         return torch.as_tensor((first + second).mean())
 
     kept = HeldOutputs()
-    objective = naming(resolve_objective(loss), kept)
+    objective = hold_outputs(resolve_objective(loss), kept)
     model = Net()
     for _ in range(3):
         objective.terms(model, batch(2))
