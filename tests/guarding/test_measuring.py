@@ -85,10 +85,10 @@ def test_the_breakdown_adds_up() -> None:
 def test_as_few_traces_as_it_takes() -> None:
     tracer = SyntheticTracer()
     measure_traces(tracer, (64,), target=64, gib=20.0)
-    assert tracer.asked == [(64,), (64,)], "one for the figures, one for what they are of"
+    assert tracer.traced == [(64,), (64,)], "one for the figures, one for what they are of"
     tracer = SyntheticTracer()
     measure_traces(tracer)
-    assert len(tracer.asked) <= 5
+    assert len(tracer.traced) <= 5
 
 
 def test_a_schedule_that_fits_no_more_has_its_figures_all_the_same() -> None:
@@ -106,7 +106,7 @@ def test_a_schedule_that_fits_no_more_has_its_figures_all_the_same() -> None:
 def traced_otherwise(other: Callable[[int], Sizes | None]) -> SyntheticTracer:
     """One that tells other activations of (64,) by how often it was asked for it: `other(2)` is of the second time."""
     tracer = SyntheticTracer(linear(4 * MIB))
-    tracer._change = lambda parts: other(tracer.asked.count(parts)) if parts == (64,) else None
+    tracer._change = lambda parts: other(tracer.traced.count(parts)) if parts == (64,) else None
     return tracer
 
 

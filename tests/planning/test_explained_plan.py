@@ -29,7 +29,7 @@ from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.units import GIB, MIB, MemorySize
 
 CARD = find_card("rtx3090")
-OFFERS: dict[str, Any] = {
+SUGGESTIONS: dict[str, Any] = {
     "dearer": linear(sample=8 * MIB),
     "half": linear(sample=3 * MIB),
     "broken": "it broke\nin line 3",
@@ -58,7 +58,7 @@ def explain(
     tracer: SyntheticTracer | None = None, target: int = 64, listen: Callable[[Event], None] | None = None, **asked: Any
 ) -> Plan:
     request = make_request(target, **{"explain": True, **asked})
-    with simulated(tracer or SyntheticTracer(offers={"half": OFFERS["half"]}), request.share) as device:
+    with simulated(tracer or SyntheticTracer(suggestions={"half": SUGGESTIONS["half"]}), request.share) as device:
         return plan_on_device(PlanSetup(device, "model.py", isolated=False), request, on_event=listen)
 
 
@@ -85,8 +85,8 @@ def test_it_decides_nothing() -> None:
 
 
 def test_it_takes_about_as_many_rehearsals_as_the_plan_itself() -> None:
-    offers = dict.fromkeys(("bf16", "checkpoint", "foreach=False", "SGD"), linear(sample=3 * MIB))
-    plain, explained = SyntheticTracer(offers=offers), SyntheticTracer(offers=offers)
+    suggestions = dict.fromkeys(("bf16", "checkpoint", "foreach=False", "SGD"), linear(sample=3 * MIB))
+    plain, explained = SyntheticTracer(suggestions=suggestions), SyntheticTracer(suggestions=suggestions)
     explain(plain, explain=False)
     found = changes_of(explain(explained))
     # Each question with a limit is a rehearsal: one that labels, and one for each change, whatever the plan took.
@@ -108,7 +108,7 @@ def test_it_is_told_after_the_proof_along_with_what_pictures_need() -> None:
 
 def test_a_picture_alone_simulates_no_changes_and_is_not_kept() -> None:
     told: list[Event] = []
-    tracer = SyntheticTracer(offers=OFFERS)
+    tracer = SyntheticTracer(suggestions=SUGGESTIONS)
     plan = explain(tracer, listen=told.append, explain=False, picture=True)
     assert plan.explanation is None
     assert isinstance(told[-1], Explained)
@@ -121,7 +121,7 @@ def test_a_picture_alone_simulates_no_changes_and_is_not_kept() -> None:
 
 
 def test_changes_come_in_the_order_of_what_they_save_those_that_fail_last() -> None:
-    plan = explain(SyntheticTracer(offers={**OFFERS, "x": linear()}))
+    plan = explain(SyntheticTracer(suggestions={**SUGGESTIONS, "x": linear()}))
     assert plan.explanation is not None
     changes = changes_of(plan)
     assert list(changes) == ["half", "x", "dearer", "broken"]
@@ -256,7 +256,7 @@ def test_on_the_cpu_it_is_refused_before_anything_runs(tmp_path: Path) -> None:
 
 
 def test_it_is_kept_on_disk(tmp_path: Path) -> None:
-    plan = explain(SyntheticTracer(offers=OFFERS))
+    plan = explain(SyntheticTracer(suggestions=SUGGESTIONS))
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
@@ -266,7 +266,7 @@ def test_it_is_kept_on_disk(tmp_path: Path) -> None:
         loaded.explanation.categories["unused"] = 0  # type: ignore[index]
     record = json.loads(plan.to_json())["explanation"]
     assert sum(record["categories"].values()) == record["peak_bytes"]
-    assert {change["name"] for change in record["changes"]} == {*OFFERS, "expandable_segments"}
+    assert {change["name"] for change in record["changes"]} == {*SUGGESTIONS, "expandable_segments"}
 
 
 # --- with processes of its own ----------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ def test_what_differs_from_trace_to_trace_is_no_change() -> None:
                 return SyntheticTracer(linear(sample=7 * MIB)).call(request, limit_seconds)
             return super().call(request, limit_seconds)
 
-    plan = explain(Growing(offers=OFFERS))
+    plan = explain(Growing(suggestions=SUGGESTIONS))
     assert plan.explanation is not None
     assert plan.explanation.peak_bytes != plan.peak_bytes
     assert plan.explanation.changes == ()

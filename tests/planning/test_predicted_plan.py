@@ -78,8 +78,8 @@ def test_the_ceiling_is_the_largest_that_fits_and_the_next_does_not() -> None:
 def test_at_most_four_traces(target: int, gib: float) -> None:
     tracer = SyntheticTracer()
     predict(tracer, target, gib=gib)
-    assert len(tracer.asked) <= 4
-    assert len(set(tracer.asked)) == len(tracer.asked)
+    assert len(tracer.traced) <= 4
+    assert len(set(tracer.traced)) == len(tracer.traced)
 
 
 @pytest.mark.parametrize("target", [101, 251])
@@ -127,7 +127,7 @@ def test_where_small_sizes_promise_what_large_ones_do_not_keep_the_search_begins
     assert (ran[plan.largest_fit], ran[plan.largest_fit + 1]) == ("ok", "oom")
     assert plan.largest_fit % 8 == 0
     assert plan.trials[-1].outcome == "ok"
-    assert len(tracer.asked) <= 20
+    assert len(tracer.traced) <= 20
     assert any("is not what those of 2, 3, 5 promised" in warning for warning in plan.warnings)
 
 

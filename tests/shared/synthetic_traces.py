@@ -133,14 +133,14 @@ def label(trace: Trace) -> LabelledTrace:
 
 
 class SyntheticTracer(Tracer):
-    """A tracer of such traces, which remembers what it was asked.
+    """A tracer of such traces, which records its requests.
 
     Args:
         activations: Bytes of a layer's activations, by size.
-        change: What is different in the traces of some parts: an error to raise, or other activations.
-        inspection: What it tells of the workload.
-        workspace: What a kernel takes in backward.
-        offers: Changes by name: activations, or why it fails.
+        change: The difference in the traces of some parts: an error to raise, or other activations.
+        inspection: The inspection of the workload.
+        workspace: The workspace of a kernel in backward.
+        suggestions: Changes by name: activations, or the message of a failure.
     """
 
     def __init__(
@@ -150,12 +150,12 @@ class SyntheticTracer(Tracer):
         change: Callable[[tuple[int, ...]], Exception | Sizes | None] = lambda parts: None,
         inspection: Inspection = INSPECTION,
         workspace: Workspace | None = None,
-        offers: Mapping[str, str | Sizes] | None = None,
+        suggestions: Mapping[str, str | Sizes] | None = None,
     ) -> None:
-        self.offers = offers or {}
+        self.suggestions = suggestions or {}
         self._activations, self._change = activations or linear(), change
         self._inspection, self._workspace = inspection, workspace
-        self.asked: list[tuple[int, ...]] = []
+        self.traced: list[tuple[int, ...]] = []
         self.limits: list[float | None] = []
         self.closed = 0
 
@@ -168,17 +168,17 @@ class SyntheticTracer(Tracer):
             case LabelParts(parts=parts):
                 return label(self._trace(parts, limit_seconds))
             case SuggestChanges():
-                return tuple(SuggestedChange(name, f"take {name}") for name in self.offers)
+                return tuple(SuggestedChange(name, f"take {name}") for name in self.suggestions)
             case TraceChanged(parts=parts, change=change):
                 self.limits.append(limit_seconds)
-                found = self.offers[change]
+                found = self.suggestions[change]
                 if isinstance(found, str):
                     return ChangedTrace(message=found)
                 return ChangedTrace(trace=make_trace(parts, found, workspace=self._workspace))
         raise NotImplementedError(request)
 
     def _trace(self, parts: tuple[int, ...], limit_seconds: float | None) -> Trace:
-        self.asked.append(parts)
+        self.traced.append(parts)
         self.limits.append(limit_seconds)
         changed = self._change(parts)
         if isinstance(changed, Exception):

@@ -96,8 +96,8 @@ def test_a_trial_of_many_parts_is_that_of_each_two_that_follow_each_other() -> N
     made = device(tracer)
     trial = made.trial((9, 9, 8), fresh=True)
     assert (trial.parts, trial.fresh, trial.outcome) == ((9, 9, 8), True, "ok")
-    assert tracer.asked.count((9, 8)) == 1
-    assert (9, 9) not in tracer.asked
+    assert tracer.traced.count((9, 8)) == 1
+    assert (9, 9) not in tracer.traced
     alike, unlike = made.trial((9, 9)), made.trial((9, 8))
     assert trial.peak_allocated_bytes == alike.peak_allocated_bytes > unlike.peak_allocated_bytes
     assert made.predict((9, 9, 8)).least_bytes >= made.predict((9, 9)).least_bytes
@@ -111,16 +111,16 @@ def test_any_size_follows_from_three_small_ones() -> None:
     made = device(tracer)
     for size in (100, 7, 33, 64):
         assert not made.trial((size, size)).fresh
-    assert sorted(tracer.asked) == [(2, 2), (3, 3), (5, 5)]
+    assert sorted(tracer.traced) == [(2, 2), (3, 3), (5, 5)]
     assert made.trial((2, 2), fresh=True).fresh
-    assert len(tracer.asked) == 3
+    assert len(tracer.traced) == 3
 
 
 @pytest.mark.parametrize("parts", [(1, 1), (256,), (86, 85), (9, 1)])
 def test_other_parts_are_traced_by_themselves(parts: tuple[int, ...]) -> None:
     tracer = SyntheticTracer()
     trial = device(tracer).trial(parts)
-    assert (trial.parts, trial.fresh, tracer.asked) == (parts, True, [parts])
+    assert (trial.parts, trial.fresh, tracer.traced) == (parts, True, [parts])
     assert not device(SyntheticTracer(linear(0, 1))).predict(parts).warnings
 
 
@@ -131,7 +131,7 @@ def test_no_larger_sizes_are_traced_than_there_are_samples(share: int) -> None:
     for size in range(1, share):
         assert made.trial((size, size)).fresh
     assert made.trial((share,)).fresh
-    assert max(max(parts) for parts in tracer.asked) == share
+    assert max(max(parts) for parts in tracer.traced) == share
 
 
 def squares(size: int) -> int:
@@ -144,7 +144,7 @@ def test_sizes_that_are_not_affine_are_traced_one_by_one() -> None:
     trial = made.trial((20, 20))
     assert trial.fresh
     assert trial.peak_allocated_bytes == pytest.approx(16 * 25 * MIB + (LAYERS + 1) * squares(20), rel=0.03)
-    assert (20, 20) in tracer.asked
+    assert (20, 20) in tracer.traced
     assert made.forecast().peak_bytes(20) is None
     assert made.predict((20, 20)).notes[1].startswith("every size was traced by itself, memory is not affine in the")
     assert made.predict((20, 20)).warnings[0].startswith("the loss compares samples with each other (in-batch")

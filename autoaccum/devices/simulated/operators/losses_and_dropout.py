@@ -125,7 +125,7 @@ def _loss(call: OperatorCall) -> list[Workspace]:
 
 
 def _loss_with_logits(call: OperatorCall) -> list[Workspace]:
-    """The logarithm of the sigmoid lives beside the losses."""
+    """The logarithm of the sigmoid lives at the same time as the losses."""
     return [Workspace("loss_elements", (bytes_of(call.first),)), *_loss(call)]
 
 

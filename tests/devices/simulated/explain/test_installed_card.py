@@ -32,7 +32,7 @@ CARD = CardMemory(
 REPORT = CardReport(memory=CARD, context_bytes=333 * MIB)
 
 
-def account(
+def explain(
     tracer: SyntheticTracer, report: CardReport = REPORT, *, limit_seconds: float | None = None
 ) -> MemoryReport:
     return explain_installed_card(
@@ -48,8 +48,8 @@ def account(
 
 
 def test_an_explanation_of_the_installed_card_is_called_simulated() -> None:
-    tracer = SyntheticTracer(offers={"half": linear(sample=3 * MIB)})
-    found = account(tracer)
+    tracer = SyntheticTracer(suggestions={"half": linear(sample=3 * MIB)})
+    found = explain(tracer)
     assert found.explanation.card == "NVIDIA GeForce RTX 3090 (simulated)"
     assert found.explanation.parts == (20, 20)
     assert found.explanation.context_bytes == 333 * MIB
@@ -59,23 +59,23 @@ def test_an_explanation_of_the_installed_card_is_called_simulated() -> None:
 
 
 def test_a_context_that_was_not_measured_is_estimated() -> None:
-    found = account(SyntheticTracer(), replace(REPORT, context_bytes=None))
+    found = explain(SyntheticTracer(), replace(REPORT, context_bytes=None))
     assert found.explanation.context_bytes == context_memory(installed_card(CARD)).bytes
 
 
 def test_a_card_that_cannot_be_simulated_is_an_error_and_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     tracer = SyntheticTracer(change=lambda parts: NotMeasuredError("its process died"))
     with pytest.raises(NotMeasuredError, match="its process died"):
-        account(tracer)
+        explain(tracer)
     assert tracer.closed
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     with pytest.raises(UsageError, match="backend:cudaMallocAsync, which is not simulated"):
-        account(SyntheticTracer())
+        explain(SyntheticTracer())
 
 
 def test_the_traces_share_a_limit_on_time() -> None:
-    tracer = SyntheticTracer(offers={"half": linear(sample=3 * MIB)})
-    account(tracer, limit_seconds=500.0)
+    tracer = SyntheticTracer(suggestions={"half": linear(sample=3 * MIB)})
+    explain(tracer, limit_seconds=500.0)
     assert tracer.limits
     assert all(seconds is None or 0 < seconds <= 500 for seconds in tracer.limits)
     assert tracer.limits[0] is not None
@@ -91,20 +91,20 @@ def test_checkpointing_is_not_suggested_to_a_checkpointed_model() -> None:
             *others, last = known.origins
             return replace(known, origins=(*others, last._replace(role="recomputed")))
 
-    offers = {"checkpoint": linear(), "half": linear(sample=3 * MIB)}
-    assert [change.name for change in account(SyntheticTracer(offers=offers)).explanation.changes] == [
+    suggestions = {"checkpoint": linear(), "half": linear(sample=3 * MIB)}
+    assert [change.name for change in explain(SyntheticTracer(suggestions=suggestions)).explanation.changes] == [
         "half",
         "expandable_segments",
         "checkpoint",
     ]
-    assert [change.name for change in account(Recomputing(offers=offers)).explanation.changes] == [
+    assert [change.name for change in explain(Recomputing(suggestions=suggestions)).explanation.changes] == [
         "half",
         "expandable_segments",
     ]
 
 
 def test_there_is_no_curve_where_traces_are_not_affine() -> None:
-    found = account(SyntheticTracer(lambda size: 100_000 * size * size))
+    found = explain(SyntheticTracer(lambda size: 100_000 * size * size))
     assert found.curve == ()
     assert all(share.bytes_per_sample is None for share in found.explanation.modules)
 
@@ -137,12 +137,12 @@ def test_peaks_of_any_size_from_three_traces() -> None:
     forecast = forecast_peaks(CARD, lambda card: tracer, 256)
     assert forecast.peak_bytes is not None
     assert forecast.notes == ()
-    assert (len(tracer.asked), tracer.closed) == (3, 1)
+    assert (len(tracer.traced), tracer.closed) == (3, 1)
     small, large = forecast.peak_bytes(10), forecast.peak_bytes(100)
     assert small is not None
     assert large is not None
     assert 500 * MIB < small < large < 5 * GIB
-    assert (len(tracer.asked), tracer.closed) == (3, 1)
+    assert (len(tracer.traced), tracer.closed) == (3, 1)
 
 
 @pytest.mark.parametrize(
@@ -173,4 +173,4 @@ def test_an_allocator_that_is_not_simulated_is_no_error(monkeypatch: pytest.Monk
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     tracer = SyntheticTracer()
     assert forecast_peaks(CARD, lambda card: tracer, 256).peak_bytes is None
-    assert not tracer.asked
+    assert not tracer.traced
