@@ -174,7 +174,7 @@ class Accumulator:
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
         self.phase: StepPhase = "batch"
         self._model, self._optimizer, self._objective = model, optimizer, objective
-        self._clip_norm, self._scaler, self._sums_in_fp32 = clip_norm, scaler, sum_dtype == "fp32"
+        self._clip_norm, self._scaler, self._in_fp32 = clip_norm, scaler, sum_dtype == "fp32"
         self._recover, self._check_finite, self._observer = recover, check_finite, observer
         self._updater = Updater(optimizer, scaler, scheduler)
         self._backpropagation = BACKPROPAGATIONS[batchnorm_mode](
@@ -251,9 +251,7 @@ class Accumulator:
                 return outcome
             failed_in.append(self.phase)
             largest = max(max(cut) for cut in cuts)
-            self._raise_unless_repeatable(
-                outcome, largest, failed_in, batch_unchanged=batch_versions(batches) == versions
-            )
+            self._check_retry(outcome, largest, failed_in, unchanged=batch_versions(batches) == versions)
             clear_frames(outcome)
             del outcome
             release_memory(model_device(self._model))
@@ -312,9 +310,7 @@ class Accumulator:
     def _accumulate(self, parts: Sequence[Any], shares: Sequence[Weights]) -> tuple[LossRecord, GradientBuffers | None]:
         accumulates = sum(map(has_weight, shares)) > 1
         trained = optimizer_parameters(self._optimizer)
-        buffers = (
-            GradientBuffers(trained, in_fp32=self._sums_in_fp32) if accumulates and needs_buffers(trained) else None
-        )
+        buffers = GradientBuffers(trained, in_fp32=self._in_fp32) if accumulates and needs_buffers(trained) else None
         side_effects = ForwardSideEffects(self._model, parts) if self._is_first else None
         versions = BufferVersions(self._model) if accumulates and not self._has_accumulated else None
         messages = [] if self._has_warned else self._backpropagation.warnings(accumulates=accumulates)
@@ -323,12 +319,9 @@ class Accumulator:
         messages += [] if side_effects is None else side_effects.warnings()
         if versions is not None:
             self._has_accumulated = True
-            rounds = buffers is not None and not self._sums_in_fp32
-            messages += [
-                *load_balancing_warning(self._model),
-                *versions.warnings(),
-                *([rounding_warning(trained)] * rounds),
-            ]
+            rounds = buffers is not None and not self._in_fp32
+            messages += [*load_balancing_warning(self._model), *versions.warnings()]
+            messages += [rounding_warning(trained)] if rounds else []
             if text := ignored_labels_warning(self._objective, self._model, parts):
                 warn_caller(text, WeightingWarning)
         for text in messages:
@@ -407,15 +400,13 @@ class Accumulator:
         if self._observer is not None:
             self._observer.phase(phase)
 
-    def _raise_unless_repeatable(
-        self, error: BaseException, largest: int, failed_in: list[StepPhase], *, batch_unchanged: bool
-    ) -> None:
+    def _check_retry(self, error: BaseException, largest: int, failed_in: list[StepPhase], *, unchanged: bool) -> None:
         """Raise `error`, or DoesNotFitError in its place, unless the batch can be repeated in smaller parts."""
         try:
             oom = None if isinstance(error, UpdateInterrupted) else find_out_of_memory(error)
             if oom is None or not self._recover:
                 raise error
-            if not batch_unchanged:
+            if not unchanged:
                 warn_caller("memory ran out, and forward has changed the batch in place: it cannot be repeated")
                 raise error
             # An update's memory does not depend on the micro-batch: a first failure may be fragmentation, two are not.

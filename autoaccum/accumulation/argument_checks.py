@@ -81,8 +81,8 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             hint="use an optimizer whose step() needs none, such as AdamW",
         )
     check_wrapper(optimizer)
-    own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+    trained = {id(parameter) for parameter in model.parameters()}
+    if not any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError(
             f"the {type(optimizer).__name__} holds no parameter of the model",
             hint="build it from model.parameters(), after the model is in place",

@@ -61,7 +61,7 @@ def check_frozen(model: nn.Module, criterion: nn.Module | None = None) -> None:
     norms = [(name, module) for name, module in named_modules(model, criterion) if isinstance(module, BATCHNORMS)]
     if names := [name for name, module in norms if module.running_mean is None]:
         raise UsageError(
-            f'batchnorm is "frozen", and {list_names(names)} keep no running statistics (track_running_stats=False)',
+            f'batchnorm is "frozen", and {list_names(names)} have no running statistics (track_running_stats=False)',
             hint='use GroupNorm there, or batchnorm="micro"',
         )
 

@@ -82,10 +82,10 @@ def probe_workload(workload: Workload, model: nn.Module) -> Coupling:
     """
 
     def experiment() -> Coupling:
-        own, copied = copy_workload_model(workload)
+        model_copy, is_copied = copy_workload_model(workload)
         each = workload.multiple_of or 1
         batch = take_small_batch(workload, 2 * each * -(-_HALF // each))
-        return _check(own, workload.objective, batch, workload.batchnorm) if copied else _NOT_COPIED
+        return _check(model_copy, workload.objective, batch, workload.batchnorm) if is_copied else _NOT_COPIED
 
     return _run_safely(model, experiment)
 
@@ -94,11 +94,11 @@ def probe_model(model: nn.Module, objective: Objective, batch: Any, batchnorm: s
     """Find out whether the samples of `batch` are coupled in `model`, without changing the model."""
 
     def experiment() -> Coupling:
-        own, copied = copy_model(model)
-        if not copied:
+        model_copy, is_copied = copy_model(model)
+        if not is_copied:
             return _NOT_COPIED
-        prepare_copy(own)
-        return _check(own, objective, batch, batchnorm)
+        prepare_copy(model_copy)
+        return _check(model_copy, objective, batch, batchnorm)
 
     return _run_safely(model, experiment)
 
@@ -211,7 +211,7 @@ class _Runs:
         """Return the terms of the loss of `batch`, computed by a copy of the model that shares its parameters."""
         parameters = {id(one): one for one in self._model.parameters()}
         model, objective = copy_module(self._model, parameters), _with_own_criterion(self._objective)
-        own = cast_batch(batch, None)
+        batch = cast_batch(batch, None)
         with ExitStack() as stack:
             ranges = stack.enter_context(neutral_rng())
             stack.enter_context(torch.enable_grad())  # A model may take gradients within its forward.
@@ -219,13 +219,13 @@ class _Runs:
             stack.callback(state.restore)
             if calls is not None:
                 stack.enter_context(calls.attach({"": model, **self._auxiliary}))
-            terms = objective.terms(model, own)
+            terms = objective.terms(model, batch)
             self._random_use.append((ranges, pickle.dumps((random.getstate(), np.random.get_state()))))
         self._dtype = next(iter(terms.values())).dtype
         return {name: float(term.detach()) for name, term in terms.items()}
 
     def _changed_parameters(self) -> Iterator[None]:
-        """Yield once with the parameters as they are, then once for each change; restore them at the end."""
+        """Yield under each change of the parameters, of which the first is none, and restore them at the end."""
         parameters = [one for one in self._model.parameters() if one.is_floating_point() and one.numel()]
         originals = [one.detach().clone() for one in parameters]
         try:
@@ -242,9 +242,9 @@ class _Runs:
     def _random_difference(self) -> str | None:
         whole, *halves = self._random_use[:3]
         if any(ranges != whole[0] for ranges, _ in halves):
-            return "it draws indices whose range grows with the batch, which may mix samples at random"
+            return "forward draws indices whose range grows with the batch, which may mix samples at random"
         if any(state != whole[1] for _, state in halves):
-            return "it draws from Python's or NumPy's generator once for each sample"
+            return "forward draws from Python's or NumPy's generator once for each sample"
         return None
 
     def _mixes(self, runs: Sequence[Sequence[Mapping[str, float]]]) -> bool | None:

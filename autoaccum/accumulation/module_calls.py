@@ -137,11 +137,11 @@ def floating_tensors(tree: Any) -> list[Tensor]:
     """Return the dense floating-point tensors of a nested structure, in order; opaque objects count as empty."""
     found: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
+    def collect(tensor: Tensor) -> Tensor:
         found.append(tensor)
         return tensor
 
-    map_floating(tree, keep)
+    map_floating(tree, collect)
     return found
 
 

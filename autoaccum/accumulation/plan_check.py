@@ -86,8 +86,8 @@ def choose_objective(
             )
         return loss
     objective = resolve_objective(loss, criterion=criterion, weight=weight, reduction=reduction or "mean", model=model)
-    tells = objective.criterion is not None and objective.criterion.reduction is not None
-    if reduction is not None or tells or weight is not None or plan is None:
+    is_known = objective.criterion is not None and objective.criterion.reduction is not None
+    if reduction is not None or is_known or weight is not None or plan is None:
         return objective
     planned = cast("Reduction", plan.workload.get("reduction") or "mean")
     return resolve_objective(loss, criterion=criterion, reduction=planned, model=model)

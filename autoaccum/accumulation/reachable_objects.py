@@ -47,8 +47,8 @@ def find_used_modules(objective: Objective, model: nn.Module | None, *functions:
     used += [criterion.function] if criterion is not None and objective.criterion_module is None else []
     modules, _ = find_reachable([function for function in used if function is not None])
     roots = [root for root in (model, objective.criterion_module) if root is not None]
-    own = {id(module) for root in roots for module in root.modules()}
-    return {name: module for name, module in modules.items() if id(module) not in own and _holds_tensors(module)}
+    excluded = {id(module) for root in roots for module in root.modules()}
+    return {name: module for name, module in modules.items() if id(module) not in excluded and _holds_tensors(module)}
 
 
 def find_auxiliary_modules(workload: Workload) -> dict[str, nn.Module]:

@@ -40,11 +40,11 @@ class HostRngReplay:
         self.ends: list[bytes] = []
         self._is_running = False
 
-    def begin(self, index: int, own: Iterable[Generator] = ()) -> None:
-        """Set the generators to where part `index` begins; `own` are those of this run, as of its copy of the model."""
+    def begin(self, index: int, extra: Iterable[Generator] = ()) -> None:
+        """Set the generators to where part `index` begins; `extra` are those of this run's model copy."""
         self.finish()
         self._is_running = True
-        generators = [*self._generators, *host_generators(own)]
+        generators = [*self._generators, *host_generators(extra)]
         if index not in self._starts:
             now = host_rng_states(generators)
             self._starts[index] = now if self._sequential else next(iter(self._starts.values()), now)
@@ -177,12 +177,12 @@ class RngRecording:
     @property
     def is_per_sample(self) -> bool:
         """True if all recorded values have a dimension of the samples, so that joined rows surely match them."""
-        drawn = [(size, draw) for index, size in enumerate(self._sizes) for draw in self.calls_by_part.get(index, [])]
-        return all(size in value.shape for size, draw in drawn for value in draw.values)
+        calls = [(size, call) for index, size in enumerate(self._sizes) for call in self.calls_by_part.get(index, [])]
+        return all(size in value.shape for size, call in calls for value in call.values)
 
-    def begin_part(self, index: int, own: Iterable[Generator] = ()) -> None:
+    def begin_part(self, index: int, extra: Iterable[Generator] = ()) -> None:
         """Begin part `index`, which later calls belong to, and forget the calls of an earlier attempt at it."""
-        self.host.begin(index, own)
+        self.host.begin(index, extra)
         self._part = index
         self.calls_by_part[index] = []
 

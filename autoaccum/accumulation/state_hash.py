@@ -39,13 +39,13 @@ _DEPTH, _ENTRIES = 3, 1024
 class PlainAttributes:
     """The plain attributes of modules of the user's own classes: numbers, strings, tensors, small containers.
 
-    `roots` are modules by the prefix of their names. If `kept` is False, changes are found but cannot be restored.
+    `roots` are modules by the prefix of their names. Unless `restorable`, changes are found but cannot be restored.
     """
 
-    def __init__(self, roots: Mapping[str, nn.Module], *, kept: bool = True) -> None:
+    def __init__(self, roots: Mapping[str, nn.Module], *, restorable: bool = True) -> None:
         self._roots = roots
-        self._kept = [(module, _plain_attributes(module)) for _, module in _user_modules(roots)] if kept else []
-        self._copy = StateCopy([values for _, values in self._kept])
+        self._values = [(module, _plain_attributes(module)) for _, module in _user_modules(roots)] if restorable else []
+        self._copy = StateCopy([values for _, values in self._values])
         self._hashes = _attribute_hashes(roots)
 
     def changed(self) -> list[str]:
@@ -54,11 +54,11 @@ class PlainAttributes:
 
     def restore(self) -> None:
         """Restore the same objects with the same values, and remove attributes that were added."""
-        for module, kept in self._kept:
+        for module, values in self._values:
             attributes = vars(module)
-            for name in _plain_attributes(module).keys() - kept.keys():
+            for name in _plain_attributes(module).keys() - values.keys():
                 del attributes[name]
-            attributes.update(kept)
+            attributes.update(values)
         self._copy.restore()
 
 
@@ -67,7 +67,7 @@ class ForwardSideEffects:
 
     def __init__(self, model: nn.Module, batches: Sequence[Any]) -> None:
         self._model, self._batches = model, batches
-        self._attributes = PlainAttributes({"": model}, kept=False)
+        self._attributes = PlainAttributes({"": model}, restorable=False)
         self._sums, self._versions = _sums(model), batch_versions(batches)
 
     def warnings(self) -> list[str]:
@@ -129,8 +129,8 @@ def state_entries(
     if optimizer is not None:
         found.update(_optimizer_parts(optimizer))
     found["the scaler"] = {} if scaler is None else scaler.state_dict()
-    own = [] if device is None or device.type == "cuda" else [device]
-    random_state = RngState([*initialized_cuda_devices(), *own])
+    others = [] if device is None or device.type == "cuda" else [device]
+    random_state = RngState([*initialized_cuda_devices(), *others])
     found.update({f"the random state of {name}": _hashable_state(state) for name, state in random_state.states.items()})
     return {name: hasher.hash(part) for name, part in found.items()}
 
@@ -204,8 +204,8 @@ def _module_parts(path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _optimizer_parts(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     yield "the optimizer's groups", optimizer.param_groups
     yield "the optimizer's state", list(optimizer.state.items())
-    known = ("param_groups", "state", "defaults")
-    others = {name: value for name, value in sorted(vars(optimizer).items()) if name not in known}
+    standard = ("param_groups", "state", "defaults")
+    others = {name: value for name, value in sorted(vars(optimizer).items()) if name not in standard}
     plain = {name: value for name, value in others.items() if isinstance(value, _PLAIN)}
     yield "the optimizer's attributes", [list(others), plain]
     yield "the optimizer's hooks", _hooks(others, ("_hooks",))
@@ -242,17 +242,14 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
     If its class extends a library's (`PreTrainedModel`), only those that the user's own methods name are the user's.
     """
-    others = [base for base in type(module).__mro__ if not is_user_class(base)]
-    is_of_torch = all(base.__module__.partition(".")[0] in ("torch", "builtins") for base in others)
-    own = (
-        None
-        if is_of_torch
-        else {name for method in find_user_methods([module]) for name in code_names(method.__code__)}
-    )
+    libraries = [base for base in type(module).__mro__ if not is_user_class(base)]
+    is_of_torch = all(base.__module__.partition(".")[0] in ("torch", "builtins") for base in libraries)
+    methods = () if is_of_torch else find_user_methods([module])
+    used = {name for method in methods for name in code_names(method.__code__)}
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in REGISTERED and _is_plain(value, _DEPTH) and (own is None or name in own)
+        if name not in REGISTERED and _is_plain(value, _DEPTH) and (is_of_torch or name in used)
     }
 
 

@@ -61,24 +61,24 @@ class StateCopy:
         self._mappings: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         self._sequences: list[tuple[Any, list[Any]]] = []
         seen: dict[int, Any] = {}
-        waiting = [root]
-        while waiting:
-            node = waiting.pop()
+        queue = [root]
+        while queue:
+            node = queue.pop()
             if id(node) in seen:
                 continue
             seen[id(node)] = node
             if isinstance(node, Tensor):
                 self._tensors.append(TensorCopy(node))
             elif isinstance(node, Optimizer | LRScheduler):
-                waiting.append(vars(node))
+                queue.append(vars(node))
             elif type(node) in MAPPINGS:
                 self._mappings.append((node, dict(node)))
-                waiting.extend(node.values())
+                queue.extend(node.values())
             elif type(node) in SEQUENCES:
                 self._sequences.append((node, list(node)))
-                waiting.extend(node)
+                queue.extend(node)
             elif isinstance(node, tuple):
-                waiting.extend(node)
+                queue.extend(node)
 
     def restore(self) -> None:
         """Restore everything in place and in order, and remove what was added since."""
@@ -141,8 +141,8 @@ class TorchState:
         modules = list({id(module): module for root in roots for module in root.modules()}.values())
         self._modes = [(module, module.training) for module in modules]  # Not in vars() for TorchScript.
         self._attributes = [
-            (own, {name: own[name] for name in own if name in REGISTERED or isinstance(own[name], Tensor)})
-            for own in map(vars, modules)
+            (named, {name: named[name] for name in named if name in REGISTERED or isinstance(named[name], Tensor)})
+            for named in map(vars, modules)
         ]
         found: list[Tensor] = [one for module in modules for one in module.parameters(recurse=False)]
         found += [one for group in (optimizer.param_groups if optimizer else ()) for one in group["params"]]

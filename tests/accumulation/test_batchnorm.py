@@ -188,7 +188,7 @@ def test_each_mode_has_its_warning() -> None:
 
 def test_impossible_modes_are_refused() -> None:
     model = small(track_running_stats=False)
-    with pytest.raises(UsageError, match=r'"frozen", and 0 keep no running statistics') as refused:
+    with pytest.raises(UsageError, match=r'"frozen", and 0 have no running statistics') as refused:
         Accumulator(model, sgd(model), CRITERION, micro_batch=3, batchnorm="frozen")
     assert "GroupNorm" in (refused.value.hint or "")
     for unknown in ("exact", "eval", 3):

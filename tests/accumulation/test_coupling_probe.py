@@ -156,7 +156,7 @@ def test_a_python_generator_used_for_each_sample_is_no_finding() -> None:
         return small.mean_square(model, (batch[0] * factors[:, None], batch[1]))
 
     found = probe((small.mlp, jittered, small.rows))
-    assert found.reason == "it draws from Python's or NumPy's generator once for each sample"
+    assert found.reason == "forward draws from Python's or NumPy's generator once for each sample"
 
 
 def test_the_warning_fits_a_summed_loss_with_weight_decay() -> None:

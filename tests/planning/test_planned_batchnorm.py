@@ -58,5 +58,5 @@ def test_only_frozen_takes_parts_of_one_sample() -> None:
 def test_what_cannot_be_frozen_is_the_workload_s_fault() -> None:
     stateless = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, track_running_stats=False))
     frozen = autoaccum.Workload(model=stateless, batch=batch, loss=nn.CrossEntropyLoss(), batchnorm="frozen")
-    with pytest.raises(UsageError, match='"frozen", and 1 keep no running statistics'):
+    with pytest.raises(UsageError, match='"frozen", and 1 have no running statistics'):
         autoaccum.plan(frozen, target_batch=8, memory=LIMIT)

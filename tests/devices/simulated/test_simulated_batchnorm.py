@@ -42,4 +42,4 @@ def test_each_mode_is_traced(mode: str, simulated: Callable[..., Any]) -> None:
 def test_a_file_may_say_it_and_freezing_what_has_no_statistics_is_refused(simulated: Callable[..., Any]) -> None:
     lines = MODEL.replace(f"nn.BatchNorm1d({CHANNELS})", f"nn.BatchNorm1d({CHANNELS}, track_running_stats=False)")
     failure = simulated(lines + 'batchnorm = "frozen"\n')(Inspect())
-    assert 'batchnorm is "frozen", and norm keep no running statistics' in failure.message
+    assert 'batchnorm is "frozen", and norm have no running statistics' in failure.message
