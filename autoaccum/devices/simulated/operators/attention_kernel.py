@@ -82,16 +82,14 @@ class AttentionCall:
         return len(own) == 1 and own <= known
 
     def has_heads(self, *, grouped: bool, alike: bool) -> bool:
-        """Return whether the numbers of heads match (`check_batch_size_and_num_heads_dense`).
-
-        From 2.15 on, one head of keys needs no `enable_gqa`.
-        """
+        """Return whether the numbers of heads match (`check_batch_size_and_num_heads_dense`)."""
         if len({shape[0] for shape in self.shapes}) != 1:
             return False
         query, key, value = (shape[-3] for shape in self.shapes)
         if self.grouped and grouped:
             divides = key > 0 and query % key == 0 and value > 0 and query % value == 0
             return divides and (key == value or not alike)
+        # From 2.15 on, one head of keys needs no `enable_gqa`.
         return query == key == value or (self.torch_version >= (2, 15) and grouped and key == value == 1)
 
     def has_dense_rows(self, *, single_counts: bool) -> bool:
@@ -175,10 +173,7 @@ def _cudnn_takes_mask(call: AttentionCall) -> bool:
 
 
 def _cudnn_takes_shapes(call: AttentionCall) -> bool:
-    """Return whether cuDNN supports the shapes.
-
-    `check_cudnn_tensor_shapes`, and from 2.15 on `check_cudnn_d256_bprop_head_dim`.
-    """
+    """Return whether cuDNN supports the shapes (`check_cudnn_tensor_shapes`, `check_cudnn_d256_bprop_head_dim`)."""
     (query, _, value), (major, minor), version = call.sizes, call.card.capability, call.cudnn_version
     newer, hopper = call.torch_version >= (2, 15), (major, minor) == (9, 0)
     (*outer, queries, _), keys = call.shapes[0], call.shapes[1][2]

@@ -22,10 +22,7 @@ from autoaccum.devices.simulated.operators.workspaces import (
 
 
 def flash_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the query's gradient in fp32 (`dq_accum`).
-
-    Numbers: batch, heads, queries, head size, deterministic (0 or 1).
-    """
+    """The query's gradient in fp32 (`dq_accum`). Numbers: batch, heads, queries, head size, deterministic (0 or 1)."""
     batch, heads, queries, head_size, deterministic = numbers
     rounded = round_up(head_size, 32)
     each = 4 * batch * heads * round_up(queries, 128)
@@ -35,13 +32,13 @@ def flash_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int])
 
 
 def flash_row_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the row sums of the softmax's gradient (`softmax_d`). Numbers: batch, heads, queries."""
+    """The row sums of the softmax's gradient (`softmax_d`). Numbers: batch, heads, queries."""
     batch, heads, queries = numbers
     return Estimate(bytes=4 * batch * heads * round_up(queries, 128))
 
 
 def flash_splits(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the partial outputs of a forward pass that is split over the keys to keep the card busy (no dropout).
+    """The partial outputs of a forward pass that is split over the keys to keep the card busy (no dropout).
 
     Numbers: batch, heads, queries, keys, head size.
     """
@@ -50,7 +47,7 @@ def flash_splits(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -
 
 
 def flash_split_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the logarithms of the row sums of partial outputs. Numbers: as of `flash_splits`."""
+    """The logarithms of the row sums of partial outputs. Numbers: as of `flash_splits`."""
     return Estimate(bytes=_flash_split_rows(numbers, card) * 4)
 
 
@@ -64,7 +61,7 @@ def _flash_split_rows(numbers: Numbers, card: Card) -> int:
 
 
 def efficient_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the workspace of memory-efficient attention's backward pass, by the tile that fits in shared memory.
+    """The workspace of memory-efficient attention's backward pass, by the tile that fits in shared memory.
 
     Numbers: batch, heads, queries, keys, head size, value size, bytes of an element, dropout, deterministic (0 or 1).
     """
@@ -76,20 +73,17 @@ def efficient_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, i
 
 
 def efficient_cast(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the output or its gradient of half precision in fp32, if no kernel sums its rows.
-
-    Numbers: as of `efficient_gradient`.
-    """
+    """Half-precision output or gradient in fp32, if no kernel sums its rows. Numbers: as of `efficient_gradient`."""
     return _unless_summed(numbers, card, numbers[5] if numbers[6] < 4 else 0)
 
 
 def efficient_product(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the output times its gradient in fp32, if no kernel sums its rows. Numbers: as of `efficient_gradient`."""
+    """The output times its gradient in fp32, if no kernel sums its rows. Numbers: as of `efficient_gradient`."""
     return _unless_summed(numbers, card, numbers[5])
 
 
 def efficient_product_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the row sums of that product, before they become `delta`. Numbers: as of `efficient_gradient`."""
+    """The row sums of that product, before they become `delta`. Numbers: as of `efficient_gradient`."""
     return _unless_summed(numbers, card, 1)
 
 
@@ -100,20 +94,14 @@ def _unless_summed(numbers: Numbers, card: Card, width: int) -> Estimate:
 
 
 def efficient_output(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the output in fp32, for half-precision heads above 128.
-
-    Numbers: batch, heads, queries, value size, bytes of an element.
-    """
+    """The output of half-precision heads above 128 in fp32. Numbers: batch, heads, queries, value size, bytes."""
     batch, heads, queries, value_size, element_bytes = numbers
     needed = element_bytes < 4 and value_size > 128
     return Estimate(bytes=4 * batch * heads * queries * value_size if needed else 0)
 
 
 def cudnn_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the workspace of cuDNN's attention.
-
-    Numbers: batch, query heads, key heads, queries, keys, head size, bytes of an element.
-    """
+    """The workspace of cuDNN. Numbers: batch, query heads, key heads, queries, keys, head size, bytes of an element."""
     batch, heads, key_heads, queries, keys, head_size, element_bytes = numbers
     size = 4 * batch * heads * round_up(queries, 128) * (round_up(head_size, 32) + 1)
     if key_heads != heads:

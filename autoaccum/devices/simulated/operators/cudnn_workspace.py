@@ -15,7 +15,7 @@ _CONVOLUTION_LEAST_BAND = 32 << 20
 
 
 def convolution(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the workspace of a convolution.
+    """The workspace of a convolution.
 
     Tensor cores work on channels-last data, so cuDNN copies contiguous operands of half precision. For TF32 it has
     kernels that read them as they are (NVIDIA in tensorflow/tensorflow#56744). `benchmark=True` tries plans of any
@@ -34,7 +34,7 @@ def convolution(numbers: Numbers, card: Card, torch_version: tuple[int, int]) ->
 
 
 def cudnn_batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the workspace and reserve of a batch norm: only a band.
+    """The workspace and reserve of a batch norm: only a band.
 
     Contiguous data needs a few fp32 numbers for each channel. The persistent kernels for channels-last data share the
     work between the card's multiprocessors, with two sums on each. A reserve of one bit per element belongs to a fused
@@ -48,17 +48,14 @@ def cudnn_batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int
 
 
 def recurrent(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the workspace of a recurrent network.
-
-    Numbers: steps x samples, hidden size, gates, directions, bytes of an element.
-    """
+    """The workspace of an RNN. Numbers: steps x samples, hidden size, gates, directions, bytes of an element."""
     rows, hidden, gates, directions, element_bytes = numbers
     size = rows * hidden * gates * directions * element_bytes
     return Estimate(bytes=size, band_bytes=size, measured=False)
 
 
 def recurrent_reserve(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the band of a recurrent network's reserve. Numbers: bytes of the reserve, percent of them."""
+    """The band of an RNN's reserve. Numbers: bytes of the reserve, percent of them."""
     reserve_bytes, percent = numbers
     return Estimate(bytes=0, band_bytes=ceil_div(reserve_bytes * percent, 100), measured=False)
 

@@ -45,13 +45,13 @@ def _index_threshold(*, bag: bool) -> int:
 
 
 def embedding_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the partial sums in fp32. Numbers: indices, rows of the table, columns, bytes of a sum, least indices."""
+    """The partial sums in fp32. Numbers: indices, rows of the table, columns, bytes of a sum, least indices."""
     indices, rows, columns, sum_bytes, least = numbers
     return Estimate(bytes=_partials(indices, rows, least) * columns * sum_bytes)
 
 
 def embedding_indices(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return one number per index: the sorted indices, their positions, or their counts.
+    """One number per index: the sorted indices, their positions, or their counts.
 
     Numbers: indices, rows of the table, bytes of an index, least indices.
     """
@@ -60,19 +60,19 @@ def embedding_indices(numbers: Numbers, card: Card, torch_version: tuple[int, in
 
 
 def embedding_segments(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the starts of the runs of equal indices, or of their partial sums. Numbers: as of `embedding_indices`."""
+    """The starts of the runs of equal indices, or of their partial sums. Numbers: as of `embedding_indices`."""
     indices, rows, index_bytes, least = numbers
     return Estimate(bytes=min(indices, rows) * index_bytes if indices >= least else 0)
 
 
 def embedding_partials(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the start of each partial sum. Numbers: as of `embedding_indices`."""
+    """The start of each partial sum. Numbers: as of `embedding_indices`."""
     indices, rows, index_bytes, least = numbers
     return Estimate(bytes=_partials(indices, rows, least) * index_bytes)
 
 
 def sorted_pairs(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return a copy of keys and values, and the state of CUB's tiles: about 1,024 bytes for each 4,096 pairs.
+    """A copy of keys and values, and the state of CUB's tiles: about 1,024 bytes for each 4,096 pairs.
 
     Numbers: pairs, bytes of a pair, least (fewer pairs are sorted in another way).
     """
@@ -84,7 +84,7 @@ def sorted_pairs(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -
 
 
 def sort(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the range of indices along the sorted dimension; for several long rows keys, indices and row numbers.
+    """The range of indices along the sorted dimension; for several long rows keys, indices and row numbers.
 
     Numbers: rows, columns, bytes of a key.
     """
@@ -96,7 +96,7 @@ def sort(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estima
 
 
 def scan(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the state of each tile of a scan over one long row, and of 32 more. Numbers: elements."""
+    """The state of each tile of a scan over one long row, and of 32 more. Numbers: elements."""
     size = round_up(8 * (ceil_div(numbers[0], _SCAN_TILE) + 32), 256) + 511
     return Estimate(bytes=size, band_bytes=size, measured=False)
 

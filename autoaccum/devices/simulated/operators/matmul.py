@@ -62,7 +62,7 @@ def _uses_cublaslt(args: Sequence[Any]) -> bool:
 
 
 def product(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the workspace of cuBLAS. Numbers: thread (0 forward, 1 backward), configured bytes or -1."""
+    """The workspace of cuBLAS. Numbers: thread (0 forward, 1 backward), configured bytes or -1."""
     _, configured = numbers
     if configured != _UNSET:
         return Estimate(bytes=configured)
@@ -77,7 +77,7 @@ def product(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Est
 
 
 def product_with_bias(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the workspace of cuBLASLt. Numbers: thread (0 forward, 1 backward), configured bytes or -1."""
+    """The workspace of cuBLASLt. Numbers: thread (0 forward, 1 backward), configured bytes or -1."""
     _, configured = numbers
     return Estimate(bytes=1 << 20 if configured == _UNSET else configured)
 

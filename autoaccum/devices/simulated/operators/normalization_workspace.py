@@ -24,26 +24,23 @@ from autoaccum.devices.simulated.operators.workspaces import (
 
 
 def layer_norm_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the partial sums for the weight (or the bias) of many narrow rows.
-
-    Numbers: rows, columns, bytes of an element.
-    """
+    """Partial sums for the weight (or the bias) of many narrow rows. Numbers: rows, columns, bytes of an element."""
     rows, columns, element_bytes = numbers
     return Estimate(bytes=_partial_rows(rows, columns, card) * columns * element_bytes)
 
 
 def layer_norm_staging(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the staging area in which those are added up. Numbers: as of `layer_norm_gradient`."""
+    """The staging area in which those are added up. Numbers: as of `layer_norm_gradient`."""
     return reduction(_partial_sums(numbers, card), card, torch_version)
 
 
 def layer_norm_flags(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the counters of that sum. Numbers: as of `layer_norm_gradient`."""
+    """The counters of that sum. Numbers: as of `layer_norm_gradient`."""
     return reduction_flags(_partial_sums(numbers, card), card, torch_version)
 
 
 def batch_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the partial sums of PyTorch's own channels-last kernels.
+    """The partial sums of PyTorch's own channels-last kernels.
 
     Numbers: values per channel, channels, bytes of all sums of one channel.
     """

@@ -116,29 +116,23 @@ _MOST_32_BIT = 2**31 - 1
 
 
 def reduction(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return the staging area. Numbers: `reduction_numbers`."""
+    """The staging area. Numbers: `reduction_numbers`."""
     return Estimate(bytes=_launch(numbers, card).staging_bytes)
 
 
 def reduction_flags(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return one counter for each column of blocks. Numbers: `reduction_numbers`."""
+    """One counter for each column of blocks. Numbers: `reduction_numbers`."""
     return Estimate(bytes=_launch(numbers, card).flag_bytes)
 
 
 def foreach_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
-    """Return one partial norm for each chunk of `_foreach_norm`.
-
-    Numbers: tensors, elements of the largest, bytes of a norm.
-    """
+    """One partial norm for each chunk. Numbers: tensors, elements of the largest, bytes of a norm."""
     tensors, largest, norm_bytes = numbers
     return Estimate(bytes=tensors * ceil_div(largest, _CHUNK) * norm_bytes)
 
 
 def reduction_numbers(layout: Layout, *, accumulator_bytes: int, element_bytes: int, unroll: int = 4) -> Numbers:
-    """Return the numbers that the rules take.
-
-    They are the bytes of an accumulator and of an input, the values read at once, and the input's layout.
-    """
+    """Return the numbers: bytes of an accumulator and of an input, values read at once, the input's layout."""
     return (accumulator_bytes, element_bytes, unroll, layout.reduced, *layout.shape, *layout.strides)
 
 

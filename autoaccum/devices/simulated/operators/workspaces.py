@@ -37,7 +37,9 @@ class Estimate:
 
 
 Rule = Callable[[Numbers, Card, tuple[int, int]], Estimate]
-"""Turns the numbers of a workspace into its size on a card under a PyTorch release such as (2, 15)."""
+"""Turns the numbers of a workspace into its size on a card under a PyTorch release such as (2, 15).
+
+The docstring of a rule says what the workspace holds, and what its numbers are."""
 
 
 def by_name(*rules: Rule) -> dict[str, Rule]:
