@@ -213,7 +213,6 @@ class CheckpointWriter:
     Args:
         store: The checkpoints to add to; None writes nothing.
         every: Updates between two checkpoints.
-        progress: The progress of the training.
         make_record: Builds the content of a checkpoint.
         notify: Called with `CheckpointWritten` and `CheckpointFailed` events.
 

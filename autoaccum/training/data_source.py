@@ -62,13 +62,9 @@ def is_map_style(data: Any) -> bool:
 
 def _check_iterable(data: Any) -> None:
     if isinstance(data, Mapping):
-        raise UsageError(
-            f"data is {describe_type(data)}", hint=f"wrap columns of tensors in a Dataset; otherwise {_DATA_HINT}"
-        )
+        raise UsageError(f"data is {describe_type(data)}", hint=f"wrap tensors by column in a Dataset, or {_DATA_HINT}")
     if isinstance(data, Dataset) and not hasattr(type(data), "__iter__"):
-        raise UsageError(
-            f"{describe_type(data)} has no length", hint="define __len__, or give a DataLoader over it with a sampler"
-        )
+        raise UsageError(f"{describe_type(data)} has no length", hint="define __len__, or give a DataLoader of it")
     # Modules and strings are iterable but hold no batches; a class still has to be called.
     is_iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__")
     if isinstance(data, str | bytes | type | nn.Module) or not is_iterable:

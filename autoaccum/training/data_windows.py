@@ -71,7 +71,6 @@ class WindowSource(abc.ABC):
     """Windows of data, epoch after epoch, from a position that can be saved and restored.
 
     Args:
-        settings: How to read the data.
         name: A description of the data for messages: `a map-style dataset`.
 
     Attributes:
@@ -129,9 +128,7 @@ class WindowSource(abc.ABC):
         """
         made = wrap_batch(part, self._settings.batching)
         if not has_size(made, size):
-            raise WorkloadError(
-                f"collate made {batch_size(made)} samples of {size}", hint="return as many as it is given"
-            )
+            raise WorkloadError(f"collate made {batch_size(made)} samples of {size}", hint="return as many as given")
         return made
 
     def _longest(self, samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> LongestBatches:
@@ -156,9 +153,8 @@ class WindowSource(abc.ABC):
 
     def _join(self, parts: list[Any], sizes: list[int]) -> list[Any]:
         each, total = self.multiple_of, sum(sizes)
-        together, apart = (
-            sum(len(split_evenly(size, self.part_size, each)) for size in counts) for counts in ([total], sizes)
-        )
+        together = len(split_evenly(total, self.part_size, each))
+        apart = sum(len(split_evenly(size, self.part_size, each)) for size in sizes)
         if len(parts) == 1 or (together == apart and not any(size % each for size in sizes)):
             return parts  # Joining would be a useless copy.
         joined = join_batches(parts)

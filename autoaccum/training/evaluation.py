@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.recovery import clear_frames, find_out_of_memory, release_memory, shrink
-from autoaccum.accumulation.rng_state import module_generators
+from autoaccum.accumulation.rng_state import module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.checks import check_function, describe_type
@@ -24,7 +24,6 @@ from autoaccum.training.data_source import is_map_style
 from autoaccum.training.data_workers import Reader
 from autoaccum.training.fit_events import Evaluated, EvaluationFailed
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.seeds import seed_generators
 from autoaccum.training.training_setup import TrainingComponents
 from autoaccum.training.training_state import Progress
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
@@ -90,7 +89,6 @@ class EvaluationMetrics:
     each term by name, and `loss` is their sum. With `evaluate` they are the numbers it returns, averaged over samples.
 
     Args:
-        objective: The loss.
         evaluate: The workload's `evaluate(model, batch)`, which returns a number or a mapping of names to numbers;
             other entries of the mapping are ignored.
     """
@@ -170,8 +168,6 @@ class Evaluation:
     Args:
         objective: The loss, which is evaluated if there is no `evaluate`.
         evaluate: The workload's `evaluate(model, batch)`: a number, or several by name, averaged over samples.
-        precision: `fp32`, `bf16` or `fp16`.
-        data: The evaluation data.
         micro_batch: The largest micro-batch to begin with.
         loss_modules: Modules that the loss uses, such as the criterion: their state is restored as well.
         seed: The seed for reading and evaluating.
@@ -315,7 +311,6 @@ class Evaluator:
         evaluation: The evaluation to run; None if there is no evaluation data.
         components: The model, and the averaged one.
         request: The request, with `eval_every` and `eval_due`.
-        progress: The progress of the training.
         notify: Called with each `Evaluated` or `EvaluationFailed`.
 
     Raises:

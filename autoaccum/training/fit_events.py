@@ -33,8 +33,6 @@ class Started:
     """The training is about to make its first update.
 
     Attributes:
-        model: The model, on its device.
-        optimizer: The optimizer.
         plan: The plan with the micro-batch; None if the micro-batch was given as a number.
         micro_batch: The initial ceiling, in samples.
         target_batch: Samples per update.
@@ -99,8 +97,6 @@ class OutOfMemoryRetry:
     """An update ran out of memory: nothing was changed, and its batch is repeated in smaller micro-batches.
 
     Attributes:
-        update: The number of the update.
-        phase: The phase of the step.
         micro_batch: The largest micro-batch that was tried, in samples.
         next_micro_batch: The largest that is tried next.
     """
@@ -137,7 +133,6 @@ class Evaluated:
         values: Metrics by name: `loss`, or the results of the workload's `evaluate`, averaged over samples. With
             averaged weights, theirs too, as `ema_loss`.
         samples: The number of evaluated samples.
-        seconds: The duration.
     """
 
     update: int
@@ -152,7 +147,6 @@ class EvaluationFailed:
 
     Attributes:
         update: The number of updates made before it.
-        reason: The reason, as text.
         out_of_memory: True if not even one sample at a time fits.
     """
 
@@ -200,7 +194,6 @@ class FitResult:
 
     Attributes:
         model: The trained model, on its device.
-        optimizer: The optimizer.
         plan: The plan it was trained by; None if `micro_batch` was given.
         updates: Updates so far, including earlier runs in the same folder.
         epochs: Whole epochs so far.

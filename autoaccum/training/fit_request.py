@@ -99,9 +99,7 @@ class FitRequest:
             self._check_positive(name, most)
         self._make_paths_absolute()
         if self.epochs is None and self.steps is None:
-            raise UsageError(
-                "neither epochs nor steps are given", hint="say how long to train: epochs=3 (--epochs 3), or steps=1000"
-            )
+            raise UsageError("neither epochs nor steps are given", hint="give epochs=3 (--epochs 3), or steps=1000")
         for one, other in (("eval_every", "eval_due"), ("micro_batch", "plan")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise UsageError(f"{one} is {getattr(self, one)}, and {other} is given too", hint="give one of them")

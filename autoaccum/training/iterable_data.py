@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
+from autoaccum.accumulation.rng_state import derive_seed, item_seed, preserve_rng_state, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError, WorkloadError
@@ -17,7 +18,6 @@ from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.checkpoints import NotPortableError, portable
 from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
 from autoaccum.training.data_workers import END, Reader
-from autoaccum.training.seeds import derive_seed, item_seed, preserve_rng_state, seed_generators
 from autoaccum.workload.batches import batch_size, split_batch, wrap_batch
 
 
@@ -25,8 +25,6 @@ class StreamSource(WindowSource):
     """Windows of an iterable, each read with a seed from run, epoch and window.
 
     Args:
-        data: The iterable.
-        settings: How to read it.
         unit: What it yields: `samples` or `batches`.
         length: How many of them; None if unknown.
     """

@@ -11,6 +11,7 @@ from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.coupling_probe import SAMPLES, probe_model
 from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.accumulation.reachable_objects import find_python_attributes, find_reachable
+from autoaccum.accumulation.rng_state import derive_seed
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.accumulation.transaction import TorchState
 from autoaccum.errors import AutoaccumError
@@ -22,7 +23,6 @@ from autoaccum.training.fit_events import EpochEnded, EventNotifier, Notice, Upd
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.resume import MicroBatchChoice
 from autoaccum.training.run_folder import RunFolder
-from autoaccum.training.seeds import derive_seed
 from autoaccum.training.stepper import Stepper
 from autoaccum.training.stop_signals import StopSignals
 from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
@@ -54,22 +54,22 @@ class Loop:
         components: TrainingComponents,
         source: Source,
         choice: MicroBatchChoice,
-        *,
         folder: RunFolder | None,
         run: Mapping[str, Any],
-        stop_signals: StopSignals,
+        *,
+        signals: StopSignals,
         notifier: EventNotifier,
     ) -> None:
         self.components, self.choice, self.progress = components, choice, Progress()
-        self._source, self._stop_signals, self._notifier = source, stop_signals, notifier
+        self._source, self._signals, self._notifier = source, signals, notifier
         self._run, self._digest = run, setup.digest
         self._settings = None if folder is None else capture_settings(components)
         self._has_noted_remainder = self._has_checked_coupling = False
         source.part_size, source.multiple_of = choice.micro_batch, choice.multiple_of
-        source.interruptible = stop_signals.interruptible
+        source.interruptible = signals.interruptible
         source.saves_position = folder is not None
         self.goal = Goal(request.epochs, request.steps, _updates_per_epoch(source, request.target_batch))
-        self.stepper = Stepper(request, components, choice, self.progress, stop_signals.check, notifier.notify)
+        self.stepper = Stepper(request, components, choice, self.progress, signals.check, notifier.notify)
         self._evaluator = self._make_evaluator(request, setup)
         store = None if folder is None else folder.checkpoints
         self.checkpoint_writer = CheckpointWriter(
@@ -89,7 +89,7 @@ class Loop:
         if not self.goal.is_reached(self.progress):
             self._source.start_epoch(self.progress.epoch)
         while not (self._notifier.should_stop or self.goal.is_reached(self.progress)):
-            self._stop_signals.check()
+            self._signals.check()
             began = time.perf_counter()
             window = self._source.next_window()
             if window is not None and window.samples % self._source.multiple_of:
@@ -204,7 +204,7 @@ class Loop:
                 micro_batch=setup.evaluation_batch or self.choice.micro_batch,
                 loss_modules=components.loss_modules,
                 seed=derive_seed(request.seed, "evaluation"),
-                interruptible=self._stop_signals.interruptible,
+                interruptible=self._signals.interruptible,
             )
         return Evaluator(evaluation, components, request, self.progress, self._notifier.notify)
 

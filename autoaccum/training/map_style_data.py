@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, default_collate
 
-from autoaccum.accumulation.rng_state import GENERATORS
+from autoaccum.accumulation.rng_state import GENERATORS, derive_seed, item_seed, preserve_rng_state, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
 from autoaccum.training.data_workers import END, Reader, to_shared_memory, worker_options
-from autoaccum.training.seeds import derive_seed, item_seed, preserve_rng_state, seed_generators
 from autoaccum.workload.model_copies import fixed_seeds
 from autoaccum.workload.samples import spread_indices
 
@@ -32,8 +31,6 @@ class MapStyleSource(WindowSource):
     anywhere without rereading. A generator that a dataset or a custom sampler stores itself is not seeded.
 
     Args:
-        dataset: The dataset, read one item at a time.
-        settings: How to read it.
         loader: The user's loader, whose order and collate function are used; None: shuffled in each epoch.
     """
 
@@ -139,10 +136,8 @@ class MapStyleSource(WindowSource):
         for window, digest in self._windows:
             if self._chooses_parts:
                 indices = list(chain.from_iterable(window))
-                cuts = iter(indices)
-                window = [
-                    list(islice(cuts, size)) for size in split_evenly(len(indices), self.part_size, self.multiple_of)
-                ]
+                rest, sizes = iter(indices), split_evenly(len(indices), self.part_size, self.multiple_of)
+                window = [list(islice(rest, size)) for size in sizes]
             for part in window:
                 self._sizes.append((len(part), digest))
                 yield PartRequest(self._epoch, position, part)
@@ -189,13 +184,7 @@ class PartRequest:
 
 
 class PartFetcher:
-    """A dataset for torch's DataLoader: makes a part from a request, in this process or in a worker.
-
-    Args:
-        dataset: The user's dataset.
-        collate: Builds a batch from a list of items.
-        seed: The run's seed.
-    """
+    """A dataset for torch's DataLoader: makes a part from a request, in this process or in a worker."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.users_dataset, self._collate, self._seed = dataset, collate, seed
@@ -215,9 +204,7 @@ class PartFetcher:
     def _part(self, request: PartRequest) -> Any:
         is_plain = self._collate is default_collate
         if is_plain and type(self.users_dataset) is TensorDataset:
-            return list(
-                self.users_dataset[torch.as_tensor(request.indices)]
-            )  # The same as row by row; draws no random numbers.
+            return list(self.users_dataset[torch.as_tensor(request.indices)])  # As row by row; nothing is random.
         base, items = derive_seed(self._seed, "item", request.epoch), []
         for position, index in enumerate(request.indices, request.position):
             seed_generators(item_seed(base, position))

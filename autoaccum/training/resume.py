@@ -34,12 +34,7 @@ _RATE_TOLERANCE = 1e-6
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint to resume from.
-
-    Attributes:
-        path: Its file.
-        record: Its content.
-    """
+    """A checkpoint to resume from."""
 
     path: Path
     record: Mapping[str, Any]
@@ -62,9 +57,7 @@ def find_checkpoint(folder: RunFolder | None, resume: str, notify: Callable[[Any
         return None
     if resume == "never":
         if folder.checkpoints.paths():
-            raise UsageError(
-                f"{folder.path} already holds a run, and resume is never", hint="use another folder, or resume this run"
-            )
+            raise UsageError(f"{folder.path} already holds a run, and resume is never", hint="use another folder")
         return None
     found = folder.checkpoints.newest(notify)
     if found is None and resume == "must":
@@ -233,10 +226,7 @@ def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup) -> 
     if not isinstance(plan, Plan):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
     if plan.world_size != 1:
-        raise UsageError(
-            f"the plan is for {plan.world_size} ranks, but fit trains on one",
-            hint="plan with --world-size 1",
-        )
+        raise UsageError(f"the plan is for {plan.world_size} ranks, fit trains on one", hint="plan with --world-size 1")
     if plan.target_batch != request.target_batch:
         raise UsageError(
             f"the plan is for updates of {plan.target_batch} samples, but {request.target_batch} are requested",
@@ -244,9 +234,8 @@ def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup) -> 
         )
     different = _device_differences(plan, setup.device)
     if different:
-        raise UsageError(
-            f"the plan is for {different[0][0]}; this is {different[0][1]}", hint=_replan_hint(request, plan)
-        )
+        (planned, here), *_ = different
+        raise UsageError(f"the plan is for {planned}; this is {here}", hint=_replan_hint(request, plan))
 
 
 def _device_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]]:

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import nn
@@ -84,9 +83,7 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._lock is not None:
             if not self.checkpoints.paths():  # Training never started: leave nothing behind.
                 with suppress(OSError):
@@ -108,7 +105,6 @@ class MetricsLog:
     space again.
 
     Args:
-        folder: The run's folder.
         update: Lines of later updates are removed, since those updates are made again.
         evaluated_at: The update of the last evaluation; later ones are made again too.
         notify: Called once, with a notice, when a line cannot be written.
@@ -146,9 +142,7 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for log in (self._file, self._board):
             with suppress(OSError):
                 if log is not None:
@@ -188,9 +182,7 @@ def _lock(path: Path) -> int:
     except (BlockingIOError, PermissionError):
         holder = os.pread(handle, 200, 0).decode(errors="replace").strip() or "another process"
         os.close(handle)
-        raise UsageError(
-            f"{path.parent} is in use by {holder}", hint="wait until it ends, or use another folder"
-        ) from None
+        raise UsageError(f"{path.parent} is in use by {holder}", hint="wait for it, or use another folder") from None
     except OSError:
         os.close(handle)
         raise

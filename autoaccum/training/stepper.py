@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
@@ -115,8 +114,6 @@ class Stepper(StepObserver):
 
     Args:
         request: The request, with `clip_norm` and `skip_nonfinite`.
-        components: The model, its optimizer and the rest.
-        choice: The micro-batch.
         progress: The progress; skipped windows are counted in it.
         check: Called at the start of each phase of a step; an exception from it rolls the step back.
         notify: Called with `OutOfMemoryRetry`, `CeilingRaised` and `Skipped`.
@@ -159,9 +156,9 @@ class Stepper(StepObserver):
         )
 
     @property
-    def parameters(self) -> Sequence[Tensor]:
-        """The parameters of the optimizer."""
-        return optimizer_parameters(self._components.optimizer)
+    def has_finite_weights(self) -> bool:
+        """True if no parameter of the optimizer is NaN or infinite."""
+        return all(bool(weight.isfinite().all()) for weight in optimizer_parameters(self._components.optimizer))
 
     @property
     def learning_rate(self) -> float | None:

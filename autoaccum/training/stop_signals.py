@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
@@ -16,11 +16,7 @@ _ONE_PRESS_SECONDS = 0.5
 
 
 class StopRequested(BaseException):
-    """A signal asked the run to stop. Not an `Exception`, so that no `except Exception` swallows it.
-
-    Attributes:
-        number: The signal.
-    """
+    """A signal asked the run to stop. Not an `Exception`, so that no `except Exception` swallows it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -69,9 +65,7 @@ class StopSignals:
                 signal.signal(number, self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         for number, handler in self._previous.items():
             if signal.getsignal(number) == self:
                 signal.signal(number, handler)

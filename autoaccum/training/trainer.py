@@ -12,7 +12,7 @@ import torch
 
 from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.accumulation.recovery import is_context_dead
-from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices
+from autoaccum.accumulation.rng_state import RngState, derive_seed, initialized_cuda_devices, seed_generators
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.data_source import open_source
 from autoaccum.training.data_windows import DataSettings
@@ -30,7 +30,6 @@ from autoaccum.training.resume import (
     warn_of_changes,
 )
 from autoaccum.training.run_folder import MetricsLog, RunFolder
-from autoaccum.training.seeds import derive_seed, seed_generators
 from autoaccum.training.stop_signals import StopRequested, StopSignals
 from autoaccum.training.training_setup import TrainingSetup
 from autoaccum.training.training_state import restore_training_rng
@@ -83,21 +82,9 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         if checkpoint is not None:
             check_same_run(checkpoint, run)
         check_choice(request, setup, components, choice, notify)
-        stop_signals = stack.enter_context(StopSignals())
-        stack.callback(
-            source.close
-        )  # Within StopSignals, which hides torch's errors about workers that a signal ended.
-        loop = Loop(
-            request,
-            setup,
-            components,
-            source,
-            choice,
-            folder=folder,
-            run=run,
-            stop_signals=stop_signals,
-            notifier=notifier,
-        )
+        signals = stack.enter_context(StopSignals())
+        stack.callback(source.close)  # Before StopSignals ends, which hides errors of workers that a signal ended.
+        loop = Loop(request, setup, components, source, choice, folder, run, signals=signals, notifier=notifier)
         if checkpoint is not None:
             loop.restore(checkpoint.record)
             loop.checkpoint_writer.resume_from(checkpoint.path)
@@ -112,36 +99,26 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         if checkpoint is not None:
             restore_training_rng(checkpoint.record["training"], components)
             checkpoint = None  # Frees host memory as large as model and optimizer.
-        _run(loop, stop_signals)
+        _run(loop, signals)
         return _result(loop, folder, notifier, resumed_from, time.monotonic() - began)
 
 
-def _run(loop: Loop, stop_signals: StopSignals) -> None:
+def _run(loop: Loop, signals: StopSignals) -> None:
     """Train. After any error, save the state of the last whole update, unless that state is unknown."""
+    writer = loop.checkpoint_writer
     try:
         loop.run()
     except BaseException as error:
         # Nothing is written after a second signal. Any other BaseException comes from the user's code.
-        at_once = stop_signals.requested is not None and not isinstance(error, (StopRequested, Exception))
-        if (
-            loop.stepper.is_whole
-            and not is_context_dead(error)
-            and not at_once
-            and not _has_nonfinite_weights(error, loop)
-        ):
-            loop.checkpoint_writer.write()
-        if isinstance(error, UpdateInterrupted) and loop.checkpoint_writer.newest is not None:
-            raise UpdateInterrupted(
-                error.message, hint=f"the same command resumes from {loop.checkpoint_writer.newest}"
-            ) from error
+        at_once = signals.requested is not None and not isinstance(error, (StopRequested, Exception))
+        # If the weights are no longer finite, the previous checkpoint is worth more.
+        is_finite = not isinstance(error, NonFiniteError) or loop.stepper.has_finite_weights
+        if loop.stepper.is_whole and is_finite and not at_once and not is_context_dead(error):
+            writer.write()
+        if isinstance(error, UpdateInterrupted) and writer.newest is not None:
+            hint = f"the same command resumes from {writer.newest}"
+            raise UpdateInterrupted(error.message, hint=hint) from error
         raise
-
-
-def _has_nonfinite_weights(error: BaseException, loop: Loop) -> bool:
-    """Return whether the weights are no longer finite, so that the previous checkpoint is worth more."""
-    return isinstance(error, NonFiniteError) and not all(
-        bool(parameter.isfinite().all()) for parameter in loop.stepper.parameters
-    )
 
 
 def _started(request: FitRequest, loop: Loop, resumed_from: Path | None) -> Started:

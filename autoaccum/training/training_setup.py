@@ -46,9 +46,6 @@ class TrainingComponents:
     """The model on its device, and everything that goes with it.
 
     Attributes:
-        model: The model.
-        objective: The loss.
-        optimizer: The optimizer.
         scheduler: The learning-rate scheduler; None without one.
         scaler: The loss scaler of fp16; None otherwise.
         precision: `fp32`, `bf16` or `fp16`.
@@ -106,13 +103,10 @@ class TrainingSetup:
     Attributes:
         name: The name in reports.
         data: The training data.
-        eval_data: The evaluation data; None without one.
         collate: Builds a batch from samples; None: torch's default_collate.
         evaluation_batch: The first micro-batch of evaluations; None: that of training.
-        objective: The loss.
         multiple_of: The number that micro-batches are multiples of, if no plan says otherwise.
         digest: The digest of the source files; empty without any.
-        device: The training device.
 
     Raises:
         UsageError: The request has neither a model nor a workload, or an argument that does not go with it.
@@ -136,9 +130,7 @@ class TrainingSetup:
         self.name, self.digest, self.objective = own.name, own.digest, own.objective
         self.data = _as_samples(own.dataset) if self.data is None else self.data
         if self.data is None:
-            raise WorkloadError(
-                f"{own.name} has no dataset to train on", hint="define dataset = ... in it, or give data"
-            )
+            raise WorkloadError(f"{own.name} has no dataset to train on", hint="define dataset in it, or give data")
         self.eval_data = _as_samples(own.evaluation_dataset) if self.eval_data is None else self.eval_data
         self.collate, self._evaluate, self.multiple_of = own.collate, own.evaluate, own.multiple_of or 1
         self.evaluation_batch, self._keeps = own.evaluation_batch, own.keeps
@@ -161,10 +153,8 @@ class TrainingSetup:
             return make_plan(None, PlanRequest(request.target_batch, Options(**limits)), live=live, on_event=on_event)
         limits["device"] = options.device
         in_code = (request.collate, request.evaluate, request.data, request.split)
-        is_file = not isinstance(request.model_or_workload, Workload) and isinstance(
-            options.optimizer, (str, type(None))
-        )
-        if is_file and all(value is None for value in in_code):
+        is_file = isinstance(request.model_or_workload, str | os.PathLike)
+        if is_file and isinstance(options.optimizer, str | None) and all(value is None for value in in_code):
             worst_of = options.worst_of or (DEFAULT_WORST_OF if workload.batch is no_batch else None)
             of_file = PlanRequest(request.target_batch, Options(**limits, **options.overrides, worst_of=worst_of))
             on_output = None if on_event is None else lambda line: on_event(WorkloadOutput(line))
@@ -279,11 +269,9 @@ class TrainingSetup:
 
 def _read_workload(request: FitRequest) -> Workload:
     """Return the workload, with the request's values in place of its own."""
-    given_as = request.model_or_workload
-    if not isinstance(given_as, (str, os.PathLike, Workload)):
-        raise UsageError(
-            f"model_or_workload is {describe_type(given_as)}", hint="give an nn.Module, a Workload, or a file"
-        )
+    source = request.model_or_workload
+    if not isinstance(source, (str, os.PathLike, Workload)):
+        raise UsageError(f"model_or_workload is {describe_type(source)}", hint="give a module, a Workload or a file")
     given = [name for name in ("loss", "criterion", "weight") if getattr(request, name) is not None]
     given += [] if _reduction(request) is None else ["reduction"]
     if given:
@@ -295,7 +283,7 @@ def _read_workload(request: FitRequest) -> Workload:
                 f"a workload is given, and a live {name}, which belongs to another model",
                 hint=f"give a function that creates the {name}",
             )
-    workload = given_as if isinstance(given_as, Workload) else load_workload(os.fspath(given_as))
+    workload = source if isinstance(source, Workload) else load_workload(os.fspath(source))
     own = {name: getattr(request, name) for name in ("split", "size", "scheduler", "collate", "evaluate")}
     return replace_fields(workload, **request.options.overrides, **own)
 
@@ -317,10 +305,7 @@ def _resolve_ema_decay(decay: float | None, keeps: Sequence[str]) -> float | Non
     if "ema" in keeps:
         return EMA_DECAY if decay is None else decay
     if decay is not None:
-        raise UsageError(
-            f"ema_decay is {decay:g}, but no average of the weights is requested",
-            hint='add keeps="ema" (--keeps ema)',
-        )
+        raise UsageError(f"ema_decay is {decay:g}, but no average is requested", hint='add keeps="ema" (--keeps ema)')
     return None
 
 

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import state_dict as torch_state
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.plan_check import unwrap_model
+from autoaccum.accumulation.rng_state import capture_rng_state, restore_rng_state
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.errors import UsageError, first_line
 from autoaccum.training.fit_events import Notice
-from autoaccum.training.seeds import capture_rng_state, restore_rng_state
 from autoaccum.training.training_setup import TrainingComponents
 
 _MOST_LISTED = 3
@@ -32,14 +32,10 @@ class Progress:
 
     Attributes:
         update: Windows trained on or skipped.
-        epoch: Whole epochs.
-        samples: Samples of those windows.
         epoch_samples: Samples of the current epoch.
         oom_retries: How many times an update was repeated after running out of memory.
         applied: Updates that changed the weights; the others had no weight, were skipped, or overflowed in fp16.
         skipped: Windows skipped because the loss or the gradient was not finite.
-        loss: The loss of the last update.
-        evaluation: The metrics of the last evaluation.
         evaluated_at: The update that was evaluated last; 0 before any.
     """
 
@@ -192,9 +188,7 @@ def _joint_module(components: TrainingComponents) -> nn.Module:
     """Return one module of the model, the modules of the loss, and parameters that only the optimizer holds."""
     root = nn.Module()
     root.model = unwrap_model(components.model)
-    root.loss_modules = nn.ModuleList(
-        unwrap_model(module) for module in components.loss_modules if _can_be_saved(module)
-    )
+    root.loss_modules = nn.ModuleList(unwrap_model(each) for each in components.loss_modules if _can_be_saved(each))
     known = {id(parameter) for parameter in root.parameters()}
     for group in components.optimizer.param_groups:
         for parameter in group["params"]:

@@ -66,9 +66,8 @@ class Search:
         rows = self._study.rows()
         if count_finished(rows) >= request.trials:
             return None
-        if rates.low <= self._space.default_learning_rate <= rates.high and not any(
-            row.own and not row.lost for row in rows
-        ):
+        is_covered = rates.low <= self._space.default_learning_rate <= rates.high
+        if is_covered and not any(row.own and not row.lost for row in rows):
             with storage_errors(self._study.address):
                 self._study.optuna.enqueue_trial(_default_parameters(self._space), user_attrs={"own": True})
         self._optimize(None, request.options.time_limit)

@@ -74,9 +74,7 @@ def open_storage(address: URL, heartbeat: int = 1) -> Iterator[RDBStorage | Jour
         try:
             storage = _open(address, heartbeat)
         except (ImportError, NoSuchModuleError) as error:
-            raise UsageError(
-                f"no installed driver opens {address!r} ({error})", hint="install the database's driver"
-            ) from None
+            raise UsageError(f"no installed driver opens {address!r} ({error})", hint="install the driver") from None
     try:
         yield storage
     finally:

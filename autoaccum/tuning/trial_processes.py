@@ -30,7 +30,6 @@ class TrialProcesses:
     """Starts child processes, sends them requests, and ends them.
 
     Args:
-        request: The request of the study.
         on_output: Called with each line that the workload prints; None: it goes to stderr.
 
     Raises:

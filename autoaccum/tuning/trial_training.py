@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,9 +208,8 @@ def describe_workload(workload: Workload, device: str, target_batch: int) -> Wor
     model = workload.build_model().to(place)
     optimizer = workload.build_optimizer(model)
     schedule = workload.build_scheduler(workload.build_optimizer(model))
-    if schedule is not None and not scheduler_follows_rate(
-        lambda: workload.build_optimizer(model), workload.build_scheduler
-    ):
+    build = partial(workload.build_optimizer, model)
+    if schedule is not None and not scheduler_follows_rate(build, workload.build_scheduler):
         raise WorkloadError(
             f"{type_name(schedule)} ignores the optimizer's learning rate: there is nothing to tune",
             hint='start from the optimizer\'s: max_lr=optimizer.param_groups[0]["lr"]',
@@ -245,9 +245,7 @@ def split_data(workload: Workload) -> tuple[Any, Any, int | None, str]:
     """
     data, given = workload.dataset, workload.evaluation_dataset
     if data is None:
-        raise WorkloadError(
-            f"{workload.name} has no dataset to train on", hint="define dataset = ... in it: samples, by index"
-        )
+        raise WorkloadError(f"{workload.name} has no dataset to train on", hint="define dataset = ... in it")
     total = _count_samples(data)
     if given is not None:
         held = _count_samples(given)
@@ -255,10 +253,8 @@ def split_data(workload: Workload) -> tuple[Any, Any, int | None, str]:
             raise WorkloadError("evaluation_dataset has no samples", hint="give some, or remove it")
         return data, given, total, "evaluation_dataset" + ("" if held is None else f" ({held:,} samples)")
     if total is None or total < 2:
-        given_data = f"{total} samples" if total is not None else f"a {type(data).__name__} without length or index"
-        raise WorkloadError(
-            f"no samples can be held out of {given_data}", hint="define evaluation_dataset in the workload"
-        )
+        what = f"{total} samples" if total is not None else f"a {type(data).__name__} without length or index"
+        raise WorkloadError(f"no samples can be held out of {what}", hint="define evaluation_dataset in the workload")
     order = torch.randperm(total, generator=torch.Generator().manual_seed(_SEED)).tolist()
     held = max(1, round(total / _HELD_OUT_SHARE))
     words = f"{held:,} of {total:,} samples of dataset, drawn by seed {_SEED}"

@@ -194,9 +194,7 @@ class Tuning:
     """The result of a study so far.
 
     Attributes:
-        study: The name of the study.
         storage: Its address, without a password.
-        workload: The description of the workload.
         standings: The settings that can win, best first.
         best: The first of them; None if no trial is complete.
         own: The result of the workload's default setting; None if it was not run to the end.

@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.argument_checks import check_launch
+from autoaccum.accumulation.rng_state import preserve_rng_state
 from autoaccum.checks import read_count
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.delayed_signals import DelayedSignals
@@ -21,7 +22,6 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, 
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device
 from autoaccum.planning.plan_setup import resolve_workload
-from autoaccum.training.seeds import preserve_rng_state
 from autoaccum.verification.verification_result import Event, Verification
 from autoaccum.verification.verifier import Verifier
 from autoaccum.workload.loading import load_workload

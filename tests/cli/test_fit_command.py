@@ -197,7 +197,7 @@ def wait_for(path: Path) -> None:
 
 USAGE = [
     ("m.py --target-batch 8", "missing option '--run-dir'"),
-    ("m.py --target-batch 8 --run-dir a", "neither epochs nor steps are given: say how long to train: epochs=3"),
+    ("m.py --target-batch 8 --run-dir a", "neither epochs nor steps are given: give epochs=3"),
     ("m.py --target-batch 8 --run-dir a --clip-norm nan", "clip_norm is nan: give a number above 0"),
 ]
 

@@ -78,7 +78,7 @@ def test_every_kind_of_data_is_recognised(kind: str) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "None": (None, "data is None: give a Dataset, a DataLoader, or an iterable of batches"),
     "number": (3, "data is an int: give a Dataset"),
-    "columns": ({"x": x, "y": y}, "data is a dict: wrap columns of tensors in a Dataset"),
+    "columns": ({"x": x, "y": y}, "data is a dict: wrap tensors by column in a Dataset"),
     "pair of columns": ((x, y), "looks like one batch: give torch.utils.data.TensorDataset"),
     "samples": (
         [(torch.zeros(3), 1)] * 9,
@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "uneven samples": ([(torch.zeros(3), torch.zeros(4))] * 9, r"look like samples \(batch\[1\] has the length 4"),
     "empty list": ([], "data is an empty list: give at least one batch"),
     "odd entry": ([x, 3], r"data\[1\] is not a batch: batch \(an int\) holds nothing"),
-    "no length": (NoLength(), "a NoLength has no length: define __len__, or give a DataLoader over it"),
+    "no length": (NoLength(), "a NoLength has no length: define __len__, or give a DataLoader of it"),
     "empty dataset": (DrawingRows(0), "a map-style dataset has no samples"),
     "small dataset": (DrawingRows(3), "has 3 samples, fewer than the target batch of 4: use --target-batch 3 or less"),
 }

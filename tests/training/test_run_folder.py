@@ -37,7 +37,7 @@ def test_a_second_run_is_refused_until_the_first_is_over_and_its_workers_do_not_
     ) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "open\n"
-        with pytest.raises(UsageError, match=rf"is in use by process {first.pid} on .*: wait until it ends, or use"):
+        with pytest.raises(UsageError, match=rf"is in use by process {first.pid} on .*: wait for it, or use"):
             RunFolder(tmp_path)
         first.send_signal(signal.SIGKILL)
         first.wait()

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import torch
 
-from autoaccum.training.seeds import (
+from autoaccum.accumulation.rng_state import (
     capture_rng_state,
     derive_seed,
     item_seed,
