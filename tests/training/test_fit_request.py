@@ -40,7 +40,7 @@ def workload(**fields: Any) -> Workload:
     ("options", "message"),
     [
         ({"target_batch": 0}, "target_batch is 0: give a whole number of at least 1"),
-        ({"epochs": None}, "neither epochs nor steps are given: say how long"),
+        ({"epochs": None}, "neither epochs nor steps are given: give epochs=3"),
         ({"workers": -1}, "workers is -1: give a whole number of at least 0"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0: give a number above 0"),
         ({"clip_norm": float("nan")}, "clip_norm is nan"),
