@@ -208,7 +208,7 @@ def test_a_schedule_within_the_band_of_the_budget_is_warned_of() -> None:
     assert close.least_bytes == least
     (warning,) = close.warnings
     assert "the budget leaves 10.0 MiB above the least that is needed" in warning
-    assert warning.endswith("measure on the card (--device cuda), or keep more (--reserve 100MiB)")
+    assert warning.endswith("measure on the card (--device cuda), or keep more free (--reserve 100MiB)")
 
 
 def test_a_host_that_is_too_small_for_the_batch_has_a_way_out() -> None:

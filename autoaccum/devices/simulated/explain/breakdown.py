@@ -52,7 +52,7 @@ def classify_blocks(labelled: LabelledTrace) -> list[BlockUse]:
     lives = _lives(trace)
     batches = micro_batches(trace)
     starts = [batch.start for batch in batches]
-    again = _ends_of_recomputation(labelled, [allocated_at for allocated_at, _ in lives])
+    recomputation_ends = _ends_of_recomputation(labelled, [allocated_at for allocated_at, _ in lives])
     found = []
     for block, (allocated_at, freed_at) in enumerate(lives):
         origin, owner = labelled.origins[block], labelled.owners.get(block)
@@ -71,7 +71,7 @@ def classify_blocks(labelled: LabelledTrace) -> list[BlockUse]:
                 category = "parameters"
         elif origin.role == "summed" and freed_at > batch.end:
             category = "gradients"
-        elif freed_at > (batch.backward if allocated_at < batch.backward else again[block]):
+        elif freed_at > (batch.backward if allocated_at < batch.backward else recomputation_ends[block]):
             category = "activations"
         found.append(BlockUse(category, module, allocated_at, freed_at))
     return found
