@@ -114,7 +114,7 @@ def test_updates_under_accelerate_are_those_of_the_full_batch(accelerate_loop: A
     check_same(net.state_dict(), expected)
 
 
-def test_a_shortage_under_accelerate_changes_no_update(accelerate_loop: Any, accelerator: Any) -> None:
+def test_out_of_memory_under_accelerate_changes_no_update(accelerate_loop: Any, accelerator: Any) -> None:
     net, dataset = make(most=3)
     expected = full_batches(net, dataset)
     with pytest.warns(AccumulationWarning, match="out of memory"):

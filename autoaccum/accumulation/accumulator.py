@@ -68,8 +68,8 @@ class Accumulator:
     A step computes the weights of all micro-batches before the first backward. It then multiplies each micro-batch's
     loss by its share, so that the gradients add up to the full batch's, and runs backward at once, which frees the
     graph. Gradients from before a step do not count, and `.grad` is None after it. Gradients of half-precision
-    parameters are summed in float32 and rounded once. The norm of the gradients is measured and clipped once per
-    update. A batch may be on any device.
+    parameters are summed in float32 and rounded once. The norm, that of the optimizer's parameters, is measured and
+    clipped once per update. A batch may be on any device.
 
     A step is all or nothing. If it raises before the optimizer starts to write, or during the first update, everything
     is restored: weights, buffers, optimizer, scaler, scheduler, random states, modes and `.grad`. If memory ran out,
@@ -96,7 +96,7 @@ class Accumulator:
             `loss` and `criterion`, the loss is `model(**batch).loss`, as models of transformers compute it.
         micro_batch: The most samples to run at once; omit it when `plan` is given.
         plan: An `autoaccum.Plan` made for this model, loss, optimizer and device. Its micro-batch is used, and its
-            precision, reduction, batchnorm and accumulate_in where they are not given here.
+            precision, reduction, batchnorm, accumulate_in and multiple_of where they are not given here.
         criterion: `criterion(outputs, targets)` for batches of `(inputs, targets)`, in place of `loss`.
         weight: `weight(batch)`: the number that the mean in `loss` divides by. Default: the number of samples.
         reduction: `mean` (default) or `sum`; the losses of a sum are added without a division.

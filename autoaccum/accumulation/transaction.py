@@ -181,11 +181,7 @@ class Transaction:
     Parameters and optimizer state change in the update only; `protect` copies them as well. State that a model keeps in
     Python attributes is not covered: see `ForwardSideEffects`.
 
-    Args:
-        modules: All modules of the model and the criterion.
-        parameters: The parameters whose `.grad` the step changes.
-        generators: Random generators to restore beyond the global ones.
-        scaler: The scaler of the step.
+    `modules` are all of the model and the criterion, `parameters` those whose `.grad` the step changes.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ UNCERTAIN = [
     "could not create a memory object",
     "could not execute a primitive",
 ]
-NOT_A_SHORTAGE = [
+NOT_OUT_OF_MEMORY = [
     "could not create a primitive descriptor for the matmul primitive. Run workload with environment variable",
     "out of memory budget in my code",
     "CUDA out of memory budget of this cluster",
@@ -113,7 +113,7 @@ def test_texts_that_may_also_be_bugs(text: str) -> None:
     assert not oom.certain
 
 
-@pytest.mark.parametrize("text", NOT_A_SHORTAGE)
+@pytest.mark.parametrize("text", NOT_OUT_OF_MEMORY)
 def test_texts_that_mean_something_else(text: str) -> None:
     assert find_out_of_memory(RuntimeError(text)) is None
     assert not is_context_dead(RuntimeError(text))

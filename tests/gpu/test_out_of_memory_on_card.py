@@ -72,7 +72,7 @@ def make_batch() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("phase", ["forward", "backward", "update"])
 @pytest.mark.parametrize("trained", [False, True])
-def test_a_shortage_leaves_everything_as_it_was(phase: Any, trained: bool, place: torch.device) -> None:
+def test_out_of_memory_leaves_everything_as_it_was(phase: Any, trained: bool, place: torch.device) -> None:
     torch.manual_seed(0)
     model = Greedy(None).to(place)
     kind = GreedyOptimizer if phase == "update" else torch.optim.AdamW
@@ -85,9 +85,9 @@ def test_a_shortage_leaves_everything_as_it_was(phase: Any, trained: bool, place
     before = state_digest(model, optimizer)
     with pytest.raises((torch.OutOfMemoryError, RuntimeError)) as seen:
         accumulator.step(batch)
-    shortage = find_out_of_memory(seen.value)
-    assert shortage is not None
-    assert shortage.certain
+    oom = find_out_of_memory(seen.value)
+    assert oom is not None
+    assert oom.certain
     assert accumulator.phase == phase
     assert state_digest(model, optimizer) == before
 

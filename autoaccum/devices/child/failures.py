@@ -71,13 +71,11 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
     )
     from autoaccum.workload.tracebacks import blame_workload, raised_by_autoaccum
 
-    shortage = find_out_of_memory(error)
-    if shortage is not None:
+    oom = find_out_of_memory(error)
+    if oom is not None:
         asked = _ASKED.search(str(error))
         more = f", which asked for {format_bytes(int(float(asked[1]) * _UNITS[asked[2]]))} more" if asked else ""
-        return Failure(
-            outcome="oom", message=f"{doing} ran out of memory ({shortage.text}{more})", certain=shortage.certain
-        )
+        return Failure(outcome="oom", message=f"{doing} ran out of memory ({oom.text}{more})", certain=oom.certain)
     if is_context_dead(error):  # CUDA reports errors late: the line that raises is rarely at fault.
         return Failure(
             outcome="error",

@@ -103,7 +103,7 @@ def test_a_refusal_of_the_cpu_allocator_says_how_much_was_asked() -> None:
     assert "asked for 1048576.0 TiB more" in failure.message
 
 
-CUDA_SHORTAGE = (
+CUDA_OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 23.57 GiB of which 1.20 GiB is free. "
     "Including non-PyTorch memory, this process has 5.00 GiB memory in use. 4.00 GiB allowed; Of the allocated memory "
     "3.80 GiB is allocated by PyTorch, and 12.00 MiB is reserved by PyTorch but unallocated."
@@ -114,7 +114,7 @@ CUDA_SHORTAGE = (
     ("asked", "told"), [("20.00 MiB", "20.0 MiB"), ("1.50 GiB", "1.5 GiB"), ("2.00 KiB", "2.0 KiB")]
 )
 def test_a_refusal_of_a_cards_allocator_says_how_much_was_asked(asked: str, told: str) -> None:
-    failure = describe(torch.OutOfMemoryError(CUDA_SHORTAGE.format(asked)))
+    failure = describe(torch.OutOfMemoryError(CUDA_OUT_OF_MEMORY.format(asked)))
     assert (failure.outcome, failure.certain, failure.blames) == ("oom", True, None)
     assert failure.message == (
         f"micro-batch 8, forward ran out of memory (OutOfMemoryError, which asked for {told} more)"
@@ -130,10 +130,10 @@ def test_a_refusal_of_a_cards_allocator_says_how_much_was_asked(asked: str, told
         ("CUDA error: unspecified launch failure", "measurement"),
     ],
 )
-def test_a_dead_context_is_an_error_and_never_a_shortage(text: str, blames: str) -> None:
+def test_a_dead_context_is_an_error_and_never_out_of_memory(text: str, blames: str) -> None:
     # It comes out at a line of ours as likely as at the user's.
     error = RuntimeError(f"{text}\nCUDA kernel errors might be asynchronously reported at some other API call")
-    error.__cause__ = torch.OutOfMemoryError(CUDA_SHORTAGE)
+    error.__cause__ = torch.OutOfMemoryError(CUDA_OUT_OF_MEMORY)
     failure = describe(error)
     assert (failure.outcome, failure.blames) == ("error", blames)
     assert failure.message.startswith(f"micro-batch 8, forward broke the card's context ({text}): ")

@@ -42,7 +42,7 @@ def test_a_signal_strikes_at_once_within_a_window() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_signal_that_is_only_noted_leaves_a_shortage_an_outcome(live_device: Any, pairs: Any) -> None:
+def test_a_signal_that_is_only_noted_leaves_out_of_memory_an_outcome(live_device: Any, pairs: Any) -> None:
     """As of a scheduler that announces the end of a job (SIGUSR1), whose handler sets a flag."""
     noted: list[int] = []
 

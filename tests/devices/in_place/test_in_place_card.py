@@ -56,7 +56,7 @@ def test_what_is_on_the_device_comes_back(setup: Any) -> None:
     assert model[0].weight.device == where
 
 
-def test_a_real_shortage_leaves_everything_as_it_was(setup: Any) -> None:
+def test_real_out_of_memory_leaves_everything_as_it_was(setup: Any) -> None:
     device, model, optimizer = setup
     before = state_digest(model, optimizer)
     trial = device.trial((60_000,))

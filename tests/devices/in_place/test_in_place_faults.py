@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_shortage_at_every_allocation(
+def test_out_of_memory_at_any_allocation_is_undone(
     optimizer: str, live_device: Any, pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -148,7 +148,7 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds anonymous memory on Linux only")
-def test_real_shortages() -> None:
+def test_real_out_of_memory_errors() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120, check=False
