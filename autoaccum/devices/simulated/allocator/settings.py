@@ -68,7 +68,7 @@ def read_settings(environment: Mapping[str, str]) -> AllocatorSettings:
     """
     if _NO_CACHING in environment:  # Whatever its value: `forceUncachedAllocator` of c10/cuda/CUDACachingAllocator.cpp.
         raise UsageError(
-            f"{_NO_CACHING} is set, and only PyTorch's allocator with its cache is simulated", hint="unset it to plan"
+            f"{_NO_CACHING} is set, but only PyTorch's allocator with its cache is simulated", hint="unset it to plan"
         )
     variable = next((name for name in _VARIABLES if name in environment), None)
     return AllocatorSettings() if variable is None else _read(variable, environment[variable])

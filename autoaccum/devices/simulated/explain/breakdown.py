@@ -179,7 +179,7 @@ def module_shares(
 ) -> list[ModuleShare]:
     """Return the share of each module after an event, in the order of the model; equal modules are one record.
 
-    EmaModel such as an EMA belong to no module; they are part of the share without one, so that shares add up.
+    An EMA belongs to no module: it is part of the share without one, so that the shares add up.
     """
     slopes = None if growth is None else _slopes(breakdown, growth)
     categories: dict[int, dict[Category, int]] = {}

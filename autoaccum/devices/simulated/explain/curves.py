@@ -104,9 +104,5 @@ def _sizes(size: int, last: int) -> list[int]:
     >>> _sizes(86, 112)
     [2, 12, 22, 32, 42, 52, 62, 72, 82, 86, 92, 102, 112]
     """
-    even = (
-        {round(2 + (last - 2) * number / (_CURVE_POINTS - 1)) for number in range(_CURVE_POINTS)}
-        if last >= 2
-        else set()
-    )
-    return sorted(even | ({size} if size >= 2 else set()))
+    even = {round(2 + (last - 2) * number / (_CURVE_POINTS - 1)) for number in range(_CURVE_POINTS)}
+    return sorted(at for at in even | {size} if 2 <= at <= max(last, size))
