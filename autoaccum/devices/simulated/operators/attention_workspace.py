@@ -8,17 +8,24 @@ cudnn/MHA.cpp (`get_workspace_size`, which only cuDNN knows: assumed to be as la
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators.workspaces import (
     Estimate,
+    Handler,
     Numbers,
+    OperatorCall,
+    Tensor,
+    before_outputs,
     by_name,
+    bytes_of,
     ceil_div,
     product_rule,
     round_up,
 )
+from autoaccum.devices.simulated.trace import Freed, MemoryStep, Workspace
 
 
 def flash_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -163,6 +170,73 @@ def _efficient_workspace(numbers: Numbers, tile: _Tile) -> int:
     return 4 * batch * heads * round_up(elements, 4)
 
 
+def _flash_workspaces(call: OperatorCall) -> list[Workspace]:
+    query, key = call["query"], call["key"]
+    if query.dim() != 4 or call["dropout_p"]:
+        return []
+    batch, heads, queries, size = query.shape
+    numbers = (batch, heads, queries, key.shape[2], size)
+    return [Workspace("flash_split_sums", numbers), Workspace("flash_splits", numbers)]
+
+
+def _flash_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:
+    query, key = call["query"], call["key"]
+    batch, heads, queries, size = query.shape
+    workspaces = before_outputs(_copies_of_rows(call["grad_out"], call["out"]), call)
+    workspaces.append(Workspace("flash_row_sums", (batch, heads, queries)))
+    workspaces.append(Workspace("flash_gradient", (batch, heads, queries, size, int(call.strictly_deterministic))))
+    if key.shape[1] != heads:
+        workspaces += [Workspace("flash_grouped", (batch, heads, key.shape[2], size, query.dtype.itemsize))] * 2
+    return workspaces
+
+
+def _efficient_workspaces(call: OperatorCall) -> list[Workspace]:
+    query, value = call["query"], call["value"]
+    batch, heads, queries, _ = query.shape
+    return [Workspace("efficient_output", (batch, heads, queries, value.shape[3], query.dtype.itemsize))]
+
+
+def _efficient_gradient_workspaces(call: OperatorCall) -> list[MemoryStep]:
+    """The row sums of output times gradient come first if no kernel sums them; the rest is freed again."""
+    query, key, value = call["query"], call["key"], call["value"]
+    batch, heads, queries, size = query.shape
+    flags = (query.dtype.itemsize, int(bool(call["dropout_p"])), int(call.strictly_deterministic))
+    numbers = (batch, heads, queries, key.shape[2], size, value.shape[3], *flags)
+    names = ("cast", "cast", "product", "product_sums")
+    products = [Workspace(f"efficient_{name}", numbers) for name in names]
+    sums = Workspace("efficient_row_sums", (batch, heads, queries))
+    copies = before_outputs(_copies_of_rows(call["grad_out_"]), call)
+    return [*copies, sums, *products, Freed(len(products)), Workspace("efficient_gradient", numbers)]
+
+
+def _cudnn_gradient_workspaces(call: OperatorCall) -> list[Workspace]:
+    query, key = call["query"], call["key"]
+    batch, heads, queries, size = query.shape
+    numbers = (batch, heads, key.shape[1], queries, key.shape[2], size, query.dtype.itemsize)
+    return [Workspace("cudnn_gradient", numbers)]
+
+
+def _copies_of_rows(*tensors: Tensor) -> list[Workspace]:
+    """Return a copy for each tensor (samples, heads, rows, size) that is not contiguous with rows before heads."""
+    return [Workspace("layout_copy", (bytes_of(tensor),)) for tensor in tensors if not _rows_come_first(tensor)]
+
+
+def _rows_come_first(tensor: Tensor) -> bool:
+    _, heads, rows, size = tensor.shape
+    wanted = (rows * heads * size, size, heads * size, 1)
+    return all(
+        extent == 1 or stride == right
+        for extent, stride, right in zip(tensor.shape, tensor.stride(), wanted, strict=True)
+    )
+
+
+WORKSPACES: Mapping[str, Handler] = {
+    "_scaled_dot_product_flash_attention": _flash_workspaces,
+    "_scaled_dot_product_flash_attention_backward": _flash_gradient_workspaces,
+    "_scaled_dot_product_efficient_attention": _efficient_workspaces,
+    "_scaled_dot_product_efficient_attention_backward": _efficient_gradient_workspaces,
+    "_scaled_dot_product_cudnn_attention_backward": _cudnn_gradient_workspaces,
+}
 RULES = {
     **by_name(flash_gradient, flash_row_sums, flash_splits, flash_split_sums),
     **by_name(efficient_gradient, efficient_cast, efficient_product, efficient_product_sums, efficient_output),

@@ -15,6 +15,7 @@ from torch import Tensor
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators import (
     attention,
+    attention_workspace,
     convolution,
     indexing,
     losses_and_dropout,
@@ -26,10 +27,11 @@ from autoaccum.devices.simulated.operators import (
     sparse_gradients,
 )
 from autoaccum.devices.simulated.operators.workspaces import AttachedHandler, Handler, OperatorCall, Signature
+from autoaccum.devices.simulated.patches import is_strictly_deterministic
 from autoaccum.devices.simulated.trace import MemoryStep, OutputAllocated, Workspace
 
 _PATCHING = (attention, convolution, optimizers, rnn)
-_WITH_WORKSPACES = (*_PATCHING, losses_and_dropout, normalization, indexing, reductions)
+_WITH_WORKSPACES = (attention_workspace, *_PATCHING[1:], losses_and_dropout, normalization, indexing, reductions)
 
 
 def install_kernels(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
@@ -100,8 +102,8 @@ class WorkspaceObserver:
         if handler is None:
             with_bias = operator in self._with_bias
             return OperatorMemory(*self._cublas.workspaces(args, with_bias=with_bias, thread=int(in_backward)))
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        call = OperatorCall(self._signature(func), args, kwargs, out, self.torch_version, deterministic)
+        deterministic = torch.are_deterministic_algorithms_enabled(), is_strictly_deterministic()
+        call = OperatorCall(self._signature(func), args, kwargs, out, self.torch_version, *deterministic)
         attached = self._attached.get(operator)
         return OperatorMemory(handler(call), attached=[] if attached is None else attached(call))
 
