@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.options import Options
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Outcome = Literal["ok", "tight", "oom", "error"]
 """`ok`: it ran. `tight`: it ran, but only after the allocator had released its cache and tried again. `oom`: it ran out
@@ -211,10 +213,10 @@ class Device(Protocol):
     def close(self) -> None:
         """End every process that this device started."""
 
-    def __enter__(self) -> Device:
-        """Return itself."""
+    def __enter__(self) -> Self:
+        """Return itself; nothing is started before the first job."""
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
+        self.close()

@@ -7,22 +7,18 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from autoaccum.devices.base import Inspection, Trial, TrialSettings
+from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
 from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess, start_child
 from autoaccum.devices.child.requests import Ready, Reply, Request
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.trial_record import record_death, record_trial
+from autoaccum.devices.trial_record import TrialMeasurement, record_death, record_trial
 from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import MIB
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _LEAVE_SECONDS = 5.0
 _START_SECONDS = 300.0
@@ -73,11 +69,7 @@ class LoadedChild:
         return self._process.alive
 
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
-        """Have it run a job, and return its reply.
-
-        Args:
-            request: The job.
-            limit_seconds: End it after this time, below the settings' own limit on trials.
+        """Run a job and return its reply, in `limit_seconds` if that is less than the settings' limit on trials.
 
         Raises:
             WorkloadError: The workload fails.
@@ -86,6 +78,11 @@ class LoadedChild:
         """
         self.jobs += 1
         return self._call(request, self._seconds(limit_seconds))
+
+    def trial(self, request: RunTrial, limit_seconds: float | None) -> TrialMeasurement:
+        """Run a trial as `call` does, except that `ChildDied` is raised as it is."""
+        self.jobs += 1
+        return self._process.call(request, self._seconds(limit_seconds))
 
     def close(self) -> None:
         """End the process; first give it time to exit by itself, so that the workload's `atexit` functions run."""
@@ -104,64 +101,13 @@ class LoadedChild:
             raise failure_error(failed.failure, self._owner) from None
 
 
-class Worker(LoadedChild):
-    """A child that inspects a workload and runs its trials.
-
-    Args:
-        settings: What all its trials have in common.
-        device: `cpu` or `cuda:N`.
-        process: A child that `start_worker` has started; None: a new one.
-
-    Attributes:
-        leftover_bytes: Memory that its jobs did not free: since the first job, or of the first job since loading.
-    """
-
-    def __init__(self, settings: TrialSettings, device: str = "cpu", *, process: ChildProcess | None = None) -> None:
-        process = process or start_worker(settings)
-        load = LoadWorkload(device=device, paths=ImportPaths.of(settings.checkout), **settings.to_request())
-        super().__init__(settings, load, process)
-        self.leftover_bytes = 0
-
-    def inspect(self, limit_seconds: float | None = None) -> Inspection:
-        """As `Device.inspect`."""
-        inspected = self.call(Inspect(), limit_seconds)
-        self.leftover_bytes = inspected.leftover_bytes
-        return inspected.inspection
-
-    def trial(
-        self, parts: tuple[int, ...], budget_bytes: int, limit_bytes: int | None, limit_seconds: float | None
-    ) -> Trial:
-        """Run a trial within the plan's budget, or within `limit_bytes` if given.
-
-        Any failure is recorded, and the process is then ended.
-        """
-        held_to_bytes = budget_bytes if limit_bytes is None else limit_bytes
-        about = {"parts": parts, "fresh": self.jobs == 0, "limit_bytes": limit_bytes}
-        self.jobs += 1
-        request = RunTrial(parts=parts, limit_bytes=held_to_bytes)
-        try:
-            measured = self._process.call(request, self._seconds(limit_seconds))
-        except ChildDied as death:
-            return record_death(death, about)
-        trial = record_trial(measured, held_to_bytes, about)
-        self.leftover_bytes = measured.leftover_bytes
-        if not trial.ran:
-            self.close()
-        return trial
-
-
-def start_worker(settings: TrialSettings) -> ChildProcess:
-    """Start a child for a `Worker`, before there is one."""
-    return start_child("autoaccum.devices.trial_child:TrialChild", settings.on_output, checkout=settings.checkout)
-
-
 _LEFTOVER_SHARE, _FIRST_LEFTOVER_SHARE = 0.01, 0.05
 _STANDBY_BYTES = 512 * MIB
 """Host memory that must be free beyond the budget for a standby process: it takes about 230 MiB (torch 2.13), and as
 much again should stay free."""
 
 
-class ChildDevice(ABC):
+class ChildDevice(Device, ABC):
     """A device that runs its trials in one child at a time.
 
     The budget is chosen when the first child has loaded the workload. A child is reused while its trials succeed and
@@ -178,7 +124,7 @@ class ChildDevice(ABC):
 
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
-        self._worker: Worker | None = None
+        self._child: LoadedChild | None = None
         self._standby: ChildProcess | None = None
         self._limit_bytes: int | None = None
         self.resets_peak = True
@@ -205,17 +151,17 @@ class ChildDevice(ABC):
             WorkloadError, NotMeasuredError: As `inspect`.
         """
         if self._limit_bytes is None:
-            self._use_worker()
+            self._use_child()
         assert self._limit_bytes is not None
         return self._limit_bytes
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """As `Device.inspect`."""
-        worker = self._use_worker()
+        child = self._use_child()
         self._start_standby()
-        inspection = worker.inspect(limit_seconds)
-        self._end_if_leaking()
-        return inspection
+        inspected = child.call(Inspect(), limit_seconds)
+        self._end_if_leaking(inspected.leftover_bytes)
+        return inspected.inspection
 
     def trial(
         self,
@@ -226,36 +172,34 @@ class ChildDevice(ABC):
         limit_seconds: float | None = None,
     ) -> Trial:
         """As `Device.trial`; errors of loading and of choosing the budget are raised."""
-        worker = self._use_worker(fresh=fresh or not self.resets_peak)
+        child = self._use_child(fresh=fresh or not self.resets_peak)
         self._start_standby()
-        trial = worker.trial(parts, self.limit_bytes, limit_bytes, limit_seconds)
-        self._end_if_leaking()
+        held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
+        about = {"parts": parts, "fresh": child.jobs == 0, "limit_bytes": limit_bytes}
+        try:
+            measured = child.trial(RunTrial(parts=parts, limit_bytes=held_to_bytes), limit_seconds)
+        except ChildDied as death:
+            return record_death(death, about)
+        trial = record_trial(measured, held_to_bytes, about)
+        if not trial.ran:
+            child.close()
+        self._end_if_leaking(measured.leftover_bytes)
         return trial
 
     def close(self) -> None:
         """End every process that this device started. Idempotent; a later job starts a new one."""
         standby, self._standby = self._standby, None
         try:
-            self._end_worker()
+            self._end_child()
         finally:
             if standby is not None:
                 standby.end()
 
-    def __enter__(self) -> Self:
-        """Return itself; no process is started before the first job."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Close, whatever happened."""
-        self.close()
-
-    def _use_worker(self, *, fresh: bool = False) -> Worker:
+    def _use_child(self, *, fresh: bool = False) -> LoadedChild:
         """Return the running child, or a new one; the first one sets the budget."""
-        if self._worker is not None and (not self._worker.alive or (fresh and self._worker.jobs > 0)):
-            self._end_worker()
-        if self._worker is None:
+        if self._child is not None and (not self._child.alive or (fresh and self._child.jobs > 0)):
+            self._end_child()
+        if self._child is None:
             standby, self._standby = self._standby, None
             if standby is not None and standby.has_died():
                 standby.end()
@@ -263,35 +207,38 @@ class ChildDevice(ABC):
             settings = self._settings
             if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
                 settings = dataclasses.replace(settings, load_limit_seconds=None)
-            self._worker = Worker(settings, self.name, process=standby)
-            self.resets_peak = bool(self._worker.facts.get("resets_peak", True))
+            load = LoadWorkload(device=self.name, paths=ImportPaths.of(settings.checkout), **settings.to_request())
+            self._child = LoadedChild(settings, load, standby or self._start())
+            self.resets_peak = bool(self._child.facts.get("resets_peak", True))
         if self._limit_bytes is None:
-            self._limit_bytes = self._choose_budget(self._worker.facts)
-        return self._worker
+            self._limit_bytes = self._choose_budget(self._child.facts)
+        return self._child
 
     def _start_standby(self) -> None:
         """Start a standby process if the host has the memory; without one, the next fresh child only takes longer."""
         if self._standby is None and read_host_memory().free_bytes - self._host_budget_bytes >= _STANDBY_BYTES:
             with suppress(NotMeasuredError):
-                self._standby = start_worker(self._settings)
+                self._standby = self._start()
+
+    def _start(self) -> ChildProcess:
+        handler = "autoaccum.devices.trial_child:TrialChild"
+        return start_child(handler, self._settings.on_output, checkout=self._settings.checkout)
 
     @property
     def _host_budget_bytes(self) -> int:
         """The host memory that trials may take; 0 on a device with memory of its own."""
         return 0
 
-    def _end_worker(self) -> None:
-        worker, self._worker = self._worker, None
+    def _end_child(self) -> None:
+        worker, self._child = self._child, None
         if worker is not None:
             worker.close()
 
-    def _end_if_leaking(self) -> None:
+    def _end_if_leaking(self, leftover_bytes: int) -> None:
         """End a child that did not free the memory of its job, which would leave less to the next.
 
         The first job may leave more: every process needs modules and compiled kernels once.
         """
-        if self._worker is None:
-            return
-        share = _FIRST_LEFTOVER_SHARE if self._worker.jobs == 1 else _LEFTOVER_SHARE
-        if self._worker.leftover_bytes > max(self.tolerated_leftover_bytes, int(self.limit_bytes * share)):
-            self._end_worker()
+        share = _FIRST_LEFTOVER_SHARE if self._child is not None and self._child.jobs == 1 else _LEFTOVER_SHARE
+        if leftover_bytes > max(self.tolerated_leftover_bytes, int(self.limit_bytes * share)):
+            self._end_child()

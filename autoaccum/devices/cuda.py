@@ -95,7 +95,7 @@ class CudaDevice(ChildDevice):
         """Forecast peaks by a simulation of this card in another process; its output is not shown."""
         from autoaccum.devices.simulated.explain.explainer import forecast_peaks
 
-        self._use_worker()
+        self._use_child()
         assert self._report is not None
         return forecast_peaks(self._report.memory, self._make_tracer, self._settings.share, limit_seconds)
 

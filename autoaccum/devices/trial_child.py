@@ -81,9 +81,9 @@ class TrialChild:
         assert self._workload is not None
         assert self._meter is not None
         release_memory()
-        measured = run_trial(
+        measured, *_ = run_trial(
             self._workload, self._share, request.parts, meter=self._meter, limit_bytes=request.limit_bytes
-        ).measurement()
+        )
         return measured if measured.failure else replace(measured, leftover_bytes=_leftover_bytes(self._meter))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.import_paths import ImportPaths
-from autoaccum.devices.child.requests import Request
+from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.trial_record import TrialMeasurement
 
 
@@ -55,13 +55,19 @@ class Inspect(Request[Inspected]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunTrial(Request[TrialMeasurement]):
-    """Run a trial of `parts` under a limit on memory."""
+class PartsRequest(Request[Reply]):
+    """A job that is an update by `parts[:1]` and one by all `parts`: micro-batch sizes, in samples."""
 
     parts: tuple[int, ...]
-    limit_bytes: int
 
     @property
     def doing(self) -> str:
         """As `Request.doing`."""
         return f"micro-batch {max(self.parts)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTrial(PartsRequest[TrialMeasurement]):
+    """Run a trial of `parts` under a limit on memory."""
+
+    limit_bytes: int

@@ -13,7 +13,8 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -149,34 +150,6 @@ class TrialRun:
         self._phase = "forward"
 
 
-class TrialRunResult(NamedTuple):
-    """The result of a trial run under a limit.
-
-    Attributes:
-        parts: As in `Trial`.
-        seconds: Its wall time.
-        reading: The memory that it took; the evaluation's own retries do not count.
-        evaluation_readings: Readings before and after the evaluation, and after the update behind it.
-        phase: Where the run was at its end.
-        failure: What it raised.
-    """
-
-    parts: Sequence[int]
-    seconds: float
-    reading: Reading
-    evaluation_readings: list[Reading]
-    phase: Phase
-    failure: BaseException | None
-
-    def measurement(self) -> TrialMeasurement:
-        """Return the measurements as a record, with a description of the failure."""
-        if self.failure is None:
-            return TrialMeasurement(seconds=self.seconds, reading=self.reading)
-        doing = f"micro-batch {max(self.parts)}, {self.phase}"
-        failure = describe_failure(self.failure, doing, at=f"{doing}: ")
-        return TrialMeasurement(seconds=self.seconds, reading=self.reading, failure=failure, phase=self.phase)
-
-
 def run_trial(
     workload: Workload,
     share: int,
@@ -185,8 +158,12 @@ def run_trial(
     meter: Meter,
     limit_bytes: int,
     window: AbstractContextManager[None] | None = None,
-) -> TrialRunResult:
-    """Run a trial of `parts` under the limit, which is lifted at the end; `window` is open meanwhile."""
+) -> tuple[TrialMeasurement, list[Reading], BaseException | None]:
+    """Run a trial of `parts` under the limit, which is lifted at the end; `window` is open meanwhile.
+
+    Returns:
+        The measurements; readings before and after the evaluation, and after the update behind it; what was raised.
+    """
     evaluation_readings: list[Reading] = []
     trial_run = TrialRun(
         workload, share, meter.device, around_evaluation=lambda: evaluation_readings.append(meter.read())
@@ -202,8 +179,12 @@ def run_trial(
         except BaseException as error:
             failure = error
     reading = without_evaluation_retries(meter.read(), evaluation_readings)
-    seconds = time.perf_counter() - began
-    return TrialRunResult(parts, seconds, reading, evaluation_readings, trial_run.phase, failure)
+    measured = TrialMeasurement(seconds=time.perf_counter() - began, reading=reading)
+    if failure is not None:
+        doing = f"micro-batch {max(parts)}, {trial_run.phase}"
+        described = describe_failure(failure, doing, at=f"{doing}: ")
+        measured = replace(measured, failure=described, phase=trial_run.phase)
+    return measured, evaluation_readings, failure
 
 
 def move_model(model: nn.Module, device: torch.device | None) -> nn.Module:

@@ -49,9 +49,8 @@ class TrialProcesses:
             DoesNotFitError: Loading it runs the machine out of memory.
             NotMeasuredError: The process cannot be started, or died.
         """
-        request = Describe(device=self.request.options.device, target_batch=self.request.target_batch.high)
         with self._loaded() as process:
-            facts = _call(process, request, self._limit_seconds())
+            facts = _call(process, Describe(), self._limit_seconds())
         self._digest = facts.digest
         return facts
 
@@ -67,9 +66,7 @@ class TrialProcesses:
         with self._loaded() as process:
 
             def time_update(micro_batch: int) -> float:
-                device, target_batch = self.request.options.device, self.request.target_batch.high
-                request = TimeUpdate(micro_batch=micro_batch, device=device, target_batch=target_batch)
-                return _call(process, request, _MOST_SECONDS)
+                return _call(process, TimeUpdate(micro_batch=micro_batch), _MOST_SECONDS)
 
             yield time_update
 
@@ -92,13 +89,7 @@ class TrialProcesses:
         """
         limit = self.request.options.trial_limit or math.inf
         deadline = time.monotonic() + limit
-        train = Train(
-            setting=setting,
-            budget=budget,
-            seed=seed,
-            evaluation_batch=evaluation_batch,
-            device=self.request.options.device,
-        )
+        train = Train(setting=setting, budget=budget, seed=seed, evaluation_batch=evaluation_batch)
         process = self._start()
 
         def call(request: Request[Reply]) -> Reply:
@@ -150,8 +141,12 @@ class TrialProcesses:
         return _MOST_SECONDS if limit is None else max(limit, _LEAST_SECONDS)
 
     def _load(self) -> LoadForTuning:
-        request = self.request
-        return LoadForTuning(paths=ImportPaths.of(), reference=request.reference, options=request.options.to_record())
+        return LoadForTuning(
+            paths=ImportPaths.of(),
+            reference=self.request.reference,
+            options=self.request.options.to_record(),
+            target_batch=self.request.target_batch.high,
+        )
 
     def _start(self) -> ChildProcess:
         return ChildProcess(_MODULE, on_output=self._on_output, measured=False)

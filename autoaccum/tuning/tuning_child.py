@@ -39,6 +39,7 @@ class TuningChild:
     def __init__(self, connection: ParentConnection) -> None:
         self._connection = connection
         self._workload: Workload | None = None
+        self._device, self._target_batch = "auto", 0
         self._timer: UpdateTimer | None = None
 
     def handle(self, request: Request[Any]) -> Any:
@@ -61,7 +62,9 @@ class TuningChild:
         from autoaccum.workload.samples import replace_fields
 
         seed_everything()
-        self._workload = replace_fields(load_workload(request.reference), **Options(**request.options).overrides)
+        options = Options(**request.options)
+        self._device, self._target_batch = options.device, request.target_batch
+        self._workload = replace_fields(load_workload(request.reference), **options.overrides)
         return self._workload.digest
 
     @_reply.register
@@ -69,7 +72,7 @@ class TuningChild:
         from autoaccum.tuning.trial_training import describe_workload
 
         assert self._workload is not None
-        return describe_workload(self._workload, request.device, request.target_batch)
+        return describe_workload(self._workload, self._device, self._target_batch)
 
     @_reply.register
     def _update(self, request: TimeUpdate) -> float:
@@ -77,7 +80,7 @@ class TuningChild:
 
         assert self._workload is not None
         if self._timer is None:
-            self._timer = UpdateTimer(self._workload, request.device, request.target_batch)
+            self._timer = UpdateTimer(self._workload, self._device, self._target_batch)
         return self._timer.time(request.micro_batch)
 
     @_reply.register
@@ -100,7 +103,7 @@ class TuningChild:
             request.budget,
             seed=request.seed,
             evaluation_batch=request.evaluation_batch,
-            device=request.device,
+            device=self._device,
             should_continue=should_continue,
         )
         return TrainingProgress(outcome=outcome)

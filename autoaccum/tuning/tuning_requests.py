@@ -19,16 +19,14 @@ class LoadForTuning(Request[str]):
     paths: ImportPaths
     reference: str
     options: Mapping[str, Any]
+    target_batch: int
 
     doing = "loading the workload"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Describe(Request[WorkloadFacts]):
     """Build what the workload trains, and describe it."""
-
-    device: str
-    target_batch: int
 
     doing = "building the workload"
 
@@ -38,8 +36,6 @@ class TimeUpdate(Request[float]):
     """Make an update; the reply is how many seconds it took."""
 
     micro_batch: int
-    device: str
-    target_batch: int
 
     @property
     def doing(self) -> str:
@@ -64,7 +60,6 @@ class Train(Request[TrainingProgress]):
     budget: Budget
     seed: int
     evaluation_batch: int
-    device: str
 
     doing = "training"
 

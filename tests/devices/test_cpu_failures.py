@@ -148,7 +148,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 device = CpuDevice(TrialSettings(reference={write_workload(MISBEHAVING)!r}, share=20))
 device.trial((1, 1))
-print(device._worker.pid, flush=True)
+print(device._child.pid, flush=True)
 device.trial((6, 6))
 """
     parent = subprocess.Popen(

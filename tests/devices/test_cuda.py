@@ -163,7 +163,7 @@ def test_peaks_are_forecast_by_a_simulation_of_this_very_card(monkeypatch: pytes
     """Only the trials need the card; what it is comes from the report."""
     settings = TrialSettings(reference=str(EXAMPLES / "digits_cnn.py"), share=256)
     with CudaDevice(settings, index=1) as device:
-        monkeypatch.setattr(device, "_use_worker", lambda: None)
+        monkeypatch.setattr(device, "_use_child", lambda: None)
         device._report = REPORT
         forecast = device.forecast()
     assert forecast.notes == ()
@@ -180,7 +180,7 @@ def test_what_cannot_be_simulated_has_no_forecast_and_says_why(
     loss = "def loss(m, b): return m(b).sum() * float(m.bias)\n"
     reference = write_workload(f"import torch\nfrom torch import nn\n{lines}{loss}")
     with CudaDevice(TrialSettings(reference=reference, share=256)) as device:
-        monkeypatch.setattr(device, "_use_worker", lambda: None)
+        monkeypatch.setattr(device, "_use_child", lambda: None)
         device._report = REPORT
         forecast = device.forecast()
     assert forecast.peak_bytes is None

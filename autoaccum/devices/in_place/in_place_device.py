@@ -6,13 +6,12 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from autoaccum.accumulation.recovery import clear_frames, release_memory
-from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import read_host_memory
@@ -33,7 +32,7 @@ _WEAKNESS = (
 )
 
 
-class InPlaceDevice:
+class InPlaceDevice(Device):
     """Trials in this process: of live objects, which are restored after each, or of a Workload made in code.
 
     *The state* that is restored, and compared by hash after every trial, is listed at `SavedState`. Its copy is made
@@ -146,16 +145,6 @@ class InPlaceDevice:
         self._started = None
         self._resources.close()
 
-    def __enter__(self) -> InPlaceDevice:
-        """Return itself; nothing is started before the first job."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Close."""
-        self.close()
-
     def _start(self) -> tuple[MemoryLimit, int]:
         """Once: check that trials can run before anything is touched, warm PyTorch up, and choose the budget."""
         if self._started is not None:
@@ -201,7 +190,7 @@ class InPlaceDevice:
     def _try(self, limit: MemoryLimit, parts: tuple[int, ...], held_to_bytes: int, signals: DelayedSignals) -> Trial:
         """Run one trial under the limit, which is lifted before a failure is described."""
         release_memory(self._target.device)
-        done = run_trial(
+        measured, around_evaluation, failure = run_trial(
             self._target.workload,
             self._share,
             parts,
@@ -209,16 +198,15 @@ class InPlaceDevice:
             limit_bytes=held_to_bytes,
             window=signals.window(),
         )
-        if done.failure is None:
-            trial = record_trial(done.measurement(), held_to_bytes, {"parts": parts})
-            return limit.classify(trial, done.reading, done.evaluation_readings)
         try:
-            if signals.ended(done.failure):
-                raise done.failure
-            return record_trial(done.measurement(), held_to_bytes, {"parts": parts})
+            if failure is not None and signals.ended(failure):
+                raise failure
+            trial = record_trial(measured, held_to_bytes, {"parts": parts})
+            return limit.classify(trial, measured.reading, around_evaluation)
         finally:
-            clear_frames(done.failure)
-            del done  # the traceback holds this frame
+            if failure is not None:
+                clear_frames(failure)
+            del failure  # The traceback holds this frame.
 
     def _cautions(self) -> list[str]:
         """Return the warnings about trials in place."""

@@ -6,12 +6,11 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
-from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
 from autoaccum.devices.explanation import Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
@@ -77,7 +76,7 @@ class Band:
         )
 
 
-class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
+class SimulatedDevice(Device):
     """Predicts trials on a card that does not have to be present.
 
     The budget limits the segments that PyTorch's caching allocator would get from the driver. A trial replays the trace
@@ -208,10 +207,6 @@ class SimulatedDevice(AbstractContextManager["SimulatedDevice"]):
     def close(self) -> None:
         """End the tracer's process, if it runs."""
         self._traces.close()
-
-    def __exit__(self, *_: object) -> None:
-        """Close the device."""
-        self.close()
 
     def _peak_bytes(self, size: int) -> int | None:
         """Return the peak of a size that can be extrapolated; None for others."""

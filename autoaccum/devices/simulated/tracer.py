@@ -12,7 +12,7 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.child_device import LoadedChild
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.trial_requests import LoadWorkload
+from autoaccum.devices.trial_requests import LoadWorkload, PartsRequest
 
 CHECKPOINT: Final = "checkpoint"
 """The name of the change that run blocks again in backward."""
@@ -25,28 +25,12 @@ class LoadOnCard(LoadWorkload):
     card: Card
 
 
-@dataclass(frozen=True, kw_only=True)
-class TraceParts(Request[Trace]):
-    """Trace an update by `parts[:1]` and one by all `parts`: micro-batch sizes, in samples."""
-
-    parts: tuple[int, ...]
-
-    @property
-    def doing(self) -> str:
-        """As `Request.doing`."""
-        return f"micro-batch {max(self.parts)}"
+class TraceParts(PartsRequest[Trace]):
+    """Trace a trial of `parts`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabelParts(Request[LabelledTrace]):
-    """Trace `parts`, and label each block with what it is for."""
-
-    parts: tuple[int, ...]
-
-    @property
-    def doing(self) -> str:
-        """As `Request.doing`."""
-        return f"micro-batch {max(self.parts)}"
+class LabelParts(PartsRequest[LabelledTrace]):
+    """Trace a trial of `parts`, and label each block with its purpose."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +57,15 @@ class ChangedTrace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraceChanged(Request[ChangedTrace]):
-    """Trace `parts` with one thing changed, by the name of an offer."""
+class TraceChanged(PartsRequest[ChangedTrace]):
+    """Trace a trial of `parts` with one thing changed, by the name of a suggestion."""
 
-    parts: tuple[int, ...]
     change: str
 
     @property
     def doing(self) -> str:
         """As `Request.doing`."""
-        return f"micro-batch {max(self.parts)} with {self.change}"
+        return f"{super().doing} with {self.change}"
 
 
 class Tracer(LoadedChild):
