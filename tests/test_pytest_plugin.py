@@ -126,7 +126,7 @@ def test_a_failure_says_what_is_needed_and_where_it_goes(outcome: str) -> None:
     told = told_of("test_does_not", outcome)
     first, *rest = told.splitlines()
     start = r"model\.py on rtx3090 does not fit: micro-batch 4000 \(4000 \+ 4000, fp32\) needs at least \d+ MiB"
-    assert re.fullmatch(start + r" \(\d+ MiB where nothing limits it\); the limit is 128MiB, the largest .* \d+", first)
+    assert re.fullmatch(start + r" \(\d+ MiB without a limit\); the limit is 128MiB, the largest .* \d+", first)
     assert re.search(r"^where the memory goes, in (forward|backward) at aten\.\w+", told, re.MULTILINE)
     assert re.search(r"^ +[\d.]+ MiB  activations$", told, re.MULTILINE)
     assert re.search(r"^ +[\d.]+ MiB  \w+ of (\{0,2\}|[012])$", told, re.MULTILINE)

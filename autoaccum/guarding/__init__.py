@@ -1,1 +1,1 @@
-"""No out-of-memory regression gets merged: what a step takes is locked, measured again, and compared."""
+"""Guard against memory regressions: measure a training step, and compare it with a lock or another revision."""

@@ -1,4 +1,4 @@
-"""Another revision of the user's repository, checked out in a git worktree for as long as it is measured."""
+"""Check out another revision of the user's repository in a temporary git worktree, to measure it there."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from autoaccum.errors import NotMeasuredError, UsageError
 
 _PREFIX = "autoaccum-baseline-"
 
-_ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
-"""Where git looks for its files within a hook: not where a worktree's are."""
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
+"""Variables that git sets within a hook, which would lead away from the worktree's files."""
 
 _SETTINGS = ("core.hooksPath=/dev/null", "submodule.recurse=false", "gc.auto=0")
 
 
 @contextmanager
 def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
-    """Within, `revision` lies in a temporary worktree outside of the repository, with `folder`'s place in it.
+    """Check out `revision` in a temporary worktree outside the repository, and yield the same `folder` in it.
 
-    Nothing is left of it afterwards, unless this process is killed: `git worktree prune` removes that. The user's
-    files, index, HEAD and hooks are not touched. Neither submodules nor large files (Git LFS) are fetched.
+    The worktree is removed afterwards; if this process is killed, `git worktree prune` removes it. The user's files,
+    index, HEAD and hooks are not touched. Neither submodules nor large files (Git LFS) are fetched.
 
     Raises:
-        UsageError: It can be no revision.
+        UsageError: `revision` cannot be the name of a revision.
         NotMeasuredError: It cannot be checked out: there is no git, no repository, no such revision or folder in it.
     """
     if not revision.strip() or revision.startswith("-") or "\0" in revision:
-        raise UsageError(f"{revision!r} is no revision", hint="name a commit, a branch or a tag, such as HEAD~1")
+        raise UsageError(f"{revision!r} is not a revision", hint="name a commit, a branch or a tag, such as HEAD~1")
     top = Path(_git(folder, "rev-parse", "--show-toplevel", hint="run it in a clone, or compare with a lock")).resolve()
     commit = _git(
         folder,
@@ -42,37 +42,37 @@ def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
         hint="name a commit, a branch or a tag; a shallow clone needs `git fetch --unshallow`, or fetch-depth: 0 of"
         " actions/checkout",
     )
-    place = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
+    worktree = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
     try:
-        _git(folder, "worktree", "add", "--detach", "--quiet", str(place), commit, hint="see `git worktree add`")
-        inside = place / folder.resolve().relative_to(top)
+        _git(folder, "worktree", "add", "--detach", "--quiet", str(worktree), commit, hint="try `git worktree add`")
+        inside = worktree / folder.resolve().relative_to(top)
         if not inside.is_dir():
             raise NotMeasuredError(
-                f"{revision} has no folder {inside.relative_to(place)}", hint="name a revision that has the project"
+                f"{revision} has no folder {inside.relative_to(worktree)}", hint="name a revision that has the project"
             )
-        yield Checkout(inside, original=top, root=place)
+        yield Checkout(inside, original=top, root=worktree)
     finally:
         with DelayedSignals():
-            _run(folder, "worktree", "remove", "--force", "--force", str(place))  # Twice: even if half made.
-            shutil.rmtree(place, ignore_errors=True)
+            _run(folder, "worktree", "remove", "--force", "--force", str(worktree))  # Twice: even if incomplete.
+            shutil.rmtree(worktree, ignore_errors=True)
 
 
 def _git(folder: Path, *words: str, hint: str) -> str:
-    """What git answers in a folder.
+    """Return the output of a git command in a folder.
 
     Raises:
-        NotMeasuredError: It cannot be run, or it refuses.
+        NotMeasuredError: Git cannot be run, or the command fails.
     """
     done = _run(folder, *words)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["it says nothing"])[-1].removeprefix("fatal: ")
-        raise NotMeasuredError(f"git cannot find or check out what is asked for ({said})", hint=hint)
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("fatal: ")
+        raise NotMeasuredError(f"git cannot find or check out the revision ({reason})", hint=hint)
     return done.stdout.strip()
 
 
 def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run git, in a session of its own so that Ctrl-C ends it only through this process."""
-    kept = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    """Run git in its own session, so that Ctrl-C reaches only this process."""
+    kept = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
     settings = [word for setting in _SETTINGS for word in ("-c", setting)]
     try:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""What is guarded: one workload on one card or device, what it is called, and the command that guards it."""
+"""A guarded case: one workload on one card or device, its name, and the command that guards it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _DEVICE = re.compile(r"cpu|cuda(:\d+)?", re.ASCII)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One workload on one card or device, as it was asked for; what was not asked for is the workload's own.
+    """One workload on one card or device, with the requested options; the others are the workload's own.
 
-    A command may name a part of it: all known cases that have that part are meant then.
+    A command may give only some of the fields: it then selects all known cases with these values.
 
     Attributes:
         workload: `model.py`, `model.py:name`, relative to the folder of the lock, with `/`; or `package.module:name`.
         target_batch: Samples per update, over all ranks; None: two micro-batches of `micro_batch`.
-        micro_batch: The largest part, in samples, where it is not to be planned.
-        options: How it is to run, and where: on a card that is simulated, or on a device of its own.
+        micro_batch: The largest part, in samples; None: it is planned.
+        options: How and where to run: on a simulated card, or on a device of this machine.
     """
 
     workload: str = ""
@@ -40,51 +40,51 @@ class Case:
     options: Options = field(default_factory=Options)
 
     @property
-    def place(self) -> str | None:
-        """The card that is simulated, or the device that measures; None where it says neither."""
+    def device_name(self) -> str | None:
+        """The name of the simulated card or of the measuring device; None where neither is given."""
         return self.options.gpu or (None if self.options.device == "auto" else self.options.device)
 
     @property
     def has_size(self) -> bool:
-        """Whether it says how much is trained at once."""
+        """True if a target batch or a micro-batch is given."""
         return self.target_batch is not None or self.micro_batch is not None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it says all that a measurement needs."""
-        return bool(self.workload) and self.has_size and self.place is not None
+    def is_complete(self) -> bool:
+        """True if everything is given that a measurement needs."""
+        return bool(self.workload) and self.has_size and self.device_name is not None
 
-    def asked(self) -> dict[str, Any]:
-        """What it says, by names of fields: plain data for `make_case`."""
+    def to_record(self) -> dict[str, Any]:
+        """Return the given values by the names of their fields: plain data for `make_case`."""
         options = self.options.to_record()
-        place: dict[str, Any] = {name: options.pop(name) for name in ("gpu", "device") if name in options}
-        said = {
+        device: dict[str, Any] = {name: options.pop(name) for name in ("gpu", "device") if name in options}
+        given = {
             "workload": self.workload,
-            **place,
+            **device,
             "target_batch": self.target_batch,
             "micro_batch": self.micro_batch,
         }
-        return {name: value for name, value in said.items() if value} | options
+        return {name: value for name, value in given.items() if value} | options
 
     def matches(self, other: Case) -> bool:
-        """Whether all that it says is said by `other`, too."""
-        others = other.asked()
-        return all(others.get(name) == value for name, value in self.asked().items())
+        """Return whether `other` has all the values that are given here."""
+        others = other.to_record()
+        return all(others.get(name) == value for name, value in self.to_record().items())
 
 
 _NO_OPTIONS = ("accumulate_in", "multiple_of", "time_limit", "trial_limit")
 _CASE_FIELDS = [field.name for field in (*dataclasses.fields(Case)[:-1], *dataclasses.fields(Options))]
 CASE_FIELDS = tuple(name for name in _CASE_FIELDS if name not in _NO_OPTIONS)
-"""By which a project, or a test, asks for a case."""
+"""The fields that a project file or a test may give."""
 
 
 def make_case(
     *, workload: str = "", target_batch: int | None = None, micro_batch: int | None = None, **options: Any
 ) -> Case:
-    """A case from fields of it and of its options.
+    """Make a case from its fields and its options.
 
     Raises:
-        UsageError: An option cannot be honoured.
+        UsageError: An option is not valid.
     """
     return Case(
         workload=workload,
@@ -95,13 +95,13 @@ def make_case(
 
 
 def case_name(case: Case) -> str:
-    """The name of a case; no two are called alike.
+    """Return the name of a case; different cases have different names.
 
     >>> case_name(make_case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16"))
     'train.py on rtx3090, target 256, bf16'
     """
     options = case.options
-    told = [
+    details = [
         ("target {}", case.target_batch),
         ("micro-batch {}", case.micro_batch),
         ("{}", options.precision),
@@ -117,17 +117,17 @@ def case_name(case: Case) -> str:
     ]
     workload = case.workload if _PLAIN.fullmatch(case.workload) else json.dumps(case.workload, ensure_ascii=False)
     return ", ".join(
-        [f"{workload} on {case.place}", *(form.format(value) for form, value in told if value is not None)]
+        [f"{workload} on {case.device_name}", *(form.format(value) for form, value in details if value is not None)]
     )
 
 
 def check_case(case: Case, *, partial: bool = False) -> Case:
-    """The case with its card written in one way, so that equal cases compare equal.
+    """Check a case, and return it with the canonical name of its card, so that equal cases compare equal.
 
-    One that is `partial` may leave out what a measurement needs.
+    A `partial` case may lack what a measurement needs.
 
     Raises:
-        UsageError: It cannot be asked for so.
+        UsageError: A value is missing or not valid.
     """
     options = case.options
     if not partial or case.workload:
@@ -139,10 +139,10 @@ def check_case(case: Case, *, partial: bool = False) -> Case:
     for name in ("target_batch", "micro_batch"):
         if getattr(case, name) is not None:
             read_count(getattr(case, name), name.replace("_", "-"))
-    if not partial and case.place is None:
+    if not partial and case.device_name is None:
         raise UsageError(
             "neither a card nor a device is given",
-            hint="name a card to simulate, such as rtx3090, or the device cpu or cuda to measure on",
+            hint="name a card to simulate, such as rtx3090, or a device to measure on: cpu or cuda",
         )
     if not partial and not case.has_size:
         raise UsageError(f"{case.workload} has no target batch", hint="say how many samples make an update")
@@ -150,7 +150,7 @@ def check_case(case: Case, *, partial: bool = False) -> Case:
     if case.micro_batch is not None and share is not None and case.micro_batch > share:
         raise UsageError(
             f"the micro-batch {case.micro_batch} is more than a rank's share of the target batch, {share}",
-            hint="take a smaller one, or leave it out to have it planned",
+            hint="give a smaller one, or none to have it planned",
         )
     if options.gpu is None:
         return case
@@ -159,17 +159,17 @@ def check_case(case: Case, *, partial: bool = False) -> Case:
 
 
 def guard_command(case: Case, folder: Path, *further: str) -> str:
-    """The command that guards just this case, from the current folder; words to replace stand for what it leaves out.
+    """Return the command that guards just this case, from the current folder; missing values become placeholders.
 
     The workload is relative to `folder`; `further` flags come at the end.
     """
-    said = {**case.asked(), "workload": _from_here(case.workload, folder) if case.workload else "model.py"}
-    if case.place is None:
-        said["gpu"] = "NAME"
+    given = {**case.to_record(), "workload": _from_here(case.workload, folder) if case.workload else "model.py"}
+    if case.device_name is None:
+        given["gpu"] = "NAME"
     if not case.has_size:
-        said["target_batch"] = "N"
-    words = ["autoaccum", "guard", said.pop("workload")]
-    for name, value in said.items():
+        given["target_batch"] = "N"
+    words = ["autoaccum", "guard", given.pop("workload")]
+    for name, value in given.items():
         for each in value if isinstance(value, list) else [value]:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(each)])]
     return shlex.join([*words, *further])

@@ -1,4 +1,4 @@
-"""Whether one case fits, as a test asks: the message that says why it does not."""
+"""Check that one case fits, for tests: the message explains why it does not."""
 
 from __future__ import annotations
 
@@ -31,52 +31,51 @@ from autoaccum.workload.module_names import mask_numbers
 _MOST_MODULES = 5
 
 
-def check_fits(workload: str, folder: Path, /, **asked: Any) -> str:
-    """Measure what is asked for, and say why it does not fit.
+def check_fits(workload: str, folder: Path, /, **given: Any) -> str:
+    """Measure a case, and return why it does not fit.
 
     Args:
-        workload: A file, absolute, with `:name` where it has one; or a module.
-        folder: Where the project is looked for, upwards.
-        asked: Fields of `Case` and of its options.
+        workload: An absolute file, with `:name` where it has one; or a module.
+        folder: The folder from which the project is looked for, upwards.
+        given: Fields of `Case` and of its options.
 
     Returns:
-        Lines that say what is needed, the bound, where the memory goes, and what grew since the lock; empty where it
-        fits.
+        Lines with what is needed, the limit, where the memory goes, and what grew since the lock; empty if it fits.
 
     Raises:
         UsageError, WorkloadError, NotMeasuredError: It cannot be measured.
-        DoesNotFitError: It does not even fit the machine that would measure it.
+        DoesNotFitError: It does not even fit the machine that should measure it.
     """
-    unknown = sorted(asked.keys() - {*CASE_FIELDS[1:]})
+    unknown = sorted(given.keys() - {*CASE_FIELDS[1:]})
     if unknown:
         takes = ", ".join("limit" if name == "memory" else name for name in CASE_FIELDS[1:])
         raise UsageError(f"there is no argument {unknown[0]!r}", hint=f"take {takes}")
     project = find_project(folder)
     try:
         reference = project.reference(workload, project.folder)
-    except UsageError:  # A file outside of the project goes by its whole path.
+    except UsageError:  # A file outside of the project has its whole path as its name.
         reference = workload
-    case = check_case(make_case(workload=reference, **asked))
+    case = check_case(make_case(workload=reference, **given))
     request, here = request_of(case), Checkout(project.folder)
     schedule = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
     try:
         measured = measure(case, here, micro_batches=schedule)
     except DoesNotFitError as error:
-        try:  # The smallest micro-batches, of which not even one fits, show where the memory goes.
+        try:  # Not even one sample fits: micro-batches of 1 show where the memory goes.
             measured = measure(case, here, micro_batches=request.schedule(1).micro_batches)
         except AutoaccumError:
             raise error from None
     if measured.fits:
         return ""
-    return "\n".join([_shortage(case, measured), *_where_it_goes(measured), *_since_the_lock(case, project, measured)])
+    return "\n".join([_message(case, measured), *_memory_lines(measured), *_growth_since_lock(case, project, measured)])
 
 
-def _shortage(case: Case, measured: Measurement) -> str:
-    """What is needed, and the bound."""
+def _message(case: Case, measured: Measurement) -> str:
+    """Say what is needed, and what the limit is."""
     needed = f"more than {format_bytes(measured.peak_bytes)}"
     if measured.least_bytes is not None:
-        roomy = f"{format_bytes(measured.peak_bytes)} where nothing limits it"
-        needed = f"at least {format_bytes(measured.least_bytes)} ({roomy})"
+        unlimited = f"{format_bytes(measured.peak_bytes)} without a limit"
+        needed = f"at least {format_bytes(measured.least_bytes)} ({unlimited})"
     bound = (
         f"the limit is {case.options.memory}"
         if case.options.memory
@@ -85,13 +84,13 @@ def _shortage(case: Case, measured: Measurement) -> str:
     fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"
     parts = format_parts(measured.micro_batches)
     return (
-        f"{case.workload} on {case.place} does not fit: micro-batch {measured.micro_batch} "
+        f"{case.workload} on {case.device_name} does not fit: micro-batch {measured.micro_batch} "
         f"({parts}, {measured.precision}) needs {needed}; {bound}, {fitting}"
     )
 
 
-def _where_it_goes(measured: Measurement) -> Iterator[str]:
-    """The categories and the modules that hold most at the peak; nothing where that was not told apart."""
+def _memory_lines(measured: Measurement) -> Iterator[str]:
+    """List the categories and the modules that hold most at the peak; nothing where they were not recorded."""
     if not measured.categories:
         return
     of = f" of {measured.module}" if measured.module else ""
@@ -104,33 +103,33 @@ def _where_it_goes(measured: Measurement) -> Iterator[str]:
 
 
 def _modules(holdings: Iterable[Holding]) -> Counter[str]:
-    """What modules hold, by what and which; those that differ in numbers only are one."""
+    """Add up what modules hold, by category and module; modules that differ only in numbers are one."""
     held = Counter[str]()
     for holding in holdings:
         if holding.module or holding.kind:
             named = mask_numbers(holding.module)
-            # A star alone would tell nothing: the layers of a Sequential have their numbers for names.
+            # The layers of a Sequential are numbers only: a name that is just a star would say nothing.
             of = (holding.module if named == "*" else named) or f"the {holding.kind} itself"
             held[f"{holding.category.replace('_', ' ')} of {of}"] += holding.bytes
     return held
 
 
-def _since_the_lock(case: Case, project: Project, measured: Measurement) -> Iterator[str]:
-    """What grew since the same code was locked for that card, at the size that is nearest; nothing where none was."""
+def _growth_since_lock(case: Case, project: Project, measured: Measurement) -> Iterator[str]:
+    """Say what grew since the same workload was locked for that card, at the closest size; nothing if it was not."""
     try:
-        entries = read_lock(project.lock, project.anew)
+        entries = read_lock(project.lock, project.rewrite_command)
         alike = [other for other in entries if _without_size(other) == _without_size(case)]
         if not alike:
             return
         nearest = min(alike, key=lambda other: abs(entries[other].micro_batch - measured.micro_batch))
         before = entries[nearest]
         now = measure(nearest, Checkout(project.folder), micro_batches=before.micro_batches)
-        told = compare(nearest, before, now, project.tolerance or Tolerance())
+        verdict = compare(nearest, before, now, project.tolerance or Tolerance())
     except AutoaccumError as error:
         yield f"what grew since {project.lock.name} is not known: {error.message}"
         return
-    reason = next(iter(told.reasons), "nothing grew")
-    yield f"since {project.lock.name}: {told.explanation or reason}"
+    reason = next(iter(verdict.reasons), "nothing grew")
+    yield f"since {project.lock.name}: {verdict.explanation or reason}"
 
 
 def _without_size(case: Case) -> Case:

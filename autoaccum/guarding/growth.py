@@ -1,4 +1,4 @@
-"""What grew between two measurements: by purpose and module, and what is different about it."""
+"""Attribute the growth between two measurements to categories and modules, and describe what changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Final, cast
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
-from autoaccum.guarding.growth_by_module import LASTING, Difference, Share, attribute_to_modules, is_rest
+from autoaccum.guarding.growth_by_module import PERSISTENT, Difference, Share, attribute_to_modules, is_folded
 from autoaccum.guarding.guard_result import Growth, Measurement
 from autoaccum.guarding.lock import fold, group_of
 
@@ -22,40 +22,40 @@ _KERNELS: Final = {
     "_cudnn_attention": "cuDNN attention",
 }
 _MATH: Final = "math"
-"""Attention by products and a softmax, with a score for each two positions."""
+"""Attention by matrix products and a softmax, which stores a score for each pair of positions."""
 
-_NOBODYS: Final[tuple[Category, ...]] = ("averages", "workspace")
+_UNOWNED: Final[tuple[Category, ...]] = ("averages", "workspace")
 _COPIES = {"", "aten._to_copy"}
-"""Operators that bring to the card what a model was built with."""
+"""Operators that copy to the card what a model was built with."""
 
 _LITTLE, _MOST, _PART = 0.1, 0.5, 8
 
 
 def find_growths(before: Measurement, now: Measurement, *, more: bool | None = None) -> tuple[Growth, ...]:
-    """What grew and shrank; all of it adds up to the growth of the peak.
+    """Return what grew and shrank; all of it adds up to the growth of the peak.
 
-    Where the peak has moved to another phase, it is compared with what that phase held before: what grew there is why
-    it moved. `unused` is then by how much less of the peak is unused at that time.
+    Where the peak has moved to another phase, it is compared with what that phase held before: the growth there is why
+    it moved. `unused` is then the change of the unused part of the peak.
 
-    What grew comes first, or where not `more` what shrank (None: as the peak did). Holdings of `before` may be as a
-    lock keeps them. Nothing is told where either was measured: nobody knows what memory of a real process is for.
+    What grew comes first if `more`, else what shrank (None: as the peak did). Holdings of `before` may be folded, as a
+    lock keeps them. The result is empty where either was measured on a device, since its memory is not categorised.
     """
     if before.held_bytes is None or now.held_bytes is None:
         return ()
-    moment = _moment_compared(before, now)
+    moment = _comparable_moment(before, now)
     complete = now.holdings
-    was = _under_new_names(moment.holdings or before.holdings, complete)
-    if any(map(is_rest, was)):  # As a lock keeps it: what is held now is told in as much detail.
+    was = _undo_wrapping(moment.holdings or before.holdings, complete)
+    if any(map(is_folded, was)):  # From a lock: fold what is held now in the same way.
         now = fold(now, frozenset(map(group_of, was)))
-    was = _moved(was, now.holdings)
+    was = _match_moved(was, now.holdings)
     rows = _differences(was, now.holdings)
     modules = {holding.module for holding in (*was, *complete) if holding.module}
     found: list[Growth] = []
     for category in CATEGORIES[:-1]:
         shares = attribute_to_modules([row for row in rows if row.category == category], modules)
         grown = now.categories.get(category, 0) - moment.categories.get(category, 0)
-        hidden = partial(_hidden_bytes, category=category, before=was, now=now.holdings)
-        found += _cut(_joined(category, shares, hidden), category, grown)
+        hidden = partial(_folded_bytes, category=category, before=was, now=now.holdings)
+        found += _cut(_merge_small(category, shares, hidden), category, grown)
     unused = (now.peak_bytes - (now.held_bytes or 0)) - (before.peak_bytes - moment.held_bytes)
     found.append(Growth(category="unused", module="", bytes=unused))
     more = now.peak_bytes >= before.peak_bytes if more is None else more
@@ -63,8 +63,8 @@ def find_growths(before: Measurement, now: Measurement, *, more: bool | None = N
     return tuple(sorted((growth for growth in found if growth.bytes), key=lambda growth: -sign * growth.bytes))
 
 
-def _moment_compared(before: Measurement, now: Measurement) -> Moment:
-    """When `before` held what `now` is compared with: at its peak, or in the phase that has the peak now."""
+def _comparable_moment(before: Measurement, now: Measurement) -> Moment:
+    """Return the moment of `before` to compare with: its peak, or the phase in which the peak is now."""
     if before.phase != now.phase:
         for moment in before.moments:
             if moment.phase == now.phase:
@@ -80,8 +80,8 @@ def _moment_compared(before: Measurement, now: Measurement) -> Moment:
     )
 
 
-def _under_new_names(before: Sequence[Holding], now: Sequence[Holding]) -> list[Holding]:
-    """What was held, in a model that is wrapped now, or no more: the rest of all paths is as it was then."""
+def _undo_wrapping(before: Sequence[Holding], now: Sequence[Holding]) -> list[Holding]:
+    """Rename the modules of `before` if the model was wrapped or unwrapped since, which adds or removes a prefix."""
     olds, news = ({holding.module for holding in side if holding.module} for side in (before, now))
     best, old, new = len(olds & news), "", ""
     for wrapped, inner, outer in ((True, olds, news), (False, news, olds)):
@@ -91,7 +91,7 @@ def _under_new_names(before: Sequence[Holding], now: Sequence[Holding]) -> list[
                 best, old, new = alike, *(("", prefix) if wrapped else (prefix, ""))
 
     def renamed(holding: Holding) -> Holding:
-        if not (holding.module or holding.kind):  # It is no module's.
+        if not (holding.module or holding.kind):  # It belongs to no module.
             return holding
         rest = f"{holding.module}.".removeprefix(f"{old}.").strip(".")
         return dataclasses.replace(holding, module=".".join(filter(None, (new, rest))))
@@ -99,8 +99,8 @@ def _under_new_names(before: Sequence[Holding], now: Sequence[Holding]) -> list[
     return list(map(renamed, before))
 
 
-def _moved(before: Sequence[Holding], now: Sequence[Holding]) -> list[Holding]:
-    """What was held, by the modules that hold the very same now: renamed, moved or renumbered ones are no growth."""
+def _match_moved(before: Sequence[Holding], now: Sequence[Holding]) -> list[Holding]:
+    """Rename the modules of `before` to those that hold exactly the same now: moving a module is no growth."""
     olds, news = ({holding.module for holding in side} for side in (before, now))
     trait = attrgetter("category", "dtype", "op", "bytes")
     waiting: dict[tuple[object, ...], list[str]] = defaultdict(list)
@@ -116,40 +116,40 @@ def _moved(before: Sequence[Holding], now: Sequence[Holding]) -> list[Holding]:
 
 
 def _differences(before: Iterable[Holding], now: Iterable[Holding]) -> list[Difference]:
-    """What is held on either side, by category and module: by the model itself, no module, and small ones apart."""
+    """Pair what is held before and now by category and module; the model itself, no module and folded ones apart."""
     sides: dict[tuple[Category, str, bool, bool], tuple[list[Holding], list[Holding]]] = {}
     for side, holdings in enumerate((before, now)):
         for holding in holdings:
-            key = holding.category, holding.module, not holding.module and bool(holding.kind), is_rest(holding)
+            key = holding.category, holding.module, not holding.module and bool(holding.kind), is_folded(holding)
             sides.setdefault(key, ([], []))[side].append(holding)
     return [Difference(*key[:2], tuple(was), tuple(is_now)) for key, (was, is_now) in sides.items()]
 
 
-def _hidden_bytes(share: Share, *, category: Category, before: Sequence[Holding], now: Sequence[Holding]) -> int:
-    """What of a share may have been there before, among what is not told by module; nothing of a module that is new.
+def _folded_bytes(share: Share, *, category: Category, before: Sequence[Holding], now: Sequence[Holding]) -> int:
+    """Return how many bytes of a share may have been among the folded holdings before; 0 for a new module.
 
-    A module is if none of its parameters were there, and they are more than what of such may have been hidden.
+    A module is new if none of its parameters were recorded, and they are more than what the folded holdings had.
     """
     modules = {difference.module for difference in share.differences} - {""}
     were, are = (
         sum(each.bytes for each in held if each.category == "parameters" and each.module in modules)
         for held in (before, now)
     )
-    if not were and are > _less_untold("parameters", before, now):
+    if not were and are > _folded_shrinkage("parameters", before, now):
         return 0
-    return _less_untold(category, before, now)
+    return _folded_shrinkage(category, before, now)
 
 
-def _less_untold(category: Category, before: Sequence[Holding], now: Sequence[Holding]) -> int:
-    """By how much less is not told by module."""
+def _folded_shrinkage(category: Category, before: Sequence[Holding], now: Sequence[Holding]) -> int:
+    """Return by how much the folded holdings of a category shrank."""
     were, are = (
-        sum(each.bytes for each in held if each.category == category and is_rest(each)) for held in (before, now)
+        sum(each.bytes for each in held if each.category == category and is_folded(each)) for held in (before, now)
     )
     return max(0, were - are)
 
 
-def _joined(category: Category, shares: Sequence[Share], hidden: Callable[[Share], int]) -> list[Growth]:
-    """A growth for each share; those that are little beside another of the same module are told with it."""
+def _merge_small(category: Category, shares: Sequence[Share], hidden: Callable[[Share], int]) -> list[Growth]:
+    """Make a growth for each share; one that is small next to another of the same module is added to it."""
     found: list[Growth] = []
     for share in sorted(shares, key=lambda share: -abs(share.bytes)):
         first = next((at for at, growth in enumerate(found) if growth.module == share.module), None)
@@ -162,9 +162,9 @@ def _joined(category: Category, shares: Sequence[Share], hidden: Callable[[Share
 
 
 def _cut(found: list[Growth], category: Category, grown: int) -> list[Growth]:
-    """Growths that were told of another time, as far as the whole of the category grew too.
+    """Limit growths by module to the growth of the whole category in the compared phase.
 
-    A lock tells of the phases beside that of the peak what they hold for each purpose, and not by module.
+    For phases other than that of the peak, a lock has only categories, no modules.
     """
     if sum(growth.bytes for growth in found) == grown:
         return found
@@ -178,47 +178,46 @@ def _cut(found: list[Growth], category: Category, grown: int) -> list[Growth]:
 
 
 def what_changed(share: Share, hidden_bytes: int) -> str:
-    """What is different, as a phrase: `bf16 -> fp32`, `flash attention -> math`, `new, aten.cat in fp32`.
+    """Describe a change as a phrase: `bf16 -> fp32`, `flash attention -> math`, `new, aten.cat in fp32`.
 
-    Empty where only the size is different. `hidden_bytes` of it may have been there before, among what a lock does not
-    tell by module.
+    Empty where only the size changed. `hidden_bytes` of it may have been among the folded holdings of a lock.
     """
     changed = [holding for each in share.differences if each.bytes for holding in (*each.before, *each.now)]
-    return ", ".join(filter(None, (_difference(share, hidden_bytes), _whose(changed))))
+    return ", ".join(filter(None, (_difference(share, hidden_bytes), _owner(changed))))
 
 
-def _whose(changed: Sequence[Holding]) -> str:
-    """Whose it is, where no path tells: many modules', that of the model itself, or no module's, such as the loss."""
-    if not changed or any(holding.module or holding.category in _NOBODYS for holding in changed):
+def _owner(changed: Sequence[Holding]) -> str:
+    """Name the owner of memory without a path: many small modules, the model itself, or no module (such as a loss)."""
+    if not changed or any(holding.module or holding.category in _UNOWNED for holding in changed):
         return ""
-    if all(map(is_rest, changed)):
+    if all(map(is_folded, changed)):
         return "in small modules"
     if all(holding.kind for holding in changed):
         return "in the model itself"
-    return "in no module" if not any(holding.kind or is_rest(holding) for holding in changed) else ""
+    return "in no module" if not any(holding.kind or is_folded(holding) for holding in changed) else ""
 
 
 def _difference(share: Share, hidden_bytes: int) -> str:
     before = [holding for difference in share.differences for holding in difference.before]
     now = [holding for difference in share.differences for holding in difference.now]
     if not now:
-        return "" if all(map(is_rest, before)) else "gone"
+        return "" if all(map(is_folded, before)) else "gone"
     is_new = not before and not hidden_bytes
     if now[0].category == "parameters" and not any(
-        holding.module or holding.kind or is_rest(holding) for holding in now
+        holding.module or holding.kind or is_folded(holding) for holding in now
     ):
-        return ": ".join(filter(None, ("kept from update to update", _made(now, before))))
-    if now[0].category in LASTING:
+        return ": ".join(filter(None, ("kept from update to update", _main_operator(now, before))))
+    if now[0].category in PERSISTENT:
         kept = "" if is_new and share.module else _kept(before, now)
         return kept or _dtypes(before, now) or ("new" if is_new else "")
     if not before:
-        return ", ".join(filter(None, ("new" if is_new else "", _made(now, ()))))
+        return ", ".join(filter(None, ("new" if is_new else "", _main_operator(now, ()))))
     if not any(holding.module for holding in now):
-        return _made(now, before)
+        return _main_operator(now, before)
     kernels, dtypes = _kernels(before, now), _dtypes(before, now)
-    # Another fused kernel is what follows from another dtype; score matrices are no one's intention.
+    # Another fused kernel follows from another dtype, so the dtype is named first; a fallback to math comes before.
     first = kernels if kernels.endswith(_MATH) else dtypes
-    throughout = "" if share.module else "in other modules" if share.is_rest else "throughout the model"
+    throughout = "" if share.module else "in other modules" if share.is_remainder else "throughout the model"
     return first or kernels or throughout or _new_operator(before, now, share)
 
 
@@ -230,12 +229,12 @@ def _kernels(before: Sequence[Holding], now: Sequence[Holding]) -> str:
 
 
 def _attention(holdings: Iterable[Holding]) -> str:
-    """How attention was computed, where that shows."""
+    """Return the attention kernel that is named in the operators; empty where there is none."""
     return next((name for holding in holdings for part, name in _KERNELS.items() if part in holding.op), "")
 
 
 def _dtypes(before: Sequence[Holding], now: Sequence[Holding]) -> str:
-    """From the dtype that shrank most to the one that grew most, where memory went from one to the other."""
+    """Name the dtype that shrank most and the one that grew most, where memory moved from one to the other."""
     change = Counter({holding.dtype: 0 for holding in (*before, *now) if holding.dtype})
     for holding in now:
         change[holding.dtype] += holding.bytes
@@ -253,21 +252,21 @@ def _dtypes(before: Sequence[Holding], now: Sequence[Holding]) -> str:
 
 
 def _kept(before: Sequence[Holding], now: Sequence[Holding]) -> str:
-    """What a module keeps from update to update, beside what it was built with."""
+    """Name what a module keeps from update to update, apart from what it was built with."""
     made = {holding.op for holding in now} - {holding.op for holding in before} - _COPIES
     kept = [holding for holding in now if holding.op in made and holding.category == "parameters"]
-    return f"kept from update to update: {_made(kept, ())}" if kept else ""
+    return f"kept from update to update: {_main_operator(kept, ())}" if kept else ""
 
 
 def _new_operator(before: Sequence[Holding], now: Sequence[Holding], share: Share) -> str:
-    """What made most of the growth, and in which dtype, where it made none of that before."""
+    """Name the operator and dtype that made most of the growth, where they did not occur before."""
     known = {(holding.op, holding.dtype) for holding in before}
     made = [holding for holding in now if known and (holding.op, holding.dtype) not in known]
-    return _made(made, ()) if sum(holding.bytes for holding in made) > _MOST * share.bytes > 0 else ""
+    return _main_operator(made, ()) if sum(holding.bytes for holding in made) > _MOST * share.bytes > 0 else ""
 
 
-def _made(now: Iterable[Holding], before: Iterable[Holding]) -> str:
-    """The operator whose memory grew most, and its dtype."""
+def _main_operator(now: Iterable[Holding], before: Iterable[Holding]) -> str:
+    """Name the operator that grew most, and its dtype."""
     change = Counter[tuple[str, str]]()
     for holding in now:
         change[holding.op, holding.dtype] += holding.bytes

@@ -1,4 +1,4 @@
-"""The deepest modules that explain what grew, as one name where they are called alike."""
+"""Find the deepest modules that explain a growth, with one name for modules that differ only in numbers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Final, NamedTuple
 from autoaccum.devices.explanation import Category, Holding
 from autoaccum.workload.module_names import common_name, compact_names, mask_numbers
 
-LASTING: Final[tuple[Category, ...]] = ("parameters", "gradients", "optimizer_state", "averages")
+PERSISTENT: Final[tuple[Category, ...]] = ("parameters", "gradients", "optimizer_state", "averages")
 
 _LITTLE = 0.1
-"""What a module has of a growth is told with its parent's, up to this share of all that grew and shrank there."""
+"""A module with no more than this share of the changes in its parent is counted with the parent."""
 
 _MOST = 3
-"""More modules than this are told as the one they are in."""
+"""More modules than this are named by the module that contains them."""
 
 _NEARLY_ALL = 0.8
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What one module holds for one purpose, before and now; the model itself has no path, nor has what is nobody's."""
+    """The holdings of one module in one category, before and now; the path of the model itself is empty."""
 
     category: Category
     module: str
@@ -34,17 +34,17 @@ class Difference:
 
     @property
     def kinds(self) -> set[str]:
-        """The names of its class."""
+        """The class names of the module, before and now."""
         return {holding.kind for holding in (*self.before, *self.now) if holding.kind}
 
     @property
     def parts(self) -> list[str]:
-        """The steps of its path."""
+        """The parts of its path."""
         return self.module.split(".") if self.module else []
 
     @property
     def before_bytes(self) -> int:
-        """What it held."""
+        """The bytes held before."""
         return sum(holding.bytes for holding in self.before)
 
     @property
@@ -58,14 +58,14 @@ class Share:
     """A part of a growth.
 
     Attributes:
-        module: Whose it is, with all modules in it: as `ModuleShare.name`.
-        differences: All of it, and what is as it was in these modules.
-        is_rest: Whether it is what is left beside other shares.
+        module: The module, with all modules in it, named as in `ModuleShare.name`.
+        differences: All differences in these modules, with those that are 0.
+        is_remainder: Whether it is what remains besides other shares.
     """
 
     module: str
     differences: tuple[Difference, ...]
-    is_rest: bool = False
+    is_remainder: bool = False
 
     @property
     def bytes(self) -> int:
@@ -73,39 +73,40 @@ class Share:
         return _net(self.differences)
 
 
-def is_rest(holding: Holding) -> bool:
-    """Whether it is what a lock has left of all modules that hold little."""
+def is_folded(holding: Holding) -> bool:
+    """Return whether a holding is the sum that a lock keeps for all small modules."""
     return not (holding.module or holding.kind or holding.op or holding.dtype)
 
 
 class _Group(NamedTuple):
-    """Differences, and how many steps of their paths make the module that explains them."""
+    """Differences, and the number of parts of their paths that name the module which explains them."""
 
     rows: list[Difference]
     depth: int
-    is_rest: bool = False
+    is_remainder: bool = False
 
 
 def attribute_to_modules(differences: Sequence[Difference], modules: Iterable[str]) -> list[Share]:
-    """Split what grew for one purpose among the deepest modules that explain it.
+    """Split the growth of one category among the deepest modules that explain it.
 
-    Modules that differ in numbers only are pushed into as one, unless one of them has nearly all. Where all in a module
-    grew alike, or it and those in it both have a part, or too many in it do, it is theirs together. What is no module's
-    is told apart.
+    Modules that differ only in numbers are treated as one, unless one of them has nearly all. A growth stays with the
+    containing module if all in it grew alike, if both it and its children have a part, or if too many children do.
+    What belongs to no module is a share of its own.
 
-    `differences` are by module, with those that are as they were; `modules` all there are, before and now.
+    `differences` has one row per module, also where nothing changed; `modules` are all modules, before and now.
     """
     known = _Names(modules, differences)
     inside = [difference for difference in differences if difference.module]
     outside = [difference for difference in differences if not difference.module and difference.bytes]
     groups = [*(_Group([difference], 0) for difference in outside), *_split(inside, 0)]
     return [
-        Share(known.called(_changed(group.rows), group.depth), tuple(group.rows), group.is_rest) for group in groups
+        Share(known.called(_changed(group.rows), group.depth), tuple(group.rows), group.is_remainder)
+        for group in groups
     ]
 
 
 def _split(rows: list[Difference], depth: int) -> list[_Group]:
-    """Groups that explain what grew in a module, or in several that differ in numbers only."""
+    """Group what grew in a module, or in several that differ only in numbers."""
     changed = _changed(rows)
     children: dict[str, list[Difference]] = defaultdict(list)
     for row in rows:
@@ -126,7 +127,7 @@ def _split(rows: list[Difference], depth: int) -> list[_Group]:
 
 
 def _numbered(rows: list[Difference], depth: int) -> list[_Group]:
-    """Into modules that differ in numbers only: into the one that has nearly all, or into all that changed as one."""
+    """Group modules that differ only in numbers: the one that has nearly all, or all that changed as one."""
     single: dict[str, list[Difference]] = defaultdict(list)
     for row in rows:
         single[row.parts[depth]].append(row)
@@ -140,20 +141,20 @@ def _numbered(rows: list[Difference], depth: int) -> list[_Group]:
 
 
 def _is_even(rows: Sequence[Difference], *, deep: bool) -> bool:
-    """Whether nearly all of it grew by about the same factor; or is new, in a module or of what a model lasts with."""
+    """Return whether nearly all grew by about the same factor, or all is new (in a module, or persistent memory)."""
     grown, before = _net(rows), sum(row.before_bytes for row in rows)
     if not before:
-        return deep or rows[0].category in LASTING
+        return deep or rows[0].category in PERSISTENT
     if not grown:
         return False
-    # By what factor each grew, beside that of all.
+    # The growth factor of each, relative to the growth factor of all.
     factors = [(row, row.bytes / row.before_bytes * before / grown) for row in rows if row.before_bytes]
     alike = [row for row, factor in factors if 0.5 <= factor <= 2]
     return _net(alike) / grown >= _NEARLY_ALL and sum(row.before_bytes for row in alike) >= _NEARLY_ALL * before
 
 
 class _Names:
-    """Names for modules, of all there are."""
+    """Names groups of modules, knowing all modules of the model."""
 
     def __init__(self, modules: Iterable[str], differences: Iterable[Difference]) -> None:
         self._alike: dict[str, set[str]] = defaultdict(set)
@@ -162,10 +163,10 @@ class _Names:
         self._holding = {path for row in differences for path in _paths(row.module)}
 
     def called(self, rows: Iterable[Difference], depth: int) -> str:
-        """The module of these rows; with `*` where they are all that are called alike and hold any of it, and most.
+        """Return the name of the module of these rows, with `*` for numbers that stand for most modules of that name.
 
-        Numbered modules of several classes are layers of the one they are in, which is named in place of them. So is
-        the one around those that no single name is for; it is empty for the whole model.
+        Numbered modules of several classes are layers of the module that contains them, which is named instead. So is
+        the module around several that have no common name; the name of the whole model is empty.
         """
         rows = list(rows)
         if depth > 1 and len({kind for row in rows if len(row.parts) == depth for kind in row.kinds}) > 1:
@@ -173,7 +174,7 @@ class _Names:
         names = list(dict.fromkeys(".".join(row.parts[:depth]) for row in rows))
         if len(names) == 1:
             return names[0]
-        if len({mask_numbers(name) for name in names}) > 1:  # What is left of several.
+        if len({mask_numbers(name) for name in names}) > 1:  # The remainder of several modules.
             return ""
         starred = common_name(names)
         alike = re.compile(r"\d+".join(map(re.escape, starred.split("*"))))
@@ -185,13 +186,13 @@ class _Names:
 
 
 def _paths(module: str) -> Iterator[str]:
-    """A module and those around it."""
+    """Yield a module's path and those of the modules that contain it."""
     parts = module.split(".")
     yield from (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
 
 
 def _common(names: Iterable[str]) -> list[str]:
-    """The names of all modules around these, from the model inwards."""
+    """Return the common beginning of these paths, as parts."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
 

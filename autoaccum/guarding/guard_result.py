@@ -1,4 +1,4 @@
-"""What a guard measures, says and tells meanwhile: pure records, which the lock keeps and reports draw."""
+"""The records of a guard: measurements, growth, verdicts, the report, and the events on the way."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from autoaccum.serialization import to_plain
 from autoaccum.units import format_bytes, parse_size
 
 Outcome = Literal["unchanged", "within", "regressed", "improved", "too_large", "unmeasured", "locked"]
-"""`unchanged`: to the byte. `within`: other bytes, within the tolerance. `regressed`: exit 1. `improved`: less than the
-tolerance allows for, which passes. `too_large`: what was asked for does not fit, and there is nothing to lock: exit 1.
-`unmeasured`: nothing can be said, exit 3 or the error's. `locked`: by --update."""
+"""`unchanged`: equal to the byte. `within`: changed within the tolerance. `regressed`: exit 1. `improved`: smaller by
+more than the tolerance, which passes. `too_large`: the requested size does not fit, nothing is locked: exit 1.
+`unmeasured`: not measured, exit 3 or the error's. `locked`: written by --update."""
 
 _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A share of what there was, or bytes.
+    """The allowed growth, as a fraction or in bytes.
 
     Attributes:
-        fraction: Such as 0.01 of 1 %; None: `bytes` tells.
-        bytes: Whatever there was; None: `fraction` tells.
+        fraction: The fraction, such as 0.01 for 1 %; None where `bytes` is given.
+        bytes: The bytes; None where `fraction` is given.
     """
 
     fraction: float | None = 0.01
     bytes: int | None = None
 
     def __str__(self) -> str:
-        """As it is written in sentences."""
+        """Return it as text: `1 %` or `50.00 MiB`."""
         return f"{100 * (self.fraction or 0):g} %" if self.bytes is None else format_bytes(self.bytes)
 
     def allows(self, before_bytes: int, now_bytes: int, spread_bytes: int = 0) -> bool:
-        """Whether `now_bytes` is no more than what may have become of `before_bytes`.
+        """Return whether a growth is within the tolerance.
 
         Args:
-            before_bytes: What there was.
-            now_bytes: What there is.
-            spread_bytes: How far apart equal runs are, on top of the tolerance.
+            before_bytes: The bytes before.
+            now_bytes: The bytes now.
+            spread_bytes: The spread of equal runs, allowed on top of the tolerance.
         """
         allowed = int(before_bytes * (self.fraction or 0)) if self.bytes is None else self.bytes
         return now_bytes - before_bytes <= allowed + spread_bytes
@@ -75,29 +75,29 @@ def parse_tolerance(text: Any) -> Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What an update takes by one schedule, and what would fit: everything that an outcome rests on.
+    """The memory of an update by one schedule, and what would fit.
 
     Attributes:
         kind: `predicted` by a simulation, or `measured` by runs in fresh processes.
         card: The card's full name, or the processor's.
-        precision, optimizer, batchnorm: What the update is made with, as an inspection tells.
-        parameters: How many the model has.
+        precision, optimizer, batchnorm: The settings of the update, as in `Inspection`.
+        parameters: The number of parameters of the model.
         micro_batches: The schedule that was measured, in samples.
         fits: Whether it runs within `limit_bytes`.
-        largest: The largest micro-batch that fits, in samples; 0: none.
-        capped: `largest` is where the search was told to stop, not where memory ended.
+        largest: The largest micro-batch that fits, in samples; 0 if none does.
+        capped: Whether the search stopped at its upper limit, not where memory ended.
         limit_bytes: The budget.
         peak_bytes: As `Plan.peak_bytes`; the median of `runs` where there are several.
         held_bytes: The most that tensors and workspaces hold at one time; None when measured.
         least_bytes: As `Plan.least_bytes`; None when measured.
-        runs: Peaks of runs in fresh processes, in bytes, ascending; empty when predicted.
+        runs: The peaks of runs in fresh processes, in bytes, ascending; empty when predicted.
         phase, op, module: The moment at which most is held, as in `Explanation`; empty when measured.
-        categories: What is held then, and `unused`, the rest of the peak; empty when measured.
-        holdings: The same by module, complete: they add up to `held_bytes`. Empty when measured.
+        categories: The bytes held at that moment, and `unused`, the rest of the peak; empty when measured.
+        holdings: The same by module; they add up to `held_bytes`. Empty when measured.
         moments: The same for each phase of the update, in order. Empty when measured.
-        versions: Of what decides about the figures: torch, autoaccum; on a card also cuda, cudnn, driver.
-        settings: What else does, where it is not as it comes: variables of the allocator and their values.
-        warnings: Sentences on the way, which are not locked.
+        versions: The versions that affect memory: torch, autoaccum; on a card also cuda, cudnn, driver.
+        settings: Other settings that affect memory and are not the default, such as variables of the allocator.
+        warnings: Warnings of the measurement, which are not locked.
     """
 
     kind: Literal["predicted", "measured"]
@@ -132,19 +132,19 @@ class Measurement:
 
     @property
     def spread_bytes(self) -> int:
-        """How far apart the runs are; 0 when predicted."""
+        """The spread of the runs; 0 when predicted."""
         return self.runs[-1] - self.runs[0] if self.runs else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """What grew or shrank: one purpose of one module or of several that are called alike.
+    """The growth of one category in one module, or in several that differ only in numbers.
 
     Attributes:
-        category: What for.
+        category: The category.
         module: As in `ModuleShare.name`, with all modules in it; empty for what belongs to no module.
-        bytes: By how much; below 0 where it shrank.
-        change: What is different about it, such as `bfloat16 -> float32` or `new`; empty where only the size is.
+        bytes: The growth; negative where it shrank.
+        change: What changed, such as `bfloat16 -> float32` or `new`; empty where only the size did.
     """
 
     category: Category
@@ -154,29 +154,29 @@ class Growth:
 
     @property
     def is_unused(self) -> bool:
-        """Whether it is what the allocator holds and no tensor does."""
+        """True for memory that the allocator holds and no tensor uses."""
         return self.category == "unused"
 
     @property
     def what(self) -> str:
-        """What it is of, such as `optimizer state of blocks.*.mlp`."""
+        """The category and module as text, such as `optimizer state of blocks.*.mlp`."""
         return f"{self.category.replace('_', ' ')}{f' of {self.module}' if self.module else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """One case, compared.
+    """The verdict on one case.
 
     Attributes:
         case: The case.
-        outcome: What it came to.
-        exit_code: What it alone would end with.
-        reasons: Why it is not well, or what could not be measured, as sentences; the first is the heaviest.
-        hint: The way out, or what is next, in words, without the command; empty where there is none.
-        command: The one command that does what the hint says, as it is typed; empty where there is none.
-        explanation: In one line what grew, by how much and what now fits; empty where nothing changed.
+        outcome: The outcome.
+        exit_code: The exit code of this case alone.
+        reasons: Why it regressed or could not be measured, as sentences, the most important first.
+        hint: What to do next, without the command; may be empty.
+        command: The command for the hint, ready to be typed; may be empty.
+        explanation: One line with what grew, by how much, and what fits now; empty where nothing changed.
         growths: What grew and shrank, the most first.
-        before: What it is compared with; None where there is none.
+        before: The measurement it is compared with; may be None.
         now: What was measured; None where it could not be.
         warnings, notes: Sentences of the measurement, and of the comparison.
         traceback: The user's own frames, when their code raised.
@@ -198,19 +198,19 @@ class Verdict:
 
     @property
     def growth_bytes(self) -> int | None:
-        """By how much the peak grew; None where it was not measured twice."""
+        """The growth of the peak; None where one of the two measurements is missing."""
         return None if self.before is None or self.now is None else self.now.peak_bytes - self.before.peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All cases of one call.
+    """The verdicts on all cases of one call.
 
     Attributes:
         verdicts: In the order of the lock.
         against: What they were compared with: the lock's path, or a revision.
-        tolerance: By how much the peak may grow.
-        updated: The lock that was written; None: none was.
+        tolerance: The allowed growth.
+        updated: The lock that was written; None if none was.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -220,12 +220,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1 where anything has regressed, else 3 or 2 where anything could not be measured, else 0."""
+        """1 if a case has regressed, else 3 or 2 if one could not be measured, else 0."""
         codes = {verdict.exit_code for verdict in self.verdicts}
         return next((code for code in (1, 3, 2) if code in codes), 0 if codes else 3)
 
     def to_json(self) -> str:
-        """The record as indented JSON: `schema`, `exit_code`, the fields of this record and of those in it.
+        """Return the record as indented JSON: `schema`, `exit_code`, and the fields of this record and those in it.
 
         Each verdict also has `name` and `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later
         versions of this schema may add fields, and change none.
@@ -237,7 +237,7 @@ class Report:
 
 def _verdict_record(verdict: Verdict) -> dict[str, Any]:
     record = {"name": case_name(verdict.case), **to_plain(verdict), "growth_bytes": verdict.growth_bytes}
-    record["case"] = {**dict.fromkeys(CASE_FIELDS), "world_size": 1, "equal": False, **verdict.case.asked()}
+    record["case"] = {**dict.fromkeys(CASE_FIELDS), "world_size": 1, "equal": False, **verdict.case.to_record()}
     for name, measurement in (("before", verdict.before), ("now", verdict.now)):
         if measurement is not None:
             record[name] |= {"micro_batch": measurement.micro_batch, "spread_bytes": measurement.spread_bytes}
@@ -246,21 +246,21 @@ def _verdict_record(verdict: Verdict) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CheckedOut:
-    """Another revision lies in a folder of its own now, to be measured there."""
+    """Another revision was checked out, to be measured."""
 
     revision: str
 
 
 @dataclass(frozen=True)
 class CaseStarted:
-    """A case is measured from now on."""
+    """The measurement of a case begins."""
 
     case: Case
 
 
 @dataclass(frozen=True)
 class CaseFinished:
-    """All is known of a case."""
+    """The verdict on a case is known."""
 
     number: int
     count: int

@@ -1,4 +1,4 @@
-"""The lock file: what was measured of each case, as text that is read in a diff and merged line by line."""
+"""Read and write the lock file: the measurement of each case, as text that shows up in diffs and merges by lines."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ _DIGITS, _ROW, _LEAST_SHARE = 16, 7, 1000
 _OF_NOTHING: tuple[Any, ...] = (None, "", (), {}, [])
 
 
-def read_lock(path: Path, anew: str) -> dict[Case, Measurement]:
-    """The entries of a lock, with their holdings folded; none where there is no file.
+def read_lock(path: Path, rewrite_command: str) -> dict[Case, Measurement]:
+    """Return the entries of a lock, with their holdings folded; none where there is no file.
 
-    `anew` is the command that writes it anew, for messages.
+    `rewrite_command` writes the lock anew; messages name it.
 
     Raises:
-        LockFileError: It cannot be read, is damaged, half merged, of something else or of a newer autoaccum.
+        LockFileError: It cannot be read, is damaged or half merged, is no lock, or was written by a newer autoaccum.
     """
-    way_out = f"restore it from git, or write it anew by `{anew}`"
+    way_out = f"restore it from git, or write it anew by `{rewrite_command}`"
     try:
         if not path.exists():
             return {}
@@ -63,10 +63,10 @@ def read_lock(path: Path, anew: str) -> dict[Case, Measurement]:
         raise LockFileError(f"the lock {path} cannot be parsed ({error})", hint=way_out) from None
     schema = table.pop(_SCHEMA_KEY, None)
     if type(schema) is not int:
-        raise LockFileError(f"{path} is no lock of autoaccum", hint=f"name another by --lock, or {way_out}")
+        raise LockFileError(f"{path} is not a lock of autoaccum", hint=f"name another by --lock, or {way_out}")
     if schema > SCHEMA:
         raise LockFileError(
-            f"{path} was written by a newer autoaccum (format {schema}, and this one reads {SCHEMA})",
+            f"{path} was written by a newer autoaccum (format {schema}; this one reads {SCHEMA})",
             hint="update autoaccum: pip install -U autoaccum",
         )
     if not text.rstrip().endswith(_END):
@@ -85,31 +85,31 @@ def read_lock(path: Path, anew: str) -> dict[Case, Measurement]:
 
 
 def write_lock(path: Path, entries: Mapping[Case, Measurement]) -> None:
-    """Write a lock in place of what is there, whole or not at all; equal locks are equal to the byte.
+    """Write a lock atomically, over an existing one; equal entries give equal bytes.
 
     Raises:
         UsageError: It cannot be written there.
     """
     ordered = sorted(entries.items(), key=lambda entry: case_name(entry[0]))
-    told = ("\n".join([*_entry_lines(*entry), ""]) for entry in ordered)
-    write_text(path, "\n".join([_HEAD, *told, f"{_END}\n"]), force=True)
+    texts = ("\n".join([*_entry_lines(*entry), ""]) for entry in ordered)
+    write_text(path, "\n".join([_HEAD, *texts, f"{_END}\n"]), force=True)
 
 
 Group = tuple[str, str, str, str, str]
 
 
 def group_of(holding: Holding) -> Group:
-    """What a holding has in common with those that are kept or folded with it: all but numbers in the module's path."""
+    """Return the key by which holdings are kept or folded together: all but the numbers in the module's path."""
     return holding.category, mask_numbers(holding.module), holding.kind, holding.dtype, holding.op
 
 
 def fold(measurement: Measurement, keep: Set[Group] = frozenset()) -> Measurement:
-    """The same with its holdings as a lock keeps them, in order: groups below 1/1000 of the peak are one per category.
+    """Fold holdings as a lock keeps them: groups below 1/1000 of the peak are added up, one sum per category.
 
-    Such a one names no module, kind, dtype or operator. To fold twice changes nothing.
+    Such a sum has no module, kind, dtype or operator. Folding twice changes nothing.
 
-    Groups to `keep` stay however small they are: those of a locked measurement that this one is compared with, so that
-    none of them seems to be gone because it came to be a little below the bound.
+    Groups to `keep` are never folded: pass those of the locked measurement to compare with, so that none of them seems
+    to be gone because it fell just below the bound.
     """
     sizes: dict[Group, int] = {}
     for holding in measurement.holdings:
@@ -123,7 +123,7 @@ def fold(measurement: Measurement, keep: Set[Group] = frozenset()) -> Measuremen
 
 
 def _in_order(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
-    """By category, module (2 before 10), kind, dtype and operator; those that share all of these are one."""
+    """Sort holdings by category, module (2 before 10), kind, dtype and operator; add up those that share them all."""
     sizes: dict[Holding, int] = {}
     for holding in holdings:
         alike = dataclasses.replace(holding, bytes=0)
@@ -137,7 +137,7 @@ def _place(holding: Holding) -> tuple[object, ...]:
 
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """A key that sorts numbers in names by their value.
+    """Return a key that sorts numbers in names by their value.
 
     >>> sorted(["h.10.up", "h.2.up"], key=natural)
     ['h.2.up', 'h.10.up']
@@ -146,10 +146,9 @@ def natural(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def _to_record(case: Case, measurement: Measurement) -> dict[str, Any]:
-    """An entry as plain data, without its digest.
+    """Return an entry as plain data, without its digest.
 
-    What is as it is by default is left out; equal parts that follow each other are `[count, samples]`; holdings are
-    rows, see `_to_rows`.
+    Default values are left out; consecutive equal parts become `[count, samples]`; `_to_rows` makes rows of holdings.
     """
     folded = fold(measurement)
     values = {**vars(folded), "warnings": ()}
@@ -159,13 +158,13 @@ def _to_record(case: Case, measurement: Measurement) -> dict[str, Any]:
     values["moments"] = [[each.phase, each.held_bytes, _sorted(each.categories)] for each in folded.moments]
     values["versions"] = dict(sorted(folded.versions.items()))
     values["settings"] = dict(sorted(folded.settings.items()))
-    asked = {_key(name): value for name, value in case.asked().items()}
+    asked = {_key(name): value for name, value in case.to_record().items()}
     found = {_key(name): to_plain(value) for name, value in values.items() if value not in _OF_NOTHING}
     return {"asked": asked, **found}
 
 
 def _from_record(record: dict[str, Any]) -> tuple[Case, Measurement]:
-    """The entry of a record that `_to_record` made, as its digest tells."""
+    """Make the entry from a record of `_to_record`, whose digest was checked."""
     asked = {key.replace("-", "_"): value for key, value in record.pop("asked").items()}
     values = {key.replace("-", "_"): value for key, value in record.items()}
     values["micro_batches"] = tuple(size for count, size in values["micro_batches"] for _ in range(count))
@@ -178,15 +177,15 @@ def _from_record(record: dict[str, Any]) -> tuple[Case, Measurement]:
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """Sixteen digits of the SHA-256 of plain data, whatever the order of its keys."""
+    """Return sixteen digits of the SHA-256 of plain data, for any order of its keys."""
     text = json.dumps(record, sort_keys=True, default=repr, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def _to_rows(holdings: tuple[Holding, ...]) -> Iterator[list[Any]]:
-    """`[count, bytes of each, category, modules, kind, dtype, op]`; modules that differ in numbers only share one.
+    """Yield rows `[count, bytes of each, category, modules, kind, dtype, op]`, without empty values at the end.
 
-    Empty words at the end are left out.
+    Modules that differ only in numbers share a row.
     """
     alike: dict[tuple[Any, ...], list[str]] = {}
     for each in holdings:
@@ -235,7 +234,7 @@ def _entry_lines(case: Case, measurement: Measurement) -> Iterator[str]:
 
 
 def _row(row: list[Any]) -> str:
-    """A moment, or a holding, figures first so that columns stay where they are."""
+    """Write a moment, or a holding with its numbers first, so that columns stay aligned."""
     if isinstance(row[0], str):
         return f"{_value(row)},  # {precise_bytes(row[1])}"
     count, each_bytes, *words = row
@@ -258,5 +257,5 @@ def _value(value: Any) -> str:
 
 
 def _text(text: str) -> str:
-    """A basic string: JSON's escapes are TOML's, but for DEL, which TOML has escaped."""
+    """Write a basic TOML string: its escapes are those of JSON, and DEL is escaped as well."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

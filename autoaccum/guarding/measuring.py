@@ -1,4 +1,4 @@
-"""What one case takes now: by a simulation, exact and repeatable, or by runs on the device that is here."""
+"""Measure one case: by a simulation, exact and repeatable, or by runs on a device of this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import precise_bytes
 
 RUNS = 3
-"""Of a device that is here, each in a fresh process."""
+"""The number of runs on a real device, each in a fresh process."""
 
 _VARIABLES = (
     "CUBLASLT_WORKSPACE_SIZE",
@@ -35,7 +35,7 @@ _VARIABLES = (
     "TORCH_CUBLAS_WORKSPACE_CACHE",
     "TORCH_CUDNN_SDPA_DEPRIORITIZED",
 )
-"""They change what libraries take beside tensors, which kernel runs, or what a context holds: really, and simulated."""
+"""These change library workspaces, the kernel that runs, or the CUDA context, on real and simulated cards."""
 _CARD_VARIABLES = ("NVIDIA_TF32_OVERRIDE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -47,37 +47,37 @@ def measure(
     time_limit: float | None = None,
     on_output: Callable[[str], None] | None = None,
 ) -> Measurement:
-    """Measure what a schedule takes, and search for the largest micro-batch that fits, as a plan does.
+    """Measure the memory of a schedule, and search for the largest micro-batch that fits, as a plan does.
 
     Args:
-        case: What is measured. Its `micro_batch` is both the size that is measured and the largest that is tried.
-        checkout: Where the workload lies.
-        micro_batches: The schedule, in samples, whether it fits or not; None: the one that is planned, and has to.
+        case: The case. Its `micro_batch` is both the measured size and the largest that is tried.
+        checkout: The folder of the workload.
+        micro_batches: The schedule, in samples, whether it fits or not; None: the planned one, which must fit.
         time_limit: Seconds that the search may take.
-        on_output: Given what the workload prints, line by line; stderr otherwise.
+        on_output: Called with each line that the workload prints; None: they go to stderr.
 
     Raises:
         UsageError, WorkloadError, NotMeasuredError: As from `plan`.
-        DoesNotFitError: Likewise; not where `micro_batches` are given and can be loaded.
+        DoesNotFitError: As from `plan`; not where `micro_batches` are given and the workload can be loaded.
     """
     request = request_of(case, time_limit)
-    asked = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
+    requested = None if case.micro_batch is None else request.schedule(case.micro_batch).micro_batches
     setup = make_setup(case.workload, request, checkout=checkout, on_output=on_output, verb="guard")
-    task = Task(setup, request, micro_batches or asked)
+    task = Task(setup, request, micro_batches or requested)
     simulated = case.options.gpu is not None
     with task.setup.device:
         found = measure_simulated(task) if simulated else measure_by_runs(task)
     if micro_batches is None and not found.fits:
         raise _too_large(found)
     if not simulated and case.options.memory is None and not found.capped:
-        there = precise_bytes(found.limit_bytes)
-        warning = f"the budget is what was free, {there}, and so is the largest that fits: name one by --memory"
+        free = precise_bytes(found.limit_bytes)
+        warning = f"the largest fit depends on the {free} that were free: give a fixed budget by --memory"
         return dataclasses.replace(found, warnings=(*found.warnings, warning))
     return found
 
 
 def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
-    """What a plan of a whole case is asked to do; without a target, two micro-batches of the size that is asked for."""
+    """Return the request to plan a complete case; without a target batch, for two of its micro-batches."""
     doubled = 2 * (case.micro_batch or 0) * case.options.world_size
     options = dataclasses.replace(case.options, time_limit=time_limit)
     return PlanRequest(case.target_batch or doubled, options, max_micro_batch=case.micro_batch)
@@ -85,14 +85,14 @@ def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
 
 @dataclass(frozen=True)
 class Task:
-    """What is to be measured: of `micro_batches`, whether they fit or not; None: of the schedule that is planned."""
+    """A case to measure with `micro_batches`, whether they fit or not; None: with the planned schedule."""
 
     setup: PlanSetup
     request: PlanRequest
     micro_batches: tuple[int, ...] | None
 
     def trial_parts(self, micro_batches: tuple[int, ...]) -> tuple[int, ...]:
-        """What has to run of a schedule, on all ranks: as the confirmation of its plan does.
+        """Return the parts of a schedule that have to run, over all ranks, as when a plan is confirmed.
 
         The parts of the other ranks follow from the largest one, as they do in the plan.
         """
@@ -102,8 +102,8 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sizing:
-    """What planning found out: the schedule to measure, the largest size that fits, and trials that ran it."""
+class _SearchResult:
+    """The result of planning: the schedule to measure, the largest size that fits, and trials that ran it."""
 
     inspection: Inspection
     micro_batches: tuple[int, ...]
@@ -113,7 +113,7 @@ class _Sizing:
     warnings: tuple[str, ...] = ()
 
     def measurement(self, device: Any, *more_warnings: str, **found: Any) -> Measurement:
-        """The measurement of the schedule on this device."""
+        """Return the measurement of the schedule on this device."""
         described, seen = device.describe(), self.inspection
         return Measurement(
             precision=seen.precision,
@@ -131,21 +131,21 @@ class _Sizing:
 
 
 def measure_simulated(task: Task) -> Measurement:
-    """Trace the workload, search for the largest size, and account for the schedule.
+    """Trace the workload, search for the largest size, and explain the memory of the schedule.
 
-    Where the schedule is given and runs in parts of the largest size worth trying, that is the answer of the search.
+    Where the schedule is given and its parts have the largest size allowed, one trial replaces the search.
 
     Raises:
-        AutoaccumError: As of `measure`; or it takes other memory each time.
+        AutoaccumError: As from `measure`; or the workload takes another amount of memory each time.
     """
     device = task.setup.device
     assert isinstance(device, SimulatedDevice)
-    sizing = _at_the_cap(task) or _size_up(task)
+    sizing = _confirm_cap(task) or _search_size(task)
     parts = task.trial_parts(sizing.micro_batches)
     trial = _run(task, parts)
     account = device.explain(parts, changes=False, detail=True)
     if account.explanation.peak_bytes != peak_bytes(trial):
-        # The account found that a trace is not what others promised: the figures rest on the one that was made.
+        # Explaining made a new trace, which differs from the scaled one: run the trial by the new one.
         trial = _run(task, parts)
         account = device.explain(parts, changes=False, detail=True)
     explanation, prediction, described = account.explanation, device.predict(parts), device.describe()
@@ -169,16 +169,16 @@ def measure_simulated(task: Task) -> Measurement:
 
 
 def measure_by_runs(task: Task) -> Measurement:
-    """Plan by real trials, then run the schedule from clean states until there are three such runs with the plan's.
+    """Plan by real trials, then run the schedule from clean states until there are three runs, the plan's included.
 
-    The peak is the median of those that went through: of a card what PyTorch's allocator held, of the CPU what the
-    process held beyond the loaded workload. Where one does not go through, the schedule does not fit; where none does,
-    the peak is the budget. Nothing is told of modules and categories.
+    The peak is the median of the runs that fitted: on a card the memory reserved by PyTorch's allocator, on the CPU the
+    memory of the process beyond the loaded workload. If one run does not fit, the schedule does not fit; if none does,
+    the peak is the budget. There are no modules and categories.
 
     Raises:
         AutoaccumError: As of `measure`.
     """
-    sizing = _size_up(task)
+    sizing = _search_size(task)
     parts = task.trial_parts(sizing.micro_batches)
     runs = [trial for trial in sizing.proved if trial.parts == parts][-1:]
     runs += [_run(task, parts) for _ in range(len(runs), RUNS)]
@@ -203,11 +203,11 @@ def _run(task: Task, parts: tuple[int, ...]) -> Trial:
     return trial
 
 
-def _size_up(task: Task) -> _Sizing:
-    """Plan, and keep what a guard needs of it.
+def _search_size(task: Task) -> _SearchResult:
+    """Plan, and return what a guard needs of the plan.
 
     Raises:
-        DoesNotFitError: Nothing fits, and no schedule is given; or it cannot even be loaded.
+        DoesNotFitError: Nothing fits and no schedule is given, or the workload cannot even be loaded.
         NotMeasuredError: As from `plan`; or a limit ended the search, so that the largest size is not known.
     """
     seen: list[Inspection] = []
@@ -221,13 +221,13 @@ def _size_up(task: Task) -> _Sizing:
     except DoesNotFitError:
         if task.micro_batches is None or not seen:
             raise
-        return _Sizing(inspection=seen[-1], micro_batches=task.micro_batches, largest=0, capped=False)
+        return _SearchResult(inspection=seen[-1], micro_batches=task.micro_batches, largest=0, capped=False)
     if plan.stopped is not None:
         raise NotMeasuredError(
             f"the limit on {plan.stopped} ended the search for the largest micro-batch at {plan.largest_fit}",
             hint="allow more, or name the size with --micro-batch",
         )
-    return _Sizing(
+    return _SearchResult(
         inspection=seen[-1],
         micro_batches=task.micro_batches or plan.micro_batches,
         largest=plan.largest_fit,
@@ -237,8 +237,8 @@ def _size_up(task: Task) -> _Sizing:
     )
 
 
-def _at_the_cap(task: Task) -> _Sizing | None:
-    """What a search would find, from one trial of a given schedule; None where that takes a search."""
+def _confirm_cap(task: Task) -> _SearchResult | None:
+    """Return what a search would find if the given schedule has the largest size allowed and runs; else None."""
     if task.micro_batches is None or max(task.micro_batches) != task.request.cap:
         return None
     device = task.setup.device
@@ -246,7 +246,7 @@ def _at_the_cap(task: Task) -> _Sizing | None:
     if device.trial(task.trial_parts(task.micro_batches), fresh=True).outcome != "ok":
         return None
     further = inspection.accumulation_warnings if len(task.micro_batches) > 1 else ()
-    return _Sizing(
+    return _SearchResult(
         inspection=inspection,
         micro_batches=task.micro_batches,
         largest=task.request.cap,
@@ -256,14 +256,14 @@ def _at_the_cap(task: Task) -> _Sizing | None:
 
 
 def _versions(inspection: Inspection, described: Mapping[str, Any]) -> dict[str, str]:
-    """Those of torch, whichever its build: what a card takes does not depend on that; of autoaccum, and of a card."""
+    """Return the versions of torch (without its build), of autoaccum, and on a card of CUDA, cuDNN and the driver."""
     own = {"torch": str(inspection.environment["torch"]).partition("+")[0], "autoaccum": __version__}
     known = {**inspection.environment, **described} if described["kind"] == "cuda" else {}
     return own | {name: str(known[name]) for name in ("cuda", "cudnn", "driver") if known.get(name)}
 
 
 def _settings(described: Mapping[str, Any], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a device that are not as they come; threads of the CPU have scratch of their own."""
+    """Return the settings of a device that are not the default; on the CPU the threads, which have workspaces."""
     if described["kind"] != "cuda":
         return {"threads": environment["threads"]}
     allocator = {} if described["allocator"] == "native" else {"allocator": described["allocator"]}
@@ -275,21 +275,21 @@ def _variables(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, A
 
 
 def _too_large(measurement: Measurement) -> DoesNotFitError:
-    """The error for a size that was asked for."""
+    """Return the error for a requested size that does not fit."""
     largest = measurement.largest
     return DoesNotFitError(
         f"micro-batch {measurement.micro_batch} does not fit: {describe_shortfall(measurement)}",
-        hint=f"take {largest}, the largest that fits, or have it planned by naming none"
+        hint=f"take {largest}, the largest that fits, or give no size to have it planned"
         if largest
         else "not even a micro-batch of 1 fits: take another card, or a smaller model",
     )
 
 
 def describe_shortfall(measurement: Measurement) -> str:
-    """What a schedule that does not fit needs, and what is there."""
-    there = precise_bytes(measurement.limit_bytes)
+    """Say what a schedule that does not fit needs, and what is available."""
+    limit = precise_bytes(measurement.limit_bytes)
     if measurement.kind == "measured":
-        return f"it needs more than the {there} that are available"
+        return f"it needs more than the available {limit}"
     return (
-        f"it needs at least {precise_bytes(measurement.least_bytes or measurement.peak_bytes)}, {there} are available"
+        f"it needs at least {precise_bytes(measurement.least_bytes or measurement.peak_bytes)}, {limit} are available"
     )

@@ -1,4 +1,4 @@
-"""The folder that a guard is about: what `pyproject.toml` says of it, where its lock lies, and what a call selects."""
+"""The guarded project: its settings in `pyproject.toml`, its lock, and the cases that a command selects."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Project:
     """A folder in which workloads are guarded.
 
     Attributes:
-        folder: Absolute; workloads are relative to it, and children run in it.
-        lock: The lock file, absolute; it need not be there.
-        tolerance: Of `[tool.autoaccum]`; None where that says none.
-        cases: The cases that `[tool.autoaccum]` names, in its order.
-        options: Words of a command that is about this lock, such as `--lock FILE`.
+        folder: The absolute folder; workloads are relative to it, and child processes run in it.
+        lock: The absolute path of the lock file; it need not exist.
+        tolerance: The tolerance of `[tool.autoaccum]`; None where there is none.
+        cases: The cases of `[tool.autoaccum]`, in their order.
+        options: Options that a command for this lock needs, such as `--lock FILE`.
     """
 
     folder: Path
@@ -46,46 +46,46 @@ class Project:
     options: tuple[str, ...] = ()
 
     def reference(self, workload: str, cwd: Path) -> str:
-        """A reference that was written in `cwd`, as a case has it: a file relative to `folder`, a module as it is.
+        """Return a reference given in `cwd` as a case has it: a file relative to `folder`, a module unchanged.
 
         Raises:
-            UsageError: It is a file outside of `folder`, where the lock would not know it in another checkout.
+            UsageError: It is a file outside of `folder`, which a lock could not find in another checkout.
         """
         target, _, name = split_reference(workload)
         path = cwd / Path(target).expanduser()
         if not (target.endswith(".py") or "/" in target or path.is_file()):
             return workload
-        # A link to a file is known by its own name, whatever leads to its folder.
-        place, folder = Path(os.path.realpath(path.parent)) / path.name, os.path.realpath(self.folder)
-        if not place.is_relative_to(folder):
+        # A link to a file keeps its own name; links to its folder are resolved.
+        resolved, folder = Path(os.path.realpath(path.parent)) / path.name, os.path.realpath(self.folder)
+        if not resolved.is_relative_to(folder):
             raise UsageError(
                 f"{workload} lies outside of {self.folder}, the folder of the lock",
-                hint=f"guard it from its own folder: cd {place.parent}",
+                hint=f"guard it from its own folder: cd {resolved.parent}",
             )
-        relative = place.relative_to(folder).as_posix()
+        relative = resolved.relative_to(folder).as_posix()
         return f"{relative}:{name}" if name else relative
 
     def command(self, case: Case, *flags: str) -> str:
-        """The command about a case, or a part of one, and this lock."""
+        """Return the command that guards a case, or the cases it selects, with this lock."""
         return guard_command(case, self.folder, *self.options, *flags)
 
     @property
-    def anew(self) -> str:
+    def rewrite_command(self) -> str:
         """The command that writes the whole lock anew."""
         flags = (*self.options, "--update", "--force")
         return shlex.join(["autoaccum", "guard", *flags]) if self.cases else guard_command(Case(), self.folder, *flags)
 
 
 def find_project(cwd: Path, lock: str | None = None) -> Project:
-    """The project that `cwd` lies in.
+    """Find the project that contains `cwd`.
 
-    Its folder is that of the nearest `pyproject.toml` with a `[tool.autoaccum]`, else that of the lock, which is the
-    nearest from `cwd` upwards where none is named, else `cwd` itself.
+    Its folder is that of the nearest `pyproject.toml` with a `[tool.autoaccum]`; else that of `lock` or of the nearest
+    lock from `cwd` upwards; else `cwd` itself.
 
-    `lock` is another lock than the project's, relative to `cwd`.
+    `lock` is used instead of the project's lock; it is relative to `cwd`.
 
     Raises:
-        UsageError: `[tool.autoaccum]` says what cannot be honoured, or its file cannot be read.
+        UsageError: `[tool.autoaccum]` is not valid, or its file cannot be read.
     """
     if lock is not None and not lock.strip():
         raise UsageError(f"the lock is {lock!r}", hint=f"name a file, such as {LOCK_NAME}")
@@ -98,13 +98,13 @@ def find_project(cwd: Path, lock: str | None = None) -> Project:
 
 
 def select_cases(wanted: Sequence[Case], project: Project, known: Iterable[Case]) -> tuple[Case, ...]:
-    """The cases that are asked for, ordered by name.
+    """Return the selected cases, ordered by name.
 
-    `wanted` are parts of cases, one for each card; `known` are those that are named or locked.
+    `wanted` are cases with some fields given, one for each card; `known` are the named and the locked cases.
 
     Raises:
-        UsageError: Something cannot be asked for so, or a size is without a workload, or without a card or device.
-        NotMeasuredError: Nothing that is known is as asked.
+        UsageError: A value is not valid, or a size is given without a workload, or without a card or device.
+        NotMeasuredError: No known case has the given values.
     """
     known, found = list(known), dict[Case, None]()
     for part in wanted:
@@ -113,17 +113,17 @@ def select_cases(wanted: Sequence[Case], project: Project, known: Iterable[Case]
             raise UsageError("a batch is given without a workload", hint="name it: autoaccum guard model.py ...")
         if written.workload:
             written = dataclasses.replace(written, workload=project.reference(written.workload, Path.cwd()))
-        alike = [written] if written.is_whole else [case for case in known if written.matches(case)]
-        if not alike and written.has_size and not written.is_whole:
+        alike = [written] if written.is_complete else [case for case in known if written.matches(case)]
+        if not alike and written.has_size and not written.is_complete:
             raise UsageError(
-                f"{written.workload} is to be guarded, and no card is named",
+                f"no card is given to guard {written.workload} on",
                 hint="add --gpu NAME (see `autoaccum gpus`), or --device cpu to measure here",
             )
         if not alike:
-            asked = f" on {part.place}" if part.place else ""
-            about = f"nothing of {part.workload}{asked}" if part.workload else f"nothing{asked}"
+            of = f" of {part.workload}" if part.workload else ""
+            on = f" on {part.device_name}" if part.device_name else ""
             raise NotMeasuredError(
-                f"{about} that is locked or named in pyproject.toml is as asked",
+                f"no case{of}{on} in the lock or in pyproject.toml has the given options",
                 hint=f"lock it by `{project.command(written, '--update')}`",
             )
         found |= dict.fromkeys(alike)
@@ -141,14 +141,14 @@ def _find(cwd: Path, other: Path | None) -> Project:
 
 
 def _read_table(path: Path) -> Any:
-    """`[tool.autoaccum]`; None where there is no such file, or none in it."""
+    """Return `[tool.autoaccum]`; None where the file or the table does not exist."""
     if not path.is_file():
         return None
     try:
         content = path.read_bytes()
         settings = tomllib.loads(content.decode())
     except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror})", hint="correct that") from None
+        raise UsageError(f"{path} cannot be read ({error.strerror})", hint="make it readable") from None
     except ValueError as error:  # TOML's errors are ValueErrors, too.
         if b"autoaccum" not in content:
             return None
@@ -175,7 +175,9 @@ def _read_project(folder: Path, table: Any) -> Project:
 def _read_cases(project: Project, entries: Any) -> Iterator[Case]:
     settings = project.folder / _SETTINGS
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UsageError(f"guard in {settings} is no list of tables", hint="write [[tool.autoaccum.guard]] for each")
+        raise UsageError(
+            f"guard in {settings} is not a list of tables", hint="write one [[tool.autoaccum.guard]] for each case"
+        )
     seen: set[Case] = set()
     for number, entry in enumerate(entries, 1):
         where = f"[[tool.autoaccum.guard]] {number} in {settings}"
@@ -186,16 +188,16 @@ def _read_cases(project: Project, entries: Any) -> Iterator[Case]:
             raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
         for case in cases:
             if case in seen:
-                raise UsageError(f"{where} names {case_name(case)} once more", hint="name it once")
+                raise UsageError(f"{where} names {case_name(case)} again", hint="name each case once")
             seen.add(case)
             yield case
 
 
 def _expanded(project: Project, entry: dict[str, Any]) -> Iterator[Case]:
-    """A case for each card and precision that an entry lists."""
+    """Yield a case for each card and precision that an entry lists."""
     given = {key.replace("-", "_"): value for key, value in entry.items()}
     if not isinstance(given.get("workload"), str):
-        raise UsageError("it names no workload", hint='add such as workload = "train.py"')
+        raise UsageError("it has no workload", hint='add one, such as workload = "train.py"')
     given["workload"] = project.reference(given["workload"], project.folder)
     for gpu in _listed(given.pop("gpu", None), "gpu"):
         for precision in _listed(given.get("precision"), "precision"):
@@ -212,5 +214,5 @@ def _check_keys(table: Iterable[str], known: Sequence[str], where: str) -> None:
     for key in table:
         if key not in known:
             near = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
             raise UsageError(f"{where} has the unknown key {key!r}", hint=hint)

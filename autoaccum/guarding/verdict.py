@@ -1,4 +1,4 @@
-"""The outcome of one case: whether memory grew more than it may, and whether what fitted still does."""
+"""Judge one case: whether memory grew more than the tolerance, and whether what fitted still fits."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _HINTS: dict[Outcome, str] = {"regressed": "if it is meant, lock it in", "improv
 
 
 @dataclass(frozen=True)
-class _Figure:
-    """A figure before and now, 0 where it is not known; `spread_bytes` is how far apart equal runs are."""
+class _Quantity:
+    """One quantity before and now, 0 where it is not known; `spread_bytes` is the spread of equal runs."""
 
     name: str
     before_bytes: int
@@ -32,32 +32,32 @@ class _Figure:
     spread_bytes: int = 0
 
     @property
-    def more_bytes(self) -> int:
+    def growth_bytes(self) -> int:
         return self.now_bytes - self.before_bytes
 
     @property
     def grew(self) -> bool:
-        """Whether by more than is allowed."""
+        """True if it grew by more than the tolerance."""
         return not self.tolerance.allows(self.before_bytes, self.now_bytes, self.spread_bytes)
 
     @property
     def shrank(self) -> bool:
-        """Whether that would be too much of a growth the other way round."""
+        """True if it shrank by more than the tolerance."""
         return not self.tolerance.allows(self.now_bytes, self.before_bytes, self.spread_bytes)
 
     @property
     def change(self) -> str:
-        """By how much it is another, with a sign."""
-        return percent(self.more_bytes, self.before_bytes, sign=True)
+        """The change in percent, with a sign."""
+        return percent(self.growth_bytes, self.before_bytes, sign=True)
 
 
-class _Figures:
-    """What an update takes, before and now.
+class _Comparison:
+    """The memory of an update, before and now.
 
-    Of a prediction three figures tell: what the allocator gets of the card where nothing limits it (`peak`), what
-    tensors hold at most (`held`), and the smallest budget at which the update still runs (`least`). One may follow from
-    the way blocks happen to be packed, and contradict the others. Of peaks that both lie above the budget, so that no
-    card holds them, the least budget tells in place.
+    A prediction has three quantities: the memory that the allocator reserves without a limit (`peak`), the most that
+    tensors hold (`held`), and the smallest budget at which the update still runs (`least`). A single one may change
+    only because blocks happen to be packed in another way. Where both peaks are above the budget, the least budget is
+    compared instead.
     """
 
     def __init__(self, before: Measurement, now: Measurement, tolerance: Tolerance) -> None:
@@ -65,37 +65,37 @@ class _Figures:
         self.spread_bytes = before.spread_bytes + now.spread_bytes
         self.held = self._predicted("what is held at the peak", before.held_bytes, now.held_bytes)
         self.least = self._predicted("the least budget", before.least_bytes, now.least_bytes)
-        peak = _Figure("the peak", before.peak_bytes, now.peak_bytes, tolerance, self.spread_bytes)
+        peak = _Quantity("the peak", before.peak_bytes, now.peak_bytes, tolerance, self.spread_bytes)
         is_above = all(each.peak_bytes > each.limit_bytes for each in (before, now))
         self.peak = self.least if self.least.before_bytes and is_above else peak
         self.grew = any(figure.grew for figure in (self.peak, self.held, self.least))
 
     @property
-    def worse(self) -> _Figure | None:
-        """What regressed: the peak, if another figure says so too or a whole segment; or what is held; or nothing."""
+    def worse(self) -> _Quantity | None:
+        """The quantity that regressed, if any: the peak if another one grew too or by a whole segment, else `held`."""
         peak, held, least = self.peak, self.held, self.least
-        alone = peak.more_bytes >= LARGE_SEGMENT_BYTES or not held.before_bytes
+        alone = peak.growth_bytes >= LARGE_SEGMENT_BYTES or not held.before_bytes
         if peak.grew and (alone or held.grew or least.grew):
             return peak
-        return held if held.grew and least.more_bytes >= 0 else None
+        return held if held.grew and least.growth_bytes >= 0 else None
 
     @property
     def improved(self) -> bool:
-        """Whether something is less, and nothing more: a part of a segment is no news here either."""
+        """True if something shrank and nothing grew; a peak has to shrink by a whole segment."""
         less = self.held.shrank or self.least.shrank
-        peak_less = self.peak.shrank and (not self.held.now_bytes or -self.peak.more_bytes >= LARGE_SEGMENT_BYTES)
+        peak_less = self.peak.shrank and (not self.held.now_bytes or -self.peak.growth_bytes >= LARGE_SEGMENT_BYTES)
         return not self.grew and (less or peak_less)
 
     @property
     def fell(self) -> bool:
-        """Whether the largest micro-batch that fits is smaller than it may be."""
+        """True if the largest micro-batch that fits fell by more than is allowed."""
         return self.now.largest < self.before.largest - self.samples_allowed
 
     @property
     def samples_allowed(self) -> int:
-        """By how many samples the largest micro-batch may fall, or has to rise to be told.
+        """The change of the largest micro-batch, in samples, that counts as no change.
 
-        The tolerance's share of it; of runs, what their spread and another budget explain, on top.
+        It is the tolerance's share of it; for runs on a device, plus what their spread and another budget explain.
         """
         largest, peak_bytes = self.before.largest, max(self.before.peak_bytes, 1)
         share = self.tolerance.fraction
@@ -106,28 +106,28 @@ class _Figures:
         differs_bytes = self.spread_bytes + abs(self.before.limit_bytes - self.now.limit_bytes)
         return allowed - (-largest * differs_bytes // peak_bytes)
 
-    def _predicted(self, name: str, was: int | None, is_now: int | None) -> _Figure:
+    def _predicted(self, name: str, was: int | None, is_now: int | None) -> _Quantity:
         if was is None or is_now is None:
-            return _Figure(name, 0, 0, self.tolerance)
-        return _Figure(name, was, is_now, self.tolerance)
+            return _Quantity(name, 0, 0, self.tolerance)
+        return _Quantity(name, was, is_now, self.tolerance)
 
 
 def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolerance, *, command: str = "") -> Verdict:
-    """Judge what a case takes now by what it took: as a lock has it, or another revision.
+    """Compare what a case takes now with a lock or another revision, and return the verdict.
 
-    Of runs on a real device, how far apart they are comes on top of the tolerance. `command` locks in what was
-    measured; empty where there is no lock.
+    For runs on a real device their spread is added to the tolerance. `command` writes what was measured to the lock;
+    empty where there is no lock.
     """
     judged = Verdict(case=case, outcome="unmeasured", before=before, now=now, warnings=now.warnings)
-    unlike = tuple(_unlike(before, now))
+    unlike = tuple(_incomparable(before, now))
     if unlike:
         torch = before.versions.get("torch")
         install = f"install torch {torch}, " if torch != now.versions.get("torch") else ""
         hint = f"{install}compare with a revision by --baseline REV, or lock anew on a branch that is right"
         return dataclasses.replace(judged, exit_code=_UNMEASURED, reasons=unlike, hint=hint, command=command)
-    figures = _Figures(before, now, tolerance)
-    reasons = tuple(_faults(figures))
-    outcome: Outcome = "regressed" if reasons else _harmless(figures)
+    comparison = _Comparison(before, now, tolerance)
+    reasons = tuple(_reasons(comparison))
+    outcome: Outcome = "regressed" if reasons else _passing_outcome(comparison)
     budgets = [precise_bytes(each.limit_bytes) for each in (before, now)]
     more = {"regressed": True, "improved": False}.get(outcome)
     found = find_growths(before, now, more=more)
@@ -138,19 +138,19 @@ def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolera
         reasons=reasons,
         hint=_HINTS.get(outcome, "") if command else "",
         command=command if outcome in _HINTS else "",
-        explanation=_told(figures, explain(case, before, now, found, more=more)),
+        explanation=_add_least_budget(comparison, explain(case, before, now, found, more=more)),
         growths=found,
         notes=() if budgets[0] == budgets[1] else (f"the budget was {budgets[0]}, it is {budgets[1]} now",),
     )
 
 
-def _unlike(before: Measurement, now: Measurement) -> Iterator[str]:
-    """Why two measurements say nothing about each other: another schedule, versions, card or settings."""
+def _incomparable(before: Measurement, now: Measurement) -> Iterator[str]:
+    """Say why two measurements cannot be compared: another schedule, card, versions or settings."""
     if before.kind != now.kind:
-        yield f"what it is compared with was {before.kind}, this was {now.kind}"
+        yield f"the earlier measurement was {before.kind}, this one is {now.kind}"
     if before.micro_batches != now.micro_batches:
         was, is_now = (" + ".join(map(str, each.micro_batches)) for each in (before, now))
-        yield f"what it is compared with is of micro-batches of {was}, this is of {is_now}"
+        yield f"the earlier measurement has micro-batches of {was}, this one has {is_now}"
     if before.card != now.card:
         yield f"the lock was measured on {before.card}, this is {now.card}"
     for were, are in ((before.versions, now.versions), (before.settings, now.settings)):
@@ -160,75 +160,75 @@ def _unlike(before: Measurement, now: Measurement) -> Iterator[str]:
                 yield f"the lock was written with {name} {was}, here it is {is_now}"
 
 
-def _faults(figures: _Figures) -> Iterator[str]:
-    """What is worse than it may be, the heaviest first."""
-    before, now, worse = figures.before, figures.now, figures.worse
+def _reasons(comparison: _Comparison) -> Iterator[str]:
+    """Say what regressed, the most important first."""
+    before, now, worse = comparison.before, comparison.now, comparison.worse
     if before.fits and not now.fits:
         yield f"micro-batch {now.micro_batch} does not fit any more: {describe_shortfall(now)}"
-    if figures.fell:
+    if comparison.fell:
         yield f"the largest micro-batch that fits fell from {before.largest} to {now.largest}"
     if worse is not None:
-        grown = f"{precise_bytes(worse.more_bytes)} ({percent(worse.more_bytes, worse.before_bytes)})"
-        spread = f", and {precise_bytes(worse.spread_bytes)} for how far runs are apart" if worse.spread_bytes else ""
-        yield f"{worse.name} grew by {grown}, {figures.tolerance} is allowed{spread}"
+        grown = f"{precise_bytes(worse.growth_bytes)} ({percent(worse.growth_bytes, worse.before_bytes)})"
+        spread = f", plus {precise_bytes(worse.spread_bytes)} for the spread of runs" if worse.spread_bytes else ""
+        yield f"{worse.name} grew by {grown}, {comparison.tolerance} is allowed{spread}"
 
 
-def _harmless(figures: _Figures) -> Outcome:
-    """What it comes to where nothing is worse."""
-    before, now = figures.before, figures.now
-    if _known(before) == _known(now):
+def _passing_outcome(comparison: _Comparison) -> Outcome:
+    """Return the outcome where nothing regressed."""
+    before, now = comparison.before, comparison.now
+    if _signature(before) == _signature(now):
         return "unchanged"
-    fits_more = now.largest > before.largest + figures.samples_allowed or (now.fits and not before.fits)
-    return "improved" if figures.improved or (fits_more and not figures.grew) else "within"
+    fits_more = now.largest > before.largest + comparison.samples_allowed or (now.fits and not before.fits)
+    return "improved" if comparison.improved or (fits_more and not comparison.grew) else "within"
 
 
-def _known(measurement: Measurement) -> tuple[object, ...]:
+def _signature(measurement: Measurement) -> tuple[object, ...]:
     held = {category: count for category, count in measurement.categories.items() if count}
     least_bytes, runs_in = measurement.least_bytes, (measurement.largest, measurement.fits)
     return measurement.peak_bytes, measurement.held_bytes, least_bytes, runs_in, held
 
 
-def _told(figures: _Figures, grown: str) -> str:
-    """What grew; and where that does not tell why less fits, or nothing did, that the least budget is another."""
-    least = figures.least
-    untold = figures.fell and not (figures.peak.grew or figures.held.grew) and least.more_bytes > 0
-    if not least.more_bytes or (grown and not untold):
+def _add_least_budget(comparison: _Comparison, grown: str) -> str:
+    """Add the change of the least budget where growth alone does not explain why less fits, or nothing grew."""
+    least = comparison.least
+    untold = comparison.fell and not (comparison.peak.grew or comparison.held.grew) and least.growth_bytes > 0
+    if not least.growth_bytes or (grown and not untold):
         return grown
-    closely = "less" if least.more_bytes > 0 else "more"
-    told = f"least budget {signed_bytes(least.more_bytes)} ({least.change}): the allocator packs it {closely} closely"
-    return "; ".join(filter(None, (told, grown)))
+    closely = "less" if least.growth_bytes > 0 else "more"
+    text = f"least budget {signed_bytes(least.growth_bytes)} ({least.change}): the allocator packs it {closely} closely"
+    return "; ".join(filter(None, (text, grown)))
 
 
 def explain(
     case: Case, before: Measurement, now: Measurement, growths: Sequence[Growth], *, more: bool | None = None
 ) -> str:
-    """Say by how much the peak grew, for what, and what fits now; empty where nothing changed.
+    """Say in one line how much the peak grew, for what, and what fits now; empty where nothing changed.
 
-    `more`: whether what grew is to be told, or what shrank; None: as the peak did, or what is held of it.
+    `more`: name what grew (True) or what shrank (False); None: as the peak did, or the memory held at it.
     """
     grown, held = now.peak_bytes - before.peak_bytes, (now.held_bytes or 0) - (before.held_bytes or 0)
     sign = (-1 if (grown or held) < 0 else 1) if more is None else 1 if more else -1
-    causes = list(_causes(before, now, growths, sign))
+    causes = list(_cause_phrases(before, now, growths, sign))
     fits = ""
     if before.largest != now.largest:
-        fits = f"{case.place} now holds {now.largest or 'none'} instead of {before.largest}"
+        fits = f"{case.device_name} now holds {now.largest or 'none'} instead of {before.largest}"
     if not (grown or causes or held):
         return fits
-    told = _change(grown, before.peak_bytes) if grown else "the peak is as high as it was"
+    text = _change(grown, before.peak_bytes) if grown else "the peak is unchanged"
     if sign * held > 0 >= sign * grown:
         other = f"a peak that is {precise_bytes(abs(grown))} {'lower' if grown < 0 else 'higher'}"
-        told = f"{_change(held, before.held_bytes or 0)} of {other if grown else 'the same peak'} are held"
-    return "; ".join(part for part in (f"{told}: {', '.join(causes)}" if causes else told, fits) if part)
+        text = f"{_change(held, before.held_bytes or 0)} of {other if grown else 'the same peak'} are held"
+    return "; ".join(part for part in (f"{text}: {', '.join(causes)}" if causes else text, fits) if part)
 
 
-def _causes(before: Measurement, now: Measurement, growths: Sequence[Growth], sign: int) -> Iterator[str]:
-    """The largest growths, the largest that goes against them, and what the update is made with."""
+def _cause_phrases(before: Measurement, now: Measurement, growths: Sequence[Growth], sign: int) -> Iterator[str]:
+    """Name the largest growths, the largest in the other direction, and changed settings of the update."""
     moved = bool(before.phase and now.phase and before.phase != now.phase)
-    told = [growth for growth in growths if not (growth.is_unused and moved)]
-    told.sort(key=lambda growth: -sign * growth.bytes)
-    most = max((sign * growth.bytes for growth in told), default=0)
-    shown = [growth for growth in told if sign * growth.bytes >= max(_LITTLE * most, 1)][:_MOST_CAUSES]
-    against = [growth for growth in told if -sign * growth.bytes >= max(0.5 * most, 1) and not growth.is_unused]
+    relevant = [growth for growth in growths if not (growth.is_unused and moved)]
+    relevant.sort(key=lambda growth: -sign * growth.bytes)
+    most = max((sign * growth.bytes for growth in relevant), default=0)
+    shown = [growth for growth in relevant if sign * growth.bytes >= max(_LITTLE * most, 1)][:_MOST_CAUSES]
+    against = [growth for growth in relevant if -sign * growth.bytes >= max(0.5 * most, 1) and not growth.is_unused]
     for growth in sorted([*shown, *against[-1:]], key=lambda growth: growth.is_unused):
         yield f"{growth.what} {signed_bytes(growth.bytes)}{f' ({growth.change})' if growth.change else ''}"
     if moved:

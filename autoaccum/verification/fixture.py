@@ -1,4 +1,4 @@
-"""Copies of a workload's model, criterion and optimizer that all begin alike; in float64 where that is asked for."""
+"""Equal fresh copies of a workload's model, criterion and optimizer; in float64 on request."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from autoaccum.workload.spec import Workload
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 OUTSIDE = "<"
-"""Begins the names of modules that the user's functions hold and the model does not."""
+"""The prefix for names of modules that the user's functions hold but the model does not."""
 
 _LOSS_SCALE = 256.0
-"""Enough for gradients of a loss near 1, and far from overflow."""
+"""The loss scale under fp16: enough for gradients of a loss near 1, and far from overflow."""
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
@@ -46,7 +46,7 @@ _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 @dataclass(frozen=True)
 class TrainingCopy:
-    """One copy, to be run once: a model in training mode on its device, its loss, and its optimizer."""
+    """One copy for one run: a model in training mode on its device, its loss, and its optimizer."""
 
     model: nn.Module
     objective: Objective
@@ -61,25 +61,25 @@ class TrainingCopy:
 
 
 class Fixture:
-    """A workload in one precision on one device; each run gets a copy of its own, so that nothing one changes lasts.
+    """A workload in one precision on one device; each run gets its own copy, so that no run affects another.
 
-    What a compiled model was compiled from is taken: the arithmetic is the same, and copies compile nothing.
+    Of a compiled model the original module is copied: the arithmetic is the same, and nothing is compiled.
 
     Attributes:
-        precision: `fp64` runs all in float64, whatever the workload trains in; the others as the Accumulator does.
-        device: Where.
-        workload: As it was given.
-        beside: Modules that its functions and classes hold or name, as a loss does its teacher: each run finds them as
-            they were, and leaves them so.
-        generators: Of Python and NumPy, likewise.
-        keeps_generators: Modules of the model keep some, of which each run has copies.
-        loss_scale: By which losses are multiplied for backward, in every run alike; 1 but under fp16.
+        precision: `fp64` runs everything in float64; the others run as the Accumulator does.
+        device: The device of all copies.
+        workload: The workload as given.
+        outside: Modules that its functions and classes hold or name, such as the teacher of a loss. They are restored
+            for and after each run.
+        generators: Generators of Python and NumPy that they hold, restored likewise.
+        keeps_generators: Whether modules of the model keep generators, which are copied with them.
+        loss_scale: The factor of losses for backward, the same in every run; 1 except under fp16.
 
     Args:
-        optimizer: A live one of the workload's very model, which is copied with its state; None: each copy gets one.
+        optimizer: A live optimizer of the workload's model, copied with its state; None: each copy gets a new one.
 
     Raises:
-        WorkloadError: The model cannot be copied, or there is no optimizer to be made of it.
+        WorkloadError: The model cannot be copied, or no optimizer can be made for it.
     """
 
     def __init__(
@@ -96,71 +96,71 @@ class Fixture:
         model = workload.build_model()
         check_unsharded(model)
         model = unwrap_model(model)
-        self._model = self._placed(_copied(model, memo))
-        self._optimizer = None if optimizer is None else _copied_optimizer(optimizer, memo)
+        self._model = self._on_device(_copy_model(model, memo))
+        self._optimizer = None if optimizer is None else _copy_optimizer(optimizer, memo)
         if self._optimizer is not None:
             self._optimizer.load_state_dict(self._optimizer.state_dict())  # Casts its state to the parameters' dtype.
-        self.beside, generators = _reached(workload, model)
+        self.outside, generators = _find_outside(workload, model)
         self.generators = host_generators(generators)
-        self._put_back = TorchState(self.beside.values(), random=False), PlainAttributes(self.beside)
-        self._begun: ModuleState | None = None
+        self._restored = TorchState(self.outside.values(), random=False), PlainAttributes(self.outside)
+        self._initial_state: ModuleState | None = None
         self.keeps_generators = bool(host_generators(module_generators(self._model.modules())))
 
     def fresh(self) -> TrainingCopy:
-        """A copy as training begins with it; within `running`, modules beside it are as they were at its beginning."""
-        if self._begun is not None:
-            self._begun.restore()
+        """Return a copy in its initial state; within `running`, outside modules are reset to their state on entry."""
+        if self._initial_state is not None:
+            self._initial_state.restore()
         memo: dict[int, Any] = {}
-        model, objective = _copied(self._model, memo), self._own_objective()
+        model, objective = _copy_model(self._model, memo), self._copy_objective()
         if self._optimizer is not None:
-            return TrainingCopy(model, objective, _copied_optimizer(self._optimizer, memo))
+            return TrainingCopy(model, objective, _copy_optimizer(self._optimizer, memo))
         return TrainingCopy(model, objective, self.workload.build_optimizer(model))
 
     def prepare_batch(self, batch: Any) -> Any:
-        """A batch as runs are given it: on the device, in float64 where that is the precision."""
+        """Return a batch on the fixture's device, in float64 if that is its precision."""
         return move_batch(map_tensors(batch, widened) if self.precision == "fp64" else batch, self.device)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around every run: in its precision, without compiling; what is beside the copies is put back behind it."""
+        """Enter a run: set its precision, disable compiling, and restore outside modules and generators at its end."""
         with ExitStack() as stack:
             for generator in self.generators:
                 stack.callback(generator_restorer(generator))
-            for state in self._put_back:
+            for state in self._restored:
                 stack.callback(state.restore)
-            stack.enter_context(on_device(self.beside.values(), self.device))
+            stack.enter_context(on_device(self.outside.values(), self.device))
             if self.precision == "fp64":
-                for module in self.beside.values():
-                    with suppress(Exception):  # A quantised teacher stays, and what it is given tells by itself.
+                for module in self.outside.values():
+                    with suppress(Exception):  # A quantised teacher stays as it is.
                         to_float64(module)
                 stack.enter_context(in_float64())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            self._begun = ModuleState(inner for module in self.beside.values() for inner in module.modules())
+            self._initial_state = ModuleState(inner for module in self.outside.values() for inner in module.modules())
             try:
                 yield
             finally:
-                self._begun = None
+                self._initial_state = None
 
-    def _placed(self, model: nn.Module) -> nn.Module:
+    def _on_device(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device)
         return to_float64(model) if self.precision == "fp64" else model
 
-    def _own_objective(self) -> Objective:
-        """The objective with a copy of its criterion, placed as the model is."""
+    def _copy_objective(self) -> Objective:
+        """Return the objective with a copy of its criterion on the model's device."""
         objective = self.workload.objective
         criterion = objective.criterion
         if criterion is None:
             return objective
         function: Any = criterion.function
         if isinstance(function, nn.Module):
-            function = self._placed(copy.deepcopy(function))
+            function = self._on_device(copy.deepcopy(function))
         elif isinstance(function, functools.partial):
             function = functools.partial(function.func, *function.args, **self.prepare_batch(dict(function.keywords)))
         return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
 
 
-def _reached(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module], list[Generator]]:
-    """Modules and generators that the workload's functions, and the user's classes of its model, hold or name."""
+def _find_outside(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module], list[Generator]]:
+    """Find modules and generators that the workload's functions, or the model's user-defined classes, hold or name."""
     objective = workload.objective
     modules = list(model.modules())
     functions = [objective.loss_function, objective.weight_function, workload.accumulate]
@@ -174,38 +174,38 @@ def _reached(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module]
     return {f"{OUTSIDE}{name}>": module for name, module in found.items()}, generators
 
 
-def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copy_model(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
         made = copy_module(model, memo)
     except (TypeError, RuntimeError, AttributeError) as error:
         raise WorkloadError(
             f"the model, a {type_name(model)}, cannot be copied ({str(error).partition(chr(10))[0]})",
-            hint="verify compares runs of equal copies: keep locks, files and computed tensors out of the model",
+            hint="verify runs copies of the model: keep locks, files and computed tensors out of it",
         ) from error
     for parameter, own in zip(model.parameters(), made.parameters(), strict=True):
         gradient_hooks, accumulation_hooks = tensor_hooks(parameter)
-        for hook in list((gradient_hooks or {}).values()):  # `deepcopy` leaves them out.
+        for hook in list((gradient_hooks or {}).values()):  # `deepcopy` does not copy them.
             own.register_hook(hook)  # type: ignore[no-untyped-call]
         for hook in list((accumulation_hooks or {}).values()):
             own.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return made
 
 
-def _copied_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
-    """A copy for the copied model; `deepcopy` leaves out what a class of the user's own keeps in further attributes."""
+def _copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
+    """Copy an optimizer for the copied model, with extra attributes that `deepcopy` leaves out."""
     made = copy.deepcopy(optimizer, memo)
     for name, value in vars(optimizer).items():
-        if name not in vars(made) and not callable(value):  # A patched `step` would be the original's.
+        if name not in vars(made) and not callable(value):  # A patched `step` is bound to the original.
             setattr(made, name, copy.deepcopy(value, memo))
     return made
 
 
 @contextmanager
 def in_float64() -> Iterator[None]:
-    """Everything computed within is in float64, what the user's code converts to a narrower dtype by name included.
+    """Compute everything within in float64, even where the user's code names a narrower dtype.
 
-    Models raise their logits to float32 (`.float()`) or normalise in it whatever they are given: kept, that would be
-    rounding of 1e-7 in a comparison to 1e-10.
+    Models convert logits to float32 (`.float()`) or normalise in it: its rounding of 1e-7 would spoil a comparison to
+    1e-10.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -217,7 +217,7 @@ def in_float64() -> Iterator[None]:
 
 
 def to_float64(module: nn.Module) -> nn.Module:
-    """`module` in float64 (complex128 of what is complex), and what it keeps beside its buffers: masks, tables."""
+    """Convert `module` to float64 (complex to complex128), with tensors in plain attributes such as masks or tables."""
     module = module.double()
     for parameter in module.parameters():
         if parameter.dtype == torch.complex64:
@@ -233,7 +233,7 @@ def to_float64(module: nn.Module) -> nn.Module:
 
 
 def widened(node: Any) -> Any:
-    """A nest with its floating tensors in float64 and its complex ones in complex128 (copies), all else as it is."""
+    """Return a pytree with copies of its floating tensors in float64 and complex ones in complex128."""
     if isinstance(node, Tensor):
         wide = _WIDE.get(node.dtype)
         return node if wide is None else node.detach().to(wide)
@@ -244,9 +244,9 @@ def widened(node: Any) -> Any:
 
 
 class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Exchanges a narrow `dtype` that an operator is asked for by float64, and narrow tensors that meet wide ones.
+    """Replaces a narrow `dtype` argument by float64, and widens narrow tensors in operators that also get wide ones.
 
-    Those are what a loss names: class weights, a table, a mask.
+    Such narrow tensors are those that a loss names: class weights, a table, a mask.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -266,7 +266,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _unscale(gradients: Sequence[Tensor], found_infinite: Tensor, inverse_scale: Tensor) -> None:
-    """What a GradScaler does to gradients: torch's own takes nothing but float32 for its scalars."""
+    """Unscale gradients as a GradScaler does; torch's own operator takes only float32 scalars."""
     for gradient in gradients:
         if not bool(gradient.isfinite().all()):
             found_infinite.fill_(1)

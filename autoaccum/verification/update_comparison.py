@@ -1,4 +1,4 @@
-"""Two updates side by side: how far apart, where, and whether rounding explains it."""
+"""Compare two updates: how much they differ, where, and whether rounding explains it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ import torch
 from torch import Tensor
 
 from autoaccum.errors import NotMeasuredError
-from autoaccum.verification.update_run import UNCHANGED, Change, Outcome
+from autoaccum.verification.update_run import UNCHANGED, Ablation, UpdateResult
 from autoaccum.verification.verification_result import Difference, Quantity
 
 _FLOOR = 1e-3
-"""Of a buffer's scale, in units of its module's largest (at least one): a mean that is truly zero is all rounding."""
+"""The least scale of a buffer, relative to its module's largest (at least 1): a mean that is 0 is all rounding."""
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """How far apart two runs of one batch may be and count as the same.
+    """The largest differences with which two runs of one batch count as equal.
 
     Attributes:
-        relative: Of loss terms, gradients and floating buffers, relative to their scale.
-        update: How far each entry of a parameter may be off after the update, by name; others have `relative`.
-        largest_move: How far the full batch's update moves a parameter at most: the scale of an update's errors. None:
-            the largest parameter is.
-        rounding: Where they come from, as a sentence.
+        relative: For loss terms, gradients and floating buffers, relative to their scale.
+        update: For each entry of a parameter after the update, by name; other parameters have `relative`.
+        largest_move: The most that the full batch's update changes a parameter: the scale of errors of the update.
+            None: the largest parameter is the scale.
+        rounding: Where the tolerances come from, as a sentence.
     """
 
     relative: float
@@ -39,7 +39,7 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class _Gap:
-    """How far one tensor or term is off: relative error, its scale, and the error that rounding explains."""
+    """The difference of one tensor or term: relative error, its scale, and the error that rounding explains."""
 
     where: str
     error: float
@@ -52,14 +52,14 @@ class _Gap:
         return (self.error / self.tolerance if self.tolerance > 0 else beyond), self.error
 
 
-def compare(full: Outcome, other: Outcome, tolerances: Tolerances) -> tuple[Difference, ...]:
-    """Loss, gradients, buffers and update of two runs of one batch; scales are taken of the first.
+def compare(full: UpdateResult, other: UpdateResult, tolerances: Tolerances) -> tuple[Difference, ...]:
+    """Compare loss, gradients, buffers and parameters of two runs of one batch; scales are those of the first.
 
-    Errors are relative: of loss terms to the largest term, of gradients to the largest entry over the whole model, of a
+    Errors are relative: of loss terms to the largest term, of gradients to the largest entry of the whole model, of a
     floating buffer to its own largest entry (or a thousandth of its module's), of parameters after the update to the
-    largest move. Whole numbers and truth values must be the same. NaN and infinities are equal where both have them. A
-    gradient that is None is one of zeros. What only one of the two has, or has in another shape, is infinitely far off;
-    a loop that tells no loss has none to compare.
+    largest move. Integers and booleans must be equal. NaN and infinity are equal where both runs have them. A gradient
+    of None counts as zeros. What only one run has, or has in another shape, is infinitely far off. A user's loop has no
+    loss to compare.
     """
     relative = tolerances.relative
     gaps: dict[Quantity, Iterator[_Gap]] = {
@@ -72,12 +72,12 @@ def compare(full: Outcome, other: Outcome, tolerances: Tolerances) -> tuple[Diff
 
 
 def largest_entry(tensors: Iterable[Tensor | None]) -> float:
-    """The largest finite absolute entry of all; 0 where there is none."""
+    """Return the largest finite absolute entry of all tensors; 0 where there is none."""
     return max((_largest(tensor) for tensor in tensors if tensor is not None), default=0.0)
 
 
 def distance(one: Tensor, two: Tensor) -> float:
-    """The largest absolute difference of two tensors' entries; infinite where they are not of one shape or finite."""
+    """Return the largest absolute difference of two tensors; infinite where shapes differ or one is not finite."""
     if one.shape != two.shape:
         return math.inf
     apart = _apart(one, two)
@@ -142,7 +142,7 @@ def _update(full: Mapping[str, Tensor], other: Mapping[str, Tensor], tolerances:
 
 
 def _worst_entry(name: str, apart: Tensor, allowed: Tensor | None, scale: float, tolerance: float) -> _Gap:
-    """The entry of a parameter that is farthest beyond what it is allowed to be off."""
+    """Return the entry of a parameter with the largest error relative to its tolerance."""
     if not apart.numel():
         return _Gap(name, 0.0, scale, tolerance)
     bound = torch.full_like(apart, tolerance * scale) if allowed is None else allowed.to(apart).reshape(-1)
@@ -153,7 +153,7 @@ def _worst_entry(name: str, apart: Tensor, allowed: Tensor | None, scale: float,
 
 
 def _scale(sizes: Iterable[float]) -> float:
-    """The largest finite size; 1 where all is zero, so that it can be divided by."""
+    """Return the largest finite size; 1 where all are zero, so that it can be divided by."""
     return max((size for size in sizes if math.isfinite(size)), default=0.0) or 1.0
 
 
@@ -168,7 +168,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _apart(one: Tensor, two: Tensor) -> Tensor:
-    """The absolute difference of each entry, flat, in float64."""
+    """Return the absolute difference of each entry, flat, in float64."""
     left, right = _entries(one), _entries(two).to(one.device)
     apart = (left - right).abs()
     same = (left == right) | (left.isnan() & right.isnan())
@@ -176,22 +176,22 @@ def _apart(one: Tensor, two: Tensor) -> Tensor:
 
 
 def _entries(tensor: Tensor) -> Tensor:
-    """Flat, dense, in float64 (complex128 of what is complex)."""
+    """Return the entries flat and dense in float64, or complex128."""
     return exact(tensor.to_dense() if tensor.layout != torch.strided else tensor).reshape(-1)
 
 
 def exact(tensor: Tensor) -> Tensor:
-    """A tensor in float64, or complex128."""
+    """Return a tensor in float64, or complex128."""
     return tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def is_finite(gradient: Tensor | None) -> bool:
-    """Whether all entries are finite; so it is where there is no gradient."""
+    """Return whether all entries are finite; True where there is no gradient."""
     return gradient is None or bool(_entries(gradient).isfinite().all())
 
 
-DOUBLE = 1e-10
-"""In float64: rounding takes 1e-16 per operation, a fault more than this."""
+FLOAT64_TOLERANCE = 1e-10
+"""The tolerance in float64: rounding is 1e-16 per operation, a mistake is larger than this."""
 
 _ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Half the distance from 1 to the next number that the dtype of the computation holds."""
@@ -201,71 +201,72 @@ _MARGIN = 4
 
 
 class _Runs(Protocol):
-    """The part of `runs.Runs` that is asked here."""
+    """The methods of `paired_runs.PairedRuns` that are used here."""
 
-    def full(self, change: Change = UNCHANGED) -> Outcome: ...
+    def full(self, ablation: Ablation = UNCHANGED) -> UpdateResult: ...
 
     def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]: ...
 
     def initial(self) -> Mapping[str, Tensor]: ...
 
 
-def find_tolerances(runs: _Runs, *, precision: str, samples: int, double: _Runs | None = None) -> Tolerances:
-    """How far rounding alone takes the runs of a batch apart.
+def find_tolerances(runs: _Runs, *, precision: str, samples: int, float64_runs: _Runs | None = None) -> Tolerances:
+    """Find how much the runs of a batch may differ by rounding alone.
 
-    In float64 that is a fixed 1e-10. In another precision it is 4 times the distance between the full batch's loss and
-    gradient and those in float64 (with random draws held, since other dtypes draw other numbers), and at least 8 unit
-    roundoffs; where there are none in float64 to compare with, 8 unit roundoffs times the root of the samples, as
-    errors of sums grow (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019).
+    In float64 that is a fixed 1e-10. In another precision it is 4 times the distance of the full batch's loss and
+    gradient from those in float64 (with neutral random numbers, since other dtypes draw other numbers), and at least 8
+    unit roundoffs. Without runs in float64 it is 8 unit roundoffs times the root of the number of samples, as errors of
+    sums grow (Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, 2019).
 
-    `double` are runs of the same batch in float64; None where that does not run.
+    `float64_runs` are runs of the same batch in float64; None where those do not run.
 
     Raises:
         NotMeasuredError: Rounding in that precision is as large as the gradient.
     """
     if precision == "fp64":
-        words = f"{DOUBLE:.0e} of the largest entry, in float64; for the update also what the optimizer makes of that"
-        return Tolerances(relative=DOUBLE, rounding=words)
+        words = f"{FLOAT64_TOLERANCE:.0e} of the largest entry, in float64"
+        words += "; for the update also what the optimizer makes of that"
+        return Tolerances(relative=FLOAT64_TOLERANCE, rounding=words)
     roundoff = _ROUNDOFF[precision]
     least = _LEAST_ROUNDOFFS * roundoff
-    if double is None:
+    if float64_runs is None:
         relative = least * math.sqrt(samples)
-        words = f"8 unit roundoffs of {precision} times the root of the samples: the workload does not run in float64"
+        words = f"8 unit roundoffs of {precision} times the root of the number of samples, as float64 does not run"
     else:
-        distance = _distance(runs.full(Change(calm=True)), double.full(Change(calm=True)))
+        distance = _distance(runs.full(Ablation(neutral_rng=True)), float64_runs.full(Ablation(neutral_rng=True)))
         if not _MARGIN * distance < 1:
             raise NotMeasuredError(
-                f"the full batch's own gradient in {precision} is {distance:.0%} off that in float64: rounding hides"
-                " whatever accumulation does",
+                f"the full batch's own gradient in {precision} is {distance:.0%} off that in float64, so rounding hides"
+                " any effect of accumulation",
                 hint="verify with --precision fp64",
             )
         relative = max(_MARGIN * distance, least)
         words = f"4 times the distance of the full batch's loss and gradient in {precision} from float64"
-    blind = f"an error below {relative:.1e} of the largest gradient entry is not seen, --precision fp64 sees it"
+    blind = f"an error below {relative:.1e} of the largest gradient entry goes unnoticed, --precision fp64 shows it"
     return Tolerances(relative=relative, rounding=f"{words}; {blind}")
 
 
 def with_move(tolerances: Tolerances, runs: _Runs) -> Tolerances:
-    """`tolerances`, for updates relative to the largest move of a parameter by that of `runs`."""
+    """Return `tolerances` with the largest move of a parameter in the update of `runs` as its scale."""
     initial = runs.initial()
     moves = (exact(after) - exact(initial[name]) for name, after in runs.full().parameters.items())
     return dataclasses.replace(tolerances, update={}, largest_move=largest_entry(moves))
 
 
 def with_update(tolerances: Tolerances, runs: _Runs) -> Tolerances:
-    """`tolerances`, with what each entry of a parameter may be off after the update of `runs`.
+    """Return `tolerances` with one for each entry of a parameter after the update of `runs`.
 
-    That is the same share of the largest move of a parameter, 4 times how far the update moves when each gradient
-    entry is moved by its tolerance, up and down, and a few roundoffs of the parameter. An optimizer that divides by the
-    gradient's size (Adam) or takes its sign moves by its whole learning rate where a gradient is truly zero, and one
-    sum in another order decides which way.
+    It is the sum of: the same share of the largest move of a parameter; 4 times the change of the update when each
+    gradient entry is shifted by its tolerance, up and down; and a few roundoffs of the parameter. An optimizer that
+    divides by the gradient's size (Adam) or takes its sign moves by its whole learning rate where a gradient is zero;
+    the order of a sum decides in which direction.
     """
     tolerances, full = with_move(tolerances, runs), runs.full()
     floor = tolerances.relative * (tolerances.largest_move or 0.0)
     shift = tolerances.relative * largest_entry(full.gradients.values())
     moved: dict[str, Tensor] = {}
     for direction in (1.0, -1.0):
-        generator = torch.Generator().manual_seed(0)  # The same signs both times, and none of the user's draws.
+        generator = torch.Generator().manual_seed(0)  # The same signs both times; the global generator is not used.
         shifted = {name: _shifted(one, direction * shift, generator) for name, one in full.gradients.items()}
         for name, after in runs.update_from(shifted).items():
             by = (exact(after) - exact(full.parameters[name])).abs()
@@ -274,11 +275,11 @@ def with_update(tolerances: Tolerances, runs: _Runs) -> Tolerances:
     return dataclasses.replace(tolerances, update=allowed)
 
 
-def allow_optimizer_spread(tolerances: Tolerances, runs: _Runs, other: Outcome) -> Tolerances:
-    """`tolerances`, with how far the optimizer takes parameters apart that is given the other run's very gradients.
+def allow_optimizer_spread(tolerances: Tolerances, runs: _Runs, other: UpdateResult) -> Tolerances:
+    """Return `tolerances` widened by what the full batch's optimizer makes of the other run's gradients.
 
-    To be asked where gradients are equal: an optimizer that orthogonalises them (Muon) makes much of what rounding has
-    left, and by no other rule than the full batch's. Where only one of the two has a gradient, it stays as it is.
+    For gradients that are equal to rounding: an optimizer that orthogonalises them (Muon) amplifies rounding. Where
+    only one of the two runs has a gradient, the tolerance stays.
     """
     full = runs.full()
     given = {
@@ -293,17 +294,17 @@ def allow_optimizer_spread(tolerances: Tolerances, runs: _Runs, other: Outcome) 
     return dataclasses.replace(tolerances, update=update)
 
 
-def _distance(rounded: Outcome, exactly: Outcome) -> float:
-    """How far the loss and the gradients are off those in float64, the larger of the two."""
+def _distance(rounded: UpdateResult, exactly: UpdateResult) -> float:
+    """Return the error of the loss or of the gradients against float64, whichever is larger."""
     loss, gradients, *_ = compare(exactly, rounded, Tolerances(relative=1.0))
     return max(loss.error, gradients.error)
 
 
 def _shifted(gradient: Tensor | None, shift: float, generator: torch.Generator) -> Tensor | None:
-    """A gradient with each entry moved by `shift`, up or down."""
+    """Return a gradient with each entry shifted by `shift`, up or down."""
     if gradient is None:
         return None
-    sparse = gradient.layout == torch.sparse_coo  # As SparseAdam takes it.
+    sparse = gradient.layout == torch.sparse_coo  # For SparseAdam.
     whole = gradient.coalesce().clone() if sparse else gradient.clone()
     values = whole.values() if sparse else whole
     signs = torch.randint(0, 2, values.shape, generator=generator) * 2 - 1

@@ -1,4 +1,4 @@
-"""One update of one fresh copy: by the full batch, accumulated, by a loop of the user's own, or of one part alone."""
+"""One update of a fresh copy: by the full batch, by the Accumulator, by the user's loop, or by one part alone."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One update: by the full batch, accumulated, or of one part alone.
+class UpdateResult:
+    """The result of one update: by the full batch, accumulated, or by one part alone.
 
     Attributes:
-        loss: The sum of `terms` that have weight.
+        loss: The sum of the `terms` that have weight.
         terms: The terms of the loss.
-        connected: Which of them are connected to a parameter.
-        gradients: Of every parameter by name, before the update; None where there is none.
-        buffers: Of the model and its criterion by name, after the update.
-        parameters: By name, after the update.
-        state: Names of plain attributes that it changed, of modules of the user's own classes.
+        connected: The terms that are connected to a parameter.
+        gradients: The gradient of every parameter before the update; None where there is none.
+        buffers: The buffers of the model and its criterion after the update.
+        parameters: The parameters after the update.
+        state: Names of plain attributes that it changed, in modules of the user's own classes.
     """
 
     loss: float
@@ -62,59 +62,59 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Change:
-    """What an experiment does otherwise than training; nothing by default.
+class Ablation:
+    """The changes to training that an experiment makes; none by default.
 
     Attributes:
-        rest: Names of modules that are put into eval mode.
-        fresh_state: Each part begins with the buffers and attributes that the first began with.
-        calm: Random draws are held at values that do nothing (all kept by dropout, no noise).
-        weights: What the mean of each part divides by, in place of the workload's own weight, in order of the parts; a
-            number each, or pairs of a term and its number.
-        unhooked: Hooks on parameters' gradients are left out.
-        unbalanced: The loss that balances experts is left out.
-        summed: Losses of parts are added up, not averaged.
+        eval_modules: Names of modules that are put into eval mode.
+        fresh_state: Each part begins with the same buffers and attributes as the first.
+        neutral_rng: Random operations return neutral values (dropout keeps all, no noise).
+        weights: The divisor of each part's mean, in place of the workload's own weight: a number, or pairs of a term
+            and its number.
+        without_hooks: Hooks on parameters' gradients are removed.
+        without_balancing_loss: The loss that balances experts is left out.
+        sum_losses: Losses of parts are added up, not averaged.
     """
 
-    rest: frozenset[str] = frozenset()
+    eval_modules: frozenset[str] = frozenset()
     fresh_state: bool = False
-    calm: bool = False
+    neutral_rng: bool = False
     weights: tuple[float, ...] | tuple[tuple[tuple[str, float], ...], ...] | None = None
-    summed: bool = False
-    unhooked: bool = False
-    unbalanced: bool = False
+    sum_losses: bool = False
+    without_hooks: bool = False
+    without_balancing_loss: bool = False
 
 
-UNCHANGED = Change()
+UNCHANGED = Ablation()
 
 
-class Run:
-    """One fresh copy of a fixture, under a change, for one update or one part.
+class UpdateRun:
+    """One fresh copy of a fixture, under an ablation, for one update or one part.
 
-    In its methods, `begin` is told of each part before its forward, and of the generators that modules of this copy
-    keep; `end` is told when the optimizer's step comes next.
+    `begin` is called before each part's forward, with its index and the generators that modules of this copy keep;
+    `end` is called before the optimizer's step.
     """
 
-    def __init__(self, fixture: Fixture, change: Change = UNCHANGED) -> None:
+    def __init__(self, fixture: Fixture, ablation: Ablation = UNCHANGED) -> None:
         self.trained: TrainingCopy = fixture.fresh()
-        self._fixture, self._change, self._scale = fixture, change, fixture.loss_scale
+        self._fixture, self._ablation, self._scale = fixture, ablation, fixture.loss_scale
         self._kept: tuple[ModuleState, PlainAttributes] | None = None
         model = self.trained.model
         for name, module in model.named_modules():
-            if name in change.rest:
+            if name in ablation.eval_modules:
                 module.eval()
         if fixture.workload.batchnorm == "frozen":
             for norm in find_batchnorms(model, self.trained.objective.criterion_module):
                 norm.training = False
-        if change.unbalanced:
+        if ablation.without_balancing_loss:
             disable_load_balancing(model)
-        if change.unhooked:
+        if ablation.without_hooks:
             for parameter in model.parameters():
                 for hooks in tensor_hooks(parameter):
                     (hooks or {}).clear()
 
-    def full(self, batch: Any, end: Callable[[], None]) -> Outcome:
-        """One update by the whole batch, in plain PyTorch: what accumulation is to equal."""
+    def full(self, batch: Any, end: Callable[[], None]) -> UpdateResult:
+        """Make one update by the whole batch in plain PyTorch: the reference."""
         batch = copy.deepcopy(batch)
         with self.running(f"an update from {batch_size(batch)} samples"):
             terms = self.terms(batch)
@@ -125,20 +125,21 @@ class Run:
             if not connected:
                 raise WorkloadError(
                     "no term of the loss is connected to a trainable parameter",
-                    hint="compute it without detach(), .item(), torch.no_grad() or torch.set_grad_enabled(False)",
+                    hint="compute the loss without detach(), .item(), torch.no_grad() or torch.set_grad_enabled(False)",
                 )
             if not counted:
-                return self._outcome(math.nan, values, connected, self._gradients())
+                return self._result(math.nan, values, connected, self._gradients())
             loss = torch.stack([one.to(counted[0].device) for one in counted]).sum() if counted[1:] else counted[0]
             self._backward(loss)
-            return self._outcome(float(loss.detach()), values, connected, self._step(end))
+            return self._result(float(loss.detach()), values, connected, self._step(end))
 
-    def accumulated(self, batch: Any, parts: Sequence[Any], begin: Begin, end: Callable[[], None]) -> Outcome:
-        """One update by the Accumulator, of the batch and its `parts`."""
+    def accumulated(self, batch: Any, parts: Sequence[Any], begin: Begin, end: Callable[[], None]) -> UpdateResult:
+        """Make one update by the Accumulator, from the batch or its `parts`."""
         fixture, trained, sizes = self._fixture, self.trained, [batch_size(part) for part in parts]
-        weight = _weighed(trained.objective, self._change).weight  # Of its own: weights that are tried are counted off.
+        weight = _apply_weighting(trained.objective, self._ablation).weight  # Its own copy: each call takes the next.
         counting = [index for index, part in enumerate(parts) if has_weight(weight(part))]
-        watch = _Watch(self._telling(begin), end, counting, self.begin_anew if self._change.fresh_state else None)
+        reset = self.reset_state if self._ablation.fresh_state else None
+        observer = _PartObserver(self._with_generators(begin), end, counting, reset)
         seen: dict[str, Tensor | None] = dict.fromkeys(self.parameters)
         trained.optimizer.register_step_pre_hook(lambda *_: seen.update(self._gradients()))
         scaler = None
@@ -148,43 +149,43 @@ class Run:
             accumulator = Accumulator(
                 trained.model,
                 trained.optimizer,
-                _weighed(trained.objective, self._change),
+                _apply_weighting(trained.objective, self._ablation),
                 micro_batch=max(sizes),
                 batchnorm=fixture.workload.batchnorm,
                 accumulate_in=fixture.workload.accumulate_in,
                 precision="fp32" if fixture.precision == "fp64" else fixture.precision,
                 scaler=scaler,
                 recover=False,
-                observer=watch,
+                observer=observer,
             )
             if list(split_evenly(sum(sizes), max(sizes))) == sizes:
                 result = accumulator.step(copy.deepcopy(batch))
             else:
                 result = accumulator.step_parts(copy.deepcopy(list(parts)))
-            return self._outcome(result.loss, result.terms, frozenset(result.terms), seen)
+            return self._result(result.loss, result.terms, frozenset(result.terms), seen)
 
-    def own(self, parts: Sequence[Any], begin: Begin, end: Callable[[], None]) -> Outcome:
-        """One update by the workload's own `accumulate`, which leaves its gradients in `.grad`; its loss is not known.
+    def user_loop(self, parts: Sequence[Any], begin: Begin, end: Callable[[], None]) -> UpdateResult:
+        """Make one update by the workload's own `accumulate`, which leaves gradients in `.grad` and returns no loss.
 
         Raises:
-            WorkloadError: It made the update itself, so that there is no gradient to look at.
+            WorkloadError: It made the update itself.
         """
         model, accumulate = self.trained.model, self._fixture.workload.accumulate
         assert accumulate is not None
-        given = MicroBatches(copy.deepcopy([unwrap_batch(part) for part in parts]), self._telling(begin))
+        given = MicroBatches(copy.deepcopy([unwrap_batch(part) for part in parts]), self._with_generators(begin))
         model.register_forward_pre_hook(given.called, with_kwargs=True)
-        if self._change.fresh_state:  # Wherever the loop looks at its parts: state moves where the model is called.
-            model.register_forward_pre_hook(lambda *_: self.begin_anew(), prepend=True)
+        if self._ablation.fresh_state:  # State changes when the model is called, wherever the loop reads its parts.
+            model.register_forward_pre_hook(lambda *_: self.reset_state(), prepend=True)
         before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         with self.running("accumulate()"):
             accumulate(model, given)
             if not all(torch.equal(parameter, before[name]) for name, parameter in self.parameters.items()):
                 hint = "leave the gradient in .grad, without optimizer.step()"
                 raise WorkloadError("accumulate() has changed the parameters", hint=hint)
-            return self._outcome(math.nan, {}, frozenset(), self._step(end))
+            return self._result(math.nan, {}, frozenset(), self._step(end))
 
-    def part(self, part: Any, begin: Callable[[Sequence[Generator]], None]) -> Outcome:
-        """The loss of one part alone and its gradient, multiplied by no share; no update."""
+    def part(self, part: Any, begin: Callable[[Sequence[Generator]], None]) -> UpdateResult:
+        """Return the loss and gradient of one part alone, not weighted; make no update."""
         begin(self._generators)
         part = copy.deepcopy(part)
         with self.running(f"the loss of {batch_size(part)} samples"):
@@ -193,10 +194,10 @@ class Run:
             self._backward(loss)
             values = {name: float(term.detach()) for name, term in terms.items()}
             connected = frozenset(name for name, term in terms.items() if term.requires_grad)
-            return self._outcome(float(loss.detach()), values, connected, self._gradients())
+            return self._result(float(loss.detach()), values, connected, self._gradients())
 
     def update(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-        """The parameters after one step of the optimizer with these gradients."""
+        """Return the parameters after one optimizer step with these gradients."""
         with self.running("the optimizer's step"):
             for name, parameter in self.parameters.items():
                 gradient = gradients[name]
@@ -205,44 +206,44 @@ class Run:
             return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
     def terms(self, batch: Any) -> dict[str, Tensor]:
-        """The terms of the loss of a batch, in the fixture's precision."""
+        """Return the terms of a batch's loss, computed in the fixture's precision."""
         with autocast(self._fixture.precision, self._fixture.device):
             return self.trained.objective.terms(self.trained.model, batch)
 
     @contextmanager
     def running(self, doing: str) -> Iterator[None]:
-        """Around the run: as `Fixture.running`; what the user's code raises is shown as theirs."""
+        """Enter `Fixture.running`, and show exceptions of the user's code as theirs."""
         with self._fixture.running(), _users_code(doing):
-            roots = {**self.trained.roots, **self._fixture.beside}
+            roots = {**self.trained.roots, **self._fixture.outside}
             modules = (module for root in roots.values() for module in root.modules())
             self._kept = ModuleState(modules), PlainAttributes(roots)
             yield
 
-    def begin_anew(self) -> None:
-        """Put buffers, modes and plain attributes back to what the run began with."""
+    def reset_state(self) -> None:
+        """Restore buffers, modes and plain attributes to what they were when the run began."""
         for state in self._kept or ():
             state.restore()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Of the model, by name, tied ones once."""
+        """The model's parameters by name, tied ones once."""
         return dict(self.trained.model.named_parameters())
 
     @property
     def _generators(self) -> list[Generator]:
         return module_generators(module for root in self.trained.roots.values() for module in root.modules())
 
-    def _telling(self, begin: Begin) -> Callable[[int], None]:
+    def _with_generators(self, begin: Begin) -> Callable[[int], None]:
         own = self._generators
         return lambda index: begin(index, own)
 
     def _gradients(self) -> dict[str, Tensor | None]:
-        """Copies of the gradients there are now, without the loss scale."""
+        """Return copies of the current gradients, without the loss scale."""
         found = {name: parameter.grad for name, parameter in self.parameters.items()}
         return {name: None if one is None else one.detach().clone() for name, one in found.items()}
 
     def _backward(self, loss: Tensor) -> None:
-        """Leave the gradient of `loss` in `.grad`, by way of the loss scale where there is one."""
+        """Leave the gradient of `loss` in `.grad`, computed with the loss scale where there is one."""
         if loss.requires_grad:
             torch.autograd.backward(loss * self._scale if self._scale != 1.0 else loss)
         if self._scale != 1.0:
@@ -251,27 +252,27 @@ class Run:
                     parameter.grad.div_(self._scale)
 
     def _step(self, end: Callable[[], None]) -> dict[str, Tensor | None]:
-        """The gradients there are, with which the optimizer makes its step."""
+        """Make the optimizer's step, and return the gradients it used."""
         gradients = self._gradients()
         end()
         self.trained.optimizer.step()
         return gradients
 
-    def _outcome(
+    def _result(
         self, loss: float, terms: Mapping[str, float], connected: frozenset[str], gradients: dict[str, Tensor | None]
-    ) -> Outcome:
+    ) -> UpdateResult:
         roots = self.trained.roots.items()
         buffers = {
             name: tensor.detach().clone() for prefix, root in roots for name, tensor in root.named_buffers(prefix)
         }
         parameters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         state = () if self._kept is None else tuple(self._kept[1].changed())
-        return Outcome(loss, dict(terms), connected, gradients, buffers, parameters, state)
+        return UpdateResult(loss, dict(terms), connected, gradients, buffers, parameters, state)
 
 
 @contextmanager
 def _users_code(doing: str) -> Iterator[None]:
-    """Show what the user's code raises as theirs; draws that do not match, and memory, come through as they are."""
+    """Show exceptions of the user's code as theirs; a replay mismatch or running out of memory passes unchanged."""
     try:
         with blame_exit(doing):
             yield
@@ -283,44 +284,44 @@ def _users_code(doing: str) -> Iterator[None]:
         raise blame_workload(error, doing) from error
 
 
-def _weighed(objective: Objective, change: Change) -> Objective:
-    """The objective with the weighting that an experiment tries."""
-    if change.summed:
+def _apply_weighting(objective: Objective, ablation: Ablation) -> Objective:
+    """Return the objective with the weighting of an ablation."""
+    if ablation.sum_losses:
         return dataclasses.replace(objective, reduction="sum", weight_function=None)
-    if change.weights is None:
+    if ablation.weights is None:
         return objective
-    given = itertools.cycle([dict(weight) if isinstance(weight, tuple) else weight for weight in change.weights])
+    given = itertools.cycle([dict(weight) if isinstance(weight, tuple) else weight for weight in ablation.weights])
     return dataclasses.replace(objective, reduction="mean", weight_function=lambda part: next(given))
 
 
-class _Watch(StepObserver):
-    """Tells of each part as its forward begins."""
+class _PartObserver(StepObserver):
+    """Calls `begin_part` when each part's forward begins."""
 
     def __init__(
         self,
         begin_part: Callable[[int], None],
         end_parts: Callable[[], None],
         counting: Sequence[int],
-        begin_anew: Callable[[], None] | None,
+        reset_state: Callable[[], None] | None,
     ) -> None:
-        self._begin_part, self._end_parts, self._begin_anew = begin_part, end_parts, begin_anew
+        self._begin_part, self._end_parts, self._reset_state = begin_part, end_parts, reset_state
         self._waiting = itertools.cycle(counting)
 
     def phase(self, phase: StepPhase) -> None:
         if phase == "forward":
-            if self._begin_anew is not None:
-                self._begin_anew()
+            if self._reset_state is not None:
+                self._reset_state()
             self._begin_part(next(self._waiting))
         elif phase == "clip":
             self._end_parts()
 
 
 class MicroBatches(list[Any]):
-    """A list that tells what is taken in turn or by index; however else a loop goes, what the model is given tells.
+    """A list that reports which part a loop uses: when it is read, or when the model is called with its tensors.
 
     Args:
         parts: The micro-batches.
-        take: Told the index of each part as it is taken.
+        take: Called with the index of each part that is used.
     """
 
     def __init__(self, parts: Sequence[Any], take: Callable[[int], None]) -> None:
@@ -328,10 +329,10 @@ class MicroBatches(list[Any]):
         self._take = take
         self._indices = {id(part): index for index, part in enumerate(parts)}
         self._owners = {id(tensor): index for index, part in enumerate(parts) for tensor in pytree.tensors(part)}
-        self._parts = parts  # An id is one object's only as long as that lives.
+        self._parts = parts  # Keeps the objects alive, so that their ids stay unique.
 
     def called(self, model: nn.Module, arguments: Any, keywords: Any) -> None:
-        """A hook before the model's forward: tells whose tensors it is given, where those are as they were."""
+        """Report the part of which the model is given tensors; a forward pre-hook."""
         given = map(id, pytree.tensors((*arguments, *keywords.values())))
         found = {self._owners[tensor] for tensor in given if tensor in self._owners}
         if len(found) == 1:
@@ -339,7 +340,7 @@ class MicroBatches(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         index = 0
-        while index < len(self):  # A loop may change it meanwhile, as it may any list.
+        while index < len(self):  # The loop may change the list meanwhile.
             yield self[index]
             index += 1
 

@@ -1,4 +1,4 @@
-"""What a verification tells: its events as they come, and the frozen record of what it found, with its JSON."""
+"""The events of a verification, and the frozen record of its result with its JSON."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ CauseKind = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far one kind of quantity is from the full batch's.
+    """The largest difference from the full batch in one kind of quantity.
 
     Attributes:
         quantity: What was compared.
-        compared: How many tensors (for the loss: terms).
-        error: The largest absolute difference over `scale`; infinite where only one of the two is there or finite.
-        scale: What errors are relative to: of gradients the largest entry of the full batch's, of the whole model.
+        compared: The number of tensors (for the loss: of terms).
+        error: The largest absolute difference over `scale`; infinite where only one side exists or is finite.
+        scale: What errors are relative to; for gradients the largest entry of the full batch's, over the whole model.
         where: The tensor or term with the largest error; None where there is nothing to compare.
         tolerance: The largest error that rounding explains.
         equal: Whether all errors are within their tolerance.
@@ -58,13 +58,13 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One way to accumulate one batch, beside the full batch.
+    """One way to accumulate one batch, compared with the full batch.
 
     Attributes:
         method: `accumulator`, or `accumulate` for the workload's own loop.
         window: `whole` for the target batch, `last` for a shorter one, as at the end of an epoch.
         micro_batches: The parts, in samples.
-        differences: Of each quantity.
+        differences: One for each quantity.
     """
 
     method: Method
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all quantities are the full batch's."""
+        """True if all quantities are the full batch's."""
         return all(difference.equal for difference in self.differences)
 
 
@@ -83,11 +83,11 @@ class Cause:
     """Why an accumulated step is not the full batch's.
 
     Attributes:
-        kind: What sort of cause.
-        found: What the experiment saw, as a sentence.
+        kind: The kind of cause.
+        found: What the experiment showed, as a sentence.
         change: What makes it equal, as a sentence or a line of code.
-        where: Modules, attributes, terms or lines it lies in; empty where it lies in none.
-        proved: The same comparison with this cause out of the way (and the others that were found) was equal.
+        where: The modules, attributes, terms or lines concerned; may be empty.
+        proved: The same comparison without this cause (and the others that were found) was equal.
     """
 
     kind: CauseKind
@@ -103,19 +103,19 @@ class Verification:
 
     Attributes:
         equivalent: Whether every comparison was equal.
-        target_batch: Samples of the whole window.
-        micro_batch: The most samples of a part.
+        target_batch: Samples in the whole window.
+        micro_batch: The most samples in a part.
         precision: `fp64`, `fp32`, `bf16` or `fp16`.
         device: `cpu` or `cuda:N`.
         batchnorm: The mode that was verified.
         rounding: Where the tolerance comes from, as a sentence.
-        comparisons: All that were made, in order.
+        comparisons: All comparisons, in order.
         causes: Why they were not equal; empty where they were.
-        notes: What is good to know, as sentences: randomness that was held, terms without a gradient.
+        notes: Further sentences, such as on neutral random numbers or terms without a gradient.
         workload: Name, digest, model, parameters, optimizer, reduction, weight.
-        environment: Versions it ran under.
-        seconds: How long it took.
-        schema: Version of the record.
+        environment: Versions of Python, PyTorch and so on.
+        seconds: The time it took.
+        schema: The version of the record.
     """
 
     equivalent: bool
@@ -138,7 +138,7 @@ class Verification:
             object.__setattr__(self, name, freeze(getattr(self, name)))
 
     def to_json(self) -> str:
-        """The record as indented JSON, the schema first; an error that is infinite is null, `error_text` says so."""
+        """Return the record as indented JSON, the schema first; an infinite error is null, with `error_text`."""
         record = to_plain(self)
         for difference in (each for comparison in record["comparisons"] for each in comparison["differences"]):
             error = difference["error"]
@@ -149,7 +149,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class VerificationStarted:
-    """The workload is known; windows are compared next."""
+    """The workload is loaded; comparisons come next."""
 
     name: str
     model: str
@@ -161,14 +161,14 @@ class VerificationStarted:
 
 @dataclass(frozen=True)
 class Compared:
-    """A window was accumulated and held against the full batch."""
+    """A window was accumulated and compared with the full batch."""
 
     comparison: Comparison
 
 
 @dataclass(frozen=True)
 class Diagnosing:
-    """It is not the same; the cause is sought by experiments."""
+    """A comparison differs; experiments search for the cause."""
 
     comparison: Comparison
 

@@ -1,4 +1,4 @@
-"""`verify`: is the accumulated update the full batch's, and if not, why."""
+"""Set up a verification: resolve the workload, limit memory, and restore everything afterwards."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from autoaccum.workload.tracebacks import blame_exit
 if TYPE_CHECKING:
     from torch import nn
 
-_SAMPLES_LOOKED_AT = 4
-"""In a dataset, for each of the batch."""
+_CANDIDATES_PER_SAMPLE = 4
+"""Dataset samples looked at for each sample of the batch, of which the longest are taken."""
 
 
 def run_verification(
@@ -69,13 +69,13 @@ def run_verification(
     check_device(options.device)
 
     def work(interruptions: DelayedSignals) -> Verification:
-        with warnings.catch_warnings(), _within_memory() if from_file else nullcontext():
+        with warnings.catch_warnings(), _limit_memory() if from_file else nullcontext():
             warnings.simplefilter("ignore")
             with interruptions.window():
                 return _run(Verifier(tried, reference, options, target, micro, on_event), began)
 
     with preserve_rng_state(), blame_exit("the workload"):
-        tried, reference = _find_subject(workload, live or {}, options, accumulate, target)
+        tried, reference = _prepare(workload, live or {}, options, accumulate, target)
         from_file = isinstance(workload, (str, os.PathLike))
         return StateRestorer(tried, at_once=True).run(work)
 
@@ -91,26 +91,26 @@ def _read_sizes(target_batch: Any, micro_batch: Any) -> tuple[int, int]:
     return target, micro
 
 
-def _find_subject(
+def _prepare(
     given: Any, live: Mapping[str, Any], options: Options, accumulate: Any, target: int
 ) -> tuple[TrialTarget, str]:
-    """The workload with all of the caller's that its runs can reach, and the name for the record.
+    """Return the workload with all live objects that its runs can reach, and its name for the record.
 
     Raises:
-        UsageError: Not exactly one of the ways to give it, or an argument that does not go with it.
-        WorkloadError: It is not usable as it stands.
+        UsageError: The workload is given in no way or in several, or an argument does not go with it.
+        WorkloadError: The workload cannot be used.
     """
-    alone = dataclasses.replace(options, worst_of=_looked_at(given, options, target), precision=None)
+    alone = dataclasses.replace(options, worst_of=_worst_of(given, options, target), precision=None)
     way = resolve_workload(given, live, alone, share=target, verb="verify")
     found: Any = way
     reference = way if isinstance(way, str) else f"{way.name} (in this process)"
     if isinstance(way, str):
         loaded = load_workload(way, "verify")
-        worst_of = _looked_at(loaded, options, target)
-        found = apply_settings(loaded, largest_batch=target, worst_of=worst_of, optimizer=options.optimizer)
+        worst_of = _worst_of(loaded, options, target)
+        found = apply_settings(loaded, most=target, worst_of=worst_of, optimizer=options.optimizer)
     tried = prepare(found, "auto" if isinstance(found, LiveObjects) else "cpu")
-    asked = {"batchnorm": options.batchnorm, "multiple_of": options.multiple_of}
-    workload = replace_fields(tried.workload, accumulate=accumulate, **asked)
+    requested = {"batchnorm": options.batchnorm, "multiple_of": options.multiple_of}
+    workload = replace_fields(tried.workload, accumulate=accumulate, **requested)
     check_optimizer(None if tried.optimizer is not None else workload.optimizer)
     if workload.accumulate is not None and not callable(workload.accumulate):
         hint = "write def accumulate(model, micro_batches): the loop that leaves the gradient of an update in .grad"
@@ -118,16 +118,16 @@ def _find_subject(
     return dataclasses.replace(tried, workload=workload), reference
 
 
-def _looked_at(workload: Any, options: Options, target: int) -> int | None:
-    """Of how many samples of its dataset the longest make the batch; some where a workload has no batch of its own."""
+def _worst_of(workload: Any, options: Options, target: int) -> int | None:
+    """Return how many dataset samples to take the longest from; None where the workload's own batch is used."""
     if options.worst_of is None and isinstance(workload, Workload) and workload.batch is no_batch:
-        return _SAMPLES_LOOKED_AT * target
+        return _CANDIDATES_PER_SAMPLE * target
     return options.worst_of
 
 
 @contextmanager
-def _within_memory() -> Iterator[None]:
-    """Have the allocator refuse what the machine does not have, before the kernel kills this process for it."""
+def _limit_memory() -> Iterator[None]:
+    """Make the allocator fail where memory runs out, before the kernel kills this process."""
     try:
         limit_bytes = read_process_memory().data_bytes + read_host_memory().free_bytes
     except NotMeasuredError:
@@ -137,8 +137,8 @@ def _within_memory() -> Iterator[None]:
 
 
 def _run(verifier: Verifier, began: float) -> Verification:
-    """Run it; whatever is no error of ours is told as what it means."""
-    less = "verify with a smaller --target-batch, as 4 with --micro-batch 2"
+    """Run the verification; any other exception is raised as the error that explains it."""
+    less = "verify with a smaller --target-batch, such as 4 with --micro-batch 2"
     try:
         return verifier.run(began)
     except DoesNotFitError as error:

@@ -1,4 +1,4 @@
-"""The comparisons of one verification, in order, and the search for what makes them differ."""
+"""One verification: compare the whole and a shorter window, and search for the causes of a difference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoaccum.options import Options
 from autoaccum.verification.causes.cause_experiment import KEPT_STATE, has_kept_state
 from autoaccum.verification.causes.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
-from autoaccum.verification.paired_runs import Runs
+from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_comparison import (
     Tolerances,
     allow_optimizer_spread,
@@ -30,7 +30,7 @@ from autoaccum.verification.update_comparison import (
     with_move,
     with_update,
 )
-from autoaccum.verification.update_run import Change
+from autoaccum.verification.update_run import Ablation
 from autoaccum.verification.verification_result import (
     Cause,
     Compared,
@@ -45,16 +45,16 @@ from autoaccum.workload.batches import split_batch
 from autoaccum.workload.samples import take_small_batch
 from autoaccum.workload.tracebacks import user_code
 
-_NOT_FINITE = "there is nothing to compare: look for a division by zero, the root or log of 0, a mean over nothing"
-_LEAST_SCALE = 2.0**-10
-"""Of losses under fp16: below, what overflows does so by itself."""
+_NOT_FINITE = "look for a division by zero, the root or log of 0, or a mean over nothing"
+_MIN_LOSS_SCALE = 2.0**-10
+"""The smallest loss scale under fp16: what still overflows is not due to the scale."""
 
 _ONE_VALUE = "more than 1 value per channel"
-"""Of torch/nn/functional.py, `_verify_batch_size`: BatchNorm and one sample."""
+"""From `_verify_batch_size` of torch/nn/functional.py: BatchNorm refuses a single sample."""
 
 
 class Verifier:
-    """Makes one verification of `subject`, which the record calls `reference`, in parts of at most `micro` samples."""
+    """Verifies one workload, which the record calls `reference`, in parts of at most `micro` samples."""
 
     def __init__(
         self,
@@ -65,53 +65,53 @@ class Verifier:
         micro: int,
         on_event: Callable[[Any], Any] | None = None,
     ) -> None:
-        self._subject, self._reference, self._options = subject, reference, options
-        self._target, self._tell = target, on_event or (lambda event: None)
+        self._prepared, self._reference, self._options = subject, reference, options
+        self._target, self._notify = target, on_event or (lambda event: None)
         self._comparisons: list[Comparison] = []
         self._causes: list[Cause] = []
         self._notes: list[str] = []
-        self._precision = cast("Precision", options.precision or "fp64")  # Which may give way to float32.
+        self._precision = cast("Precision", options.precision or "fp64")  # May become float32.
         self._double: Fixture | None = None
         self._each = subject.workload.multiple_of or 1
         check_multiple(target, self._each, "the target batch")
         self._micro_batch = max(micro // self._each, 1) * self._each
         if self._micro_batch == target:
             raise UsageError(
-                f"micro-batches are to be multiples of {self._each}, and there are {self._each} samples",
+                f"micro-batches must be multiples of {self._each}, but there are only {self._each} samples",
                 hint=f"give a target batch of {2 * self._each}",
             )
 
     def run(self, began: float) -> Verification:
-        """Compare, and where something differs, find out why; `began` is when the call came, of `time.monotonic`."""
+        """Compare, and find out why something differs; `began` is the `time.monotonic` of the call."""
         target, micro, each = self._target, self._micro_batch, self._each
         seed_everything()
         self._batch = self._take_batch(target)
         self._random = RngState()
-        runs = self._whole_runs(tuple(split_evenly(target, micro, each)))
-        self._tell(
+        runs = self._window_runs(tuple(split_evenly(target, micro, each)))
+        self._notify(
             VerificationStarted(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device))
         )
-        if self._subject.workload.accumulate_in == "parameters":
-            unseen = ' (not in float64, which is verified: precision="fp32" keeps their dtypes)'
+        if self._prepared.workload.accumulate_in == "parameters":
+            unseen = ' (not visible in float64: precision="fp32" keeps their dtypes)'
             rounded = 'accumulate_in is "parameters": gradients of half-precision parameters are rounded with each part'
             self._note([rounded + (unseen if self._precision == "fp64" else "")])
-        double = self._double_of(runs)
+        double = self._float64_runs(runs)
         self._double = None if double is None else double.fixture
-        tolerances = find_tolerances(runs, precision=self._precision, samples=target, double=double)
+        tolerances = find_tolerances(runs, precision=self._precision, samples=target, float64_runs=double)
         self._compare_both(runs, "whole", tolerances)
         self._compare_last(runs.fixture, tolerances)
         return self._record(runs, tolerances, began)
 
     def _take_batch(self, target: int) -> Any:
-        """Real samples where there are some, since those of a worst case may all weigh the same."""
-        workload = self._subject.workload
+        """Take real samples where there are some: those of a worst case may all have the same weight."""
+        workload = self._prepared.workload
         if self._options.worst_of is None:
             return take_small_batch(workload, target)
         with user_code(f"batch({target})"):
             return workload.build_batch(target)
 
-    def _whole_runs(self, sizes: tuple[int, ...]) -> Runs:
-        """Of the whole window; in float32 where float64 was not asked for and does not run."""
+    def _window_runs(self, sizes: tuple[int, ...]) -> PairedRuns:
+        """Return the runs of the whole window; in float32 where float64 is only the default and does not run."""
         try:
             return self._runs_in(self._precision, sizes)
         except WorkloadError as error:
@@ -120,54 +120,57 @@ class Verifier:
             failure = error
         self._precision = "fp32"
         runs = self._runs_in("fp32", sizes)
-        self._note([f"verified in float32: in float64 the workload does not run ({first_line(failure.message)})"])
+        self._note([f"verified in float32, since in float64 the workload does not run ({first_line(failure.message)})"])
         return runs
 
-    def _double_of(self, runs: Runs) -> Runs | None:
-        """The same in float64, to tell rounding by; None where that is what it is, or does not run."""
+    def _float64_runs(self, runs: PairedRuns) -> PairedRuns | None:
+        """Return the same runs in float64, to measure rounding; None where they are float64 or do not run in it."""
         if self._precision == "fp64":
             return None
         try:
             double = self._runs_in("fp64", runs.sizes)
-            double.full(Change(calm=True))
+            double.full(Ablation(neutral_rng=True))
         except WorkloadError:
             return None
         return double
 
-    def _runs_in(self, precision: Precision, sizes: tuple[int, ...]) -> Runs:
-        """Those of which the full batch has come to a loss and a gradient that are numbers."""
+    def _runs_in(self, precision: Precision, sizes: tuple[int, ...]) -> PairedRuns:
+        """Return runs whose full batch has a finite loss and gradient.
+
+        Raises:
+            WorkloadError: The weight is 0, or the gradient is not finite at any loss scale.
+        """
         self._random.restore()  # Each precision begins with the same weights.
-        workload, optimizer = self._subject.workload, self._subject.optimizer
+        workload, optimizer = self._prepared.workload, self._prepared.optimizer
         with user_code("model()"):
             fixture = Fixture(workload, precision=precision, device=self._options.device, optimizer=optimizer)
-        runs = Runs(fixture, self._batch, sizes)
+        runs = PairedRuns(fixture, self._batch, sizes)
         with user_code("weight(batch)"):
             weight = runs.objective.weight(runs.batch)
         if not has_weight(weight):
             raise WorkloadError(
-                f"weight(batch) of {sum(sizes)} samples is 0: nothing would be learnt",
-                hint="let batch(size) give samples that count",
+                f"weight(batch) of {sum(sizes)} samples is 0, so no sample counts",
+                hint="make batch(size) return samples that count",
             )
-        odd = _odd_gradient(runs)
-        while odd is not None and fixture.loss_scale > _LEAST_SCALE and precision == "fp16":
+        odd = _nonfinite_gradient(runs)
+        while odd is not None and fixture.loss_scale > _MIN_LOSS_SCALE and precision == "fp16":
             fixture.loss_scale /= 16
-            runs = Runs(fixture, self._batch, sizes)
-            odd = _odd_gradient(runs)
+            runs = PairedRuns(fixture, self._batch, sizes)
+            odd = _nonfinite_gradient(runs)
         if odd is not None:
             raise WorkloadError(f"the gradient of {odd} from batch({sum(sizes)}) is not finite", hint=_NOT_FINITE)
         return runs
 
     def _compare_last(self, fixture: Fixture, tolerances: Tolerances) -> None:
-        """Compare a shorter window.
+        """Compare a shorter window; one that does not run is left out with a note.
 
-        Where it does not run it is left out, which is said: BatchNorm refuses a single sample, and state that is kept
-        may have the size of the parts before.
+        BatchNorm refuses a single sample, and kept state may have the size of the parts before.
         """
         sizes = last_window(self._target, self._micro_batch, self._each)
         if sizes is None:
             return
         part, _ = split_batch(self._batch, [sum(sizes), self._target - sum(sizes)])
-        runs = Runs(fixture, part, sizes)
+        runs = PairedRuns(fixture, part, sizes)
         try:
             runs.full()
         except WorkloadError as error:
@@ -175,82 +178,82 @@ class Verifier:
             if not is_single and not self._causes:
                 hint = "where samples come in groups of N, give --multiple-of N"
                 raise WorkloadError(error.message, hint=hint, user_traceback=error.user_traceback) from error
-            why = "BatchNorm runs no single sample" if is_single else first_line(error.message)
+            why = "BatchNorm cannot run a single sample" if is_single else first_line(error.message)
             self._note([f"the shorter window of {format_parts(sizes)} was left out: {why}"])
         else:
             self._compare_both(runs, "last", tolerances)
 
-    def _compare_both(self, runs: Runs, window: Window, tolerances: Tolerances) -> None:
-        """By the Accumulator, and by the workload's own loop where it has one."""
+    def _compare_both(self, runs: PairedRuns, window: Window, tolerances: Tolerances) -> None:
+        """Compare the Accumulator, and the workload's own loop where it has one, with the full batch."""
         self._compare(runs, "accumulator", window, tolerances)
-        if self._subject.workload.accumulate is not None:
+        if self._prepared.workload.accumulate is not None:
             loaded = dataloader_window(sum(runs.sizes), self._micro_batch)
             own = runs if loaded == runs.sizes else runs.with_sizes(loaded)
-            self._compare(own.for_own(), "accumulate", window, tolerances)
+            self._compare(own.for_user_loop(), "accumulate", window, tolerances)
 
-    def _compare(self, runs: Runs, method: Method, window: Window, tolerances: Tolerances) -> None:
+    def _compare(self, runs: PairedRuns, method: Method, window: Window, tolerances: Tolerances) -> None:
         found, tolerances = _compared(runs, method, window, tolerances)
         known = self._is_explained(found)
         self._comparisons.append(found)
-        self._tell(Compared(found))
-        self._note_draws(runs, method)
+        self._notify(Compared(found))
+        self._note_neutral_rng(runs, method)
         loose = [name for name in runs.full().terms if name not in runs.full().connected]
         if loose:
             why = "it is detached, or a constant"
-            self._note([f"{list_names(loose)} of the loss has no gradient, whole or in parts: {why}"])
+            self._note([f"{list_names(loose)} of the loss has no gradient, in the full batch and in parts: {why}"])
         if not found.equal and not known:
             self._diagnose(runs, found, tolerances)
 
     def _is_explained(self, found: Comparison) -> bool:
-        """Whether the whole window differs too, for reasons that are known: the shorter one has the same."""
+        """Return whether the whole window differs too, with known causes: the shorter one then has the same."""
         whole = [one for one in self._comparisons if one.method == found.method == "accumulator"]
         known = [cause for cause in self._causes if cause.kind != "unknown"]
         return bool(whole and known) and not whole[0].equal
 
-    def _diagnose(self, runs: Runs, comparison: Comparison, tolerances: Tolerances) -> None:
-        self._tell(Diagnosing(comparison))
+    def _diagnose(self, runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> None:
+        self._notify(Diagnosing(comparison))
         try:
-            causes = find_causes(*self._exactly(runs, comparison, tolerances))
+            causes = find_causes(*self._repeat_in_float64(runs, comparison, tolerances))
         except (WorkloadError, NotMeasuredError) as error:
-            self._note([f"the cause could not be sought: {first_line(error.message)}"])
+            self._note([f"the search for the cause failed: {first_line(error.message)}"])
             return
-        if not any(cause.proved for cause in causes) and runs.depends_on_host():
+        if not any(cause.proved for cause in causes) and runs.depends_on_host_rng():
             raise NotMeasuredError(
-                "parts draw otherwise from Python's or NumPy's generators than the full batch does, and what those draw"
-                " cannot be given to another run",
-                hint="draw with torch (torch.rand, torch.randperm), whose draws are matched, or in batch(size)",
+                "parts draw other random numbers from Python's or NumPy's generators than the full batch does, and"
+                " these cannot be replayed",
+                hint="draw with torch (torch.rand, torch.randperm), whose numbers are replayed, or draw in batch(size)",
             )
         known = {(cause.kind, cause.where, cause.change) for cause in self._causes}
         is_unknown = any(cause.kind == "unknown" for cause in self._causes)
         new = [one for one in causes if (one.kind, one.where, one.change) not in known]
         self._causes += [one for one in new if one.kind != "unknown" or not is_unknown]
 
-    def _exactly(
-        self, runs: Runs, comparison: Comparison, tolerances: Tolerances
-    ) -> tuple[Runs, Comparison, Tolerances]:
-        """The same in float64, where causes do not hide behind rounding; as it is where float64 tells no difference."""
+    def _repeat_in_float64(
+        self, runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
+    ) -> tuple[PairedRuns, Comparison, Tolerances]:
+        """Repeat the comparison in float64, without rounding; return it as it is where float64 shows no difference."""
         if self._double is None:
             return runs, comparison, tolerances
         double = runs.with_fixture(self._double)
         bounds = find_tolerances(double, precision="fp64", samples=sum(runs.sizes))
         found, bounds = _compared(double, comparison.method, comparison.window, bounds)
         if found.equal:
-            self._note([f"in float64 there is no such difference: it is of {self._precision} alone"])
+            self._note([f"in float64 there is no such difference: it is due to {self._precision}"])
             return runs, comparison, tolerances
-        self._note(["causes were sought in float64"])
+        self._note(["the causes were searched for in float64"])
         return double, found, bounds
 
-    def _note_draws(self, runs: Runs, method: Method) -> None:
+    def _note_neutral_rng(self, runs: PairedRuns, method: Method) -> None:
         if runs.mismatch is not None:
-            beside = "the Accumulator's" if method == "accumulator" else "accumulate()'s"
-            where = f"in the full batch's update and {beside} by {format_parts(runs.sizes)}"
-            self._note([f"random draws were held at values that do nothing, {where}: {runs.mismatch}"])
+            whose = "the Accumulator's" if method == "accumulator" else "accumulate()'s"
+            where = f"in the full batch's update and in {whose} by {format_parts(runs.sizes)}"
+            self._note([f"random numbers were replaced by neutral values, {where}: {runs.mismatch}"])
 
     def _note(self, notes: Sequence[str]) -> None:
         self._notes += [note for note in notes if note not in self._notes]
 
-    def _record(self, runs: Runs, tolerances: Tolerances, began: float) -> Verification:
-        workload, objective = self._subject.workload, self._subject.workload.objective
+    def _record(self, runs: PairedRuns, tolerances: Tolerances, began: float) -> Verification:
+        workload, objective = self._prepared.workload, self._prepared.workload.objective
         return Verification(
             equivalent=all(comparison.equal for comparison in self._comparisons),
             target_batch=self._target,
@@ -275,19 +278,21 @@ class Verifier:
             seconds=time.monotonic() - began,
         )
 
-    def _describe(self, runs: Runs) -> dict[str, Any]:
+    def _describe(self, runs: PairedRuns) -> dict[str, Any]:
         trained = runs.fixture.fresh()
         return {
-            "name": self._subject.workload.name,
+            "name": self._prepared.workload.name,
             "model": type(trained.model).__name__,
             "parameters": sum(parameter.numel() for parameter in trained.model.parameters()),
             "optimizer": type(trained.optimizer).__name__,
         }
 
 
-def _compared(runs: Runs, method: Method, window: Window, tolerances: Tolerances) -> tuple[Comparison, Tolerances]:
-    """The comparison, and what it was judged by; how rounding moves an update is asked only where it matters."""
-    full, other = runs.full(), runs.accumulated() if method == "accumulator" else runs.own()
+def _compared(
+    runs: PairedRuns, method: Method, window: Window, tolerances: Tolerances
+) -> tuple[Comparison, Tolerances]:
+    """Return the comparison and its tolerances; the rounding of the update is measured only where it matters."""
+    full, other = runs.full(), runs.accumulated() if method == "accumulator" else runs.user_loop()
     tolerances = with_move(tolerances, runs)
     differences = compare(full, other, tolerances)
     if not all(one.equal for one in differences):
@@ -299,8 +304,8 @@ def _compared(runs: Runs, method: Method, window: Window, tolerances: Tolerances
     return found, tolerances
 
 
-def _odd_gradient(runs: Runs) -> str | None:
-    """The parameter whose gradient from the full batch is not finite.
+def _nonfinite_gradient(runs: PairedRuns) -> str | None:
+    """Return the name of a parameter whose gradient from the full batch is not finite; None where all are finite.
 
     Raises:
         WorkloadError: The full batch does not run, or its loss is not finite.
@@ -312,14 +317,14 @@ def _odd_gradient(runs: Runs) -> str | None:
             raise WorkloadError(error.message, hint=KEPT_STATE, user_traceback=error.user_traceback) from error
         if _ONE_VALUE not in error.message or max(runs.sizes) > 1:
             raise
-        raise WorkloadError(error.message, hint="BatchNorm runs no single sample: give --micro-batch 2") from error
+        raise WorkloadError(error.message, hint="BatchNorm cannot run a single sample: give --micro-batch 2") from error
     if not math.isfinite(full.loss):
         raise WorkloadError(f"the loss of batch({sum(runs.sizes)}) is {full.loss}", hint=_NOT_FINITE)
     return next((name for name, gradient in full.gradients.items() if not is_finite(gradient)), None)
 
 
 def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...] | None:
-    """The parts of a shorter window, as at the end of an epoch, uneven where that is possible.
+    """Return the parts of a shorter window, as at the end of an epoch; uneven where possible.
 
     >>> last_window(16, 4), last_window(16, 1), last_window(5, 4)
     ((4, 3), (1, 1), None)
@@ -329,14 +334,14 @@ def last_window(target: int, micro: int, multiple_of: int = 1) -> tuple[int, ...
     if multiple_of > 1:
         counted = last_window(target // multiple_of, micro // multiple_of)
         return None if counted is None else tuple(part * multiple_of for part in counted)
-    cut = [tuple(split_evenly(samples, micro)) for samples in range(min(2 * micro, target) - 1, micro, -1)]
+    windows = [tuple(split_evenly(samples, micro)) for samples in range(min(2 * micro, target) - 1, micro, -1)]
     if micro == 1 and target > 2:
         return (1, 1)
-    return next((parts for parts in cut if len(set(parts)) > 1), cut[0] if cut else None)
+    return next((parts for parts in windows if len(set(parts)) > 1), windows[0] if windows else None)
 
 
 def dataloader_window(samples: int, micro: int) -> tuple[int, ...]:
-    """The parts as a DataLoader of batches of `micro` gives them.
+    """Return the parts as a DataLoader with batches of `micro` samples yields them.
 
     >>> dataloader_window(16, 6)
     (6, 6, 4)

@@ -105,7 +105,7 @@ def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None
         worst_of=9,
         batchnorm="frozen",
     )
-    assert guard.asked["wanted"] == [case, make_case(**{**case.asked(), "gpu": "a100-80gb"})]
+    assert guard.asked["wanted"] == [case, make_case(**{**case.to_record(), "gpu": "a100-80gb"})]
     assert guard.asked["project"].lock == folder.resolve() / "other.lock"
     kept = {name: guard.asked[name] for name in ("update", "baseline", "tolerance", "time_limit", "force")}
     assert kept == {

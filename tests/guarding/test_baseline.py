@@ -135,7 +135,7 @@ def test_what_cannot_be_checked_out_is_told(clone: Path, tmp_path: Path, monkeyp
     before = snapshot(clone)
     assert "(Needed a single revision): name a commit, a branch or a tag; a shallow" in refusal(clone, "v9")
     for revision in ("-h", "--output=x", " ", "a\0b"):
-        assert "is no revision: name a commit" in refusal(clone, revision, UsageError)
+        assert "is not a revision: name a commit" in refusal(clone, revision, UsageError)
     for revision in ("v1..main", "HEAD:train.py", "^HEAD"):
         refusal(clone, revision)
     assert snapshot(clone) == before

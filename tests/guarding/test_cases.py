@@ -40,7 +40,7 @@ class TestCase:
             "train.py on rtx3090, target 256, micro-batch 8, bf16, optimizer SGD, memory 20GiB, reserve 5%, 2 ranks,"
             " equal parts, keeps outputs+ema, evaluation batch 64, worst of 1000, batchnorm frozen"
         )
-        assert case_name(make_case(**{**case.asked(), "keeps": ()})).endswith(", keeps nothing")
+        assert case_name(make_case(**{**case.to_record(), "keeps": ()})).endswith(", keeps nothing")
         strange = make_case(workload="a.py on cpu, target 8", gpu="t4")
         assert case_name(strange) == '"a.py on cpu, target 8" on t4', "it cannot pass for another case"
 
@@ -62,7 +62,7 @@ class TestCase:
     @pytest.mark.parametrize(
         ("asked", "told"),
         [
-            ({"gpu": "rtx3090"}, "both --device cpu and --gpu rtx3090 are given: --device measures on"),
+            ({"gpu": "rtx3090"}, "both --device cpu and --gpu rtx3090 are given: choose one"),
             ({"device": "auto"}, "neither a card nor a device is given: name a card to simulate"),
             ({"device": "auto", "gpu": "rtx3091"}, "there is no 'rtx3091' among the .* did you mean rtx3090"),
             ({"device": "tpu"}, "the device is 'tpu': take cpu, cuda or cuda:N"),
@@ -70,7 +70,7 @@ class TestCase:
             ({"optimizer": ["Adam"]}, r"the optimizer is \['Adam'\]: give a name of torch.optim"),
             ({"target_batch": 0}, "target-batch is 0: give a whole number of at least 1"),
             ({"target_batch": None}, "train.py has no target batch: say how many"),
-            ({"micro_batch": 65}, "the micro-batch 65 is more than a rank's share .* 64: take a smaller"),
+            ({"micro_batch": 65}, "the micro-batch 65 is more than a rank's share .* 64: give a smaller"),
             ({"workload": ":model"}, "the workload is ':model': write model.py"),
             ({"workload": "a\nb.py"}, r"the name 'a\\nb.py' cannot be written in a lock: rename the file"),
         ],
@@ -164,11 +164,14 @@ class TestProject:
             ("[tool.autoaccum\n", "PATH is not valid TOML ("),
             ('[tool.autoaccum]\ntolerence = "1%"\n', "in PATH has the unknown key 'tolerence': did you mean tolerance"),
             ("[tool.autoaccum]\ntolerance = 0.01\n", "the tolerance 0.01 is neither a share"),
-            ('[tool.autoaccum.guard]\nworkload = "a.py"\n', "guard in PATH is no list of tables: write [[tool.auto"),
-            ("[[tool.autoaccum.guard]]\n", "[[tool.autoaccum.guard]] 1 in PATH: it names no workload: add such as"),
+            ('[tool.autoaccum.guard]\nworkload = "a.py"\n', "guard in PATH is not a list of tables: write one [["),
+            ("[[tool.autoaccum.guard]]\n", "[[tool.autoaccum.guard]] 1 in PATH: it has no workload: add one"),
             (f"{ENTRY}{CARD}", "[[tool.autoaccum.guard]] 1 in PATH: a.py has no target batch"),
             (f"{ENTRY}gpu = []\ntarget-batch = 8\n", "1 in PATH: gpu is an empty list: name one"),
-            (f"{ENTRY}{CARD}target-batch = 8\n" * 2, "2 in PATH names a.py on rtx3090, target 8 once more: name it"),
+            (
+                f"{ENTRY}{CARD}target-batch = 8\n" * 2,
+                "2 in PATH names a.py on rtx3090, target 8 again: name each case once",
+            ),
             (f"{ENTRY.replace('a.py', '../a.py')}{CARD}target-batch = 8\n", "../a.py lies outside of"),
         ],
         ids=lambda value: None,
@@ -211,14 +214,14 @@ class TestSelection:
         assert self.select(project, workload="train.py", target_batch=16) == (SMALL,), "on the cards that are known"
 
     def test_a_card_without_a_case_is_no_pass_beside_one_that_has(self, project: Project) -> None:
-        missing = r"nothing of train.py on T4 .*: lock it by `autoaccum guard train.py --gpu t4 --target-batch N --upd"
+        missing = r"no case of train.py on T4 .*: lock it by `autoaccum guard train.py --gpu t4 --target-batch N --upd"
         with pytest.raises(NotMeasuredError, match=missing):
             self.select(project, "RTX 3090", "T4", workload="train.py")
         with pytest.raises(NotMeasuredError, match="nothing of train.py that is locked"):
             self.select(project, workload="train.py", precision="bf16")
 
     def test_what_does_not_go_together_is_refused(self, project: Project) -> None:
-        with pytest.raises(UsageError, match="no card is named"):
+        with pytest.raises(UsageError, match="no card is given"):
             self.select(project, workload="train.py", target_batch=8)
         with pytest.raises(UsageError, match="without a workload"):
             self.select(project, target_batch=8)

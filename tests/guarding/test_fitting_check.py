@@ -13,7 +13,7 @@ from small_locks import a_case, a_lock, a_measurement
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.explanation import Holding
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError
-from autoaccum.guarding import guard_run
+from autoaccum.guarding import fit_check
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.fit_check import check_fits
 from autoaccum.guarding.guard_result import Measurement
@@ -48,7 +48,7 @@ class Check:
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     made = Check(tmp_path)
-    monkeypatch.setattr(guard_run, "measure", made.measure)
+    monkeypatch.setattr(fit_check, "measure", made.measure)
     return made
 
 
@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_explained(check: Check) -> None:
     told = check.of({(32, 32): LARGE}, micro_batch=32, memory="1GiB")
     assert told == [
         "train.py on rtx3090 does not fit: micro-batch 32 (8 x 32, bf16) needs at least 2.3 GiB (2.3 GiB "
-        "where nothing limits it); the limit is 1GiB, the largest that fits is 24",
+        "without a limit); the limit is 1GiB, the largest that fits is 24",
         "where the memory goes, in backward at aten.mm of head:",
         "    2.2 GiB  activations",
         "    100 MiB  parameters",

@@ -121,7 +121,7 @@ def test_an_error_of_one_case_ends_none_of_the_others(locked: Bench) -> None:
     other, train = report.verdicts
     assert (train.outcome, other.outcome, other.exit_code, report.exit_code) == ("unchanged", "unmeasured", 3, 3)
     assert (other.reasons, other.traceback) == (("it raised",), "line 1\nline 2")
-    assert other.hint == "mend it, or delete its entry from autoaccum.lock if it is guarded no more"
+    assert other.hint == "mend it, or delete its entry from autoaccum.lock if it is no longer guarded"
     called = locked.guard({"other.py": raised}, make_case(workload="other.py"))
     assert called.exit_code == 2, "that is a fault of the call"
     assert locked.guard({"other.py": raised, "train.py": LARGER}).exit_code == 1
@@ -214,7 +214,7 @@ def test_a_lock_that_cannot_be_read_stays_until_it_is_written_anew(locked: Bench
 
 def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
     commit(bench.project.folder, {"train.py": "", "other.py": ""})
-    with pytest.raises(NotMeasuredError, match="neither pyproject.toml nor a lock names anything"):
+    with pytest.raises(NotMeasuredError, match="neither pyproject.toml nor a lock names a case"):
         bench.guard(baseline="HEAD")
     bench.name(TRAIN, OTHER)
     bench.before = {"train.py": a_measurement(micro_batches=(64, 64)), "other.py": WorkloadError("it raised")}
@@ -241,7 +241,7 @@ def test_a_baseline_is_measured_first_and_needs_no_lock(bench: Bench) -> None:
 def test_a_limit_on_time_is_for_all_of_them(locked: Bench) -> None:
     report = locked.guard(time_limit=1e-9)
     assert [verdict.exit_code for verdict in report.verdicts] == [3, 3]
-    assert "the limit on time was over" in report.verdicts[0].reasons[0]
+    assert "the time limit was reached" in report.verdicts[0].reasons[0]
 
 
 def test_a_lock_that_could_not_be_written_is_told_before_anything_is_measured(bench: Bench) -> None:

@@ -105,8 +105,8 @@ class TestDamaged:
     @pytest.mark.parametrize(
         ("content", "told"),
         [
-            (b"", f"LOCK is no lock of autoaccum: name another by --lock, or {WAY_OUT[2:]}"),
-            (b'[[package]]\nname = "torch"\n', "LOCK is no lock of autoaccum: name another by --lock"),
+            (b"", f"LOCK is not a lock of autoaccum: name another by --lock, or {WAY_OUT[2:]}"),
+            (b'[[package]]\nname = "torch"\n', "LOCK is not a lock of autoaccum: name another by --lock"),
             (b"torch==2.13.0\n", "the lock LOCK cannot be parsed (Invalid value (at line 1"),
             (b"\x80\x04\x95", "the lock LOCK cannot be parsed ('utf-8' codec"),
             (b"[" * 100_000, "the lock LOCK cannot be parsed ("),
@@ -144,7 +144,7 @@ class TestDamaged:
     def test_a_newer_format_is_told(self, tmp_path: Path, text: str) -> None:
         newer = refusal(tmp_path, text.replace("autoaccum-lock = 1", "autoaccum-lock = 2").encode())
         assert newer == (
-            "LOCK was written by a newer autoaccum (format 2, and this one reads 1): update autoaccum:"
+            "LOCK was written by a newer autoaccum (format 2; this one reads 1): update autoaccum:"
             " pip install -U autoaccum"
         )
 

@@ -148,5 +148,5 @@ def test_a_size_that_is_asked_for_and_does_not_fit_is_refused(monkeypatch: pytes
         r"micro-batch 1000 does not fit: it needs at least \d[\d.]+ GiB, 2\.00 GiB are available", told.value.message
     )
     assert re.fullmatch(
-        r"take [1-9]\d*, the largest that fits, or have it planned by naming none", told.value.hint or ""
+        r"take [1-9]\d*, the largest that fits, or give no size to have it planned", told.value.hint or ""
     )

@@ -196,7 +196,7 @@ class TestMeasured:
         verdict = judged(ran(10_250, 10_290, 10_290), self.BEFORE)
         assert verdict.outcome == "regressed"
         assert verdict.reasons == (
-            "the peak grew by 250 MiB (2.5 %), 1 % is allowed, and 140 MiB for how far runs are apart",
+            "the peak grew by 250 MiB (2.5 %), 1 % is allowed, plus 140 MiB for the spread of runs",
         )
 
     def test_another_budget_is_told_and_allowed_for(self) -> None:

@@ -46,17 +46,17 @@ REGRESSED = Verdict(
     now=NOW,
 )
 UNCHANGED = Verdict(
-    case=make_case(**{**CASE.asked(), "gpu": "a100-80gb"}), outcome="unchanged", before=BEFORE, now=BEFORE
+    case=make_case(**{**CASE.to_record(), "gpu": "a100-80gb"}), outcome="unchanged", before=BEFORE, now=BEFORE
 )
 WITHIN = Verdict(
-    case=make_case(**{**CASE.asked(), "precision": "fp32"}),
+    case=make_case(**{**CASE.to_record(), "precision": "fp32"}),
     outcome="within",
     explanation="+2.0 MiB (+0.01 %): temporaries +2.0 MiB",
     before=BEFORE,
     now=dataclasses.replace(BEFORE, peak_bytes=BEFORE.peak_bytes + 2 * MIB),
 )
 IMPROVED = Verdict(
-    case=make_case(**{**CASE.asked(), "gpu": "v100"}),
+    case=make_case(**{**CASE.to_record(), "gpu": "v100"}),
     outcome="improved",
     explanation="-1.25 GiB (-8.2 %): activations of blocks.*.mlp -1.20 GiB",
     hint="lock it in",

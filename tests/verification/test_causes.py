@@ -131,7 +131,7 @@ PROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         ("tokens",),
         f'return {{"tokens": {TOKENS}, "size": len(batch["input_ids"])}}',
     ),
-    "a mean by what the batch does not tell": (pairs(planted.secret_loss), "weight", (), "no usual counting"),
+    "a mean by what the batch does not tell": (pairs(planted.secret_loss), "weight", (), "no usual count"),
     "a mean over words that are hidden at random": (
         texts(planted.own_loss, planted.masked),
         "weight",
@@ -173,13 +173,13 @@ PROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         classes(planted.Shuffling),
         "randomness",
         ("aten.rand (planted_causes.py)",),
-        "before it is cut",
+        "before it is split",
     ),
     "samples mixed where only the loss is returned": (
         pairs(lambda model, batch: model(*batch), planted.ShufflingLoss),
         "randomness",
         ("aten.rand (planted_causes.py)",),
-        "before it is cut",
+        "before it is split",
     ),
     "a loop that does not divide": (classes(small.Mlp, accumulate=loops.undivided), "accumulate", (), "count / total"),
     "a loop that divides twice": (
@@ -224,7 +224,7 @@ PROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         pairs(small.penalised_loss, accumulate=loops.penalised),
         "regulariser",
         (),
-        "once in a window",
+        "once per window",
     ),
 }
 
@@ -237,7 +237,7 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         f'{{"one": len(batch["input_ids"]), "other": {TOKENS}}}',
     ),
     "a mean and a sum, added up": (pairs(planted.mean_and_sum), "weight", (), "make the sum a mean"),
-    "a teacher that normalises by the batch": (pairs(planted.taught_loss), "coupled loss", None, "before it is cut"),
+    "a teacher that normalises by the batch": (pairs(planted.taught_loss), "coupled loss", None, "before it is split"),
     "weights that follow others in forward": (
         classes(planted.Following),
         "state",
@@ -260,20 +260,20 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         captions(planted.advantage_loss, model=small.Mlp),
         "coupled loss",
         ("the loss",),
-        "before it is cut",
+        "before it is split",
     ),
-    "the mean of classes' means": (pairs(planted.class_mean_loss), "coupled loss", ("the loss",), "before it is cut"),
-    "a class that its count weighs": (pairs(planted.counted_class_loss), "coupled loss", None, "before it is cut"),
+    "the mean of classes' means": (pairs(planted.class_mean_loss), "coupled loss", ("the loss",), "before it is split"),
+    "a class that its count weighs": (pairs(planted.counted_class_loss), "coupled loss", None, "before it is split"),
     "a loss that is broadcast": (
         Workload(model=planted.regressor, batch=planted.numbers, loss=planted.broadcast_loss),
         "coupled loss",
         ("the loss",),
         "the same shape",
     ),
-    "the root of a mean": (pairs(planted.root_loss), "coupled loss", ("the loss",), "no weight mends it"),
-    "the largest of losses": (pairs(planted.largest_loss), "coupled loss", ("the loss",), "no weight mends it"),
-    "the exponential of a mean": (pairs(planted.perplexity), "coupled loss", ("the loss",), "no weight mends it"),
-    "a norm as the loss": (pairs(planted.norm_loss), "coupled loss", ("the loss",), "no weight mends it"),
+    "the root of a mean": (pairs(planted.root_loss), "coupled loss", ("the loss",), "no weight helps"),
+    "the largest of losses": (pairs(planted.largest_loss), "coupled loss", ("the loss",), "no weight helps"),
+    "the exponential of a mean": (pairs(planted.perplexity), "coupled loss", ("the loss",), "no weight helps"),
+    "a norm as the loss": (pairs(planted.norm_loss), "coupled loss", ("the loss",), "no weight helps"),
     "a mean times a root of the samples": (pairs(planted.scaled_loss), "coupled loss", None, "adds up over parts"),
     "a term that is a sum among means": (pairs(planted.mixed_reductions), "reduction", ("size",), "all of them means"),
     "a term that is a mean among sums": (
@@ -283,7 +283,7 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         "all of them means",
     ),
     "a variable that counts calls": (pairs(planted.counted_loss), "non-determinism", (), "globals"),
-    "a factor from the system's entropy": (classes(planted.restless), "non-determinism", ("1",), "entropy"),
+    "a factor from the system's entropy": (classes(planted.restless), "non-determinism", ("1",), "os.urandom"),
     "a factor from the clock": (pairs(planted.timed_loss), "non-determinism", (), "time"),
     "a teacher that was left in training mode": (
         pairs(planted.teacher_loss),
@@ -295,7 +295,7 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         captions(planted.similarity_loss, model=planted.Similarities),
         "coupled model",
         ("the model itself",),
-        "no weight mends that",
+        "no weight helps",
     ),
     "CLIP with in-batch negatives": (captions(planted.contrastive_loss), "coupled loss", ("the loss",), "larger"),
     "outputs that are broadcast against targets": (

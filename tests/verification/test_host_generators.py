@@ -97,7 +97,8 @@ def test_an_order_that_is_drawn_beside_torch_is_refused(name: str) -> None:
         order = torch.as_tensor(ORDERS[name](len(pair[0])))
         return F.cross_entropy(model(pair[0] + 0.3 * pair[0][order]), pair[1])
 
-    with pytest.raises(NotMeasuredError, match="otherwise from Python's or NumPy's generators .*: draw with torch"):
+    expected = "other random numbers from Python's or NumPy's generators .*: draw with torch"
+    with pytest.raises(NotMeasuredError, match=expected):
         _verified(nn.Linear(4, 3), loss)
 
 

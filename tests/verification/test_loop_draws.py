@@ -70,9 +70,7 @@ def collected_backwards(model: nn.Module, micro_batches: list[Any]) -> None:
 def test_a_right_loop_is_equivalent_in_whatever_order_it_draws(loop: Loop) -> None:
     found = _verified(loop)
     assert found.equivalent
-    assert (
-        "held at values that do nothing, in the full batch's update and accumulate()'s by 2 + 2 + 2" in found.notes[0]
-    )
+    assert "replaced by neutral values, in the full batch's update and in accumulate()'s by 2 + 2 + 2" in found.notes[0]
 
 
 def skipping(model: nn.Module, micro_batches: list[Any]) -> None:
@@ -95,8 +93,8 @@ def undivided(model: nn.Module, micro_batches: list[Any]) -> None:
     ("loop", "found"),
     [
         (skipping, "some parts are left out: they count for 0.3333, 0.3333 and 0"),
-        (resting, "something else than the gradients of loss(model, part)"),
-        (undivided, "added up undivided"),
+        (resting, "not a combination of the gradients of loss(model, part)"),
+        (undivided, "added up without dividing them"),
     ],
 )
 def test_a_wrong_loop_is_wrong_in_whatever_order_it_draws(loop: Loop, found: str) -> None:

@@ -13,8 +13,8 @@ from autoaccum import Workload
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import WorkloadError
 from autoaccum.verification.fixture import Fixture
-from autoaccum.verification.paired_runs import Runs
-from autoaccum.verification.update_run import Outcome
+from autoaccum.verification.paired_runs import PairedRuns
+from autoaccum.verification.update_run import UpdateResult
 
 pytestmark = pytest.mark.filterwarnings(f"ignore::{AccumulationWarning.__module__}.AccumulationWarning")
 SIZES = (3, 3, 2)
@@ -40,12 +40,12 @@ def make(**fields: Any) -> Workload:
     return Workload(**{**chosen, **fields})
 
 
-def runs(workload: Workload, sizes: tuple[int, ...] = SIZES, **options: Any) -> Runs:
+def runs(workload: Workload, sizes: tuple[int, ...] = SIZES, **options: Any) -> PairedRuns:
     torch.manual_seed(0)
-    return Runs(Fixture(workload, **options), workload.build_batch(sum(sizes)), sizes)
+    return PairedRuns(Fixture(workload, **options), workload.build_batch(sum(sizes)), sizes)
 
 
-def distance(one: Outcome, other: Outcome) -> float:
+def distance(one: UpdateResult, other: UpdateResult) -> float:
     """The largest difference of two gradients, relative to the largest entry of the first."""
     scale = max(float(g.abs().max()) for g in one.gradients.values() if g is not None)
     pairs = [(g, other.gradients[name]) for name, g in one.gradients.items() if g is not None]
@@ -130,7 +130,7 @@ def test_a_loop_that_updates_by_itself_is_refused() -> None:
             parameter.data.add_(1)
 
     with pytest.raises(WorkloadError, match="has changed the parameters: leave the gradient in .grad"):
-        runs(make(accumulate=updating)).own()
+        runs(make(accumulate=updating)).user_loop()
 
 
 def test_parts_without_weight_draw_for_the_full_batch_all_the_same() -> None:
@@ -162,7 +162,7 @@ def test_a_loop_may_scale_its_loss() -> None:
         scaler.unscale_(torch.optim.SGD(model.parameters(), lr=1.0))
 
     made = runs(make(accumulate=scaling))
-    assert distance(made.full(), made.own()) < 1e-14
+    assert distance(made.full(), made.user_loop()) < 1e-14
 
 
 def test_a_loss_that_no_gradient_reaches_is_refused() -> None:

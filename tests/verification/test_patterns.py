@@ -6,16 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.verification.causes.loop_causes import Cut, LoopMistake, find_mistake
+from autoaccum.verification.causes.loop_causes import LoopMistake, SplitFactors, find_mistake
 
 COUNTS = ((3, 1, 2), (4, 2))
 EVEN = ((3, 3, 3, 3), (4, 4, 4))
 
 
-def cut(counts: tuple[int, ...], factor: Callable[[int, int, int], float]) -> Cut:
+def cut(counts: tuple[int, ...], factor: Callable[[int, int, int], float]) -> SplitFactors:
     """A loop's factor of a part, given its count, all counts and the number of parts."""
     total, parts = sum(counts), len(counts)
-    return Cut(tuple(factor(count, total, parts) for count in counts), tuple(count / total for count in counts))
+    return SplitFactors(
+        tuple(factor(count, total, parts) for count in counts), tuple(count / total for count in counts)
+    )
 
 
 LOOPS: dict[str, tuple[Callable[[int, int, int], float], LoopMistake]] = {
@@ -45,20 +47,20 @@ def test_finds_nothing_where_parts_count_for_their_shares(counts: list[int]) -> 
 
 
 def test_finds_nothing_wrong_with_a_sum() -> None:
-    assert find_mistake(Cut((1.0, 1.0), (1.0, 1.0))) is None
-    assert find_mistake(Cut((0.5, 0.5), (1.0, 1.0)), Cut((1 / 3,) * 3, (1.0,) * 3)) == "mean of means"
+    assert find_mistake(SplitFactors((1.0, 1.0), (1.0, 1.0))) is None
+    assert find_mistake(SplitFactors((0.5, 0.5), (1.0, 1.0)), SplitFactors((1 / 3,) * 3, (1.0,) * 3)) == "mean of means"
 
 
 def test_tells_zeroed_gradients_from_parts_left_out() -> None:
-    assert find_mistake(Cut((0.0, 0.0, 0.4), (0.3, 0.3, 0.4))) == "zeroed"
-    assert find_mistake(Cut((0.3, 0.3, 0.0), (0.3, 0.3, 0.4))) == "left out"
+    assert find_mistake(SplitFactors((0.0, 0.0, 0.4), (0.3, 0.3, 0.4))) == "zeroed"
+    assert find_mistake(SplitFactors((0.3, 0.3, 0.0), (0.3, 0.3, 0.4))) == "left out"
 
 
 def test_a_part_of_no_weight_is_not_missed() -> None:
-    assert find_mistake(Cut((0.0, 1.0), (0.0, 1.0))) is None
+    assert find_mistake(SplitFactors((0.0, 1.0), (0.0, 1.0))) is None
 
 
 def test_a_divisor_is_fixed_only_where_another_cut_says_so() -> None:
-    one_part = Cut((0.5,), (1.0,))
-    assert find_mistake(one_part, Cut((0.5, 0.5), (0.5, 0.5))) == "constant"
+    one_part = SplitFactors((0.5,), (1.0,))
+    assert find_mistake(one_part, SplitFactors((0.5, 0.5), (0.5, 0.5))) == "constant"
     assert find_mistake(one_part) == "scaled"

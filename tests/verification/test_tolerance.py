@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from autoaccum.errors import NotMeasuredError
 from autoaccum.verification.update_comparison import Tolerances, compare, find_tolerances, with_update
-from autoaccum.verification.update_run import UNCHANGED, Change, Outcome
+from autoaccum.verification.update_run import UNCHANGED, Ablation, UpdateResult
 
 TARGETS = torch.arange(16) % 3
 INPUTS = torch.randn(16, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-class Runs:
+class PairedRuns:
     """One batch of a small model whose first bias, in front of a BatchNorm, has a gradient of zero."""
 
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = torch.float64) -> None:
@@ -33,7 +33,7 @@ class Runs:
         gradients = {
             name: None if tensor.grad is None else tensor.grad.clone() for name, tensor in self.model.named_parameters()
         }
-        self.outcome = Outcome(
+        self.outcome = UpdateResult(
             loss=loss.item(),
             terms={"loss": loss.item()},
             connected=frozenset({"loss"}),
@@ -42,7 +42,7 @@ class Runs:
             parameters=self.update_from(gradients),
         )
 
-    def full(self, change: Change = UNCHANGED) -> Outcome:
+    def full(self, ablation: Ablation = UNCHANGED) -> UpdateResult:
         return self.outcome
 
     def initial(self) -> Mapping[str, Tensor]:
@@ -59,7 +59,7 @@ class Runs:
             self.make(self.model.parameters()).step()
         return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
-    def with_gradients(self, gradients: Mapping[str, Tensor | None]) -> Outcome:
+    def with_gradients(self, gradients: Mapping[str, Tensor | None]) -> UpdateResult:
         return dataclasses.replace(self.outcome, gradients=gradients, parameters=self.update_from(gradients))
 
 
@@ -89,7 +89,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_rounding_is_no_fault_of_the_update(name: str) -> None:
-    runs = Runs(OPTIMIZERS[name])
+    runs = PairedRuns(OPTIMIZERS[name])
     noise = torch.Generator().manual_seed(2)
     rounded = {
         key: tensor if tensor is None else tensor + 1e-16 * torch.randn(tensor.shape, generator=noise)
@@ -102,7 +102,7 @@ def test_rounding_is_no_fault_of_the_update(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_gradient_that_is_off_is_seen(name: str) -> None:
-    runs = Runs(OPTIMIZERS[name])
+    runs = PairedRuns(OPTIMIZERS[name])
     wrong = {key: tensor if tensor is None else tensor * 0.25 for key, tensor in runs.outcome.gradients.items()}
     tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
     _, gradients, _, update = compare(runs.outcome, runs.with_gradients(wrong), tolerances)
@@ -114,7 +114,7 @@ def test_a_gradient_that_is_off_is_seen(name: str) -> None:
 
 
 def test_a_parameter_without_a_gradient_that_decays_is_seen_in_the_update() -> None:
-    runs = Runs(OPTIMIZERS["momentum"])
+    runs = PairedRuns(OPTIMIZERS["momentum"])
     gradients = {**runs.outcome.gradients, "0.weight": None}
     runs.outcome = runs.with_gradients(gradients)
     zeros = {**gradients, "0.weight": torch.zeros(8, 5, dtype=torch.float64)}
@@ -126,20 +126,20 @@ def test_a_parameter_without_a_gradient_that_decays_is_seen_in_the_update() -> N
 
 
 def test_without_float64_errors_grow_as_those_of_sums_do() -> None:
-    runs = Runs(OPTIMIZERS["SGD"], torch.float32)
+    runs = PairedRuns(OPTIMIZERS["SGD"], torch.float32)
     tolerances = find_tolerances(runs, precision="bf16", samples=16)
     assert tolerances.relative == 8 * 2.0**-8 * 4
     assert "does not run in float64" in tolerances.rounding
 
 
 def test_a_precision_that_tells_nothing_is_said_to() -> None:
-    runs, double = Runs(OPTIMIZERS["SGD"], torch.float32), Runs(OPTIMIZERS["SGD"])
+    runs, double = PairedRuns(OPTIMIZERS["SGD"], torch.float32), PairedRuns(OPTIMIZERS["SGD"])
     runs.outcome = dataclasses.replace(
         runs.outcome,
         gradients={key: tensor * 2 for key, tensor in runs.outcome.gradients.items() if tensor is not None},
     )
     with pytest.raises(NotMeasuredError, match="100% off that in float64.*verify with --precision fp64"):
-        find_tolerances(runs, precision="fp16", samples=4, double=double)
+        find_tolerances(runs, precision="fp16", samples=4, float64_runs=double)
 
 
 def test_sparse_gradients_stay_sparse() -> None:
@@ -147,9 +147,9 @@ def test_sparse_gradients_stay_sparse() -> None:
         rows = nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
         gradient = torch.tensor([[0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [0.0, 0.0]], dtype=torch.float64).to_sparse(1)
 
-        def full(self, change: Change = UNCHANGED) -> Outcome:
+        def full(self, ablation: Ablation = UNCHANGED) -> UpdateResult:
             named: dict[str, Tensor | None] = {"rows": self.gradient}
-            return Outcome(0.0, {}, frozenset(), named, {}, self.update_from(named))
+            return UpdateResult(0.0, {}, frozenset(), named, {}, self.update_from(named))
 
         def initial(self) -> Mapping[str, Tensor]:
             return {"rows": self.rows.detach()}
@@ -169,7 +169,7 @@ def test_sparse_gradients_stay_sparse() -> None:
 
 
 def test_errors_of_an_update_are_relative_to_how_far_it_moves() -> None:
-    runs = Runs(OPTIMIZERS["AdamW"])
+    runs = PairedRuns(OPTIMIZERS["AdamW"])
     tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
     assert tolerances.largest_move == pytest.approx(0.1, rel=1e-2)
     assert runs.outcome.parameters["3.bias"].shape == (3,)

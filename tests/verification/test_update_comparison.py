@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nan, tensor
 
 from autoaccum.verification.update_comparison import Tolerances, compare
-from autoaccum.verification.update_run import Outcome
+from autoaccum.verification.update_run import UpdateResult
 from autoaccum.verification.verification_result import Difference
 
 TOLERANCES = Tolerances(relative=1e-10)
@@ -21,7 +21,7 @@ def _double(*entries: float) -> Tensor:
     return tensor(entries, dtype=torch.float64)
 
 
-FULL = Outcome(
+FULL = UpdateResult(
     loss=2.0,
     terms={"loss": 2.0},
     connected=frozenset({"loss"}),
@@ -31,7 +31,7 @@ FULL = Outcome(
 )
 
 
-def _compared(tolerances: Tolerances = TOLERANCES, full: Outcome = FULL, **changed: Any) -> dict[str, Difference]:
+def _compared(tolerances: Tolerances = TOLERANCES, full: UpdateResult = FULL, **changed: Any) -> dict[str, Difference]:
     other = dataclasses.replace(full, **changed)
     return {difference.quantity: difference for difference in compare(full, other, tolerances)}
 

@@ -138,7 +138,7 @@ def test_causes_are_sought_in_float64_where_rounding_would_hide_them() -> None:
     assert not found.equivalent
     assert [type(event) for event in events[:3]] == [VerificationStarted, Compared, Diagnosing]
     assert [cause.kind for cause in found.causes] == ["batchnorm"]
-    assert "causes were sought in float64" in found.notes
+    assert "the causes were searched for in float64" in found.notes
 
 
 def test_what_does_not_run_in_float64_is_verified_in_float32() -> None:
@@ -241,11 +241,11 @@ def test_out_of_memory_is_told_in_one_line() -> None:
         ({"batch": lambda size: _batch(size + 1)}, r"batch\(16\) returned 17 samples"),
         (
             {"criterion": lambda outputs, targets: outputs.sum() * float("nan")},
-            r"the loss of batch\(16\) is nan: there",
+            r"the loss of batch\(16\) is nan: look",
         ),
         (
             {"criterion": lambda outputs, targets: (outputs * 0).abs().sqrt().sum()},
-            "gradient of .* is not finite: there",
+            "gradient of .* is not finite: look",
         ),
         ({"model": lambda: nn.Identity()}, "none of the 0 parameters"),
         ({"accumulate": 3}, "accumulate is 3: write def accumulate"),
@@ -260,7 +260,7 @@ def test_what_cannot_be_verified_is_said(changed: dict[str, Any], told: str) -> 
 
 def test_a_single_sample_and_batchnorm_is_told_with_the_way_out() -> None:
     workload = dataclasses.replace(WORKLOAD, model=_normed)
-    with pytest.raises(WorkloadError, match="BatchNorm runs no single sample: give --micro-batch 2"):
+    with pytest.raises(WorkloadError, match="BatchNorm cannot run a single sample: give --micro-batch 2"):
         verify(workload, target_batch=4, micro_batch=1)
     found = verify(workload, target_batch=4, micro_batch=2)
     assert [one.window for one in found.comparisons] == ["whole"]
@@ -321,7 +321,7 @@ def test_large_losses_are_scaled_by_less_under_fp16() -> None:
 
 
 def test_a_batch_without_weight_is_refused() -> None:
-    with pytest.raises(WorkloadError, match=r"weight\(batch\) of 16 samples is 0: nothing would be learnt"):
+    with pytest.raises(WorkloadError, match=r"weight\(batch\) of 16 samples is 0, so no sample counts"):
         verify(Workload(model=_model, batch=_batch, loss=lambda m, b: m(b[0]).mean(), weight=lambda b: 0))
 
 

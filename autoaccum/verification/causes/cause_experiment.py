@@ -1,4 +1,4 @@
-"""One comparison that came out unequal: what would make it equal, and causes that couple samples or parts."""
+"""Experiments on one comparison that came out unequal: what makes both updates equal."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from autoaccum.accumulation.coupling_probe import find_coupling
 from autoaccum.accumulation.reachable_objects import tensor_hooks
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError
-from autoaccum.verification.paired_runs import Runs
+from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_comparison import Tolerances, compare
-from autoaccum.verification.update_run import UNCHANGED, Change, Outcome, Run
+from autoaccum.verification.update_run import UNCHANGED, Ablation, UpdateResult, UpdateRun
 from autoaccum.verification.verification_result import Cause, Comparison, Difference, Quantity
 from autoaccum.workload import pytree
 
 _SLACK = 16.0
-"""Of rounding in one comparison, that of a combination of several runs."""
+"""The rounding in a combination of several runs, in units of that in one comparison."""
 
 
 class Experiment:
-    """Asks the runs of a comparison that came out unequal, by the tolerances it was judged by.
+    """Repeats an unequal comparison under ablations, with the same tolerances.
 
     Attributes:
-        runs: Where experiments are made.
-        method: The way to accumulate that is held against the full batch.
-        window: As in the comparison.
-        rounding: How far apart equal combinations of runs may be, relative to the largest entry.
+        runs: The full and the accumulated run of the comparison's batch.
+        method: The way to accumulate that is compared with the full batch.
+        window: The window of the comparison.
+        rounding: How much equal combinations of runs may differ, relative to the largest entry.
     """
 
-    def __init__(self, runs: Runs, comparison: Comparison, tolerances: Tolerances) -> None:
+    def __init__(self, runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> None:
         self.runs, self.method, self.window = runs, comparison.method, comparison.window
         self._tolerances = tolerances
         self.rounding = _SLACK * tolerances.relative
 
     @cached_property
     def model(self) -> nn.Module:
-        """A copy of the model, as training begins with it."""
+        """A copy of the model as it is before training."""
         return self.runs.fixture.fresh().model
 
     @cached_property
-    def cuts(self) -> tuple[Runs, ...]:
-        """The same batch in two parts and in three, uneven ones where it can be."""
+    def splits(self) -> tuple[PairedRuns, ...]:
+        """The same batch in two parts and in three, uneven ones where possible."""
         return tuple(map(self.runs.with_sizes, two_splits(sum(self.runs.sizes))))
 
     @cached_property
     def batchnorms(self) -> tuple[str, ...]:
-        """BatchNorm modules that normalise by the batch, and would not in eval mode."""
+        """Names of BatchNorm modules that normalise by the batch, and by running statistics in eval mode."""
         return tuple(
             name
             for name, module in self.model.named_modules()
@@ -62,7 +62,7 @@ class Experiment:
 
     @cached_property
     def state(self) -> tuple[str, ...]:
-        """Attributes and buffers that the accumulated run changed; those of `batchnorms` left out."""
+        """Names of attributes and buffers that the accumulated run changed, without those of `batchnorms`."""
         pair = self.pair(UNCHANGED)
         if pair is None:
             return ()
@@ -75,13 +75,13 @@ class Experiment:
         return (*pair[1].state, *buffers)
 
     @cached_property
-    def hooked(self) -> tuple[str, ...]:
-        """Parameters with hooks on their gradients."""
+    def hooked_parameters(self) -> tuple[str, ...]:
+        """Names of parameters with hooks on their gradients."""
         return tuple(name for name, parameter in self.model.named_parameters() if any(tensor_hooks(parameter)))
 
     @cached_property
     def moved_parameters(self) -> tuple[str, ...]:
-        """Parameters without a gradient that an update changes all the same: forward does, as an EMA of others."""
+        """Names of parameters without a gradient that forward changes, such as an EMA of others."""
         full, before = self.runs.full(UNCHANGED), self.runs.initial()
         return tuple(
             name
@@ -89,40 +89,46 @@ class Experiment:
             if gradient is None and _has_changed(before[name], full.parameters.get(name))
         )
 
-    def pair(self, change: Change) -> tuple[Outcome, Outcome] | None:
-        """The full update and the accumulated one; None where the user's code raises under this change."""
+    def pair(self, ablation: Ablation) -> tuple[UpdateResult, UpdateResult] | None:
+        """Return the full and the accumulated update; None where the user's code raises under this ablation."""
         try:
-            full = self.runs.full(change)
-            return full, self.runs.accumulated(change) if self.method == "accumulator" else self.runs.own(change)
+            full = self.runs.full(ablation)
+            return full, self.runs.accumulated(ablation) if self.method == "accumulator" else self.runs.user_loop(
+                ablation
+            )
         except AutoaccumError:
             return None
 
-    def differences(self, change: Change) -> Mapping[Quantity, Difference] | None:
-        """What is unequal under `change`, as far as that can be asked; None where there is nothing to compare.
+    def differences(self, ablation: Ablation) -> Mapping[Quantity, Difference] | None:
+        """Return what is unequal under `ablation`; None where there is nothing to compare.
 
-        The update is left out where something was changed (its tolerances are of the unchanged gradient), buffers
-        where each part has begun with fresh ones, and the loss of a loop, which tells none.
+        The update is left out under an ablation (its tolerances are for the unchanged gradient), so are buffers where
+        each part begins with fresh ones, and the loss of a user's loop, which returns none.
         """
-        pair = self.pair(change)
+        pair = self.pair(ablation)
         if pair is None:
             return None
-        left_out = {"update": change != UNCHANGED, "buffers": change.fresh_state, "loss": self.method == "accumulate"}
+        left_out = {
+            "update": ablation != UNCHANGED,
+            "buffers": ablation.fresh_state,
+            "loss": self.method == "accumulate",
+        }
         found = compare(*pair, self._tolerances)
         return {one.quantity: one for one in found if not one.equal and not left_out.get(one.quantity, False)}
 
-    def are_equal(self, one: Outcome, other: Outcome) -> bool:
-        """Whether two updates of the unchanged batch are the same."""
+    def are_equal(self, one: UpdateResult, other: UpdateResult) -> bool:
+        """Return whether two updates of the unchanged batch are equal."""
         return all(difference.equal for difference in compare(one, other, self._tolerances))
 
-    def is_equal(self, change: Change) -> bool:
-        """Whether both updates are the same under `change`."""
-        return self.differences(change) == {}
+    def is_equal(self, ablation: Ablation) -> bool:
+        """Return whether the full and the accumulated update are equal under `ablation`."""
+        return self.differences(ablation) == {}
 
 
 def two_splits(total: int) -> tuple[tuple[int, ...], ...]:
-    """Two ways to cut a batch, into two parts and into three; one way to cut two samples.
+    """Split a batch in two ways, into two parts and into three; two samples in one way.
 
-    They are uneven, and none has one sample, which some modules cannot run, wherever that can be.
+    Where possible, parts are uneven, and none has a single sample, which some modules cannot run.
 
     >>> two_splits(16), two_splits(8), two_splits(5), two_splits(3), two_splits(2)
     (((7, 9), (4, 4, 8)), ((3, 5), (2, 2, 4)), ((2, 3), (1, 1, 3)), ((1, 2), (1, 1, 1)), ((1, 1),))
@@ -138,13 +144,13 @@ def _has_changed(before: Tensor, after: Tensor | None) -> bool:
 
 
 _WAY_OUT = (
-    "keep counters in buffers of the model, not in globals, closures or classes, which no run resets; draw from torch,"
-    " NumPy or random, and let nothing depend on time, on the system's entropy or on files that change"
+    "keep counters in buffers of the model, not in globals, closures or classes, which are not reset between runs; draw"
+    " random numbers from torch, NumPy or random; do not depend on time, os.urandom or files that change"
 )
 
 
 def find_nondeterminism(experiment: Experiment) -> Cause | None:
-    """The cause where the full batch's update differs from itself; None where it is the same twice."""
+    """Return the cause where the full batch gives another update when run again; None where it does not."""
     runs = experiment.runs
     if experiment.are_equal(runs.full(), runs.full_again()):
         return None
@@ -157,7 +163,7 @@ def find_nondeterminism(experiment: Experiment) -> Cause | None:
     return Cause(
         kind="non-determinism",
         found=(
-            "the full batch gives another result when it is run again, first in"
+            "the full batch gives another result when it is run again, which shows first in"
             f" {'the loss' if name is None else describe_modules([name or WHOLE_MODEL])}"
         ),
         change=_WAY_OUT,
@@ -165,9 +171,9 @@ def find_nondeterminism(experiment: Experiment) -> Cause | None:
     )
 
 
-def _outputs(runs: Runs) -> list[tuple[str, list[Tensor]]]:
-    """What every module gave, by its name, in the order in which they ended."""
-    run = Run(runs.fixture)
+def _outputs(runs: PairedRuns) -> list[tuple[str, list[Tensor]]]:
+    """Return the output of every module with its name, in the order in which the modules finished."""
+    run = UpdateRun(runs.fixture)
     found: list[tuple[str, list[Tensor]]] = []
 
     def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -182,27 +188,29 @@ def _outputs(runs: Runs) -> list[tuple[str, list[Tensor]]]:
 
 
 KEPT_STATE = (
-    "it runs where every part begins anew: forward keeps state between calls, of the size of a batch; reset it before"
-    " each part"
+    "it runs where every part begins with fresh state: forward keeps state between calls, of the size of a batch; reset"
+    " it before each part"
 )
-"""The way out where `has_kept_state`."""
+"""The advice where `has_kept_state`."""
 
 
 def look_for_coupling(experiment: Experiment) -> Coupling:
-    """Find the modules that give a sample another output beside other samples, and whether the loss mixes samples."""
+    """Find modules in which other samples change a sample's output, and whether the loss mixes samples."""
     runs = experiment.runs
     with runs.fixture.running():
         copied = runs.fixture.fresh()
-        return find_coupling(copied.model, copied.objective, runs.batch, experiment.cuts[-1].sizes, runs.fixture.beside)
+        return find_coupling(
+            copied.model, copied.objective, runs.batch, experiment.splits[-1].sizes, runs.fixture.outside
+        )
 
 
-def has_kept_state(runs: Runs) -> bool:
-    """Whether an accumulated update that raises would run if each part began with the state that the first began with.
+def has_kept_state(runs: PairedRuns) -> bool:
+    """Return whether an accumulated update that raises runs when each part begins with the initial state.
 
-    So it is with an RNN that keeps its hidden state, whose first dimension is that of the part before.
+    An example is an RNN that keeps its hidden state, with the batch size of the part before.
     """
     try:
-        runs.full(Change(fresh_state=True))
+        runs.full(Ablation(fresh_state=True))
     except AutoaccumError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Why an accumulated update is not the full batch's: what is put out of the way, step by step, until it is."""
+"""The search for causes: ablate one thing after another until the accumulated update is the full batch's."""
 
 from __future__ import annotations
 
@@ -13,68 +13,68 @@ from autoaccum.verification.causes.cause_experiment import Experiment, find_nond
 from autoaccum.verification.causes.coupling_causes import coupling_causes, explain_whole, make_cause, state_cause
 from autoaccum.verification.causes.loop_causes import explain_loop
 from autoaccum.verification.causes.weighting_causes import explain_mixed_terms, explain_weighting
-from autoaccum.verification.paired_runs import Runs
+from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_comparison import Tolerances
-from autoaccum.verification.update_run import UNCHANGED, Change
+from autoaccum.verification.update_run import UNCHANGED, Ablation
 from autoaccum.verification.verification_result import Cause, Comparison
 
-_FIRST = "try a smaller model, or one term of the loss at a time, until both are the same"
+_FIRST = "try a smaller model, or one term of the loss at a time, until both are equal"
 _COARSE = 1e-2
-"""Of rounding: beyond it, as in half precision, any arithmetic seems to fit."""
+"""With more rounding than this, as in half precision, any arithmetic seems to fit."""
 
 
-class _Suspect(NamedTuple):
-    """One thing that may be put out of the way, and the modules, attributes or buffers it lies in."""
+class _PossibleCause(NamedTuple):
+    """One possible cause, and the modules, attributes or buffers it is in."""
 
     kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model", "balancing loss"]
     where: tuple[str, ...] = ()
 
-    def added(self, change: Change) -> Change:
-        """`change`, with this out of the way as well."""
+    def added(self, ablation: Ablation) -> Ablation:
+        """Return `ablation` extended by this possible cause."""
         if self.kind == "state":
-            return replace(change, fresh_state=True)
+            return replace(ablation, fresh_state=True)
         if self.kind == "hook":
-            return replace(change, unhooked=True)
+            return replace(ablation, without_hooks=True)
         if self.kind == "randomness":
-            return replace(change, calm=True)
+            return replace(ablation, neutral_rng=True)
         if self.kind == "balancing loss":
-            return replace(change, unbalanced=True)
-        return replace(change, rest=change.rest | frozenset(self.where))
+            return replace(ablation, without_balancing_loss=True)
+        return replace(ablation, eval_modules=ablation.eval_modules | frozenset(self.where))
 
 
 class _Found(NamedTuple):
-    """The first set of suspects that helped, all of which are needed.
+    """The first set of candidates that helped; all of them are needed.
 
-    `explained` is what else there is to it; empty where the updates are equal with them out of the way.
+    `explained` holds the causes that remain under their ablation; empty where the updates are then equal.
     """
 
-    suspects: tuple[_Suspect, ...]
+    candidates: tuple[_PossibleCause, ...]
     explained: tuple[Cause, ...] = ()
 
 
-def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> tuple[Cause, ...]:
-    """Find out by experiment why `comparison`, of these runs and judged by these tolerances, is not equal.
+def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> tuple[Cause, ...]:
+    """Find out by experiment why `comparison`, made of these runs and with these tolerances, is not equal.
 
-    What may couple parts (BatchNorm, state, random draws, modules seen to couple samples) is put out of the way, the
-    least first; after each, what is left may be arithmetic (`explain_weighting`, or `explain_loop`).
-    The first set that makes both updates equal is the cause, and that run its proof. In half precision only what makes
-    both equal is told, as arithmetic cannot be: give runs in float64.
+    What may couple parts (BatchNorm, state, random numbers, modules seen to couple samples) is ablated, in the smallest
+    sets first. After each ablation, arithmetic may explain the rest (`explain_weighting` or `explain_loop`). The first
+    set that makes both updates equal is the cause, and that run is its proof. In half precision arithmetic explains
+    nothing, so pass runs in float64.
     """
     if comparison.equal:
         return ()
     experiment = Experiment(runs, comparison, tolerances)
-    restless = find_nondeterminism(experiment)
-    if restless is not None:
-        return (restless,)
+    nondeterminism = find_nondeterminism(experiment)
+    if nondeterminism is not None:
+        return (nondeterminism,)
     if set(experiment.differences(UNCHANGED) or ()) <= {"update"}:
-        return (_unknown(experiment, "only the update differs, of equal gradients", Coupling()),)
-    suspects = _find_suspects(experiment)
-    found = _find_least(experiment, suspects)
+        return (_unknown_cause(experiment, "only the update differs, with equal gradients", Coupling()),)
+    candidates = _find_candidates(experiment)
+    found = _find_least(experiment, candidates)
     if found is not None:
         return _causes(experiment, found)
     coupling = look_for_coupling(experiment)
     others = tuple(name for name in coupling.modules if name != WHOLE_MODEL and name not in experiment.batchnorms)
-    found = _find_least(experiment, suspects, _Suspect("coupled model", others)) if others else None
+    found = _find_least(experiment, candidates, _PossibleCause("coupled model", others)) if others else None
     if found is not None:
         return _causes(experiment, found)
     if coupling.loss and (mixed := _mixed_terms(experiment)) is not None:
@@ -82,116 +82,125 @@ def find_causes(runs: Runs, comparison: Comparison, tolerances: Tolerances) -> t
         return (
             *known,
             mixed,
-            *_state_seen(experiment),
+            *_observed_state(experiment),
         )  # Two divisors in one loss only look like samples that are mixed.
-    seen = (*coupling_causes(experiment, coupling), *_state_seen(experiment))
+    seen = (*coupling_causes(experiment, coupling), *_observed_state(experiment))
     if experiment.moved_parameters or any(cause.kind in ("coupled loss", "coupled model") for cause in seen):
         return seen
-    return (*seen, _remaining(experiment, coupling))
+    return (*seen, _remaining_cause(experiment, coupling))
 
 
-def _find_suspects(experiment: Experiment) -> list[_Suspect]:
-    """What there is to put out of the way, the likeliest first."""
+def _find_candidates(experiment: Experiment) -> list[_PossibleCause]:
+    """Return what can be ablated, the likeliest cause first."""
     runs = experiment.runs
     found = [
-        _Suspect("batchnorm", experiment.batchnorms),
-        _Suspect("balancing loss", load_balancing_factors(experiment.model)),
-        _Suspect("state", experiment.state),
-        _Suspect("hook", experiment.hooked),
-        _Suspect("randomness", runs.draw_sites if runs.mismatch is None else ()),
+        _PossibleCause("batchnorm", experiment.batchnorms),
+        _PossibleCause("balancing loss", load_balancing_factors(experiment.model)),
+        _PossibleCause("state", experiment.state),
+        _PossibleCause("hook", experiment.hooked_parameters),
+        _PossibleCause("randomness", runs.rng_sites if runs.mismatch is None else ()),
     ]
     return [one for one in found if one.where]
 
 
-def _find_least(experiment: Experiment, suspects: Sequence[_Suspect], always: _Suspect | None = None) -> _Found | None:
-    """The smallest set without which both updates are equal, or arithmetic explains why not; None where there is none.
+def _find_least(
+    experiment: Experiment, candidates: Sequence[_PossibleCause], always: _PossibleCause | None = None
+) -> _Found | None:
+    """Find the smallest set whose ablation makes both updates equal, or leaves a difference that arithmetic explains.
 
-    `always` is in all sets. Smaller ones are tried first, so that each member is needed. Of one size, explanations come
-    after equality under one member more, which costs less to ask: what is explained is not equal with more out of the
-    way. Only draws that do nothing may make equal what is explained, as where a mean divides by a count that is drawn.
+    `always` is in every set. Smaller sets come first, so that each member is needed. Equality under a set with one more
+    member is tried before arithmetic, since it is cheaper and a difference that arithmetic explains does not vanish
+    under more ablations. The exception are neutral random numbers, which come last: they may hide a mean that divides
+    by a random count.
     """
     extra = () if always is None else (always,)
-    sizes = range(len(suspects) + 1)
-    sets = [[_joint((*subset, *extra)) for subset in combinations(suspects, n)] for n in sizes]
+    sizes = range(len(candidates) + 1)
+    sets = [[_combine((*subset, *extra)) for subset in combinations(candidates, n)] for n in sizes]
     for smaller, larger in zip([[], *sets], [*sets, []], strict=True):
-        for chosen, change in larger:
-            if not change.calm and experiment.is_equal(change):
+        for chosen, ablation in larger:
+            if not ablation.neutral_rng and experiment.is_equal(ablation):
                 return _Found(chosen)
-        for chosen, change in smaller:
-            explained = _explain(experiment, change) if experiment.pair(change) is not None else None
+        for chosen, ablation in smaller:
+            explained = _explain(experiment, ablation) if experiment.pair(ablation) is not None else None
             if explained is not None:
                 return _Found(chosen, explained)
-        for chosen, change in larger:
-            if change.calm and experiment.is_equal(change):
+        for chosen, ablation in larger:
+            if ablation.neutral_rng and experiment.is_equal(ablation):
                 return _Found(chosen)
     return None
 
 
-def _joint(chosen: tuple[_Suspect, ...], but: _Suspect | None = None) -> tuple[tuple[_Suspect, ...], Change]:
-    """A set of suspects, and the change that puts all of them (but one) out of the way."""
-    change = UNCHANGED
+def _combine(
+    chosen: tuple[_PossibleCause, ...], but: _PossibleCause | None = None
+) -> tuple[tuple[_PossibleCause, ...], Ablation]:
+    """Return a set of candidates with the ablation of all of them, except `but`."""
+    ablation = UNCHANGED
     for one in chosen:
-        change = change if one == but else one.added(change)
-    return chosen, change
+        ablation = ablation if one == but else one.added(ablation)
+    return chosen, ablation
 
 
-def _explain(experiment: Experiment, change: Change) -> tuple[Cause, ...] | None:
+def _explain(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...] | None:
     if experiment.rounding > _COARSE:
         return None
     return (
-        explain_loop(experiment, change) if experiment.method == "accumulate" else explain_weighting(experiment, change)
+        explain_loop(experiment, ablation)
+        if experiment.method == "accumulate"
+        else explain_weighting(experiment, ablation)
     )
 
 
 def _causes(experiment: Experiment, found: _Found) -> tuple[Cause, ...]:
     blamed = [
-        one for one in found.suspects if one.kind != "randomness" or experiment.runs.rng_mixes_samples is not False
+        one for one in found.candidates if one.kind != "randomness" or experiment.runs.rng_mixes_samples is not False
     ]
     return (*(_cause(experiment, one, found) for one in blamed), *found.explained)
 
 
-def _cause(experiment: Experiment, one: _Suspect, found: _Found) -> Cause:
+def _cause(experiment: Experiment, one: _PossibleCause, found: _Found) -> Cause:
     proved = all(cause.proved for cause in found.explained)
     if one.kind == "state":
-        return replace(state_cause(experiment, one.where, _joint(found.suspects, but=one)[1]), proved=proved)
-    alone = one.kind == "batchnorm" and len(found.suspects) == 1 and not found.explained
+        return replace(state_cause(experiment, one.where, _combine(found.candidates, but=one)[1]), proved=proved)
+    alone = one.kind == "batchnorm" and len(found.candidates) == 1 and not found.explained
     if alone and set(experiment.differences(UNCHANGED) or ()) == {"buffers"}:
         return make_cause("statistics", one.where, proved=True)
     return make_cause("module" if one.kind == "coupled model" else one.kind, one.where, proved=proved)
 
 
-def _state_seen(experiment: Experiment) -> tuple[Cause, ...]:
-    """State that changes the accumulated update, where something else does so too, and is not known."""
+def _observed_state(experiment: Experiment) -> tuple[Cause, ...]:
+    """Return the cause for state that changes the accumulated update next to something unknown."""
     if experiment.moved_parameters:
         cause = state_cause(experiment, experiment.moved_parameters, UNCHANGED)
-        return (replace(cause, change="move them once per update, outside of forward"),)
-    kept, fresh = experiment.pair(UNCHANGED), experiment.pair(Change(fresh_state=True))
+        return (replace(cause, change="change them once per update, outside of forward"),)
+    kept, fresh = experiment.pair(UNCHANGED), experiment.pair(Ablation(fresh_state=True))
     if not experiment.state or kept is None or fresh is None or experiment.are_equal(kept[1], fresh[1]):
         return ()
     return (state_cause(experiment, experiment.state, UNCHANGED),)
 
 
-def _remaining(experiment: Experiment, coupling: Coupling) -> Cause:
-    """What remains where all that couples samples is known: terms that one weight cannot serve, or what is unknown."""
+def _remaining_cause(experiment: Experiment, coupling: Coupling) -> Cause:
+    """Return the cause that remains when all coupling is known: terms that need different weights, or unknown."""
     known = None if coupling.loss else _mixed_terms(experiment)
     if known is None and not coupling.modules and experiment.rounding <= _COARSE:
-        known = explain_whole(experiment, replace(_at_rest(experiment), calm=bool(experiment.runs.draw_sites)))
-    return known or _unknown(experiment, "nothing that was put out of the way makes both the same", coupling)
+        known = explain_whole(
+            experiment, replace(_base_ablation(experiment), neutral_rng=bool(experiment.runs.rng_sites))
+        )
+    return known or _unknown_cause(experiment, "no experiment makes both updates equal", coupling)
 
 
 def _mixed_terms(experiment: Experiment) -> Cause | None:
-    return explain_mixed_terms(experiment, _at_rest(experiment)) if experiment.method == "accumulator" else None
+    return explain_mixed_terms(experiment, _base_ablation(experiment)) if experiment.method == "accumulator" else None
 
 
-def _at_rest(experiment: Experiment) -> Change:
-    return Change(rest=frozenset(experiment.batchnorms), fresh_state=bool(experiment.state))
+def _base_ablation(experiment: Experiment) -> Ablation:
+    return Ablation(eval_modules=frozenset(experiment.batchnorms), fresh_state=bool(experiment.state))
 
 
-def _unknown(experiment: Experiment, why: str, coupling: Coupling) -> Cause:
-    """What is honest where no experiment has told the cause."""
+def _unknown_cause(experiment: Experiment, why: str, coupling: Coupling) -> Cause:
+    """Return the cause where no experiment has found one: what differs, and what was tried."""
     differing = experiment.differences(UNCHANGED) or {}
     where = tuple(dict.fromkeys(one.where for one in differing.values() if one.where))
-    tried = list_names([*(one.kind for one in _find_suspects(experiment)), "weights"])
+    tried = list_names([*(one.kind for one in _find_candidates(experiment)), "weights"])
     return Cause(
         kind="unknown",
         found=f"{why}; tried: {tried}{f' ({coupling.reason})' if coupling.reason else ''}",

@@ -1,4 +1,4 @@
-"""A loop of the user's own: what each of its parts counts for, and which line would be right."""
+"""Causes in the user's own accumulation loop: the factor of each part's gradient, and the line that mends it."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from autoaccum.verification.causes.loss_factors import (
     share,
     workload_shares,
 )
-from autoaccum.verification.paired_runs import Runs
+from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_comparison import largest_entry
-from autoaccum.verification.update_run import Change, Outcome
+from autoaccum.verification.update_run import Ablation, UpdateResult
 from autoaccum.verification.verification_result import Cause, CauseKind
 from autoaccum.workload.weight_candidates import list_candidates
 
 _FOUND: Mapping[LoopMistake, str] = {
-    "zeroed": "only the last part counts: gradients are zeroed between the parts, or backward() is called after the"
-    " loop, of the last loss only",
+    "zeroed": "only the last part counts: gradients are zeroed between the parts, or backward() is called once after"
+    " the loop, for the last loss only",
     "left out": "some parts are left out: {counts}",
-    "undivided": "the losses of the parts are added up undivided: {counts}",
+    "undivided": "the losses of the parts are added up without dividing them: {counts}",
     "divided twice": "the losses of the parts are divided twice: {counts}",
-    "mean of means": "every part's mean counts alike, though parts divide by different counts: {counts}",
-    "constant": "the losses are divided by a fixed number, here of {parts} parts: {counts}",
-    "scaled": "the parts are wrongly divided: {counts}",
-    "uneven": "the parts are wrongly weighted: {counts}",
+    "mean of means": "the mean of every part counts the same, though parts divide by different counts: {counts}",
+    "constant": "the losses are divided by a fixed number, whatever the number of parts (here {parts}): {counts}",
+    "scaled": "the parts are divided by a wrong number: {counts}",
+    "uneven": "the parts have wrong weights: {counts}",
 }
 _CHANGES: Mapping[LoopMistake, str] = {
     "zeroed": "call backward() for every part, within the loop, and zero_grad() once, before the first part",
@@ -46,132 +46,134 @@ _CHANGES: Mapping[LoopMistake, str] = {
 }
 
 _NONE = 1e-12
-"""Of the largest entry of the full gradient: below, there is no gradient."""
+"""A gradient below this share of the full gradient's largest entry counts as none."""
 
 _LEAST_SHARE = 1e3
-"""How much smaller than the gradient such a term may be: its rounding is that of the gradient."""
+"""Slack for a term this many times smaller than the gradient: it carries the gradient's rounding."""
 
 
-def explain_loop(experiment: Experiment, change: Change) -> tuple[Cause, ...] | None:
-    """What the loop does to its parts under `change`; None where not even the Accumulator gives the full gradient."""
+def explain_loop(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...] | None:
+    """Explain what the loop does wrong under `ablation`; None where even the Accumulator's gradient differs."""
     runs = experiment.runs
     try:
-        parts = Decomposition(runs, change, experiment.rounding)
+        parts = Decomposition(runs, ablation, experiment.rounding)
         shares, counted = _find_shares(parts) or ((), "")
-        cut = _read(experiment, parts, shares) if shares else None
-        if cut is None:
-            return _made_otherwise(experiment, parts, change)
-        other = _read_otherwise(experiment, change)
-        norm, scale = _round_norm(runs.own(change)), find_loss_scale(cut, other)
+        split = _fit_factors(experiment, parts, shares) if shares else None
+        if split is None:
+            return _explain_other_gradient(experiment, parts, ablation)
+        other = _fit_other_split(experiment, ablation)
+        norm, scale = _clipped_norm(runs.user_loop(ablation)), find_loss_scale(split, other)
     except AutoaccumError:
         return None
-    fault = find_mistake(cut, other)
-    counts = f"they count for {numbers(cut.factors)}, their shares are {numbers(cut.shares)}"
+    mistake = find_mistake(split, other)
+    counts = f"they count for {numbers(split.factors)}, their shares are {numbers(split.shares)}"
     if scale is not None:
-        undo = "leave the loss scale out of accumulate(), or undo it at its end, as scaler.unscale_(optimizer) does"
-        return _told(
+        undo = "do not scale the loss in accumulate(), or undo it at the end, as scaler.unscale_(optimizer) does"
+        return _loop_cause(
             f"gradients are left multiplied by {scale:g}, as by a GradScaler: {counts}",
-            undo if is_close(cut.ratio, scale) else f"{undo}; and {_right_line(runs, counted)}",
+            undo if is_close(split.ratio, scale) else f"{undo}; and {_correct_line(runs, counted)}",
             proved=True,
         )
-    if norm is not None and (fault in ("constant", "scaled") or _shrinks(cut.ratios)):
-        found = f"the loop clips the gradient: its norm is {norm:g}, and that of the full batch is not clipped here"
-        return _told(found, "leave clipping out of accumulate(): clip once per update, after it")
-    if fault is None:
+    if norm is not None and (mistake in ("constant", "scaled") or _shares_grow(split.ratios)):
+        found = f"the loop clips the gradient to a norm of {norm:g}; the full batch's gradient is not clipped here"
+        return _loop_cause(found, "do not clip in accumulate(): clip once per update, after it")
+    if mistake is None:
         return None
-    fault = "scaled" if fault == "mean of means" and counted == SUM else fault
-    found = _FOUND[fault].format(counts=counts, parts=cut.parts)
-    kind: CauseKind = "last window" if fault == "constant" and experiment.window == "last" else "accumulate"
-    return _told(found, _CHANGES.get(fault) or _right_line(runs, counted), kind=kind, proved=True)
+    mistake = "scaled" if mistake == "mean of means" and counted == SUM else mistake
+    found = _FOUND[mistake].format(counts=counts, parts=split.parts)
+    kind: CauseKind = "last window" if mistake == "constant" and experiment.window == "last" else "accumulate"
+    return _loop_cause(found, _CHANGES.get(mistake) or _correct_line(runs, counted), kind=kind, proved=True)
 
 
-def _told(
+def _loop_cause(
     found: str, change: str, *, kind: CauseKind = "accumulate", where: tuple[str, ...] = (), proved: bool = False
 ) -> tuple[Cause]:
     return (Cause(kind=kind, found=found, change=change, where=where, proved=proved),)
 
 
-def _made_otherwise(experiment: Experiment, parts: Decomposition, change: Change) -> tuple[Cause, ...] | None:
-    """Why the loop's gradient is made of something else, where the Accumulator's is the full batch's."""
-    accumulated = flatten(parts.runs.accumulated(change).gradients, parts.whole.parameters)
+def _explain_other_gradient(
+    experiment: Experiment, parts: Decomposition, ablation: Ablation
+) -> tuple[Cause, ...] | None:
+    """Explain a loop whose gradient is no combination of the parts', where the Accumulator's is the full batch's."""
+    accumulated = flatten(parts.runs.accumulated(ablation).gradients, parts.whole.parameters)
     if find_residual(parts.gradient, [accumulated], (1.0,)) > experiment.rounding:
         return None
-    unreached = _unreached(parts.whole, parts.runs.own(change))
+    unreached = _unreached_parameters(parts.whole, parts.runs.user_loop(ablation))
     if unreached:
         found = f"the loop's gradient does not reach {list_names(unreached)}, the full batch's does"
         whole = "backpropagate the whole of loss(model, part): no .detach(), .item() or no_grad() on its terms"
-        return _told(found, whole, kind="detached", where=unreached)
-    if _counts_with_parts(experiment, parts, change):
-        return _told(
-            "the loop's gradient is the full batch's, and once more for each part but the first a term that is the"
-            " same for any batch, as a regulariser is",
-            "multiply that term by the share of the part as well, as (loss + term) * count / total, or add it once in"
-            " a window",
+        return _loop_cause(found, whole, kind="detached", where=unreached)
+    if _repeats_a_term(experiment, parts, ablation):
+        return _loop_cause(
+            "the loop's gradient is the full batch's plus, once for each further part, a term that is the same for"
+            " any batch, such as a regulariser",
+            "multiply that term by the part's share as well, as in (loss + term) * count / total, or add it once per"
+            " window",
             kind="regulariser",
             proved=True,
         )
     if not workload_shares(parts.runs, list(parts.whole.terms)):
-        return _told(
+        return _loop_cause(
             "the terms of the loss divide by different counts, and the loop does not give each its own share",
-            "for each term of each part: term * weight(part)[name] / total[name], where total is that of all parts of"
-            " the window; then backward() of their sum",
+            "weight each term of each part by weight(part)[name] / total[name], where total is the sum over all parts"
+            " of the window; then call backward() on the sum of the terms",
         )
-    gradients = (experiment.differences(change) or {}).get("gradients")
-    return _told(
-        "the loop's gradient is made of something else than the gradients of loss(model, part)",
-        "compute the loss of a part in the loop as loss(model, part) does",
+    gradients = (experiment.differences(ablation) or {}).get("gradients")
+    return _loop_cause(
+        "the loop's gradient is not a combination of the gradients of loss(model, part)",
+        "compute the loss of each part in the loop as loss(model, part) does",
         where=() if gradients is None or gradients.where is None else (gradients.where,),
     )
 
 
-def _unreached(full: Outcome, own: Outcome) -> tuple[str, ...]:
-    """Some parameters, not all, that the full batch's gradient reaches and the loop's does not."""
+def _unreached_parameters(full: UpdateResult, own: UpdateResult) -> tuple[str, ...]:
+    """Return the parameters that only the full batch's gradient reaches; empty where the loop reaches none at all."""
     least = _NONE * largest_entry(full.gradients.values())
     reached = {name for name, one in full.gradients.items() if largest_entry([one]) > least}
     found = tuple(name for name in full.gradients if name in reached and largest_entry([own.gradients[name]]) <= least)
     return () if len(found) == len(full.gradients) else found
 
 
-def _counts_with_parts(experiment: Experiment, parts: Decomposition, change: Change) -> bool:
-    """Whether its gradient is the full batch's and, for each part but one, once more what is the same for any."""
-    other = _cut_otherwise(experiment)
+def _repeats_a_term(experiment: Experiment, parts: Decomposition, ablation: Ablation) -> bool:
+    """Return whether the loop's gradient is the full batch's plus the same term once for each further part."""
+    other = _other_split(experiment)
     if other is None or min(len(parts.runs.sizes), len(other.sizes)) < 2:
         return False
     once, again = (
-        (flatten(runs.own(change).gradients, parts.whole.parameters) - parts.gradient) / (len(runs.sizes) - 1)
+        (flatten(runs.user_loop(ablation).gradients, parts.whole.parameters) - parts.gradient) / (len(runs.sizes) - 1)
         for runs in (parts.runs, other)
     )
     return find_residual(once, [again], (1.0,)) <= experiment.rounding * _LEAST_SHARE
 
 
-def _cut_otherwise(experiment: Experiment) -> Runs | None:
-    """The same batch in another number of parts."""
-    return next((one for one in experiment.cuts if len(one.sizes) != len(experiment.runs.sizes)), None)
+def _other_split(experiment: Experiment) -> PairedRuns | None:
+    """Return the same batch in another number of parts."""
+    return next((one for one in experiment.splits if len(one.sizes) != len(experiment.runs.sizes)), None)
 
 
-def _read(experiment: Experiment, parts: Decomposition, shares: tuple[float, ...]) -> Cut | None:
-    """What each part counts for, beside what it should; None where the gradient is made of something else."""
-    own = flatten(parts.runs.own(parts.change).gradients, parts.whole.parameters)
+def _fit_factors(experiment: Experiment, parts: Decomposition, shares: tuple[float, ...]) -> SplitFactors | None:
+    """Find the factor of each part in the loop's gradient; None where no factors of the parts give it."""
+    own = flatten(parts.runs.user_loop(parts.ablation).gradients, parts.whole.parameters)
     found = find_factors(own, parts.gradients)
     if found is None or found.residual > experiment.rounding:
         return None
-    return Cut(tuple(0.0 if abs(one) < experiment.rounding else one for one in found.values), shares)
+    return SplitFactors(tuple(0.0 if abs(one) < experiment.rounding else one for one in found.values), shares)
 
 
-def _read_otherwise(experiment: Experiment, change: Change) -> Cut | None:
-    """The same of another number of parts."""
-    runs = _cut_otherwise(experiment)
+def _fit_other_split(experiment: Experiment, ablation: Ablation) -> SplitFactors | None:
+    """Find the factors of the same window in another number of parts."""
+    runs = _other_split(experiment)
     if runs is None:
         return None
-    parts = Decomposition(runs, change, experiment.rounding)
+    parts = Decomposition(runs, ablation, experiment.rounding)
     right = _find_shares(parts)
-    return None if right is None else _read(experiment, parts, right[0])
+    return None if right is None else _fit_factors(experiment, parts, right[0])
 
 
-def _round_norm(own: Outcome) -> float | None:
-    """The norm of a gradient that was clipped; None where it is no number that a person would clip to.
+def _clipped_norm(own: UpdateResult) -> float | None:
+    """Return the norm that a gradient was clipped to; None where its norm is not a round number.
 
-    `clip_grad_norm_` divides by the norm plus 1e-6 (torch/nn/utils/clip_grad.py).
+    `clip_grad_norm_` divides by the norm plus 1e-6 (torch/nn/utils/clip_grad.py), so the result is a little smaller.
     """
     rows = [gradient.norm() for gradient in own.gradients.values() if gradient is not None]
     norm = float(torch.stack(rows).norm()) if rows else 0.0
@@ -180,7 +182,7 @@ def _round_norm(own: Outcome) -> float | None:
 
 
 def _find_shares(parts: Decomposition) -> tuple[tuple[float, ...], str] | None:
-    """What parts should count for, and what is counted, in words or as code; None where no one number is right."""
+    """Return the right share of each part, and what they count, in words or code; None where no count is right."""
     runs, objective = parts.runs, parts.runs.objective
     own = workload_shares(runs, list(parts.whole.terms))
     if own is not None and parts.gives_gradient(own):
@@ -188,21 +190,21 @@ def _find_shares(parts: Decomposition) -> tuple[tuple[float, ...], str] | None:
     return next(((shares, code) for shares, code in _usual_shares(runs) if parts.gives_gradient(shares)), None)
 
 
-def _usual_shares(runs: Runs) -> Iterator[tuple[tuple[float, ...], str]]:
+def _usual_shares(runs: PairedRuns) -> Iterator[tuple[tuple[float, ...], str]]:
     yield (1.0,) * len(runs.parts), SUM
     for candidate in list_candidates(runs.batch, runs.parts):
         yield share(candidate.counts), candidate.code
 
 
-def _right_line(runs: Runs, counted: str) -> str:
+def _correct_line(runs: PairedRuns, counted: str) -> str:
     if counted == SUM:
         return "loss(model, part).backward(), without dividing: the loss is a sum"
     what = f"weight(batch): return {counted}"
     if counted == runs.objective.source:
         what = "weight(part)" if runs.objective.weight_function else f"its {counted.partition(' (')[0]}"
     return (
-        f"(loss(model, part) * count / total).backward(), where count is a part's own ({what}), and total that of all"
-        " parts of the window"
+        f"(loss(model, part) * count / total).backward(), where count is the part's ({what}) and total the sum of the"
+        " counts of all parts of the window"
     )
 
 
@@ -213,16 +215,16 @@ LoopMistake = Literal[
 _CLOSE = 1e-6
 
 _LEAST_SCALE = 2.0**8
-"""A smaller factor may be a count of parts or samples."""
+"""The smallest loss scale looked for: a smaller factor may be a count of parts or samples."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """One window, cut and accumulated by the loop.
+class SplitFactors:
+    """The factors by which a loop multiplied the parts of one window.
 
     Attributes:
-        factors: What each part's gradient was multiplied by.
-        shares: What would have been right.
+        factors: The factor of each part's gradient.
+        shares: The right factors.
     """
 
     factors: tuple[float, ...]
@@ -230,73 +232,73 @@ class Cut:
 
     @property
     def parts(self) -> int:
-        """How many parts it has."""
+        """The number of parts."""
         return len(self.factors)
 
     @property
     def ratios(self) -> list[float]:
-        """How many times too large the factors are of the parts that should count."""
+        """Factor over share of each part that should count."""
         return [factor / share for factor, share in zip(self.factors, self.shares, strict=True) if share > 0]
 
     @property
     def common(self) -> float | None:
-        """The factor, where all parts have the same."""
+        """The factor of all parts; None where they differ."""
         return _constant(self.factors)
 
     @property
     def ratio(self) -> float | None:
-        """How many times too large every part's factor is, where it is the same for all."""
+        """The ratio of factor to share of all parts; None where it differs."""
         return _constant(self.ratios)
 
 
-def _shrinks(ratios: Sequence[float]) -> bool:
-    """Whether every part counts for more of its share than the one before, as where each clips what there is."""
+def _shares_grow(ratios: Sequence[float]) -> bool:
+    """Return whether each part's ratio is larger than the one before, as when the loop clips after every part."""
     grows = all(one <= two * (1 + _CLOSE) for one, two in itertools.pairwise(ratios))
     return bool(ratios) and 0 < ratios[0] < ratios[-1] <= 1 and grows
 
 
-def find_mistake(cut: Cut, other: Cut | None = None) -> LoopMistake | None:
-    """What is wrong with the factors; None where they are the shares.
+def find_mistake(split: SplitFactors, other: SplitFactors | None = None) -> LoopMistake | None:
+    """Name what is wrong with the factors; None where they are the shares.
 
     Args:
-        cut: The window as it was accumulated.
-        other: The same window in another number of parts, which tells a divisor that is fixed from one that counts.
+        split: The window as it was accumulated.
+        other: The same window in another number of parts: it shows whether a divisor is fixed or counts the parts.
 
-    >>> find_mistake(Cut((1.0, 1.0), (0.5, 0.5)))
+    >>> find_mistake(SplitFactors((1.0, 1.0), (0.5, 0.5)))
     'undivided'
-    >>> find_mistake(Cut((0.25, 0.25), (0.5, 0.5)), Cut((1 / 9,) * 3, (1 / 3,) * 3))
+    >>> find_mistake(SplitFactors((0.25, 0.25), (0.5, 0.5)), SplitFactors((1 / 9,) * 3, (1 / 3,) * 3))
     'divided twice'
-    >>> find_mistake(Cut((0.25, 0.25), (0.5, 0.5)), Cut((0.25,) * 3, (1 / 3,) * 3))
+    >>> find_mistake(SplitFactors((0.25, 0.25), (0.5, 0.5)), SplitFactors((0.25,) * 3, (1 / 3,) * 3))
     'constant'
     """
-    if is_close(cut.ratio, 1.0):
+    if is_close(split.ratio, 1.0):
         return None
-    pairs = enumerate(zip(cut.factors, cut.shares, strict=True))
+    pairs = enumerate(zip(split.factors, split.shares, strict=True))
     missing = [index for index, (factor, share) in pairs if abs(factor) <= _CLOSE * share]
     if missing:
-        return "zeroed" if missing == list(range(cut.parts - 1)) and cut.parts > 1 else "left out"
-    cuts = [cut] if other is None else [cut, other]
-    if all(is_close(one.common, 1.0) or is_close(one.ratio, float(one.parts)) for one in cuts):
+        return "zeroed" if missing == list(range(split.parts - 1)) and split.parts > 1 else "left out"
+    splits = [split] if other is None else [split, other]
+    if all(is_close(one.common, 1.0) or is_close(one.ratio, float(one.parts)) for one in splits):
         return "undivided"
-    if all(is_close(one.common, 1 / one.parts) for one in cuts):
+    if all(is_close(one.common, 1 / one.parts) for one in splits):
         return "mean of means"
-    if all(is_close(one.common, 1 / one.parts**2) or is_close(one.ratio, 1 / one.parts) for one in cuts):
+    if all(is_close(one.common, 1 / one.parts**2) or is_close(one.ratio, 1 / one.parts) for one in splits):
         return "divided twice"
-    if other is not None and _is_fixed(cut, other):
+    if other is not None and _is_fixed(split, other):
         return "constant"
-    return "uneven" if cut.ratio is None else "scaled"
+    return "uneven" if split.ratio is None else "scaled"
 
 
-def find_loss_scale(cut: Cut, other: Cut | None = None) -> float | None:
-    """The loss scale that all parts are left multiplied by: a large power of two, in however many parts.
+def find_loss_scale(split: SplitFactors, other: SplitFactors | None = None) -> float | None:
+    """Find the loss scale that was not undone: a large power of two, the same for any number of parts.
 
-    >>> find_loss_scale(Cut((16384.0, 16384.0), (0.25, 0.25)), Cut((16384.0, 32768.0), (0.25, 0.5)))
+    >>> find_loss_scale(SplitFactors((16384.0, 16384.0), (0.25, 0.25)), SplitFactors((16384.0, 32768.0), (0.25, 0.5)))
     65536.0
-    >>> find_loss_scale(Cut((4.0, 4.0), (0.5, 0.5))) is None
+    >>> find_loss_scale(SplitFactors((4.0, 4.0), (0.5, 0.5))) is None
     True
     """
-    again = other or cut
-    for scale, same in ((cut.ratio, again.ratio), (cut.common, again.common)):
+    again = other or split
+    for scale, same in ((split.ratio, again.ratio), (split.common, again.common)):
         if scale is not None and scale >= _LEAST_SCALE and is_close(same, scale):
             nearest = 2.0 ** round(math.log2(scale))
             if is_close(nearest, scale):
@@ -305,14 +307,14 @@ def find_loss_scale(cut: Cut, other: Cut | None = None) -> float | None:
 
 
 def is_close(one: float | None, two: float) -> bool:
-    """Whether `one` is `two` but for rounding."""
+    """Return whether two numbers are equal to rounding."""
     return one is not None and abs(one - two) <= _CLOSE * max(abs(one), abs(two))
 
 
-def _is_fixed(cut: Cut, other: Cut) -> bool:
-    """Whether parts are divided by the same number, however many there are."""
-    same_factor = cut.common is not None and is_close(other.common, cut.common)
-    return same_factor or (cut.ratio is not None and cut.ratio < 1 and is_close(other.ratio, cut.ratio))
+def _is_fixed(split: SplitFactors, other: SplitFactors) -> bool:
+    """Return whether parts are divided by the same number, whatever the number of parts."""
+    same_factor = split.common is not None and is_close(other.common, split.common)
+    return same_factor or (split.ratio is not None and split.ratio < 1 and is_close(other.ratio, split.ratio))
 
 
 def _constant(values: Sequence[float]) -> float | None:

@@ -1,4 +1,4 @@
-"""What parts count for in the gradient of a batch, and what they should count for: pure arithmetic."""
+"""The factors by which parts add up to a batch's loss and gradient, and the weighting that gives them: arithmetic."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ import torch
 from torch import Tensor
 
 from autoaccum.accumulation.backpropagation import make_shares
-from autoaccum.verification.paired_runs import Runs
-from autoaccum.verification.update_run import Change, Outcome
+from autoaccum.verification.paired_runs import PairedRuns
+from autoaccum.verification.update_run import Ablation, UpdateResult
 from autoaccum.workload.model_loss import likely_weight_code
 from autoaccum.workload.objective import match_weights
 from autoaccum.workload.weight_candidates import Candidate, class_weight_candidates, list_candidates
 
 _MOST_ENTRIES = 2**18
 _LEAST_DISTINCT = 1e-5
-"""Of a part's gradient, what no combination of the others gives: less, and rounding decides the factors."""
+"""The least independent share of a part's gradient: with less, rounding would decide the factors."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The combination of parts that comes nearest to a gradient.
+    """The combination of parts that comes closest to a gradient.
 
     Attributes:
-        values: What each part is multiplied by.
-        residual: The largest entry that the combination lacks, relative to the largest of the gradient.
+        values: The factor of each part.
+        residual: The largest error of the combination, relative to the gradient's largest entry.
     """
 
     values: tuple[float, ...]
@@ -40,9 +40,9 @@ class Factors:
 
 
 def flatten(gradients: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) -> Tensor:
-    """The gradients of the parameters `like`, in order, in one row, in float64 on the CPU; None counts as zeros.
+    """Return the gradients of the parameters `like` as one row in float64 on the CPU; None counts as zeros.
 
-    Of more than a quarter of a million entries every n-th is taken: what the parts count for shows in any of them.
+    Of more than a quarter of a million entries only every n-th is taken: any of them shows the factors.
     """
     stride = max(1, -(-sum(parameter.numel() for parameter in like.values()) // _MOST_ENTRIES))
     rows = [torch.zeros(0, dtype=torch.float64)]
@@ -55,7 +55,7 @@ def flatten(gradients: Mapping[str, Tensor | None], like: Mapping[str, Tensor]) 
 
 
 def find_factors(target: Tensor, parts: Sequence[Tensor]) -> Factors | None:
-    """The factors of `parts` that add up to `target`; None where the parts do not determine them.
+    """Find the factors with which `parts` add up to `target`; None where the parts do not determine them.
 
     >>> one, two = torch.tensor([1.0, 0.0, 2.0]).double(), torch.tensor([0.0, 1.0, 1.0]).double()
     >>> [round(factor, 9) for factor in find_factors(0.75 * one + 0.25 * two, [one, two]).values]
@@ -78,9 +78,9 @@ def find_factors(target: Tensor, parts: Sequence[Tensor]) -> Factors | None:
 
 
 def find_residual(target: Tensor, parts: Sequence[Tensor], factors: Sequence[float]) -> float:
-    """The largest entry that `parts` times `factors` are off, relative to the largest of `target`; parts at 0 are out.
+    """Return the largest error of `parts` times `factors`, relative to the largest entry of `target`.
 
-    Infinite where it is no number.
+    Parts with factor 0 are left out. A result that is NaN is returned as infinite.
     """
     left = target.clone()
     for row, factor in zip(parts, factors, strict=True):
@@ -92,38 +92,38 @@ def find_residual(target: Tensor, parts: Sequence[Tensor], factors: Sequence[flo
 
 
 class Decomposition:
-    """The runs of one batch and of its parts under one change; equal combinations may be `rounding` apart.
+    """A batch and its parts, each run alone under one ablation; equal combinations may differ by `rounding`.
 
     Attributes:
         whole: The full batch's update.
-        gradient: Of the full batch, flat.
-        gradients: Of the parts, flat.
-        parts: What each part gave alone, without its tensors: of a large model, many parts' would fill the memory.
+        gradient: The full batch's gradient, flat.
+        gradients: The parts' gradients, flat.
+        parts: The result of each part alone, without its tensors, which would fill the memory.
     """
 
-    def __init__(self, runs: Runs, change: Change, rounding: float) -> None:
-        self.runs, self.change, self._rounding = runs, change, rounding
-        self.whole: Outcome = runs.full(change)
+    def __init__(self, runs: PairedRuns, ablation: Ablation, rounding: float) -> None:
+        self.runs, self.ablation, self._rounding = runs, ablation, rounding
+        self.whole: UpdateResult = runs.full(ablation)
         self.gradient: Tensor = flatten(self.whole.gradients, self.whole.parameters)
         self.gradients: list[Tensor] = []
-        self.parts: list[Outcome] = []
+        self.parts: list[UpdateResult] = []
         for index in range(len(runs.sizes)):
-            part = runs.part(index, change)
+            part = runs.part(index, ablation)
             self.gradients.append(flatten(part.gradients, self.whole.parameters))
             self.parts.append(replace(part, gradients={}, buffers={}, parameters={}))
 
     @cached_property
     def factors(self) -> Factors | None:
-        """What the parts are multiplied by to give the full gradient; None where no factors do, or many."""
+        """The factors with which the parts give the full gradient; None where there are none, or many."""
         found = find_factors(self.gradient, self.gradients)
         return None if found is None or found.residual > self._rounding else found
 
     def gives_gradient(self, shares: Sequence[float]) -> bool:
-        """Whether the parts times `shares` add up to the full gradient."""
+        """Return whether the parts times `shares` add up to the full gradient."""
         return find_residual(self.gradient, self.gradients, shares) <= self._rounding
 
     def gives_term(self, name: str, shares: Sequence[float]) -> bool:
-        """Whether the parts times `shares` add up to the full batch's term of the loss."""
+        """Return whether the parts times `shares` add up to this term of the full batch's loss."""
         losses = [part.terms.get(name, 0.0) for part in self.parts]
         counted = [(loss, share) for loss, share in zip(losses, shares, strict=True) if share != 0]
         whole = self.whole.terms[name]
@@ -131,14 +131,14 @@ class Decomposition:
         return abs(sum(loss * share for loss, share in counted) - whole) <= self._rounding * max(scale, 1e-300)
 
 
-LARGER = "a larger micro-batch comes nearer, and only the whole batch in one part gives its gradient"
-"""The way out where parts cannot be exact."""
+LARGER = "a larger micro-batch comes closer, and only the whole batch in one part gives the exact gradient"
+"""The advice where parts cannot be exact."""
 
 _ROUNDING = 1e-12
 
 
 def numbers(values: Sequence[float]) -> str:
-    """Numbers, to four digits; rounding is zero.
+    """Write numbers to four digits; what is only rounding is written as 0.
 
     >>> numbers([0.5, 1 / 3]), numbers([-2e-16, 1.0])
     ('0.5 and 0.3333', '0 and 1')
@@ -149,19 +149,19 @@ def numbers(values: Sequence[float]) -> str:
 
 
 SUM = "sum"
-"""The code of a loss that nothing divides."""
+"""Stands for the divisor of a loss that is a sum."""
 
 _OWN = ""
-"""The code of the workload's own weighting."""
+"""Stands for the workload's own weighting."""
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """What the terms of a loss divide by.
+    """The divisors of the terms of a loss.
 
     Attributes:
-        wrong: An expression of `batch`, or `SUM`, for each term that the workload weighs otherwise.
-        counts: By term, what it divides by in each part as it was cut; None for a sum.
+        wrong: The right divisor, an expression of `batch` or `SUM`, of each term that the workload weights wrongly.
+        counts: The divisor of each term in every part; None for a sum.
         samples: The expression that counts samples.
     """
 
@@ -169,25 +169,25 @@ class Weighting:
     counts: dict[str, tuple[float, ...] | None]
     samples: str
 
-    def applied(self, change: Change) -> Change | None:
-        """`change`, with this weighting in place of the workload's own; None where no weights do that."""
+    def applied(self, ablation: Ablation) -> Ablation | None:
+        """Return `ablation` with this weighting in place of the workload's; None where weights cannot express it."""
         columns = {name: counts for name, counts in self.counts.items() if counts is not None}
         if not columns:
-            return replace(change, summed=True)
+            return replace(ablation, sum_losses=True)
         if len(columns) < len(self.counts):
             return None
         if len(set(columns.values())) == 1:
-            return replace(change, weights=next(iter(columns.values())))
+            return replace(ablation, weights=next(iter(columns.values())))
         rows = zip(*columns.values(), strict=True)
-        return replace(change, weights=tuple(tuple(zip(columns, row, strict=True)) for row in rows))
+        return replace(ablation, weights=tuple(tuple(zip(columns, row, strict=True)) for row in rows))
 
 
-def find_weighting(runs: Runs, cuts: Sequence[Decomposition]) -> Weighting | None:
-    """The usual weighting under which the parts of `cuts` give the whole batch's loss and gradient; None: none does."""
+def find_weighting(runs: PairedRuns, splits: Sequence[Decomposition]) -> Weighting | None:
+    """Find a usual weighting under which the parts of all `splits` give the batch's loss and gradient."""
     objective = runs.objective
-    parts = [part for cut in cuts for part in cut.runs.parts] + list(runs.parts)
-    every = list(cuts[0].whole.terms)
-    terms = [name for name in every if math.isfinite(cuts[0].whole.terms[name])]
+    parts = [part for split in splits for part in split.runs.parts] + list(runs.parts)
+    every = list(splits[0].whole.terms)
+    terms = [name for name in every if math.isfinite(splits[0].whole.terms[name])]
     own = {name: Candidate(_OWN, ()) for name in terms}
     if objective.reduction == "mean":
         weights = [match_weights(objective.weight(part), every) for part in parts]
@@ -197,7 +197,7 @@ def find_weighting(runs: Runs, cuts: Sequence[Decomposition]) -> Weighting | Non
     found: dict[str, Candidate] = {}
     for name in terms:
         alone = len(terms) == 1
-        fitting = next((one for one in [own[name], *usual] if _fits(cuts, name, one.counts, alone=alone)), None)
+        fitting = next((one for one in [own[name], *usual] if _fits(splits, name, one.counts, alone=alone)), None)
         if fitting is None:
             return None
         found[name] = fitting
@@ -209,19 +209,19 @@ def find_weighting(runs: Runs, cuts: Sequence[Decomposition]) -> Weighting | Non
     )
 
 
-def _fits(cuts: Sequence[Decomposition], name: str, counts: Sequence[float], *, alone: bool) -> bool:
-    """Whether parts of these counts (none: of a sum) give a term, and the gradient of a term that is alone."""
+def _fits(splits: Sequence[Decomposition], name: str, counts: Sequence[float], *, alone: bool) -> bool:
+    """Return whether parts with these counts (none for a sum) give a term; a single term's gradient as well."""
     waiting = iter(counts)
-    for cut in cuts:
-        parts = len(cut.parts)
+    for split in splits:
+        parts = len(split.parts)
         shares = share(list(islice(waiting, parts))) if counts else (1.0,) * parts
-        if not cut.gives_term(name, shares) or (alone and not cut.gives_gradient(shares)):
+        if not split.gives_term(name, shares) or (alone and not split.gives_gradient(shares)):
             return False
     return True
 
 
-def workload_shares(runs: Runs, terms: Sequence[str]) -> tuple[float, ...] | None:
-    """What the workload multiplies the parts by; None where that differs from term to term."""
+def workload_shares(runs: PairedRuns, terms: Sequence[str]) -> tuple[float, ...] | None:
+    """Return the factors by which the workload multiplies the parts; None where they differ between terms."""
     objective = runs.objective
     if objective.reduction == "sum":
         return (1.0,) * len(runs.parts)
@@ -231,7 +231,7 @@ def workload_shares(runs: Runs, terms: Sequence[str]) -> tuple[float, ...] | Non
 
 
 def share(counts: Sequence[float]) -> tuple[float, ...]:
-    """What parts with these counts are multiplied by in a mean; all 0 where nothing counts.
+    """Return the factors of parts with these counts in a mean; all 0 where nothing counts.
 
     >>> share((3.0, 1.0))
     (0.75, 0.25)
@@ -239,8 +239,8 @@ def share(counts: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(one) for one in make_shares(counts, "mean") if not isinstance(one, dict))
 
 
-def _count_class_weights(runs: Runs, parts: list[Any]) -> list[Candidate]:
-    """Sums over the labels of each part of class weights, which the loss names or the model keeps in a buffer."""
+def _count_class_weights(runs: PairedRuns, parts: list[Any]) -> list[Candidate]:
+    """Count by class weights that the loss names or the model keeps in a buffer, summed over each part's labels."""
     function = runs.objective.loss_function
     while isinstance(function, functools.partial):
         function = function.func

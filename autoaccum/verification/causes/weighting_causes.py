@@ -1,4 +1,4 @@
-"""Parts that do not add up to the full batch: a wrong weighting, a sum's regulariser, or two terms in one."""
+"""Causes in the weighting: a wrong divisor, a regulariser in a sum, or two terms that need different weights."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from autoaccum.verification.causes.loss_factors import (
     numbers,
     workload_shares,
 )
-from autoaccum.verification.paired_runs import Runs
-from autoaccum.verification.update_run import Change
+from autoaccum.verification.paired_runs import PairedRuns
+from autoaccum.verification.update_run import Ablation
 from autoaccum.verification.verification_result import Cause
 from autoaccum.workload.batches import batch_size, join_batches
 from autoaccum.workload.objective import Objective
@@ -32,13 +32,13 @@ from autoaccum.workload.weight_candidates import Candidate, list_candidates
 from autoaccum.workload.weight_check import advise, name_term
 
 _ALL = 1e-3
-"""Nearer to the full gradient, it is no regulariser that counts too often, but all of the loss."""
+"""Closer to the full gradient than this, the repeated term is no regulariser but the whole loss."""
 
 _CLOSE = 1e-6
-"""How near to one another equal shares are."""
+"""The largest difference between equal shares."""
 
 _NOTHING = 1e-9
-"""A part that has a gradient, and counts for no more than this: what the largest decides, and no count."""
+"""A part that counts for no more than this has no count: a maximum decides."""
 
 _MOST_CANDIDATES = 16
 _UNIONS = [union for size in (1, 2, 3) for union in combinations(range(3), size)]
@@ -46,52 +46,58 @@ _UNIONS = [union for size in (1, 2, 3) for union in combinations(range(3), size)
 _FUNCTION = Cause(
     kind="coupled loss",
     found=(
-        "the gradients of the parts give the full batch's only by factors that no count gives: the loss is not a sum"
-        " over samples that is divided by a count, but a function of one (a root, a norm, an exponential, the largest),"
-        " or it divides by what does not add up over parts"
+        "the gradients of the parts give the full batch's only with factors that no count explains: the loss is not a"
+        " sum over samples divided by a count, but a function of it (a root, a norm, an exponential, a maximum), or it"
+        " divides by something that does not add up over parts"
     ),
     change=(
-        "return a sum over samples, divided by a count that adds up over parts, and take functions of it for what is"
-        " reported only; as it is, no weight mends it: only the whole batch in one part gives its gradient"
+        "return a sum over samples divided by a count that adds up over parts, and apply such functions only to what"
+        " is reported; no weight helps here: only the whole batch in one part gives the exact gradient"
     ),
     where=("the loss",),
 )
 
 _WAY_OUT = (
-    "leave it to the optimizer (weight_decay), or make the loss a mean and leave the reduction away: of a mean, parts"
-    " count it by their shares"
+    "leave it to the optimizer (weight_decay), or make the loss a mean and remove the reduction: in a mean, each part"
+    " counts the term by its share"
 )
 
 
-def explain_weighting(experiment: Experiment, change: Change) -> tuple[Cause, ...] | None:
-    """Why the parts do not add up to the full batch under `change`, where that is arithmetic; None where it is not."""
+def explain_weighting(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...] | None:
+    """Explain by arithmetic why the parts do not add up to the full batch under `ablation`; None where it cannot."""
     try:
-        cuts = [Decomposition(runs, change, experiment.rounding) for runs in experiment.cuts]
-        weighed = _explain_weights(experiment, change, cuts)
+        splits = [Decomposition(runs, ablation, experiment.rounding) for runs in experiment.splits]
+        weighed = _explain_weights(experiment, ablation, splits)
         if weighed and weighed[0].proved:
             return weighed
-        return _explain_regulariser(experiment, change, cuts) or weighed or _explain_factors(experiment, change, cuts)
+        return (
+            _explain_regulariser(experiment, ablation, splits)
+            or weighed
+            or _explain_factors(experiment, ablation, splits)
+        )
     except AutoaccumError:
         return None
 
 
-def _explain_weights(experiment: Experiment, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
-    found = find_weighting(experiment.runs, cuts)
+def _explain_weights(
+    experiment: Experiment, ablation: Ablation, splits: Sequence[Decomposition]
+) -> tuple[Cause, ...] | None:
+    found = find_weighting(experiment.runs, splits)
     if found is None or not found.wrong:
         return None
-    applied = found.applied(change)
+    applied = found.applied(ablation)
     proved = applied is not None and experiment.is_equal(applied)
     return (_weight_cause(experiment.runs.objective, found, proved=proved),) if proved or applied is None else None
 
 
 def _weight_cause(objective: Objective, found: Weighting, *, proved: bool) -> Cause:
-    """The wrong weighting, and what to write instead."""
+    """Return the cause for a wrong weighting, with the line to write instead."""
     how = "added up" if objective.reduction == "sum" else f"weighted by {objective.source}"
     divided = {name: "is a sum" if code == SUM else f"divides by {code}" for name, code in found.wrong.items()}
-    facts = " and ".join(f"{name_term(name)} {does}" for name, does in divided.items())
+    terms = " and ".join(f"{name_term(name)} {does}" for name, does in divided.items())
     return Cause(
         kind="reduction" if objective.reduction == "sum" or SUM in found.wrong.values() else "weight",
-        found=f"{facts}, and the parts are {how}",
+        found=f"{terms}, but the parts are {how}",
         change=advise(objective, found.wrong, found.counts, found.samples, tested=True),
         where=tuple(found.wrong) if len(found.counts) > 1 else (),
         proved=proved,
@@ -99,14 +105,14 @@ def _weight_cause(objective: Objective, found: Weighting, *, proved: bool) -> Ca
 
 
 def _explain_regulariser(
-    experiment: Experiment, change: Change, cuts: Sequence[Decomposition]
+    experiment: Experiment, ablation: Ablation, splits: Sequence[Decomposition]
 ) -> tuple[Cause, ...] | None:
-    """A term that every part has whole: each part more adds it once more."""
-    if len(cuts) < 2:
+    """Explain a term that every part contains in full, so that each further part adds it again."""
+    if len(splits) < 2:
         return None
-    two, rounding = cuts[0], experiment.rounding
-    once, twice = (torch.stack(cut.gradients).sum(0) - cut.gradient for cut in cuts)
-    constant, doubled = (sum(part.loss for part in cut.parts) - cut.whole.loss for cut in cuts)
+    two, rounding = splits[0], experiment.rounding
+    once, twice = (torch.stack(split.gradients).sum(0) - split.gradient for split in splits)
+    constant, doubled = (sum(part.loss for part in split.parts) - split.whole.loss for split in splits)
     allowed = rounding * max(float(two.gradient.abs().max()), 1e-300)
     if float((twice - 2 * once).abs().max()) > allowed or float(once.abs().max()) <= allowed:
         return None
@@ -114,15 +120,15 @@ def _explain_regulariser(
         return None
     if find_residual(two.gradient, [once], (1.0,)) <= _ALL:
         return None
-    pair, parts = experiment.pair(replace(change, summed=True, weights=None)), len(experiment.runs.sizes)
+    pair, parts = experiment.pair(replace(ablation, sum_losses=True, weights=None)), len(experiment.runs.sizes)
     if pair is None:
         return None
     full, accumulated = (flatten(outcome.gradients, pair[0].parameters) for outcome in pair)
     if find_residual(full, [accumulated, once], (1.0, 1.0 - parts)) > rounding:
         return None
-    names = [name for name, term in two.whole.terms.items() if _is_constant(name, term, cuts, rounding)]
+    names = [name for name, term in two.whole.terms.items() if _is_constant(name, term, splits, rounding)]
     called = list_names([name_term(name) for name in names]) if names else "a part of the loss"
-    counts = f"is the same for any batch, and of a sum it counts once for each of the {parts} parts"
+    counts = f"is the same for any batch, and in a sum it counts once for each of the {parts} parts"
     found = f"{called} ({constant:.6g}) {counts}"
     cause = Cause(kind="regulariser", found=found, change=_WAY_OUT, where=tuple(names), proved=True)
     objective = experiment.runs.objective
@@ -133,92 +139,96 @@ def _explain_regulariser(
     return _weight_cause(objective, wrong, proved=True), cause
 
 
-def _is_constant(name: str, term: float, cuts: Sequence[Decomposition], rounding: float) -> bool:
-    losses = [part.terms.get(name, math.nan) for cut in cuts for part in cut.parts]
+def _is_constant(name: str, term: float, splits: Sequence[Decomposition], rounding: float) -> bool:
+    losses = [part.terms.get(name, math.nan) for split in splits for part in split.parts]
     return all(abs(loss - term) <= rounding * max(abs(term), 1e-300) for loss in losses)
 
 
-def _explain_factors(experiment: Experiment, change: Change, cuts: Sequence[Decomposition]) -> tuple[Cause, ...] | None:
-    """Why the parts (`cuts` in two and in three) give the full batch by factors that no usual counting gives.
+def _explain_factors(
+    experiment: Experiment, ablation: Ablation, splits: Sequence[Decomposition]
+) -> tuple[Cause, ...] | None:
+    """Explain parts that give the full batch with factors that no usual count gives (`splits`: two and three parts).
 
-    None where that is not so, something else is wrong beside, or the gradient is right and only the loss differs.
+    None where that is not so, where something else is wrong too, or where only the loss differs.
     """
-    if any(cut.factors is None for cut in cuts) or len(cuts[0].whole.terms) > 1:
+    if any(split.factors is None for split in splits) or len(splits[0].whole.terms) > 1:
         return None
-    own = Decomposition(experiment.runs, change, experiment.rounding)
+    own = Decomposition(experiment.runs, ablation, experiment.rounding)
     shares = workload_shares(own.runs, list(own.whole.terms))
-    accumulated = flatten(own.runs.accumulated(change).gradients, own.whole.parameters)
+    accumulated = flatten(own.runs.accumulated(ablation).gradients, own.whole.parameters)
     if own.factors is None or shares is None or own.gives_gradient(shares):
         return None
     if find_residual(accumulated, own.gradients, shares) > experiment.rounding:
         return None
     right = own.factors.values
     is_mean = min(right) > _NOTHING and math.isclose(sum(right), 1.0, rel_tol=_CLOSE)
-    if is_mean and experiment.is_equal(replace(change, weights=right)):
-        if _is_drawn(experiment, change, cuts):
-            return (_share_cause(experiment.runs, right, experiment.runs.draw_sites),)
-        if _adds_up(experiment, change, cuts):
+    if is_mean and experiment.is_equal(replace(ablation, weights=right)):
+        if _depends_on_rng(experiment, ablation, splits):
+            return (_share_cause(experiment.runs, right, experiment.runs.rng_sites),)
+        if _adds_up(experiment, ablation, splits):
             return (_share_cause(experiment.runs, right),)
     return (_FUNCTION,)
 
 
-def _adds_up(experiment: Experiment, change: Change, cuts: Sequence[Decomposition]) -> bool:
-    """Whether a union of two parts counts for what both count for, as it is with counts and not with other functions.
+def _adds_up(experiment: Experiment, ablation: Ablation, splits: Sequence[Decomposition]) -> bool:
+    """Return whether two parts joined count for the sum of both, as counts do and other functions do not.
 
-    Of two samples there is no such union, and nothing speaks against a count.
+    Two samples have no such union; then a count is assumed.
     """
-    if len(cuts) < 2 or cuts[1].factors is None:
+    if len(splits) < 2 or splits[1].factors is None:
         return True
-    (one, other, third), sizes = cuts[1].factors.values, cuts[1].runs.sizes
+    (one, other, third), sizes = splits[1].factors.values, splits[1].runs.sizes
     union = experiment.runs.with_sizes((sizes[0] + sizes[1], sizes[2]))
-    return _has_factors(Decomposition(union, change, experiment.rounding), (one + other, third))
+    return _has_factors(Decomposition(union, ablation, experiment.rounding), (one + other, third))
 
 
-def _is_drawn(experiment: Experiment, change: Change, cuts: Sequence[Decomposition]) -> bool:
-    """Whether shares change with the draws: in the batch turned round, parts have those of one another."""
-    last = cuts[-1]
-    if change.calm or not experiment.runs.draw_sites or last.factors is None:
+def _depends_on_rng(experiment: Experiment, ablation: Ablation, splits: Sequence[Decomposition]) -> bool:
+    """Return whether shares follow the random numbers: with the parts in reverse order, they do not move along."""
+    last = splits[-1]
+    if ablation.neutral_rng or not experiment.runs.rng_sites or last.factors is None:
         return False
     try:
-        turned = Runs(experiment.runs.fixture, join_batches(last.runs.parts[::-1]), last.runs.sizes[::-1])
+        backwards = PairedRuns(experiment.runs.fixture, join_batches(last.runs.parts[::-1]), last.runs.sizes[::-1])
     except WorkloadError:
         return False
-    return not _has_factors(Decomposition(turned, change, experiment.rounding), last.factors.values[::-1])
+    return not _has_factors(Decomposition(backwards, ablation, experiment.rounding), last.factors.values[::-1])
 
 
-def _has_factors(cut: Decomposition, expected: Sequence[float]) -> bool:
-    found = cut.factors
+def _has_factors(split: Decomposition, expected: Sequence[float]) -> bool:
+    found = split.factors
     return found is not None and all(
         math.isclose(one, other, abs_tol=_CLOSE) for one, other in zip(found.values, expected, strict=True)
     )
 
 
-def _share_cause(runs: Runs, right: Sequence[float], drawn: tuple[str, ...] = ()) -> Cause:
-    """Shares that no usual counting gives; those of a mean over what was `drawn` show only within forward."""
+def _share_cause(runs: PairedRuns, right: Sequence[float], drawn: tuple[str, ...] = ()) -> Cause:
+    """Return the cause for shares that no usual count gives; `drawn` names random numbers that a mean counts."""
     how = "added up" if runs.objective.reduction == "sum" else f"weighted by {runs.objective.source}"
-    found = f"parts of {numbers(runs.sizes)} samples are {how}; right were {numbers(right)} of each"
-    change = "def weight(batch): return what the mean divides by; no usual counting of the batch gives these shares"
+    found = f"parts of {numbers(runs.sizes)} samples are {how}; the right shares are {numbers(right)}"
+    change = "def weight(batch): return what the mean divides by; no usual count of the batch gives these shares"
     if drawn:
-        found += f", which changes with what is drawn in {list_names(drawn)}: the mean divides by a count of it"
+        found += f"; they depend on random numbers drawn in {list_names(drawn)}: the mean divides by a count of these"
         change = (
             'make the loss a sum over what is drawn and write reduction = "sum", or draw where the batch is made and'
-            " count it in weight(batch)"
+            " count there, in weight(batch)"
         )
     return Cause(kind="weight", found=found, change=change, where=drawn, proved=True)
 
 
-def explain_mixed_terms(experiment: Experiment, change: Change) -> Cause | None:
-    """The cause where two counts explain every union of three parts; None where no two do.
+def explain_mixed_terms(experiment: Experiment, ablation: Ablation) -> Cause | None:
+    """Find two terms in one loss that divide by different counts; None where no two counts explain the gradients.
 
-    The gradient of a union S is a(S) / n(S) + b(S) / m(S), with a and b sums over its parts and n and m the counts:
-    seven gradients of six unknown ones, so that two counts which do not divide the terms are told by what is left.
+    Every union S of three parts has the gradient a(S) / n(S) + b(S) / m(S), with a and b sums over its parts and n and
+    m the counts. That is seven gradients of six unknowns, so wrong counts leave a residual.
     """
-    if len(experiment.cuts) < 2:
+    if len(experiment.splits) < 2:
         return None
-    fixture, parts = experiment.runs.fixture, experiment.cuts[1].parts
+    fixture, parts = experiment.runs.fixture, experiment.splits[1].parts
     try:
         unions = [join_batches([parts[index] for index in union]) for union in _UNIONS]
-        full = [Runs(fixture, one, (batch_size(one),)).full(replace(change, calm=True)) for one in unions]
+        full = [
+            PairedRuns(fixture, one, (batch_size(one),)).full(replace(ablation, neutral_rng=True)) for one in unions
+        ]
     except AutoaccumError:
         return None
     gradients = torch.stack([flatten(one.gradients, one.parameters) for one in full])
@@ -232,7 +242,7 @@ def explain_mixed_terms(experiment: Experiment, change: Change) -> Cause | None:
 
 
 def _candidates(batch: object, unions: Sequence[object]) -> list[Candidate]:
-    """Countings that can be told apart, and none that divides by zero."""
+    """Return counts that differ on these batches and are never zero."""
     found: dict[tuple[float, ...], Candidate] = {}
     for candidate in (Candidate(SUM, (1.0,) * len(unions)), *list_candidates(batch, list(unions))):
         if min(candidate.counts) > 0:
@@ -241,7 +251,7 @@ def _candidates(batch: object, unions: Sequence[object]) -> list[Candidate]:
 
 
 def _leaves_nothing(gradients: Tensor, one: Candidate, other: Candidate, rounding: float) -> bool:
-    """Whether all gradients lie in what two sums, divided by these counts, can give."""
+    """Return whether two sums divided by these counts can give all gradients."""
     columns = [
         [float(part in union) / count for union, count in zip(_UNIONS, candidate.counts, strict=True)]
         for candidate in (one, other)
@@ -257,11 +267,12 @@ def _leaves_nothing(gradients: Tensor, one: Candidate, other: Candidate, roundin
 
 def _mixed_cause(one: str, other: str) -> Cause:
     named = [f"one that divides by {code}" for code in (one, other) if code != SUM]
-    change = f'return both as a dict from loss, and def weight(batch): return {{"one": {one}, "other": {other}}}'
+    change = f'return both terms as a dict from loss, and def weight(batch): return {{"one": {one}, "other": {other}}}'
     if SUM in (one, other):
         named.append("one that is a sum")
         change = (
-            "make the sum a mean, return both terms as a dict from loss, and from weight(batch) what each divides by"
+            "make the sum a mean, return both terms as a dict from loss, and return what each divides by from"
+            " weight(batch)"
         )
-    found = f"the loss adds up two terms, {' and '.join(named)}: no common weights of the parts serve both"
+    found = f"the loss adds up two terms, {' and '.join(named)}: no single weight per part is right for both"
     return Cause(kind="weight", found=found, change=change)
