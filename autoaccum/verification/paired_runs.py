@@ -208,8 +208,8 @@ class PairedRuns:
     def _run_neutral(self, ablation: Ablation) -> Pair:
         """Make both updates with neutral random numbers; host generators continue over parts if only that is equal."""
         made: list[Pair] = []
-        for onward in (False, True):
-            draws = RngRecording(self.sizes, host=HostRngReplay(self.fixture.generators, sequential=onward))
+        for sequential in (False, True):
+            draws = RngRecording(self.sizes, host=HostRngReplay(self.fixture.generators, sequential=sequential))
             seed_everything()
             with neutral_rng():
                 run = UpdateRun(self.fixture, ablation)
@@ -229,7 +229,7 @@ class PairedRuns:
             return self._run_neutral(ablation), pair
         if not self._differ(pair.full, pair.accumulated) or not (pair.draws.sites or pair.uses_host_rng):
             return pair, None
-        other = self._try_replay(ablation, onward=True) if pair.uses_host_rng else None
+        other = self._try_replay(ablation, sequential=True) if pair.uses_host_rng else None
         if isinstance(other, Pair) and not self._differ(other.full, other.accumulated):
             return other, None
         held = self._run_neutral(ablation) if pair.draws.sites else pair
@@ -240,9 +240,9 @@ class PairedRuns:
         sites = ", ".join(pair.draws.sites)
         return held, ReplayMismatch(f"the shapes drawn in {sites} do not show which sample each row belongs to")
 
-    def _try_replay(self, ablation: Ablation, *, onward: bool = False) -> Pair | ReplayMismatch:
+    def _try_replay(self, ablation: Ablation, *, sequential: bool = False) -> Pair | ReplayMismatch:
         """Make both updates with replayed random numbers; return the mismatch where they cannot be replayed."""
-        host = HostRngReplay(self.fixture.generators, onward=onward)
+        host = HostRngReplay(self.fixture.generators, sequential=sequential)
         draws = RngRecording(self.sizes, host=host)
         seed_everything()
         with draws.record():
@@ -255,7 +255,7 @@ class PairedRuns:
         except ReplayMismatch as error:
             return error
         # If generators continue over parts, a shuffle of all samples takes as many numbers as those of the parts.
-        is_matched = not onward and ends == {host.ends[-1]} and not self.fixture.keeps_generators
+        is_matched = not sequential and ends == {host.ends[-1]} and not self.fixture.keeps_generators
         return Pair(full, accumulated, draws, is_neutral=False, uses_host_rng=uses_host_rng and not is_matched)
 
     def _record_parts(self, draws: RngRecording, ablation: Ablation) -> UpdateResult:

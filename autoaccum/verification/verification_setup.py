@@ -107,7 +107,7 @@ def _prepare(
     if isinstance(way, str):
         loaded = load_workload(way, "verify")
         worst_of = _worst_of(loaded, options, target)
-        found = apply_settings(loaded, most=target, worst_of=worst_of, optimizer=options.optimizer)
+        found = apply_settings(loaded, largest_batch=target, worst_of=worst_of, optimizer=options.optimizer)
     tried = prepare(found, "auto" if isinstance(found, LiveObjects) else "cpu")
     requested = {"batchnorm": options.batchnorm, "multiple_of": options.multiple_of}
     workload = replace_fields(tried.workload, accumulate=accumulate, **requested)
