@@ -217,7 +217,7 @@ class TestSelection:
         missing = r"no case of train.py on T4 .*: lock it by `autoaccum guard train.py --gpu t4 --target-batch N --upd"
         with pytest.raises(NotMeasuredError, match=missing):
             self.select(project, "RTX 3090", "T4", workload="train.py")
-        with pytest.raises(NotMeasuredError, match="nothing of train.py that is locked"):
+        with pytest.raises(NotMeasuredError, match="no case of train.py in the lock"):
             self.select(project, workload="train.py", precision="bf16")
 
     def test_what_does_not_go_together_is_refused(self, project: Project) -> None:
