@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
+from autoaccum.checks import join_words
 from autoaccum.workload.module_names import distinct_names, mask_numbers
 
 _MOST_NAMED = 3
@@ -112,9 +113,8 @@ def list_modules(names: Sequence[str]) -> str:
         alike.setdefault(mask_numbers(name), []).append(name)
     patterns = [name for name, _ in distinct_names(alike.values())]
     if len(patterns) > _MOST_NAMED:
-        patterns[_MOST_NAMED - 1 :] = [f"{len(patterns) - _MOST_NAMED + 1} kinds more"]
-    *most, last = patterns
-    return f"{', '.join(most)} and {last}" if most else last
+        patterns[_MOST_NAMED - 1 :] = [f"{len(patterns) - _MOST_NAMED + 1} more kinds"]
+    return join_words(patterns)
 
 
 def _repeated_in(parent: nn.Module) -> list[type]:

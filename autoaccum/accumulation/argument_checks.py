@@ -6,7 +6,6 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from operator import index
 from typing import Any
 
 from torch import nn
@@ -14,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 from autoaccum.workload.optimizers import needs_closure
 
@@ -126,12 +126,7 @@ def checked_micro_batch(micro_batch: Any, multiple_of: int = 1, *, what: str = "
 
     `what` is its name in messages.
     """
-    try:
-        number = index(micro_batch)
-    except TypeError:
-        number = 0
-    if isinstance(micro_batch, bool) or number < 1:
-        raise UsageError(f"{what} is {micro_batch!r}", hint="use a whole number of samples, at least 1")
+    number = read_count(micro_batch, what)
     if number < multiple_of:
         raise UsageError(
             f"{what} is {number}, and micro-batches are to be multiples of {multiple_of}",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from autoaccum.checks import join_words
+
 WHOLE_MODEL = "the model itself"
 """The name of the outermost module in messages."""
 
@@ -69,7 +71,7 @@ def list_names(names: Sequence[str]) -> str:
     shown, more = list(names[:_SHOWN]), len(names) - _SHOWN
     if more > 0:
         shown.append(f"{more} more")
-    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return join_words(shown)
 
 
 def describe_modules(names: Sequence[str]) -> str:

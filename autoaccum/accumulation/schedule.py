@@ -13,6 +13,7 @@ from math import isqrt
 from operator import index
 from typing import TypeVar
 
+from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 
 _FAR_MORE = 2
@@ -117,10 +118,10 @@ def make_schedule(
     >>> make_schedule(12, 5, multiple_of=2).micro_batches
     (4, 4, 4)
     """
-    target_batch = _count("target batch", target_batch)
-    ceiling = _count("ceiling", ceiling)
-    world_size = _count("world size", world_size)
-    if _count("multiple", multiple_of) > 1:
+    target_batch = read_count(target_batch, "the target batch")
+    ceiling = read_count(ceiling, "the ceiling")
+    world_size = read_count(world_size, "the world size")
+    if read_count(multiple_of, "the multiple") > 1:
         check_multiple(target_batch, multiple_of, "the target batch")
         whole = _whole_ceiling(ceiling, multiple_of)
         counted = make_schedule(target_batch // multiple_of, whole, world_size=world_size, equal=equal)
@@ -157,8 +158,8 @@ def split_evenly(samples: int, ceiling: int, multiple_of: int = 1) -> tuple[int,
     >>> split_evenly(15, 6, multiple_of=2)
     (6, 4, 4, 1)
     """
-    samples, ceiling = _count("number of samples", samples), _count("ceiling", ceiling)
-    if _count("multiple", multiple_of) > 1:
+    samples, ceiling = read_count(samples, "the number of samples"), read_count(ceiling, "the ceiling")
+    if read_count(multiple_of, "the multiple") > 1:
         whole, rest = divmod(samples, multiple_of)
         counted = split_evenly(whole, _whole_ceiling(ceiling, multiple_of)) if whole else ()
         return (*(part * multiple_of for part in counted), *((rest,) if rest else ()))
@@ -176,7 +177,7 @@ def even_parts(total: int, count: int) -> tuple[int, ...]:
     >>> even_parts(1, 3)
     (1, 0, 0)
     """
-    total, count = _count("total", total, least=0), _count("number of parts", count)
+    total, count = read_count(total, "the total", least=0), read_count(count, "the number of parts")
     each, larger = divmod(total, count)
     return (each + 1,) * larger + (each,) * (count - larger)
 
@@ -240,18 +241,6 @@ def _whole_ceiling(ceiling: int, multiple_of: int) -> int:
 
 def _least_count(samples: int, ceiling: int) -> int:
     return -(-samples // ceiling)
-
-
-def _count(what: str, value: int, *, least: int = 1) -> int:
-    try:
-        number = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        number = None
-    if number is None:
-        raise UsageError(f"the {what} is {value!r}", hint=f"it must be a whole number of at least {least}")
-    if number < least:
-        raise UsageError(f"the {what} is {number}, the least is {least}", hint="give a larger one")
-    return number
 
 
 Batch = TypeVar("Batch")

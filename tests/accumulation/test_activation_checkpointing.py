@@ -228,7 +228,7 @@ def test_repeated_modules_are_blocks(model: Callable[[], nn.Module], names: tupl
         (["m.2.h.0", "m.2.h.1"], "2 blocks m.2.h.*"),
         (["down1", "down2", "up1", "up2"], "4 blocks down* and up*"),
         (["1.up.0", "2.up.0", "1.up", "3.up"], "4 blocks *.up.0 and *.up"),
-        (["a.0", "b.0", "c.0", "d.0"], "4 blocks a.0, b.0 and 2 kinds more"),
+        (["a.0", "b.0", "c.0", "d.0"], "4 blocks a.0, b.0 and 2 more kinds"),
     ],
 )
 def test_blocks_are_named_by_their_numbers(names: list[str], text: str) -> None:

@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters())},
         "the SGD holds no parameter of the model",
     ),
-    "micro_batch 0": ({"micro_batch": 0}, "micro_batch is 0: use a whole number of samples, at least 1"),
+    "micro_batch 0": ({"micro_batch": 0}, "micro_batch is 0: give a whole number of at least 1"),
     "micro_batch negative": ({"micro_batch": -3}, "micro_batch is -3"),
     "micro_batch float": ({"micro_batch": 2.5}, "micro_batch is 2.5"),
     "micro_batch text": ({"micro_batch": "8"}, "micro_batch is '8'"),

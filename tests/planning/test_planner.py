@@ -375,8 +375,8 @@ def test_a_failure_closes_the_device(use_device: Any, error: AutoaccumError) -> 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"target_batch": 0}, "the target batch is 0, the least is 1"),
-        ({"max_micro_batch": 0}, "is 0, the least is 1"),
+        ({"target_batch": 0}, "the target batch is 0: give a whole number of at least 1"),
+        ({"max_micro_batch": 0}, "is 0: give a whole number of at least 1"),
         ({"equal": True, "world_size": 3}, "take 6 or 9"),
         ({"precision": "fp8"}, "there is no precision 'fp8': choose fp32, bf16 or fp16"),
         ({"memory": "lots"}, "'lots' is not a memory size"),
