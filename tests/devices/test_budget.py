@@ -26,7 +26,9 @@ def size(count: int) -> MemorySize:
         (size(11 * GIB), size(2 * GIB), 9 * GIB),
     ],
 )
-def test_takes_what_is_asked_for_or_free(memory: MemorySize | None, reserve: MemorySize | None, budget: int) -> None:
+def test_takes_the_requested_or_the_free_memory(
+    memory: MemorySize | None, reserve: MemorySize | None, budget: int
+) -> None:
     assert choose_budget(HOST, memory, reserve) == budget
 
 
@@ -39,6 +41,6 @@ def test_takes_what_is_asked_for_or_free(memory: MemorySize | None, reserve: Mem
         (None, size(12 * GIB), r"leaves nothing of the 10\.0 GiB that are free"),
     ],
 )
-def test_refuses_what_cannot_be_had(memory: MemorySize | None, reserve: MemorySize | None, message: str) -> None:
+def test_refuses_what_is_not_possible(memory: MemorySize | None, reserve: MemorySize | None, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         choose_budget(HOST, memory, reserve)

@@ -54,7 +54,7 @@ def test_in_a_container_the_process_that_came_is_this_one() -> None:
 @pytest.mark.parametrize(
     "processes", [(FOREIGN, CardProcess(pid=1, used_bytes=GIB), CardProcess(pid=2, used_bytes=GIB)), (FOREIGN,)]
 )
-def test_where_the_own_process_cannot_be_told_nobody_is_accused(processes: tuple[CardProcess, ...]) -> None:
+def test_without_this_process_s_record_no_other_process_is_named(processes: tuple[CardProcess, ...]) -> None:
     report = report_card(MEMORY, [BEFORE], after(*processes), own_pid=OWN)
     assert report.others is None
     assert report.context_bytes == 400 * MIB
@@ -69,7 +69,7 @@ def test_processes_on_a_card_that_is_cut_may_be_on_other_slices() -> None:
     assert (report.others, report.slice) == ((FOREIGN,), "NVIDIA A100-SXM4-40GB MIG 1g.5gb")
 
 
-def test_without_permission_processes_are_unknown_and_the_rest_is_told() -> None:
+def test_without_permission_processes_are_unknown_and_the_rest_is_reported() -> None:
     now = dataclasses.replace(after(), processes=None)
     report = report_card(MEMORY, [dataclasses.replace(BEFORE, processes=None)], now, own_pid=OWN)
     assert (report.others, report.context_bytes) == (None, 400 * MIB)
@@ -88,7 +88,7 @@ def test_without_nvml_the_reason_is_kept(now: NvmlMissing | None, reason: str) -
     assert report.used_by_others_bytes is None
 
 
-def test_what_is_available_is_what_is_held_and_what_is_free() -> None:
+def test_available_memory_is_held_plus_free_memory() -> None:
     assert MEMORY.available_bytes == 15 * GIB + 20 * MIB
     assert MEMORY.held_outside_bytes == 9 * GIB - 20 * MIB
 

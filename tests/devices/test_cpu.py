@@ -38,7 +38,7 @@ def test_a_budget_smaller_than_the_model_runs_out_while_the_model_is_built(write
     assert "asked for 256 MiB more" in trial.message
 
 
-def test_without_memory_the_budget_is_what_is_free_less_a_reserve(write_workload: Any) -> None:
+def test_without_memory_the_budget_is_the_free_memory_less_a_reserve(write_workload: Any) -> None:
     free_before = read_host_memory().free_bytes
     with CpuDevice(TrialSettings(reference=write_workload(LINEAR), share=4)) as device:
         assert 0.5 * free_before < device.limit_bytes <= free_before - 256 * MIB
@@ -46,7 +46,7 @@ def test_without_memory_the_budget_is_what_is_free_less_a_reserve(write_workload
         assert device.trial((4,)).outcome == "ok"
 
 
-def test_a_budget_beyond_what_is_free_is_refused(write_workload: Any) -> None:
+def test_a_budget_beyond_the_free_memory_is_refused(write_workload: Any) -> None:
     settings = make_settings(write_workload(LINEAR), 4, 10**6 * GIB)
     with CpuDevice(settings) as device, pytest.raises(UsageError, match="free"):
         device.inspect()

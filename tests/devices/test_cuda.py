@@ -1,4 +1,4 @@
-"""What a CudaDevice says and decides, from recorded reports; what it does is in the contract suite and in tests/gpu."""
+"""Records and budgets of a CudaDevice, from recorded reports; its trials are in the contract suite and in tests/gpu."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def size(count: int) -> MemorySize:
         (size(15 * GIB), None, 15 * GIB),
     ],
 )
-def test_a_budget_is_what_is_asked_for_or_free(
+def test_a_budget_is_the_requested_or_the_free_memory(
     memory: MemorySize | None, reserve: MemorySize | None, budget: int
 ) -> None:
     assert choose_card_budget(REPORT, memory, reserve) == budget
 
 
-def test_a_budget_beyond_what_is_free_names_who_holds_the_rest() -> None:
+def test_a_budget_beyond_the_free_memory_names_who_holds_the_rest() -> None:
     with pytest.raises(UsageError) as seen:
         choose_card_budget(REPORT, size(20 * GIB))
     assert str(seen.value) == (
@@ -133,7 +133,7 @@ def test_allocators_that_cannot_be_limited(environment: dict[str, str], backend:
         ("MIG-GPU-xyz/3/0,MIG-GPU-xyz/4/0", "MIG-GPU-xyz/3/0"),
     ],
 )
-def test_a_slice_is_asked_for_by_the_name_that_made_it_visible(visible: str | None, name: str) -> None:
+def test_a_mig_slice_is_queried_by_the_name_that_made_it_visible(visible: str | None, name: str) -> None:
     assert choose_name("abc", visible) == name
     assert choose_name(None, visible) == (None if name == "abc" else name)
 

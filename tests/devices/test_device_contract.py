@@ -1,4 +1,4 @@
-"""What every device must do, whatever it measures with: add one to `DEVICES` and it is held to the same."""
+"""The contract of all devices: add one to `DEVICES`, and it runs the same suite."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loss(model, batch):
 class Case:
     """A device, and sizes that suit it: `impossible` samples need more than the budget, `large` less than half.
 
-    `told`: how it tells where the user's code failed in a trial, and the phase it tells besides.
+    `failed_at`: the words for where the user's code failed in a trial, and the phase of the record.
     """
 
     make: Callable[[TrialSettings], Device]
@@ -58,7 +58,7 @@ class Case:
     impossible: int
     noise_bytes: int
     warmth_bytes: int
-    told: tuple[str, Phase | None] = ("micro-batch 7, forward", "forward")
+    failed_at: tuple[str, Phase | None] = ("micro-batch 7, forward", "forward")
 
     def device(self, reference: str) -> Device:
         return self.make(make_settings(reference, self.impossible, self.budget_bytes))
@@ -109,7 +109,7 @@ DEVICES = {
         # The same trace is replayed to the same end.
         noise_bytes=1,
         warmth_bytes=1,
-        told=("micro-batch 7 on the simulated card, in forward", None),
+        failed_at=("micro-batch 7 on the simulated card, in forward", None),
     ),
 }
 
@@ -222,7 +222,7 @@ def test_a_trial_may_have_a_shorter_time_of_its_own(device: Device) -> None:
 
 def test_an_error_of_the_users_is_theirs_and_does_no_harm(case: Case, device: Device) -> None:
     trial = device.trial((UNLUCKY_SIZE, 1))
-    where, phase = case.told
+    where, phase = case.failed_at
     assert (trial.outcome, trial.blames, trial.phase) == ("error", "user", phase)
     assert trial.message == f"{where} raised ValueError: seven is unlucky"
     assert trial.traceback is not None

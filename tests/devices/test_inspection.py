@@ -31,7 +31,7 @@ def with_loss(loss: Callable[[nn.Module, Any], Any]) -> Workload:
     return make(criterion=None, loss=loss)
 
 
-def test_tells_what_will_be_trained() -> None:
+def test_reports_what_will_be_trained() -> None:
     inspection = inspect_workload(make(name="small", optimizer="sgd"), share=8)
     assert (inspection.name, inspection.model, inspection.optimizer) == ("small", "Linear", "SGD")
     assert (inspection.parameters, inspection.parameter_bytes) == (10, 40)
@@ -74,14 +74,14 @@ class Counting(nn.Linear):
         return super().forward(input)
 
 
-def test_names_state_that_cannot_be_put_back_and_passes_other_warnings_on() -> None:
+def test_names_state_that_cannot_be_restored_and_passes_other_warnings_on() -> None:
     with pytest.warns(DeprecationWarning, match="the model's own"):
         inspection = inspect_workload(make(lambda: Counting(4, 2)), share=8)
     (warning,) = inspection.accumulation_warnings
     assert "calls" in warning
 
 
-def test_tells_the_least_that_can_be_trained_and_what_an_update_takes() -> None:
+def test_reports_the_least_size_and_the_memory_of_an_update() -> None:
     plain = inspect_workload(make(), share=8)
     assert (plain.least_size, plain.update_samples) == (1, 2)
     normed = make(lambda: nn.Sequential(nn.Linear(4, 200_000), nn.BatchNorm1d(200_000), nn.Linear(200_000, 2)))

@@ -1,4 +1,4 @@
-"""What stands around the step: outputs that stay named, averages of odd models, an evaluation that changes nothing."""
+"""The loop around the step: held outputs, the EMA of odd models, an evaluation that changes nothing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_outputs_of_the_last_micro_batch_are_kept_whatever_their_form(form: 
     assert trial_run.averages == []
 
 
-def test_an_output_is_let_go_of_when_the_next_has_its_name() -> None:
+def test_an_output_is_freed_once_its_successor_is_there() -> None:
     seen: list[weakref.ref[Tensor]] = []
     alive: list[list[bool]] = []
 
@@ -157,17 +157,17 @@ def test_a_model_that_cannot_be_copied_has_no_average() -> None:
 
 def test_an_evaluation_is_two_passes_without_gradients_whose_outputs_outlive_them() -> None:
     seen: list[weakref.ref[Tensor]] = []
-    told: list[Any] = []
+    seen_calls: list[Any] = []
 
     def run(model: nn.Module, batch: Any) -> Tensor:
-        told.append((model.training, torch.is_grad_enabled(), len(batch[0]), [one() is not None for one in seen]))
+        seen_calls.append((model.training, torch.is_grad_enabled(), len(batch[0]), [one() is not None for one in seen]))
         outputs = torch.as_tensor(model(batch[0]))
         seen.append(weakref.ref(outputs))
         return outputs
 
     model = Net()
     evaluate(make(evaluation_batch=SIZE, evaluate=run), model)
-    assert told == [(False, False, SIZE, []), (False, False, SIZE, [True])]
+    assert seen_calls == [(False, False, SIZE, []), (False, False, SIZE, [True])]
     assert [one() for one in seen] == [None, None]
     assert model.training
     assert torch.is_grad_enabled()
@@ -196,7 +196,7 @@ def test_an_evaluation_changes_nothing(fails: bool) -> None:
     assert after == before
 
 
-def test_a_loss_for_training_only_is_told_apart_from_an_evaluation_that_fails() -> None:
+def test_a_loss_for_training_only_is_distinguished_from_an_evaluation_that_fails() -> None:
     def loss(model: nn.Module, batch: Any) -> Any:
         if not model.training:
             raise KeyError("losses")
@@ -209,22 +209,22 @@ def test_a_loss_for_training_only_is_told_apart_from_an_evaluation_that_fails() 
 
 
 def test_the_evaluation_stands_between_updates() -> None:
-    told: list[Any] = []
+    seen_calls: list[Any] = []
     trial_run: TrialRun
     trial_run = TrialRun(
         make(
             keeps="ema",
             evaluation_batch=SIZE,
-            evaluate=lambda model, batch: told.append(
+            evaluate=lambda model, batch: seen_calls.append(
                 (trial_run.phase, len(trial_run.averages), [one.grad for one in model.parameters()])
             ),
             optimizer="adam",
         ),
         6,
-        before_update=lambda: told.append("start"),
-        around_evaluation=lambda: told.append(trial_run.phase),
+        before_update=lambda: seen_calls.append("start"),
+        around_evaluation=lambda: seen_calls.append(trial_run.phase),
     )
     trial_run.run((3, 3))
     passes = [("evaluation", 2, [None, None])] * 2
-    assert told == ["start", "evaluation", *passes, "evaluation", "start", "update", "start"]
+    assert seen_calls == ["start", "evaluation", *passes, "evaluation", "start", "update", "start"]
     assert trial_run.phase == "update"

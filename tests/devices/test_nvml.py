@@ -1,4 +1,4 @@
-"""What a library like pynvml answers, and what becomes of it; and what the real one says on this machine."""
+"""Records from a library like pynvml, by its answers; and from the real one on this machine."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_a_card_with_foreign_processes() -> None:
     )
 
 
-def test_a_slice() -> None:
+def test_a_mig_slice() -> None:
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     card = query_card(Recorded(nvmlDeviceIsMigDeviceHandle=1, nvmlDeviceGetName=name), "handle")
     assert (card.mig, card.slice) == (True, name)
 
 
-def test_what_is_not_told_is_none() -> None:
+def test_a_missing_answer_is_none() -> None:
     card = query_card(Recorded("GPU-abc", **dict.fromkeys(RTX_3090)), "handle")
     assert card == Nvml(uuid="", driver=None, used_bytes=None, mig=None, slice=None, processes=None)
     for used in (None, 2**64 - 1):
@@ -89,7 +89,7 @@ def test_a_card_is_found_with_and_without_its_prefix(prefix: str, monkeypatch: p
     assert read_nvml_card("xyz") == NvmlMissing("no card MIG-xyz: Not Found")
 
 
-def test_the_questions_are_ones_the_real_library_has() -> None:
+def test_the_queries_are_ones_the_real_library_has() -> None:
     pynvml = pytest.importorskip("pynvml")
     library = Recorded()
     query_card(library, "handle")

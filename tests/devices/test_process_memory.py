@@ -64,9 +64,7 @@ def test_without_proc_it_says_that_linux_is_needed(monkeypatch: pytest.MonkeyPat
         read_process_memory()
 
 
-def test_a_kernel_that_does_not_reset_the_peak_is_told_from_one_that_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_kernel_that_cannot_reset_the_peak_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host_memory, "_CLEAR_REFS", tmp_path / "missing" / "clear_refs")
     assert not reset_peak()
 
@@ -106,7 +104,7 @@ def test_the_hosts_meter_sees_what_is_taken_and_refuses_what_is_beyond() -> None
     assert seen.stdout.split() == ["refused", "granted"], seen.stderr
 
 
-def test_the_environment_of_a_card_tells_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_card_names_its_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     card, host = (describe_environment(torch.device(kind)) for kind in ("cuda", "cpu"))

@@ -97,7 +97,7 @@ def fail_later(model: nn.Module, batch: Any) -> Any:
         ("backward", {"loss": fail_later}),
     ],
 )
-def test_tells_where_it_ended(phase: str, change: dict[str, Any]) -> None:
+def test_reports_the_phase_that_failed(phase: str, change: dict[str, Any]) -> None:
     parts: dict[str, Any] = {
         "model": lambda: nn.Linear(3, 1),
         "batch": lambda size: (torch.randn(size, 3), torch.randn(size, 1)),

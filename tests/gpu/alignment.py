@@ -1,4 +1,4 @@
-"""Blocks that a simulation asked for beside those a card was asked for: which rule tells which, and what none tells."""
+"""Pairs of simulated and measured blocks: which rule predicts which block, and which blocks no rule predicts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Expected:
     """A block of a simulation.
 
     Attributes:
-        rule: Of `workspace_rules.RULES`; `tensor` for what an operator returns.
-        numbers: What the rule takes; of a tensor none.
-        bytes: As it is predicted; 0 where a rule predicts none.
-        band_bytes: How far off that may be.
+        rule: A rule of `workspace_rules.RULES`; `tensor` for an output of an operator.
+        numbers: The arguments of the rule; none for a tensor.
+        bytes: The predicted size; 0 if the rule predicts no block.
+        band_bytes: The uncertainty of the prediction.
     """
 
     rule: str
@@ -30,12 +30,12 @@ class Expected:
 
 @dataclass(frozen=True)
 class Pair:
-    """A block of the simulation and the card's, one of which may be missing.
+    """A block of the simulation and one of the card; either may be missing.
 
     Attributes:
-        expected: Of the simulation.
-        measured_bytes: Of the card.
-        position: Among the card's blocks: of `measured_bytes`, or where it would stand.
+        expected: The simulated block.
+        measured_bytes: The size of the card's block.
+        position: The index among the card's blocks, or the one where it would be.
     """
 
     expected: Expected | None
@@ -44,12 +44,12 @@ class Pair:
 
     @property
     def agrees(self) -> bool:
-        """Whether both are the same, a block that is not there being one of 0 bytes."""
+        """Return whether both have the same size; a missing block has 0 bytes."""
         return (0 if self.expected is None else self.expected.bytes) == (self.measured_bytes or 0)
 
 
 def align(expected: Sequence[Expected], measured: Sequence[int]) -> list[Pair]:
-    """Pair blocks in the order they were asked for: those of one size first, then what lies between these.
+    """Pair blocks in the order of their requests: first those of equal size, then those between them.
 
     >>> small, large = Expected("tensor", (), 512), Expected("sort", (8,), 64)
     >>> [(pair.expected.rule, pair.measured_bytes) for pair in align([small, large], [512, 80])]
@@ -67,7 +67,7 @@ def align(expected: Sequence[Expected], measured: Sequence[int]) -> list[Pair]:
 
 
 def _pair_up(expected: list[Expected], measured: list[int], start: int) -> Iterator[Pair]:
-    """In order; where the card has fewer, blocks that may be nothing go without, then tensors do."""
+    """Pair in order; if the card has fewer blocks, those of 0 bytes stay unpaired first, then other workspaces."""
     surplus = len(expected) - len(measured)
     idle: list[Expected] = []
     for may_go in (lambda block: block.bytes == 0, lambda block: block.rule != TENSOR, lambda block: True):
@@ -82,7 +82,7 @@ def _pair_up(expected: list[Expected], measured: list[int], start: int) -> Itera
 
 
 def peak_bytes(events: Sequence[int], sizes: Sequence[int]) -> int:
-    """The most that blocks hold at one time, each in units of 512 bytes.
+    """Return the peak of the bytes in blocks, each rounded up to 512 bytes.
 
     Args:
         events: The number of a block that is allocated, or `~number` of one that is freed; others are not counted.

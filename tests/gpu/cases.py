@@ -1,4 +1,4 @@
-"""What is compared: workloads of `tests/gpu/compared`, each at one or two micro-batches."""
+"""The cases of the comparison: workloads of `tests/gpu/compared`, each at one or two micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FOLDER = Path(__file__).parent / "compared"
 
 @dataclass(frozen=True)
 class Case:
-    """One workload at one micro-batch.
+    """A workload at one micro-batch size.
 
     Attributes:
         file: The stem of its file in `FOLDER`.
-        name: Of the workload there.
+        name: The name of the workload in the file.
         size: Samples in each of the two micro-batches.
-        least: Whether its least capacity is looked for too.
+        least: Whether to search for its least memory, too.
     """
 
     file: str
@@ -26,22 +26,22 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Such as `gpt bf16_adamw_fused 16`: names its row."""
+        """The title of its row, such as `gpt bf16_adamw_fused 16`."""
         return f"{self.file} {self.name} {self.size}"
 
     @property
     def reference(self) -> str:
-        """As `load_workload` takes it."""
+        """The reference for `load_workload`."""
         return f"{FOLDER / self.file}.py:{self.name}"
 
     @property
     def parts(self) -> tuple[int, int]:
-        """As a trial takes them."""
+        """The parts of its trial."""
         return self.size, self.size
 
 
 def _cases(file: str, name: str, *sizes: int) -> tuple[Case, ...]:
-    """One for each size; the least capacity is that of the last, since looking for it takes most of the time."""
+    """Make a case for each size; only the last one searches for the least memory, which takes most of the time."""
     return tuple(Case(file, name, size, least=size == sizes[-1]) for size in sizes)
 
 
@@ -77,4 +77,4 @@ CASES = (
     *_cases("unet", "fp16_sgd", 8),
     *_cases("cnn", "fp16_benchmark", 64),
 )
-"""In the order they are measured: should time run short, each family and each precision has been met early."""
+"""In the order of measurement: every family and precision comes early, in case time runs short."""

@@ -26,7 +26,7 @@ MOST_TRIALS = 10
 
 @dataclasses.dataclass(frozen=True)
 class Least:
-    """Between which limits the least memory lies, in which it still runs, and in how many trials that was found."""
+    """The least memory in which a case still runs, between two limits, and the number of trials that found it."""
 
     ran_bytes: int
     failed_bytes: int
@@ -43,7 +43,7 @@ def trace_case(case: Case, card: Card) -> Trace:
 
 
 def predict(trace: Trace, card: Card) -> dict[str, Any]:
-    """What is predicted of a trace."""
+    """Predict the memory of a trace."""
     began = time.perf_counter()
     replayer = Replayer(card, read_settings(os.environ).for_card(card.total_bytes), read_torch_release())
     trial, sized = replayer.trial(trace, card.total_bytes), replayer.with_sizes(trace)
@@ -59,7 +59,7 @@ def predict(trace: Trace, card: Card) -> dict[str, Any]:
 
 
 def measure(case: Case, device: Device, predicted: Mapping[str, Any]) -> dict[str, Any]:
-    """What the card says of the case.
+    """Measure the case on the card.
 
     Args:
         case: The case.
@@ -72,15 +72,15 @@ def measure(case: Case, device: Device, predicted: Mapping[str, Any]) -> dict[st
     trial = device.trial(case.parts)
     if not trial.ran or trial.peak_reserved_bytes is None:
         raise NotMeasuredError(f"{trial.outcome} in {trial.phase}: {trial.message}")
-    told = {
+    row = {
         "peak_allocated_bytes": trial.peak_allocated_bytes,
         "peak_reserved_bytes": trial.peak_reserved_bytes,
         "allocator_retries": trial.allocator_retries,
         "seconds": trial.seconds,
     }
     if not case.least or predicted["least_bytes"] is None:
-        return told
-    return {**told, "least": _measure_least(case, device, predicted["least_bytes"], trial.peak_reserved_bytes)}
+        return row
+    return {**row, "least": _measure_least(case, device, predicted["least_bytes"], trial.peak_reserved_bytes)}
 
 
 def _measure_least(case: Case, device: Device, guess_bytes: int, most_bytes: int) -> Mapping[str, Any]:

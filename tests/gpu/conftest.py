@@ -1,4 +1,4 @@
-"""Where these tests run: on the CPU too wherever that makes sense, so their code has run before it meets a card."""
+"""Devices of these tests: the CPU too where that makes sense, so that their code has run before it meets a card."""
 
 from __future__ import annotations
 

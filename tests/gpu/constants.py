@@ -1,4 +1,4 @@
-"""Each operation on the card, block by block, beside what the rules say of this card."""
+"""Each operation on the card, block by block, beside the predictions of the rules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNEXPLAINED = "unexplained"
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What an operation asked the card's allocator for: bytes by block, in order, and the most at one time."""
+    """The requests of an operation to the card's allocator: bytes by block, in order, and their peak."""
 
     sizes: Sequence[int]
     peak_bytes: int
@@ -56,8 +56,8 @@ def compare_operation(simulated: Simulated, measured: Measured | None) -> dict[s
         rules = [Pair(block, None, 0) for block in simulated.blocks if block.rule != TENSOR]
         return {**row, "measured_peak_bytes": None, "rows": [_row(pair) for pair in rules]}
     pairs = align(simulated.blocks, measured.sizes)
-    told = [pair for pair in pairs if not pair.agrees or (pair.expected is not None and pair.expected.rule != TENSOR)]
-    return {**row, "measured_peak_bytes": measured.peak_bytes, "rows": [_row(pair, 0) for pair in told]}
+    shown = [pair for pair in pairs if not pair.agrees or (pair.expected is not None and pair.expected.rule != TENSOR)]
+    return {**row, "measured_peak_bytes": measured.peak_bytes, "rows": [_row(pair, 0) for pair in shown]}
 
 
 def _row(pair: Pair, missing: int | None = None) -> Mapping[str, Any]:

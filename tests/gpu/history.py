@@ -1,4 +1,4 @@
-"""What a card's allocator did, request by request, and whether the replayed one does the same.
+"""The recorded requests to a card's allocator, and a replay of them by the simulated one.
 
 The history is `torch.cuda.memory._snapshot()["device_traces"][card]`: one entry for each action, with `addr`, `size` as
 it was asked for, and `stream` (torch/cuda/memory.py, `_snapshot`; c10/cuda/CUDACachingAllocator.cpp, `record_trace`).
@@ -27,7 +27,7 @@ _STATISTICS = {
 
 @dataclass(frozen=True)
 class Request:
-    """One request, and what CUDA was asked for meanwhile.
+    """One request, with the requests to CUDA that it caused.
 
     Attributes:
         kind: `alloc`; `oom`, one that was refused; `free`; `empty`, the cache given back by hand.
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of a replay: where it first differs, if it does, and how it ended."""
+    """The result of a replay: its first difference, if there is one, and its end."""
 
     difference: Mapping[str, Any] | None
     statistics: Mapping[str, int]
@@ -120,7 +120,7 @@ def replay_requests(requests: Sequence[Request], settings: AllocatorSettings, *,
 
 
 def number_blocks(entries: Iterable[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """What was allocated and freed while it was recorded, as a trace has it: events, and bytes by block.
+    """Number the blocks that were allocated and freed during the record, as in a trace: events, and bytes by block.
 
     Blocks from before are left out.
     """
@@ -182,7 +182,7 @@ class _Watched(CachingAllocator):
     def _reserve_addresses(self, size: int) -> int:
         if self._addresses is None:
             return super()._reserve_addresses(size)
-        # Where more segments are asked for than came: that difference is told, not this address.
+        # Where more segments are asked for than came: that difference is reported, not this address.
         return next(self._addresses, 0)
 
     def empty(self) -> None:
@@ -220,7 +220,7 @@ def _moves(moved: Sequence[int], settings: AllocatorSettings) -> list[int]:
 def _compare(
     request: Request, moved: list[int], asked: list[int], block: Block | None, placed: bool
 ) -> dict[str, Any] | None:
-    """What differs."""
+    """Return the first difference."""
     if request.kind in ("alloc", "oom") and (block is None) != (request.kind == "oom"):
         return {"what": "granted", "real": request.kind == "alloc", "replayed": block is not None}
     if moved != asked:

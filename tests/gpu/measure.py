@@ -31,7 +31,7 @@ _STAND_IN = "rtx3090"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure the rows that are asked for and not there yet, then sum up."""
+    """Measure the requested rows that are not there yet, then sum up."""
     options = _read_options(arguments)
     gc.freeze()  # Garbage is collected before every row, and PyTorch itself never becomes any.
     before = read_all_cards()
@@ -76,7 +76,7 @@ def measure_rows(jobs: Iterable[Job], table: Table, limit_seconds: float, *, aga
 
 
 def attempt(make: Any) -> Row:
-    """The row, or its error: the next one must run all the same."""
+    """Measure a row; return its error if it fails, so that the next one still runs."""
     began = time.perf_counter()
     row: dict[str, Any]
     try:
@@ -91,7 +91,7 @@ def attempt(make: Any) -> Row:
 
 
 def describe(place: torch.device | None, card: Card) -> dict[str, Any]:
-    """What a table is of: the machine and its versions."""
+    """Describe the machine and its versions."""
     cudnn: Any = torch.backends.cudnn
     return {
         "place": "none" if place is None else place.type,
@@ -107,7 +107,7 @@ def describe(place: torch.device | None, card: Card) -> dict[str, Any]:
 
 
 def _choose_card(place: torch.device | None, gpu: str | None) -> Card:
-    """The card at hand; elsewhere the one that is named."""
+    """Return the installed card, or else the one that is named."""
     if place is None or place.type == "cpu":
         return find_card(gpu or _STAND_IN)
     try:

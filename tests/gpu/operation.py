@@ -17,11 +17,11 @@ PLAIN, LAST = torch.contiguous_format, torch.channels_last
 
 @dataclass(frozen=True)
 class Operation:
-    """One of them.
+    """An operation that is measured and simulated.
 
     Attributes:
-        kind: Which row of the table it settles, such as `reduction`.
-        name: What tells it from others of its kind.
+        kind: The kind of row in the table, such as `reduction`.
+        name: Its name among others of its kind.
         prepare: Makes its tensors on a device, and returns what is run.
         warm: Whether it has run once before it is recorded, so that what a library takes only at first is not seen.
     """
@@ -33,15 +33,15 @@ class Operation:
 
     @property
     def title(self) -> str:
-        """Names its row."""
+        """The title of its row."""
         return f"{self.kind}: {self.name}"
 
 
 def go_back(out: Tensor) -> None:
-    """From a gradient that has memory of its own, as that of a layer in a model has."""
+    """Run backward from a gradient with memory of its own, as that of a layer in a model."""
     torch.autograd.backward(out, torch.ones_like(out))
 
 
 def name_shape(shape: Sequence[int]) -> str:
-    """Such as `4096 x 768`."""
+    """Return a name such as `4096 x 768`."""
     return " x ".join(map(str, shape))

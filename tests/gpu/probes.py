@@ -1,4 +1,4 @@
-"""What a process takes of a card outside of the allocator.
+"""Memory that a process takes of a card outside of the allocator.
 
 Each probe takes the device, so that it also runs on the CPU, where figures of the first kind are 0.
 """
@@ -30,7 +30,7 @@ def measure_context(place: torch.device, before: Any) -> dict[str, Any]:
 
 
 def measure_growth(place: torch.device) -> dict[str, Any]:
-    """What the first use of each kind of kernel takes outside of the allocator, and leaves in it, in this order."""
+    """Measure what the first use of each kind of kernel takes outside of the allocator, and leaves in it, in order."""
     image = torch.randn(8, 16, 32, 32, device=place, requires_grad=True)
     convolution = nn.Conv2d(16, 16, 3, padding=1).to(place)
     square = torch.randn(256, 256, device=place, requires_grad=True)
@@ -63,7 +63,7 @@ def measure_growth(place: torch.device) -> dict[str, Any]:
 
 
 def allocated_bytes(place: torch.device) -> int:
-    """What tensors hold, once the card has done all it was asked for."""
+    """Return the bytes of tensors, once the card has finished its work."""
     if place.type == "cpu":
         return 0
     torch.cuda.synchronize(place)
@@ -71,7 +71,7 @@ def allocated_bytes(place: torch.device) -> int:
 
 
 def outside_bytes(place: torch.device) -> int:
-    """What is taken of the card outside of this process's allocator, by anyone."""
+    """Return the card's used memory outside of this process's allocator, whoever uses it."""
     if place.type == "cpu":
         return 0
     torch.cuda.synchronize(place)

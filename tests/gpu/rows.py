@@ -29,13 +29,13 @@ Job = tuple[str, str, Callable[[], Row]]
 
 @dataclass
 class Bench:
-    """Where rows are measured: a card, or what stands in for it.
+    """The bench that rows are measured on: a card, or a stand-in for it.
 
     Attributes:
         place: Where operations and trials run; None: nothing runs, and only predictions are made.
         card: Which is simulated.
         size: Samples in a micro-batch, of all cases; None: as they have it.
-        before: What NVML told of all cards before this process used one.
+        before: NVML's record of all cards from before this process used one.
     """
 
     place: torch.device | None
@@ -46,7 +46,7 @@ class Bench:
     _device: tuple[TrialSettings, Device] | None = None
 
     def jobs(self) -> Iterator[Job]:
-        """All rows; a device that one of them opened stays open for the next."""
+        """Yield all rows; a device that one of them opened stays open for the next."""
         if self.place is not None:
             yield "probes", "context", partial(measure_context, self.place, self.before)
             yield "probes", "growth", partial(measure_growth, self.place)

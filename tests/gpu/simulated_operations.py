@@ -30,7 +30,7 @@ from tests.gpu.operations import all_operations
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """What one operation asks a simulated card for; or why it cannot be simulated."""
+    """The requests of one operation to a simulated card; or the reason why it cannot be simulated."""
 
     title: str
     blocks: tuple[Expected, ...] = ()
@@ -39,7 +39,7 @@ class Simulated:
 
 
 def ask_simulation(card: Card) -> dict[str, Simulated]:
-    """All operations on `card`, by title, from a process of its own."""
+    """Simulate all operations on `card` in a process of its own; return them by title."""
     command = [sys.executable, "-m", "tests.gpu.simulated_operations", json.dumps(dataclasses.asdict(card))]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(

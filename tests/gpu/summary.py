@@ -38,13 +38,13 @@ def summarise(record: Mapping[str, Any]) -> list[str]:
 
 
 def peak_errors(rows: Mapping[str, Any], name: str) -> dict[str, float]:
-    """By how much of the measured the predicted is higher, by row; rows without a measurement are left out."""
+    """Return by which fraction each prediction exceeds its measurement, by row; rows without one are left out."""
     both = {title: (row["simulated"][name], (row["measured"] or {}).get(name)) for title, row in rows.items()}
     return {title: (mine - real) / real for title, (mine, real) in both.items() if mine and real}
 
 
 def least_errors(rows: Mapping[str, Any]) -> dict[str, float]:
-    """How far the predicted least memory lies outside of what was found: 0 between what failed and what ran."""
+    """Return how far each predicted least memory is outside of the measured limits: 0 between failure and success."""
     found = {}
     for title, row in rows.items():
         least, mine = (row["measured"] or {}).get("least"), row["simulated"]["least_bytes"]
@@ -68,12 +68,12 @@ def _spread(errors: Mapping[str, float]) -> str:
     sizes = [abs(error) for error in errors.values()]
     high = quantiles(sizes, n=20, method="inclusive")[-1] if len(sizes) > 1 else sizes[0]
     worst = max(errors, key=lambda title: abs(errors[title]))
-    told = f"median error {median(sizes):.2%}, 95th percentile {high:.2%} of {len(sizes)}"
-    return f"{told}; worst {errors[worst]:+.2%} ({worst})"
+    summary = f"median error {median(sizes):.2%}, 95th percentile {high:.2%} of {len(sizes)}"
+    return f"{summary}; worst {errors[worst]:+.2%} ({worst})"
 
 
 def _sum_up_constants(rows: Mapping[str, Any]) -> Iterator[str]:
-    """By rule: of how many blocks it told the size, and the worst misses."""
+    """Sum up by rule: of how many blocks it predicts the size, and the worst errors."""
     blocks = [(title, block) for title, row in rows.items() for block in row["rows"]]
     measured = [(title, block) for title, block in blocks if block["measured_bytes"] is not None]
     if not measured:

@@ -31,7 +31,7 @@ class Table:
             raise ValueError(f"{path} is of {self._record['about']}, and this is {dict(about)}: take another file")
 
     def has(self, section: str, title: str, *, again: bool = False) -> bool:
-        """Whether a row is there; with `again` one that failed does not count."""
+        """Return whether a row is there; with `again`, a failed one does not count."""
         row = self._record[section].get(title)
         return row is not None and not (again and "error" in row)
 

@@ -1,4 +1,4 @@
-"""Blocks of a simulation are paired with a card's, and rows say what each rule told."""
+"""Blocks of a simulation are paired with a card's, and rows show the prediction of each rule."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.gpu.constants import UNEXPLAINED, Measured, compare_operation
 from tests.gpu.simulated_operations import Simulated
 
 WEIGHT, OUT = Expected(TENSOR, (), 4096), Expected(TENSOR, (), 1024)
-SCRATCH, FLAGS = Expected("reduction", (4, 2), 6000), Expected("reduction_flags", (4, 2), 0, 16)
+WORKSPACE, FLAGS = Expected("reduction", (4, 2), 6000), Expected("reduction_flags", (4, 2), 0, 16)
 
 
 def test_what_agrees_is_paired_first() -> None:
-    pairs = align([WEIGHT, SCRATCH, FLAGS, OUT], [4096, 7000, 24, 1024])
-    assert pairs == [Pair(WEIGHT, 4096, 0), Pair(SCRATCH, 7000, 1), Pair(FLAGS, 24, 2), Pair(OUT, 1024, 3)]
+    pairs = align([WEIGHT, WORKSPACE, FLAGS, OUT], [4096, 7000, 24, 1024])
+    assert pairs == [Pair(WEIGHT, 4096, 0), Pair(WORKSPACE, 7000, 1), Pair(FLAGS, 24, 2), Pair(OUT, 1024, 3)]
     assert [pair.agrees for pair in pairs] == [True, False, False, True]
 
 
@@ -34,7 +34,7 @@ def test_nothing_is_lost_or_paired_twice(expected: list[int], measured: list[int
 
 
 def test_rows_of_an_operation() -> None:
-    simulated = Simulated("reduction: x", (SCRATCH, FLAGS, OUT), peak_bytes=7 * 1024)
+    simulated = Simulated("reduction: x", (WORKSPACE, FLAGS, OUT), peak_bytes=7 * 1024)
     row = compare_operation(simulated, Measured([6000, 1024, 80], peak_bytes=9000))
     assert (row["predicted_peak_bytes"], row["measured_peak_bytes"]) == (7 * 1024, 9000)
     assert [(each["rule"], each["measured_bytes"], each["predicted_bytes"]) for each in row["rows"]] == [

@@ -1,4 +1,4 @@
-"""What has been measured on cards is committed in a form that can be read and summed up.
+"""Measurements of cards are committed in a form that can be read and summed up.
 
 Where nothing was, the run says so (`tests/conftest.py`).
 """

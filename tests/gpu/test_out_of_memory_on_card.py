@@ -116,7 +116,7 @@ def test_the_batch_is_repeated_in_parts_that_fit(phase: Phase, place: torch.devi
         assert torch.allclose(smaller, whole, rtol=0, atol=1e-12)
 
 
-def test_the_retry_is_told(place: torch.device) -> None:
+def test_the_retry_is_reported(place: torch.device) -> None:
     model = nn.Sequential(nn.Flatten(), Greedy("forward")).to(place)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), nn.CrossEntropyLoss(), micro_batch=16)
     with pytest.warns(AccumulationWarning, match="out of memory") as told:

@@ -1,4 +1,4 @@
-"""From a file to a plan, and the plan's schedule then trains under the plan's budget."""
+"""A file is planned, and the plan's schedule then trains under the plan's budget."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def another_process() -> Iterator[int]:
             holder.kill()
 
 
-def test_a_trial_in_half_precision_tells_its_peaks(place: torch.device, reference: str) -> None:
+def test_a_trial_in_half_precision_reports_its_peaks(place: torch.device, reference: str) -> None:
     with make_device(place, reference) as device:
         trial = device.trial((16, 16))
     assert trial.outcome == "ok", trial.message
@@ -166,7 +166,7 @@ def test_the_fraction_is_a_real_limit_and_is_restored() -> None:
 
 
 @pytest.mark.gpu
-def test_what_another_process_holds_cannot_be_had_and_its_holder_is_named(reference: str) -> None:
+def test_memory_of_another_process_is_refused_and_named(reference: str) -> None:
     torch.cuda.empty_cache()
     place = torch.device("cuda", 0)
     with make_device(place, reference) as device:
@@ -204,7 +204,9 @@ def test_expandable_segments_are_recorded_and_limited(reference: str, monkeypatc
 
 
 @pytest.mark.gpu
-def test_cuda_s_own_allocator_is_limited_and_given_back(reference: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_s_own_allocator_is_limited_and_the_limit_is_lifted(
+    reference: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     with make_device(torch.device("cuda", 0), reference, memory=MemorySize(bytes=512 * MIB)) as device:

@@ -1,4 +1,4 @@
-"""What a study runs on a card: throughput up to the plan's ceiling, trainings in processes, a plan that trains.
+"""The parts of a study on a card: throughput up to the plan's ceiling, trainings in processes, a plan that trains.
 
 Optuna is not needed: no study is opened here.
 """

@@ -1,4 +1,4 @@
-"""What an update costs besides its arithmetic: segments asked from the driver, and waits for the card."""
+"""The cost of an update besides its arithmetic: segments from the driver, and waits for the card."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def make_batch(place: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def segments_asked(place: torch.device) -> int:
-    """How many segments the allocator has got from the driver so far; the CPU's has none."""
+    """Return how many segments the allocator has got from the driver; the CPU's has none."""
     return 0 if place.type == "cpu" else int(torch.cuda.memory_stats(place)["segment.all.allocated"])
 
 
 @contextmanager
 def counted_waits(place: torch.device) -> Iterator[list[str]]:
-    """Each wait for the card, as PyTorch warns of it (`torch.cuda.set_sync_debug_mode`)."""
+    """Collect each wait for the card, as PyTorch warns of it (`torch.cuda.set_sync_debug_mode`)."""
     waits: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

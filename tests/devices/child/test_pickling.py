@@ -1,4 +1,4 @@
-"""What is sent to a process that simulates: forms, ties and settings arrive, values of weights do not."""
+"""Live objects, pickled for a process that simulates: shapes, ties and settings arrive, values of weights do not."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def cases() -> dict[str, tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_what_cannot_be_sent_is_named(name: str) -> None:
+def test_what_cannot_be_pickled_is_named(name: str) -> None:
     changes, text = cases()[name]
     with pytest.raises(UsageError, match=text) as caught:
         pack(workload(**changes))

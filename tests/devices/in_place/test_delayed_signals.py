@@ -1,4 +1,4 @@
-"""Ctrl-C: it ends a trial at once, waits while live objects are put back, and then goes on."""
+"""Ctrl-C: it ends a trial at once, waits while live objects are restored, and the search goes on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_signal_waits_for_a_window_and_closes_it() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_signal_strikes_at_once_within_a_window() -> None:
+def test_a_signal_is_delivered_at_once_within_a_window() -> None:
     with DelayedSignals() as interruptions:
         with pytest.raises(KeyboardInterrupt), interruptions.window():
             signal.raise_signal(signal.SIGINT)
@@ -64,7 +64,7 @@ def test_a_signal_that_is_only_noted_leaves_out_of_memory_an_outcome(live_device
 
 @pytest.mark.parametrize("where", ["forward", "backward", "update", "batch"])
 @pytest.mark.parametrize("real", [False, True])
-def test_ctrl_c_puts_everything_back_and_goes_on(where: str, real: bool, live_device: Any, pairs: Any) -> None:
+def test_ctrl_c_restores_everything_and_goes_on(where: str, real: bool, live_device: Any, pairs: Any) -> None:
     def strike(now: str) -> None:
         if now == where and real:
             signal.raise_signal(signal.SIGINT)
@@ -98,7 +98,7 @@ def test_ctrl_c_puts_everything_back_and_goes_on(where: str, real: bool, live_de
         assert torch.is_grad_enabled()
 
 
-def test_ctrl_c_while_everything_is_put_back_waits(
+def test_ctrl_c_while_everything_is_restored_waits(
     live_device: Any, pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(6, 3)

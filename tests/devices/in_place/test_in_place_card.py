@@ -41,7 +41,7 @@ def setup(request: pytest.FixtureRequest) -> tuple[InPlaceDevice, nn.Module, tor
     return InPlaceDevice(objects, share=60_000, memory=MemorySize(bytes=BUDGET_BYTES)), model, optimizer
 
 
-def test_what_is_on_the_device_comes_back(setup: Any) -> None:
+def test_what_is_on_the_device_is_restored(setup: Any) -> None:
     device, model, optimizer = setup
     gradients = [parameter.grad for parameter in model.parameters()]
     before, where = state_digest(model, optimizer), model[0].weight.device
@@ -67,7 +67,7 @@ def test_real_out_of_memory_leaves_everything_as_it_was(setup: Any) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_workload_made_in_code_goes_where_it_is_asked_to(place: str) -> None:
+def test_a_workload_made_in_code_goes_to_the_requested_device(place: str) -> None:
     made = Workload(model=build, batch=batch, criterion=nn.CrossEntropyLoss())
     with InPlaceDevice(made, share=256, device=place, memory=MemorySize(bytes=BUDGET_BYTES)) as device:
         assert device.name == place
@@ -76,7 +76,7 @@ def test_a_workload_made_in_code_goes_where_it_is_asked_to(place: str) -> None:
 
 
 @pytest.mark.gpu
-def test_the_card_s_own_settings_come_back(setup: Any) -> None:
+def test_the_card_s_own_settings_are_restored(setup: Any) -> None:
     device, _, _ = setup
     if device.name == "cpu":
         return

@@ -180,7 +180,7 @@ def test_trials_leave_everything_as_it_was(name: str, optimizer: str, live_devic
 
 @pytest.mark.parametrize("name", ["batchnorm", "spectral", "Restless"])
 @pytest.mark.filterwarnings("ignore::autoaccum.accumulation.step_result.AccumulationWarning")
-def test_what_stands_around_the_step_leaves_everything_as_it_was(name: str, live_device: Any, pairs: Any) -> None:
+def test_the_loop_around_the_step_leaves_everything_as_it_was(name: str, live_device: Any, pairs: Any) -> None:
     torch.manual_seed(4)
     model = MODELS[name]()
     optimizer = with_state(model)
@@ -228,7 +228,7 @@ def test_precisions_and_half_parameters(precision: Any, live_device: Any) -> Non
     witness.check()
 
 
-def test_plain_attributes_of_a_model_come_back_and_are_told(live_device: Any, pairs: Any) -> None:
+def test_plain_attributes_of_a_model_are_restored_and_warned_of(live_device: Any, pairs: Any) -> None:
     model = Restless()
     log = model.log
     device = live_device(model, pairs)
@@ -243,7 +243,7 @@ def test_plain_attributes_of_a_model_come_back_and_are_told(live_device: Any, pa
     assert any("keeps in Python (calls, log and cache), which" in warning for warning in inspection.cautions)
 
 
-def test_a_criterion_and_a_teacher_come_back(live_device: Any, pairs: Any) -> None:
+def test_a_criterion_and_a_teacher_are_restored(live_device: Any, pairs: Any) -> None:
     class Counting(nn.Module):
         seen: Tensor
 
@@ -269,7 +269,7 @@ def test_a_criterion_and_a_teacher_come_back(live_device: Any, pairs: Any) -> No
 
 
 @pytest.mark.parametrize("held", ["forward hook", "tensor hook", "optimizer hook", "list", "patched forward"])
-def test_modules_that_only_hooks_and_attributes_reach_come_back(held: str, live_device: Any, pairs: Any) -> None:
+def test_modules_that_only_hooks_and_attributes_reach_are_restored(held: str, live_device: Any, pairs: Any) -> None:
     model: Any = plain()
     average: Any = plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -302,7 +302,7 @@ def test_modules_that_only_hooks_and_attributes_reach_come_back(held: str, live_
     witness.check()
 
 
-def test_what_cannot_be_put_back_is_named(live_device: Any, pairs: Any) -> None:
+def test_what_cannot_be_restored_is_named(live_device: Any, pairs: Any) -> None:
     model = plain()
 
     class Changing(nn.Module):
@@ -325,7 +325,7 @@ def test_what_cannot_be_put_back_is_named(live_device: Any, pairs: Any) -> None:
         device.trial((2, 2))
 
 
-def test_an_error_of_the_users_comes_with_everything_put_back(live_device: Any, pairs: Any) -> None:
+def test_an_error_of_the_users_comes_with_everything_restored(live_device: Any, pairs: Any) -> None:
     model = Restless()
     optimizer = with_state(model)
 
@@ -420,7 +420,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_a_trial_changes_in_a_model_comes_back(change: Callable[[Any], Any]) -> None:
+def test_what_a_trial_changes_in_a_model_is_restored(change: Callable[[Any], Any]) -> None:
     model, optimizer = build_trained()
     linear, norm, last = model
     tensors = [*model.parameters(), *model.buffers()]
@@ -462,7 +462,7 @@ OF_OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", OF_OPTIMIZERS.values(), ids=OF_OPTIMIZERS)
-def test_what_a_trial_changes_in_an_optimizer_comes_back(change: Callable[[Any], Any]) -> None:
+def test_what_a_trial_changes_in_an_optimizer_is_restored(change: Callable[[Any], Any]) -> None:
     model, optimizer = build_trained()
     keys, names = list(optimizer.state), list(vars(optimizer))
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -477,7 +477,7 @@ def test_what_a_trial_changes_in_an_optimizer_comes_back(change: Callable[[Any],
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_tied_sparse_and_odd_tensors_come_back() -> None:
+def test_tied_sparse_and_odd_tensors_are_restored() -> None:
     model: Any = nn.ModuleDict({"a": nn.Embedding(4, 2, sparse=True), "b": nn.Linear(2, 4, bias=False)})
     model["b"].weight = model["a"].weight
     model["a"](torch.tensor([1, 2])).sum().backward()
@@ -498,7 +498,7 @@ def test_tied_sparse_and_odd_tensors_come_back() -> None:
     assert torch.equal(model._buffers["turned"], torch.arange(6.0).reshape(2, 3).t())
 
 
-def test_a_dead_context_is_told_as_what_could_not_be_undone(
+def test_a_dead_context_is_reported_as_a_trial_that_could_not_be_undone(
     live_device: Any, pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(device: torch.device) -> None:

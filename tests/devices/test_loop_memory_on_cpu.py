@@ -78,7 +78,7 @@ def test_an_evaluation_is_in_the_peak_where_it_is_higher(reference: str, plain_b
     assert large > plain_bytes + SLACK
 
 
-def test_an_evaluation_that_does_not_fit_is_told_as_such(reference: str, plain_bytes: int) -> None:
+def test_an_evaluation_that_does_not_fit_is_reported_as_such(reference: str, plain_bytes: int) -> None:
     with device(reference, plain_bytes + 16 * MIB, evaluation_batch=8 * SIZE) as made:
         trial = made.trial((1, 1))
         assert (trial.outcome, trial.phase) == ("oom", "evaluation")

@@ -27,9 +27,9 @@ def measured(**reading: Any) -> TrialMeasurement:
     return TrialMeasurement(seconds=1.5, reading=Reading(**reading))
 
 
-def test_a_card_tells_both_peaks_and_its_retries() -> None:
-    told = measured(peak_reserved_bytes=3 * GIB, peak_allocated_bytes=2 * GIB, retries=0)
-    trial = record_trial(told, 4 * GIB, ABOUT)
+def test_a_card_reports_both_peaks_and_its_retries() -> None:
+    measurement = measured(peak_reserved_bytes=3 * GIB, peak_allocated_bytes=2 * GIB, retries=0)
+    trial = record_trial(measurement, 4 * GIB, ABOUT)
     assert (trial.outcome, trial.message, trial.phase) == ("ok", None, None)
     assert (trial.peak_reserved_bytes, trial.peak_allocated_bytes, trial.allocator_retries) == (3 * GIB, 2 * GIB, 0)
     assert (trial.seconds, trial.fresh, trial.parts) == (1.5, True, (8, 8))
@@ -69,8 +69,8 @@ def test_deaths(death: ChildDied, outcome: str, timed_out: bool) -> None:
 def test_what_is_retried_around_an_evaluation_does_not_count(steps: list[int]) -> None:
     before, evaluation, behind, after = steps
     marks = [before, before + evaluation, before + evaluation + behind]
-    told = without_evaluation_retries(read(sum(steps)), [read(mark) for mark in marks])
-    assert told == read(before + after)
+    reading = without_evaluation_retries(read(sum(steps)), [read(mark) for mark in marks])
+    assert reading == read(before + after)
     assert without_evaluation_retries(read(4), [read(1)]) == read(4)
     assert without_evaluation_retries(read(None), [read(None)] * 3) == read(None)
 
@@ -111,13 +111,13 @@ CUDA_OUT_OF_MEMORY = (
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"), [("20.00 MiB", "20.0 MiB"), ("1.50 GiB", "1.5 GiB"), ("2.00 KiB", "2.0 KiB")]
+    ("requested", "shown"), [("20.00 MiB", "20.0 MiB"), ("1.50 GiB", "1.5 GiB"), ("2.00 KiB", "2.0 KiB")]
 )
-def test_a_refusal_of_a_cards_allocator_says_how_much_was_asked(asked: str, told: str) -> None:
-    failure = describe(torch.OutOfMemoryError(CUDA_OUT_OF_MEMORY.format(asked)))
+def test_a_refusal_of_a_cards_allocator_says_how_much_was_asked(requested: str, shown: str) -> None:
+    failure = describe(torch.OutOfMemoryError(CUDA_OUT_OF_MEMORY.format(requested)))
     assert (failure.outcome, failure.certain, failure.blames) == ("oom", True, None)
     assert failure.message == (
-        f"micro-batch 8, forward ran out of memory (OutOfMemoryError, which asked for {told} more)"
+        f"micro-batch 8, forward ran out of memory (OutOfMemoryError, which asked for {shown} more)"
     )
 
 

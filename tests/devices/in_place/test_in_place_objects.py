@@ -84,7 +84,7 @@ def test_live_objects_become_a_workload_of_the_same() -> None:
         assert made.build_optimizer(model) is optimizer
 
 
-def test_live_bytes_are_counted_before_anything_is_copied() -> None:
+def test_live_state_is_measured_before_anything_is_copied() -> None:
     model: Any = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False))
     model[1].weight = model[0].weight
     model.register_buffer("table", torch.ones(64, 256))
@@ -113,7 +113,7 @@ def test_a_copy_that_does_not_fit_is_refused_before_anything_is_touched(monkeypa
     assert not touched
 
 
-def test_the_copy_s_cost_and_what_is_held_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_the_copy_and_of_the_live_objects_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(1024, 1024, bias=False)
     made = InPlaceDevice(live(model, batch=lambda size: torch.ones(size, 1024)), share=4)
     described = made.describe()
@@ -146,7 +146,7 @@ def test_other_threads_are_not_limited() -> None:
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
-def test_a_live_model_keeps_its_mode_and_one_at_rest_is_told() -> None:
+def test_a_live_model_keeps_its_mode_and_eval_mode_is_warned_of() -> None:
     for training in (True, False):
         model = nn.Linear(2, 2).train(training)
         made = InPlaceDevice(live(model), share=4)
@@ -164,7 +164,7 @@ def test_an_inspection_that_runs_out_of_memory_is_a_clear_no() -> None:
         InPlaceDevice(live(nn.Linear(2, 2), batch=greedy), share=4).inspect()
 
 
-def test_a_workload_trains_its_own_copy_and_the_shared_criterion_comes_back() -> None:
+def test_a_workload_trains_its_own_copy_and_the_shared_criterion_is_restored() -> None:
     template = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     weights = torch.ones(2)
     made = Workload(
@@ -181,7 +181,7 @@ def test_a_workload_trains_its_own_copy_and_the_shared_criterion_comes_back() ->
 
 @pytest.mark.without_gpu
 @pytest.mark.parametrize("place", ["cuda", "cuda:1"])
-def test_a_card_that_cannot_be_started_is_told(place: str) -> None:
+def test_a_card_that_cannot_be_started_is_reported(place: str) -> None:
     """As behind a driver that is too old, which only CUDA itself can tell."""
     workload = Workload(model=lambda: nn.Linear(1, 1), batch=torch.zeros, criterion=nn.MSELoss())
     with (
@@ -208,13 +208,13 @@ def plan_wide(**asked: Any) -> autoaccum.Plan:
     )
 
 
-def test_live_objects_are_planned_along_with_it() -> None:
+def test_live_objects_count_towards_the_budget() -> None:
     plan = plan_wide(keeps="ema", evaluation_batch=8, evaluate=lambda model, batch: model(batch[0]))
     assert (plan.workload["keeps"], plan.workload["evaluation_batch"]) == (("ema",), 8)
     assert plan.workload["worst_of"] is None
 
 
-def test_an_evaluation_too_large_is_told_as_such() -> None:
+def test_an_evaluation_too_large_is_reported_as_such() -> None:
     with pytest.raises(DoesNotFitError, match="the evaluation does not fit: .* take a smaller evaluation_batch"):
         plan_wide(evaluation_batch=4096)
 
@@ -300,7 +300,7 @@ def test_another_size_is_refused_with_the_way_out() -> None:
         make_batches(lambda n: data[:n])(64)
 
 
-def test_an_exhausted_iterator_is_told() -> None:
+def test_an_exhausted_iterator_is_reported() -> None:
     loader = iter(DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2))
     batches = make_batches(lambda size: next(loader))
     batches(2)
