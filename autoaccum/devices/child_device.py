@@ -28,15 +28,10 @@ _LEAST_LOAD_SECONDS = 300.0
 
 
 class LoadedChild:
-    """A child process that has loaded a workload.
-
-    Args:
-        settings: What all its trials have in common.
-        load: The request that loads the workload.
-        process: A child that `start_child` has started.
+    """A child process, started by `start_child`, that has loaded a workload by the request `load`.
 
     Attributes:
-        jobs: How many jobs it has been called for since then.
+        jobs: The number of jobs it was called for since.
         facts: The facts from the device's meter, once everything was loaded (`Meter.begin`).
 
     Raises:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from autoaccum.errors import UsageError
 
@@ -40,7 +40,7 @@ def describe_environment(device: torch.device) -> Mapping[str, Any]:
     """Return versions, processor, threads and allocator settings; on a card also CUDA, cuDNN and their settings."""
     import torch
 
-    is_card = device.type == "cuda"
+    is_card, cudnn = device.type == "cuda", cast("Any", torch.backends.cudnn)
     names = (*_VARIABLES, *(_CARD_VARIABLES if is_card else ()))
     return {
         "python": platform.python_version(),
@@ -50,15 +50,8 @@ def describe_environment(device: torch.device) -> Mapping[str, Any]:
         "processors": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "variables": {name: os.environ[name] for name in names if name in os.environ},
-        **(_card_libraries() if is_card else {}),
+        **({"cuda": torch.version.cuda, "cudnn": cudnn.version()} if is_card else {}),
     }
-
-
-def _card_libraries() -> dict[str, Any]:
-    import torch
-
-    cudnn: Any = torch.backends.cudnn
-    return {"cuda": torch.version.cuda, "cudnn": cudnn.version()}
 
 
 def _processor() -> str:

@@ -31,8 +31,8 @@ class Reading:
     retries: int | None = None
 
 
-def without_evaluation_retries(reading: Reading, beside: Sequence[Reading]) -> Reading:
-    """Return `reading` without the retries between the first and the last reading `beside` it.
+def without_evaluation_retries(reading: Reading, around: Sequence[Reading]) -> Reading:
+    """Return `reading` without the retries between the first and the last of the readings `around` the evaluation.
 
     An evaluation finds the update's memory in the cache, and the next update the evaluation's, so that the allocator
     may have to release it. That is once per evaluation, which makes no micro-batch slow.
@@ -41,9 +41,9 @@ def without_evaluation_retries(reading: Reading, beside: Sequence[Reading]) -> R
     >>> without_evaluation_retries(end, [before, behind]).retries
     2
     """
-    if len(beside) < 2 or reading.retries is None:
+    if len(around) < 2 or reading.retries is None:
         return reading
-    between = (beside[-1].retries or 0) - (beside[0].retries or 0)
+    between = (around[-1].retries or 0) - (around[0].retries or 0)
     return replace(reading, retries=max(0, reading.retries - between))
 
 

@@ -14,12 +14,7 @@ from autoaccum.devices.trial_record import TrialMeasurement
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """The reply to `LoadWorkload`.
-
-    Attributes:
-        facts: The facts that a budget is chosen by (`Meter.begin`).
-        refused: The reason why the device cannot be used; None: it can.
-    """
+    """The facts that a budget is chosen by (`Meter.begin`), or the reason why the device cannot be used."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     refused: str | None = None

@@ -1,1 +1,1 @@
-"""Child processes that run trials: how they are started, asked, and end, from both sides."""
+"""Child processes: how they start, are called and end, from both sides of their connection."""

@@ -11,7 +11,7 @@ from autoaccum.devices.base import Outcome
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.units import GIB, KIB, MIB, format_bytes
 
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)")
 _UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 _USERS_FAULT = re.compile(r"device-side assert|illegal memory access", re.IGNORECASE)
 
@@ -73,8 +73,8 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
 
     oom = find_out_of_memory(error)
     if oom is not None:
-        asked = _ASKED.search(str(error))
-        more = f", which asked for {format_bytes(int(float(asked[1]) * _UNITS[asked[2]]))} more" if asked else ""
+        found = _REQUESTED.search(str(error))
+        more = f", which asked for {format_bytes(int(float(found[1]) * _UNITS[found[2]]))} more" if found else ""
         return Failure(outcome="oom", message=f"{doing} ran out of memory ({oom.text}{more})", certain=oom.certain)
     if is_context_dead(error):  # CUDA reports errors late: the line that raises is rarely at fault.
         return Failure(

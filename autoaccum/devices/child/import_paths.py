@@ -49,15 +49,7 @@ class Checkout:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportPaths:
-    """The folders in which a process finds modules and files.
-
-    Attributes:
-        cwd: The current folder.
-        sys_path: The entries of `sys.path`.
-        pythonpath: The variable `PYTHONPATH`; None: not set.
-        original: The top of the user's repository, where another checkout of it is used; None: none is.
-        root: The top of that checkout.
-    """
+    """The folders in which a process finds modules and files; `original` and `root` as in `Checkout`."""
 
     cwd: str
     sys_path: tuple[str, ...]

@@ -127,7 +127,7 @@ class ChildProcess:
 
         Raises:
             ChildDied: As `ask`.
-            JobFailed: The job raised something; the child can be asked for another.
+            JobFailed: The job raised something; the child can run another.
         """
         message = self.ask(request_message(request), limit_seconds)
         if "failure" in message:
@@ -251,15 +251,7 @@ def start_child(
 ) -> ChildProcess:
     """Start a child and have it import what its `handler` needs; do not wait for that.
 
-    Args:
-        handler: The class that handles its requests (`requests.Prepare`).
-        on_output: Gets each line it prints; None: it goes to stderr.
-        measured: Whether it measures its own memory.
-        checkout: Where its modules are; None: where this process finds them.
-
-    Raises:
-        UsageError: This process is such a child itself.
-        NotMeasuredError: It cannot be started.
+    The arguments are those of `ChildProcess`, `requests.Prepare` and `ImportPaths.of`.
     """
     process = ChildProcess("autoaccum.devices.child", on_output=on_output, measured=measured)
     process.send(request_message(Prepare(handler=handler, paths=ImportPaths.of(checkout), measured=measured)))

@@ -218,10 +218,8 @@ class SimulatedChild:
 
     @handle.register
     def _label(self, request: LabelParts) -> LabelledTrace | Failure:
-        def run(workload: Workload, mode: FakeCudaMode) -> LabelledTrace:
-            return label_trial(workload, request.parts, mode)
-
-        return self._run(run, f"{request.doing} on the simulated card", silent=True)
+        doing = f"{request.doing} on the simulated card"
+        return self._run(lambda workload, mode: label_trial(workload, request.parts, mode), doing, silent=True)
 
     @handle.register
     def _suggest(self, request: SuggestChanges) -> tuple[SuggestedChange, ...] | Failure:
