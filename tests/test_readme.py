@@ -1,4 +1,4 @@
-"""The README's code runs, and its two commands are where CI looks for them."""
+"""The code of README and guides runs, and README's two commands are where CI looks for them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from autoaccum.cli import guard, tune
 from autoaccum.devices.base import Trial
 from autoaccum.devices.simulated.cards import all_cards
 from autoaccum.devices.trial_run import TrialRun
@@ -24,7 +24,10 @@ from autoaccum.workload.loading import load_workload
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = {path: path.read_text(encoding="utf-8") for path in (ROOT / "README.md", *(ROOT / "examples").glob("*.md"))}
+PAGES[ROOT / "tests" / "benchmarks" / "README.md"] = (ROOT / "tests" / "benchmarks" / "README.md").read_text("utf-8")
+GUIDES = "\n".join(PAGES.values())
+PYTHON = re.findall(r"```python\n(.*?)```", GUIDES, re.DOTALL)
 
 
 def block(text: str) -> str:
@@ -144,7 +147,7 @@ assert result.plan is not None
 
 def test_one_call_trains(tmp_path: Path) -> None:
     """In a process of its own, as above."""
-    script = FIT.format(block=block("autoaccum.fit("))
+    script = FIT.format(block=block("import autoaccum\n\nresult = "))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
@@ -155,32 +158,36 @@ def test_one_call_trains(tmp_path: Path) -> None:
 
 
 def test_the_guarded_table_is_one(tmp_path: Path) -> None:
-    (table,) = [str(code) for code in re.findall(r"```toml\n(.*?)```", README, re.DOTALL) if "[tool.autoaccum]" in code]
+    (table,) = [str(code) for code in re.findall(r"```toml\n(.*?)```", GUIDES, re.DOTALL) if "[tool.autoaccum]" in code]
     (tmp_path / "pyproject.toml").write_text(table, encoding="utf-8")
     names = [case_name(case) for case in find_project(tmp_path).cases]
     assert names == ["train.py on rtx3090, target 256", "train.py on a100-80gb, target 256"]
 
 
-def test_commands_that_guard_are_ones_that_there_are() -> None:
-    lines = re.findall(r"^(?:\$ )?autoaccum guard\b([^#\n]*)", README, re.MULTILINE)
-    lines += re.findall(r"`autoaccum guard\b([^`]*)`", README)
-    assert len(lines) >= 6
-    for line in lines:
-        guard.command.make_context("guard", shlex.split(line))
+def test_commands_are_ones_that_there_are() -> None:
+    lines = re.findall(r"^(?:\$ )?autoaccum (plan|fit|tune|verify|guard)\b([^#\n]*)", GUIDES, re.MULTILINE)
+    lines += re.findall(r"`autoaccum (plan|fit|tune|verify|guard|gpus) (\S*\.py[^`]*|--[^`]*)`", GUIDES)
+    assert {command for command, _ in lines} == {"plan", "fit", "tune", "verify", "guard"}
+    for command, words in lines:
+        import_module(f"autoaccum.cli.{command}").command.make_context(command, shlex.split(words))
 
 
-def test_the_command_that_tunes_is_one() -> None:
-    (line,) = re.findall(r"^\$ autoaccum tune\b([^#\n]*)", README, re.MULTILINE)
-    assert tune.command.make_context("tune", shlex.split(line)).params["target_batch"] == "128"
-
-
-def test_files_and_scripts_it_names_are_there() -> None:
-    named = re.findall(r"`(?:python |pytest )?((?:autoaccum|tests|examples)/[\w/.]*)", README)
+def test_pages_files_and_scripts_it_names_are_there() -> None:
+    named = re.findall(r"`(?:python |pytest )?((?:autoaccum|tests|examples)/[\w/.]*)", GUIDES)
     assert {"tests/benchmarks/peers.py", "tests/gpu/", "autoaccum/planning/"} <= set(named)
     assert [name for name in named if not (ROOT / name).exists()] == []
-    chosen = re.findall(r"`pytest (tests/[\w/.]+) -k (\w+)`", README)
+    links = [(page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text)]
+    assert len(links) > 20
+    assert [(page, link) for page, link in links if not (page.parent / link).exists()] == []
+    chosen = re.findall(r"`pytest (tests/[\w/.]+) -k (\w+)`", GUIDES)
     assert chosen
-    assert [pair for pair in chosen if not re.search(rf"def test_\w*{pair[1]}", (ROOT / pair[0]).read_text())] == []
+    for place, words in chosen:
+        files = [ROOT / place] if (ROOT / place).is_file() else list((ROOT / place).glob("test_*.py"))
+        assert any(re.search(rf"def test_\w*{words}|{words}", path.name + path.read_text()) for path in files), place
+
+
+def test_it_is_short() -> None:
+    assert len(README.splitlines()) <= 200
 
 
 def test_it_counts_the_cards_there_are() -> None:
