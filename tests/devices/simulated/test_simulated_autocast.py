@@ -65,12 +65,16 @@ def backward(out: Tensor) -> None:
 def header() -> dict[Policy, set[str]]:
     """The lists of the installed PyTorch's own header."""
     text = (Path(torch.__file__).parent / "include/ATen/autocast_mode.h").read_text()
-    names: dict[str, Policy] = {"LOWER_PRECISION_FP": "lower", "FP32": "fp32", "FP32_SET_OPT_DTYPE": "set_dtype"}
-    names |= {"PROMOTE": "promote", "DIFFERENT_REDISPATCH_SIGNATURE": "append_dtype"}
+    names: dict[str, Policy] = {
+        "LOWER_PRECISION_FP": "lower_precision_fp",
+        "FP32": "fp32",
+        "FP32_SET_OPT_DTYPE": "fp32_set_opt_dtype",
+    }
+    names |= {"PROMOTE": "promote", "DIFFERENT_REDISPATCH_SIGNATURE": "fp32_append_dtype"}
     lists: dict[Policy, set[str]] = {}
     for macro, body in re.findall(r"#define AT_FORALL_([A-Z0-9_]+)\(_\)((?:.*\\\n)+.*\n)", text):
-        if macro in names and names[macro] == "append_dtype":
-            lists["append_dtype"] = set(re.findall(r'"([^"]+)"', body))
+        if macro in names and names[macro] == "fp32_append_dtype":
+            lists["fp32_append_dtype"] = set(re.findall(r'"([^"]+)"', body))
         elif macro in names:
             found = re.findall(r"_\((\w+)(?:, *(\w+))?\)", body)
             lists[names[macro]] = {f"{name}.{overload}" if overload else name for name, overload in found}
