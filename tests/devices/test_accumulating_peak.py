@@ -1,4 +1,4 @@
-"""The peak of a trial is the one an accumulating trainer really has (facts 4), not that of a first step."""
+"""The peak of a trial is that of a trainer which accumulates gradients, not that of its first step."""
 
 from __future__ import annotations
 

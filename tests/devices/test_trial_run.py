@@ -15,7 +15,7 @@ Seen = list[tuple[int, bool, int]]
 
 @pytest.fixture
 def seen() -> Seen:
-    """Of each forward: how many samples it saw, whether a gradient was resident, and the bytes it is a view of."""
+    """For each forward: its number of samples, whether a gradient was resident, and the bytes that it is a view of."""
     return []
 
 

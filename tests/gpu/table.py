@@ -44,7 +44,7 @@ class Table:
 
 
 def _kind(about: Mapping[str, Any]) -> dict[str, Any]:
-    """What all machines have in common that may add to a table: one card of a kind has a little more memory."""
+    """Return the facts that all machines of a table share; the total memory of equal cards may differ a little."""
     return {name: value for name, value in about.items() if name != "total_bytes"}
 
 

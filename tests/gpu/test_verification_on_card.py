@@ -58,7 +58,7 @@ def make(model: Callable[[], nn.Module]) -> Workload:
 
 
 def has_recurrent_kernel(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has an LSTM of `dtype` for this processor: in bf16 that takes AVX-512, in fp16 still more."""
+    """Return whether oneDNN has an LSTM of `dtype` for this processor: bf16 needs AVX-512, fp16 more than that."""
     try:
         with torch.autocast("cpu", dtype), torch.no_grad():
             nn.LSTM(8, 8)(torch.zeros(1, 1, 8))

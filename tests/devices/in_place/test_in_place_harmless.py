@@ -130,7 +130,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Any]] = {
 
 
 class Witness:
-    """What is there, held by hand: not by the code under test."""
+    """A copy of the state, made by hand and not by the code under test."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
