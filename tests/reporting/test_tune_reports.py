@@ -24,7 +24,7 @@ from autoaccum.tuning.tuning_result import Row, SearchStarted, StudyOpened, Tuni
 def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], Tuning]:
     """The file of a study, what was told on its way, and what it found."""
     file, told = tmp_path_factory.mktemp("study") / "tune.db", list[Any]()
-    rows, _ = search_in(file, request_of(confirm=1, trials=8), tell=told.append, confirm=True)
+    rows, _ = search_in(file, request_of(confirm=1, trials=8), notify=told.append, confirm=True)
     return file, told, tuning_of(rows)
 
 

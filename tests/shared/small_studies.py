@@ -109,15 +109,15 @@ class Trainer:
         )
 
 
-def request_of(**asked: Any) -> TuneRequest:
-    options = Options(**{name: asked.pop(name) for name in ("device", "time_limit", "trial_limit") if name in asked})
+def request_of(**fields: Any) -> TuneRequest:
+    options = Options(**{name: fields.pop(name) for name in ("device", "time_limit", "trial_limit") if name in fields})
     known: dict[str, Any] = {
         "reference": "line.py",
         "target_batch": BatchSizeRange(16, 16),
         "trials": 6,
         "options": options,
     }
-    return TuneRequest(**known | asked)
+    return TuneRequest(**known | fields)
 
 
 @contextmanager
@@ -136,13 +136,13 @@ def search_in(
     before: Callable[[Setting], object] = lambda setting: None,
     space: SearchSpace = SPACE,
     budget: Budget | None = None,
-    tell: Callable[[Any], object] = lambda event: None,
+    notify: Callable[[Any], object] = lambda event: None,
     confirm: bool = False,
 ) -> tuple[Any, str | None]:
     """Return the rows of a study after a search, and why that ended early."""
     trainer: Any = Trainer(request, workload or line_workload(), before)
     with study_in(file, request) as study:
-        search = Search(study, space, budget or Budget(64, "samples"), 16, trainer, tell)
+        search = Search(study, space, budget or Budget(64, "samples"), 16, trainer, notify)
         ended = search.run()
         if confirm:
             search.confirm()

@@ -48,7 +48,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def never(event: Any) -> None:
-    pytest.fail(f"{event} was told")
+    pytest.fail(f"{event} was sent")
 
 
 # What they hold.
@@ -94,10 +94,10 @@ NOT_PORTABLE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("kind", NOT_PORTABLE)
 def test_a_state_that_needs_code_is_refused_by_name_and_writes_nothing(kind: str, tmp_path: Path) -> None:
-    content, said = NOT_PORTABLE[kind]
+    content, reason = NOT_PORTABLE[kind]
     with pytest.raises(NotPortableError, match="which would not load without running code: use") as caught:
         Checkpoints(tmp_path).write(1, content)
-    assert said in str(caught.value)
+    assert reason in str(caught.value)
     assert caught.value.exit_code == 2
     assert list(tmp_path.iterdir()) == []
 
@@ -144,15 +144,15 @@ class Malicious:
 
 
 def test_nothing_in_a_checkpoint_can_run_code(tmp_path: Path) -> None:
-    store, mark, told = Checkpoints(tmp_path), tmp_path / "owned", list[Any]()
+    store, mark, notices = Checkpoints(tmp_path), tmp_path / "owned", list[Any]()
     path = store.write(1, record(1))
     torch.save({"format": "autoaccum checkpoint", "record": Malicious(mark)}, tmp_path / "checkpoint-00000002.pt")
     torch.save([1], tmp_path / "checkpoint-00000003.pt")
-    found = store.newest(told.append)
+    found = store.newest(notices.append)
     assert found is not None
     assert found[0] == path
     assert not mark.exists()
-    assert len(told) == 2
+    assert len(notices) == 2
 
 
 # The folder.
@@ -172,14 +172,14 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_skipped_with_a_notice(tmp_path: Path) -> None:
-    store, told = Checkpoints(tmp_path, keep=3), list[Any]()
+    store, notices = Checkpoints(tmp_path, keep=3), list[Any]()
     for update in (1, 2, 3):
         store.write(update, record(update))
     for path in store.paths()[:2]:
         path.write_bytes(path.read_bytes()[:-1000])
-    path, read = store.newest(told.append) or pytest.fail("none found")
+    path, read = store.newest(notices.append) or pytest.fail("none found")
     assert read["update"] == 1
-    assert ["3.pt is damaged" in told[0].text, "2.pt is damaged" in told[1].text] == [True, True]
+    assert ["3.pt is damaged" in notices[0].text, "2.pt is damaged" in notices[1].text] == [True, True]
     path.write_bytes(b"PK\x03\x04")
     with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged: .*03.pt is damaged.*01.pt.*another"):
         store.newest(never)
@@ -244,14 +244,14 @@ def test_a_file_that_does_not_read_back_is_removed(fault: str, tmp_path: Path, m
     earlier = store.write(1, {"weight": torch.zeros(1000)})
     content = earlier.read_bytes()
 
-    def spoil(handle: int) -> None:
+    def corrupt(handle: int) -> None:
         sync(handle)
         if fault == "changed":
             os.pwrite(handle, b"\x01", os.fstat(handle).st_size // 2)
         else:
             os.ftruncate(handle, os.fstat(handle).st_size - 500)
 
-    monkeypatch.setattr(os, "fsync", spoil)
+    monkeypatch.setattr(os, "fsync", corrupt)
     for update in (1, 2):
         with pytest.raises(CheckpointError, match="does not read back as it was written: check the disk"):
             store.write(update, {"weight": torch.zeros(1000)})

@@ -80,9 +80,9 @@ def test_workers_of_a_stream_give_the_same_again() -> None:
     whole, states = remaining(source, range(2))
     assert sorted(indices_of(whole, 0)) == sorted(indices_of(whole, 1)) == list(range(COUNT))
     resumed = make()
-    told = resumed.load_state_dict(states[5])
-    assert told is not None
-    assert "were read forward" in told
+    note = resumed.load_state_dict(states[5])
+    assert note is not None
+    assert "were read forward" in note
     assert_same(windows_of(resumed, range(1, 2)), whole[6:])
     with pytest.raises(UsageError, match="workers is 2, but an IterableDataset .*: give a DataLoader over it"):
         opened(DrawingStream(COUNT), workers=2)
@@ -179,5 +179,5 @@ def test_a_worker_whose_parent_is_gone_before_it_begins_ends() -> None:
         os._exit(0)
     os.close(held)
     os.waitpid(parent, 0)
-    with os.fdopen(ends, "rb") as told:
-        assert told.read() == b""
+    with os.fdopen(ends, "rb") as pipe:
+        assert pipe.read() == b""

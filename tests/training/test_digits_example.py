@@ -18,8 +18,8 @@ LEAST = 0.97
 
 def command(program: str) -> list[str]:
     """The command in the example's docstring."""
-    said = ast.get_docstring(ast.parse(EXAMPLE.read_text())) or ""
-    return shlex.split(next(line for line in said.splitlines() if line.startswith(program)))[1:]
+    text = ast.get_docstring(ast.parse(EXAMPLE.read_text())) or ""
+    return shlex.split(next(line for line in text.splitlines() if line.startswith(program)))[1:]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -37,16 +37,16 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_script_reads_the_held_out_digits() -> None:
-    said = run(*command("python")).stdout
-    found = re.fullmatch(r"240 updates, (\d+\.\d)% of the held-out digits are right\n", said)
-    assert found is not None, said
+    output = run(*command("python")).stdout
+    found = re.fullmatch(r"240 updates, (\d+\.\d)% of the held-out digits are right\n", output)
+    assert found is not None, output
     assert float(found[1]) >= 100 * LEAST
 
 
 def test_the_command_reads_most_of_the_held_out_digits_sooner(tmp_path: Path) -> None:
-    asked = command("autoaccum")
-    asked[asked.index("--epochs") + 1] = "4"
-    asked[asked.index("--run-dir") + 1] = str(tmp_path / "run")
-    told = json.loads(run("-m", "autoaccum", *asked, "--quiet", "--json").stdout)
-    assert told["evaluation"]["right"] >= 0.8
+    words = command("autoaccum")
+    words[words.index("--epochs") + 1] = "4"
+    words[words.index("--run-dir") + 1] = str(tmp_path / "run")
+    result = json.loads(run("-m", "autoaccum", *words, "--quiet", "--json").stdout)
+    assert result["evaluation"]["right"] >= 0.8
     assert (tmp_path / "run" / "model.pt").exists()

@@ -249,9 +249,9 @@ def test_an_error_of_the_users_is_a_reason_with_its_line() -> None:
     failed = evaluation(evaluate=evaluate).run(net(), 7)
     assert isinstance(failed, EvaluationFailed)
     assert not failed.out_of_memory
-    said = failed.reason
-    assert said.startswith("ZeroDivisionError: first, at test_evaluation.py:")
-    assert said.endswith('(`raise ZeroDivisionError("first\\nsecond")`)')
+    reason_given = failed.reason
+    assert reason_given.startswith("ZeroDivisionError: first, at test_evaluation.py:")
+    assert reason_given.endswith('(`raise ZeroDivisionError("first\\nsecond")`)')
 
 
 def test_data_that_fails_or_is_empty_is_a_reason() -> None:

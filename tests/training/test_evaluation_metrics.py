@@ -128,5 +128,5 @@ def test_named_numbers_are_averaged_and_a_result_without_numbers_is_refused() ->
 
     mean = pytest.approx((4 * 5 * 5 + 3 * 3) / SAMPLES)
     assert values(evaluation(evaluate=evaluate), net()) == {"a": mean, "b": mean, "c": mean, "d": 1.0}
-    said = reason(evaluation(evaluate=lambda model, batch: model(batch[0])), net())
-    assert "returned a Tensor, which is not a number: return a number, or a dict of numbers" in said
+    message = reason(evaluation(evaluate=lambda model, batch: model(batch[0])), net())
+    assert "returned a Tensor, which is not a number: return a number, or a dict of numbers" in message

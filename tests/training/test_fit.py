@@ -230,10 +230,10 @@ def small() -> tuple[nn.Module, TensorDataset]:
 
 def fit_small(**options: Any) -> tuple[autoaccum.FitResult, list[Any]]:
     model, data = small()
-    heard: list[Any] = []
+    events: list[Any] = []
     settings: dict[str, Any] = {"target_batch": 16, "loss": nn.CrossEntropyLoss(), "micro_batch": 8, "epochs": 2}
-    settings |= {"callbacks": [lambda event: heard.append(event)], "progress": False} | options
-    return autoaccum.fit(model, settings.pop("data", data), **settings), heard
+    settings |= {"callbacks": [lambda event: events.append(event)], "progress": False} | options
+    return autoaccum.fit(model, settings.pop("data", data), **settings), events
 
 
 def digest(result: autoaccum.FitResult) -> str:
@@ -259,8 +259,8 @@ def test_the_caller_s_random_states_are_restored() -> None:
 
 def test_events_come_in_order_and_say_what_happened() -> None:
     _, data = small()
-    result, heard = fit_small(eval_data=data)
-    assert [type(event).__name__ for event in heard] == [
+    result, events = fit_small(eval_data=data)
+    assert [type(event).__name__ for event in events] == [
         "Started",
         *["Updated"] * 3,
         "EpochEnded",
@@ -269,17 +269,17 @@ def test_events_come_in_order_and_say_what_happened() -> None:
         "EpochEnded",
         "Evaluated",
     ]
-    started = heard[0]
+    started = events[0]
     assert isinstance(started, Started)
     assert (started.updates, started.epochs, started.micro_batch, started.target_batch) == (6, 2, 8, 16)
-    last = [event for event in heard if isinstance(event, Updated)][-1]
+    last = [event for event in events if isinstance(event, Updated)][-1]
     assert (last.update, last.epoch, last.samples, last.micro_batches, last.micro_batch) == (6, 2, 96, 2, 8)
     assert last.loss == result.loss
     assert last.grad_norm is not None
     assert last.peak_bytes is not None
     assert last.peak_bytes > 2**20
-    assert [event.samples for event in heard if isinstance(event, EpochEnded)] == [48, 48]
-    assert result.evaluation == dict([event for event in heard if isinstance(event, Evaluated)][-1].values)
+    assert [event.samples for event in events if isinstance(event, EpochEnded)] == [48, 48]
+    assert result.evaluation == dict([event for event in events if isinstance(event, Evaluated)][-1].values)
 
 
 def test_updates_end_in_the_middle_of_an_epoch_too() -> None:

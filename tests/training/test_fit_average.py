@@ -100,15 +100,17 @@ def test_it_resumes_bit_for_bit_and_is_saved_with_the_weights(tmp_path: Path) ->
 
 
 def test_weights_and_average_are_both_evaluated() -> None:
-    heard: list[Evaluated] = []
-    result = fit(None, lambda event: heard.append(event) if isinstance(event, Evaluated) else None, eval_data=DATA)
-    assert len(heard) == 2
+    evaluations: list[Evaluated] = []
+    result = fit(
+        None, lambda event: evaluations.append(event) if isinstance(event, Evaluated) else None, eval_data=DATA
+    )
+    assert len(evaluations) == 2
     assert result.ema_model is not None
     for name, model in (("loss", result.model), ("ema_loss", result.ema_model)):
         model.eval()
         with torch.no_grad():
             loss = nn.functional.cross_entropy(model(DATA.tensors[0]), DATA.tensors[1])
-        assert heard[-1].values[name] == pytest.approx(float(loss), rel=1e-5)
+        assert evaluations[-1].values[name] == pytest.approx(float(loss), rel=1e-5)
 
 
 def test_a_workload_names_it_and_it_is_planned() -> None:
@@ -129,12 +131,12 @@ def test_a_workload_names_it_and_it_is_planned() -> None:
 
 def test_an_average_that_a_plan_does_not_count_is_reported(tmp_path: Path) -> None:
     plan = autoaccum.plan(model=build(), batch=DATA[:4], loss=nn.CrossEntropyLoss(), target_batch=12)
-    (said,) = [text for text in fit(micro_batch=None, plan=plan, steps=1).warnings if "average" in text]
-    assert 'plan again with keeps="ema"' in said
+    (message,) = [text for text in fit(micro_batch=None, plan=plan, steps=1).warnings if "average" in text]
+    assert 'plan again with keeps="ema"' in message
 
 
 def test_a_decay_of_nothing_and_one_out_of_range_are_refused() -> None:
-    with pytest.raises(UsageError, match="ema_decay is 0.9, but no average of the weights is requested: add"):
+    with pytest.raises(UsageError, match="ema_decay is 0.9, but no average is requested: add"):
         fit(keeps=None)
     with pytest.raises(UsageError, match="ema_decay is 1.5: give a number above 0 and below 1"):
         fit(ema_decay=1.5)

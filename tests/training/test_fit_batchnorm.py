@@ -62,8 +62,8 @@ def test_an_argument_replaces_the_workload_s_and_a_plan_s_is_used() -> None:
 
 def test_a_plan_s_settings_are_used_if_its_workload_has_none() -> None:
     workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss())
-    asked: dict[str, Any] = {"precision": "bf16", "batchnorm": "frozen"}
-    result = fit(workload, memory=MemorySize(bytes=256 * MIB), micro_batch=None, **asked)
+    planned_with: dict[str, Any] = {"precision": "bf16", "batchnorm": "frozen"}
+    result = fit(workload, memory=MemorySize(bytes=256 * MIB), micro_batch=None, **planned_with)
     assert result.plan is not None
     planned: dict[str, Any] = {"plan": result.plan, "micro_batch": None}
     assert statistics(fit(workload, **planned))[2] == 0

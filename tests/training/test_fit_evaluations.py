@@ -25,27 +25,27 @@ class Enough(Exception):
 
 def run(due: Callable[[int], bool], *callbacks: Callable[[Any], Any], **options: Any) -> list[Any]:
     """Return the samples after each update, and `evaluated` after each evaluation."""
-    told: list[Any] = []
+    order: list[Any] = []
 
     def listen(event: Any) -> None:
         if isinstance(event, (Updated, Evaluated)):
-            told.append(event.samples if isinstance(event, Updated) else "evaluated")
+            order.append(event.samples if isinstance(event, Updated) else "evaluated")
 
     settings: dict[str, Any] = {"eval_data": DATA, "loss": nn.MSELoss(), "steps": 6, "target_batch": 8}
     settings |= {"data": DATA, "micro_batch": 8, "callbacks": callbacks} | options
     train(FitRequest(model_or_workload=nn.Linear(3, 2), eval_due=due, **settings), on_event=listen)
-    return told
+    return order
 
 
 def test_it_is_called_after_every_update_and_replaces_evaluations_after_epochs() -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def due(samples: int) -> bool:
-        asked.append(samples)
+        calls.append(samples)
         return samples in (16, 28)
 
     assert run(due) == [8, 16, "evaluated", 20, 28, "evaluated", 36, 40, "evaluated"]
-    assert asked == [8, 16, 20, 28, 36, 40]
+    assert calls == [8, 16, 20, 28, 36, 40]
 
 
 def test_a_resumed_run_runs_the_evaluation_it_missed(tmp_path: Path) -> None:

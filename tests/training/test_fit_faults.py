@@ -57,19 +57,19 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_names_the_update(tmp_path: P
         fit(in_order(Poisoned()), run_dir=tmp_path)
     assert caught.value.exit_code == 1
     newest = max((tmp_path / "checkpoints").glob("*.pt"))
-    kept = torch.load(newest, weights_only=True)["record"]
-    assert kept["progress"]["update"] == 2
-    weights = kept["training"]["model"]
+    record = torch.load(newest, weights_only=True)["record"]
+    assert record["progress"]["update"] == 2
+    weights = record["training"]["model"]
     assert set(weights) == {"model.weight", "model.bias"}
     assert all(tensor.isfinite().all() for tensor in weights.values())
 
 
 def test_it_is_skipped_on_request(tmp_path: Path) -> None:
-    heard: list[Any] = []
-    result = fit(in_order(Poisoned()), run_dir=tmp_path, skip_nonfinite=True, callbacks=[lambda e: heard.append(e)])
+    events: list[Any] = []
+    result = fit(in_order(Poisoned()), run_dir=tmp_path, skip_nonfinite=True, callbacks=[lambda e: events.append(e)])
     assert (result.updates, result.skipped) == (6, 1)
-    assert [event.update for event in heard if isinstance(event, Skipped)] == [3]
-    assert [event.update for event in heard if isinstance(event, Updated) and not event.updated] == [3]
+    assert [event.update for event in events if isinstance(event, Skipped)] == [3]
+    assert [event.update for event in events if isinstance(event, Updated) and not event.updated] == [3]
     assert all(parameter.isfinite().all() for parameter in result.model.parameters())
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["updated"] for line in lines] == [True, True, False, True, True, True]
@@ -89,11 +89,11 @@ def full_disk() -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # Of TensorBoard's writer.
 def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path: Path) -> None:
-    heard: list[Any] = []
+    events: list[Any] = []
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def listen(event: Any) -> None:
-        heard.append(event)
+        events.append(event)
         if isinstance(event, Updated) and event.update == 2:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
         if isinstance(event, Updated) and event.update == 4:
@@ -103,10 +103,10 @@ def test_a_disk_that_is_full_for_a_while_ends_nothing(tmp_path: Path) -> None:
         result = fit(samples(64), run_dir=tmp_path, checkpoint_every=1, callbacks=[listen])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    failed = [event for event in heard if isinstance(event, CheckpointFailed)]
+    failed = [event for event in events if isinstance(event, CheckpointFailed)]
     assert [event.update for event in failed] == [2, 3]
     assert all("cannot be written" in event.reason for event in failed)
-    assert [event.update for event in heard if isinstance(event, CheckpointWritten)] == [0, 1, 4, 5, 6]
+    assert [event.update for event in events if isinstance(event, CheckpointWritten)] == [0, 1, 4, 5, 6]
     assert result.unsaved is None
     assert len([text for text in result.warnings if "no checkpoint was written" in text]) == 2
     assert not list((tmp_path / "checkpoints").glob("*.tmp"))
@@ -151,10 +151,10 @@ class Unsavable(torch.optim.lr_scheduler.LRScheduler):
 
 
 def test_state_that_could_run_code_is_refused_before_training(tmp_path: Path) -> None:
-    heard: list[Any] = []
+    events: list[Any] = []
     with pytest.raises(AutoaccumError, match="schedule.rule: it is a builtin"):
-        fit(samples(64), run_dir=tmp_path, scheduler=Unsavable, callbacks=[lambda e: heard.append(e)])
-    assert not any(isinstance(event, Updated) for event in heard)
+        fit(samples(64), run_dir=tmp_path, scheduler=Unsavable, callbacks=[lambda e: events.append(e)])
+    assert not any(isinstance(event, Updated) for event in events)
     assert not list(tmp_path.iterdir())
 
 
@@ -172,15 +172,15 @@ def test_the_user_s_own_exit_loses_nothing(tmp_path: Path, last_word: BaseExcept
 def test_weights_that_are_not_finite_do_not_replace_a_good_checkpoint(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
 
-    def spoil(event: Any) -> None:
+    def corrupt(event: Any) -> None:
         if isinstance(event, Updated) and event.update == 5:
             with torch.no_grad():
                 model.weight.fill_(math.nan)
 
     with pytest.raises(NonFiniteError, match="update 6: the"):
-        fit(samples(64), model=model, run_dir=tmp_path, callbacks=[spoil], checkpoint_every=3, keep=1)
-    (kept,) = (tmp_path / "checkpoints").glob("*.pt")
-    assert kept.name == "checkpoint-00000003.pt"
+        fit(samples(64), model=model, run_dir=tmp_path, callbacks=[corrupt], checkpoint_every=3, keep=1)
+    (checkpoint,) = (tmp_path / "checkpoints").glob("*.pt")
+    assert checkpoint.name == "checkpoint-00000003.pt"
 
 
 class Breaking(torch.optim.SGD):

@@ -56,7 +56,7 @@ def decaying(optimizer: Optimizer) -> Any:
     return lr_scheduler.ExponentialLR(optimizer, 0.5)
 
 
-class Heard:
+class Recorder:
     """Records the rates of updates, and notices."""
 
     def __init__(self) -> None:
@@ -74,32 +74,32 @@ class Heard:
         return [note.text for note in self.notes]
 
 
-def fit(model_or_workload: Any = None, **options: Any) -> tuple[FitResult, Heard]:
-    heard = Heard()
+def fit(model_or_workload: Any = None, **options: Any) -> tuple[FitResult, Recorder]:
+    recorded = Recorder()
     settings: dict[str, Any] = {"target_batch": 8, "steps": 3, "device": "cpu"}
     settings |= {} if "plan" in options else {"micro_batch": 4}
     request = FitRequest.of(workload() if model_or_workload is None else model_or_workload, settings | options)
-    return train(request, on_event=heard), heard
+    return train(request, on_event=recorded), recorded
 
 
 def test_it_trains_as_an_optimizer_with_those_rates_would() -> None:
-    given, heard = fit(learning_rate=0.05)
+    given, recorded = fit(learning_rate=0.05)
     rates = [0.05, 0.3 * (0.05 / 0.1)]
     written, _ = fit(
         workload(
             optimizer=lambda p: SGD([{"params": [q], "lr": r} for q, r in zip(p, rates, strict=True)], momentum=0.9)
         )
     )
-    assert heard.rates == [0.05] * 3
-    assert heard.notes == []
+    assert recorded.rates == [0.05] * 3
+    assert recorded.notes == []
     for mine, theirs in zip(given.model.parameters(), written.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
 
 def test_a_schedule_with_another_initial_rate_is_reported() -> None:
     cyclic = workload(scheduler=lambda it: lr_scheduler.CyclicLR(it, 0.25, 1.0))
-    result, heard = fit(cyclic, learning_rate=0.4)
-    assert heard.texts == ["the learning rate is set to 0.4, but CyclicLR starts at 0.25"]
+    result, recorded = fit(cyclic, learning_rate=0.4)
+    assert recorded.texts == ["the learning rate is set to 0.4, but CyclicLR starts at 0.25"]
     assert result.warnings == ()
     for mine, theirs in zip(result.model.parameters(), fit(cyclic)[0].model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
@@ -112,8 +112,8 @@ def live(**options: Any) -> dict[str, Any]:
 def test_a_live_model_s_optimizer_is_set_and_a_schedule_made_of_it_follows() -> None:
     model = nn.Linear(3, 2)
     optimizer = two_groups(list(model.parameters()))
-    _, heard = fit(model, **live(optimizer=optimizer, scheduler=decaying, learning_rate=0.4))
-    assert heard.rates == [0.4, 0.2, 0.1]
+    _, recorded = fit(model, **live(optimizer=optimizer, scheduler=decaying, learning_rate=0.4))
+    assert recorded.rates == [0.4, 0.2, 0.1]
     assert optimizer.param_groups[1]["lr"] == pytest.approx(0.15)
     assert fit(nn.Linear(3, 2), **live(optimizer="SGD", learning_rate=0.4))[1].rates == [0.4] * 3
 
@@ -130,9 +130,9 @@ def test_an_existing_scheduler_is_refused_with_nothing_changed() -> None:
 
 def test_a_tuned_plan_is_trained_by_its_rate_unless_another_is_given(tmp_path: Path) -> None:
     PLAN.save(tmp_path / "best.json")
-    result, heard = fit(plan=tmp_path / "best.json")
-    assert heard.rates == [0.02] * 3
-    assert heard.texts == ["the learning rate is 0.02: the plan was tuned with it"]
+    result, recorded = fit(plan=tmp_path / "best.json")
+    assert recorded.rates == [0.02] * 3
+    assert recorded.texts == ["the learning rate is 0.02: the plan was tuned with it"]
     assert result.warnings == ()
     assert result.plan == PLAN
     assert fit(plan=PLAN, learning_rate=0.4)[1].rates == [0.4] * 3
@@ -143,8 +143,8 @@ def test_a_tuned_plan_is_trained_by_its_rate_unless_another_is_given(tmp_path: P
 def test_a_resumed_run_keeps_its_plan_s_rate_and_refuses_another(tmp_path: Path) -> None:
     whole, _ = fit(plan=PLAN, run_dir=tmp_path / "whole", steps=6)
     fit(plan=PLAN, run_dir=tmp_path / "run")
-    resumed, heard = fit(run_dir=tmp_path / "run", steps=6, micro_batch=None)
-    assert heard.rates == [0.02] * 3
+    resumed, recorded = fit(run_dir=tmp_path / "run", steps=6, micro_batch=None)
+    assert recorded.rates == [0.02] * 3
     for mine, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs)
     with pytest.raises(
@@ -159,8 +159,8 @@ def test_a_resumed_run_that_is_planned_again_has_the_same_rate(tmp_path: Path) -
     fit(plan=PLAN, run_dir=tmp_path)
     newest = max((tmp_path / "checkpoints").glob("*.pt"))
     Checkpoints(newest.parent).write(3, read_checkpoint(newest) | {"plan": card.to_json()})
-    result, heard = fit(run_dir=tmp_path, steps=4, micro_batch=None, memory="512MiB")
+    result, recorded = fit(run_dir=tmp_path, steps=4, micro_batch=None, memory="512MiB")
     assert result.plan is not None
     assert (result.plan.device["kind"], result.plan.learning_rate) == ("cpu", 0.02)
-    assert heard.rates == [0.02]
+    assert recorded.rates == [0.02]
     assert Plan.load(tmp_path / "plan.json") == result.plan

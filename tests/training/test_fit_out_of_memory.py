@@ -40,29 +40,29 @@ def limit(extra):
 def run(limited, folder):
     torch.manual_seed(0)
     model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())]).double()
-    heard = []
+    events = []
     def listen(event):
-        heard.append(event)
+        events.append(event)
         if limited and isinstance(event, Updated) and event.update == 3:
             limit(18 * MIB)
         if limited and isinstance(event, Updated) and event.update == 8:
             limit(None)
     result = autoaccum.fit(model, data, target_batch=2048, loss=nn.MSELoss(), optimizer="AdamW", micro_batch=2048,
                            steps=46, callbacks=[listen], progress=False, run_dir=folder, eval_data=data, eval_every=5)
-    return model, result, heard
+    return model, result, events
 
 plain, _, _ = run(False, sys.argv[1] + "/plain")
-model, result, heard = run(True, sys.argv[1] + "/limited")
-updates = [event for event in heard if isinstance(event, Updated)]
+model, result, events = run(True, sys.argv[1] + "/limited")
+updates = [event for event in events if isinstance(event, Updated)]
 scale = max(float(p.detach().abs().max()) for p in plain.parameters())
 print(json.dumps({
     "error": max(float((a - b).detach().abs().max()) for a, b in zip(plain.parameters(), model.parameters())) / scale,
     "oom_retries": result.oom_retries,
-    "told": sum(isinstance(event, OutOfMemoryRetry) for event in heard),
+    "retry_events": sum(isinstance(event, OutOfMemoryRetry) for event in events),
     "largest": [event.micro_batch for event in updates],
     "samples": sorted({event.micro_batches * 0 + event.samples - 2048 * (event.update - 1) for event in updates}),
-    "raised": [event.micro_batch for event in heard if isinstance(event, CeilingRaised)],
-    "evaluations": sum(isinstance(event, Evaluated) for event in heard),
+    "raised": [event.micro_batch for event in events if isinstance(event, CeilingRaised)],
+    "evaluations": sum(isinstance(event, Evaluated) for event in events),
     "warnings": result.warnings,
     "retries": [json.loads(line).get("retries") for line in open(sys.argv[1] + "/limited/metrics.jsonl")],
 }))
@@ -88,7 +88,7 @@ def test_a_limit_lowered_in_mid_run_changes_no_result(tmp_path: Path) -> None:
     assert child.returncode == 0, child.stderr
     seen = json.loads(child.stdout)
     assert seen["error"] < 1e-9
-    assert seen["oom_retries"] == seen["told"] >= 1
+    assert seen["oom_retries"] == seen["retry_events"] >= 1
     assert seen["samples"] == [2048], "the effective batch is the same in every update"
     assert seen["largest"][2] == 2048
     assert seen["largest"][3] < 2048, "with the limit on, it goes on with smaller micro-batches"
@@ -118,11 +118,11 @@ def fit_crowded(model: Crowded, listen: Any, **options: Any) -> autoaccum.FitRes
 
 def test_the_ceiling_falls_rises_and_survives_a_stop(tmp_path: Path) -> None:
     sizes: list[int] = []
-    heard: list[Any] = []
+    events: list[Any] = []
     model = Crowded(3, 2, dtype=torch.float64)
 
     def listen(event: Any) -> None:
-        heard.append(event)
+        events.append(event)
         if isinstance(event, Updated):
             sizes.append(event.micro_batch)
             model.most = 9 if 2 <= event.update < 20 else 10**9
@@ -133,11 +133,11 @@ def test_the_ceiling_falls_rises_and_survives_a_stop(tmp_path: Path) -> None:
         fit_crowded(model, listen, steps=120, run_dir=tmp_path, checkpoint_every=10)
     assert sizes[:3] == [32, 32, 7]
     result = fit_crowded(model, listen, steps=120, run_dir=tmp_path, checkpoint_every=10)
-    started = [event for event in heard if isinstance(event, Started)]
+    started = [event for event in events if isinstance(event, Started)]
     assert [event.micro_batch for event in started] == [32, 7]
     assert sizes[-1] == 32, "after a calm stretch all of it is used again"
-    assert [event.micro_batch for event in heard if isinstance(event, CeilingRaised)][-1] == 32
-    assert result.oom_retries == sum(isinstance(event, OutOfMemoryRetry) for event in heard) > 0
+    assert [event.micro_batch for event in events if isinstance(event, CeilingRaised)][-1] == 32
+    assert result.oom_retries == sum(isinstance(event, OutOfMemoryRetry) for event in events) > 0
 
 
 def test_if_not_even_one_sample_fits_it_says_so_and_saves_its_state(tmp_path: Path) -> None:

@@ -39,21 +39,21 @@ def refused(name, **options):
     except AutoaccumError as error:
         seen["refused"][name] = [error.exit_code, str(error)]
 
-heard = []
-planned = fit(callbacks=[heard.append], run_dir=folder + "/planned")
+events = []
+planned = fit(callbacks=[events.append], run_dir=folder + "/planned")
 plan = planned.plan
 digest = lambda result: StateHasher().hash([result.model.state_dict(), result.optimizer.state_dict()])
 seen["plan"] = [plan.kind, plan.target_batch, plan.micro_batch, plan.iter_size]
 seen["saved"] = autoaccum.Plan.load(folder + "/planned/plan.json") == plan
-seen["planning"] = [type(event).__name__ for event in heard if isinstance(event, (Planning, Started))]
-seen["trials"] = sum(type(event).__name__ == "TrialFinished" for event in heard)
+seen["planning"] = [type(event).__name__ for event in events if isinstance(event, (Planning, Started))]
+seen["trials"] = sum(type(event).__name__ == "TrialFinished" for event in events)
 by_plan = fit(plan=plan)
 by_number = fit(micro_batch=plan.micro_batch)
 by_file = fit(plan=folder + "/planned/plan.json")
 seen["same"] = len({digest(result) for result in (planned, by_plan, by_number, by_file)})
-heard.clear()
-resumed = fit(callbacks=[heard.append], run_dir=folder + "/planned", steps=5)
-seen["resumed"] = [resumed.plan == plan, any(isinstance(event, Planning) for event in heard), resumed.updates]
+events.clear()
+resumed = fit(callbacks=[events.append], run_dir=folder + "/planned", steps=5)
+seen["resumed"] = [resumed.plan == plan, any(isinstance(event, Planning) for event in events), resumed.updates]
 one = iter([(x[:4096], x[:4096].roll(1, 1))] * 3)
 seen["of an iterator"] = [fit(given=one).updates, next(one, None) is None]
 refused("target", plan=plan, target_batch=512)

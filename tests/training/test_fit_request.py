@@ -121,8 +121,8 @@ def test_a_file_that_changed_between_two_runs_is_reported(tmp_path: Path) -> Non
     assert fit(path, run_dir=tmp_path / "run").warnings == ()
     assert fit(path, run_dir=tmp_path / "run", epochs=3).warnings == ()
     path.write_text(path.read_text() + "\nunused = 3\n")
-    (said,) = fit(path, run_dir=tmp_path / "run", epochs=4).warnings
-    assert "train has changed since the checkpoint was written" in said
+    (warning,) = fit(path, run_dir=tmp_path / "run", epochs=4).warnings
+    assert "train has changed since the checkpoint was written" in warning
 
 
 def test_a_run_folder_is_relative_to_where_fit_was_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +138,8 @@ def test_a_run_folder_is_relative_to_where_fit_was_called(tmp_path: Path, monkey
 def test_a_budget_is_checked_and_reported_without_a_plan() -> None:
     with pytest.raises(UsageError, match="junk"):
         fit(workload(dataset=DATA), memory="junk")
-    (said,) = fit(workload(dataset=DATA), memory="1GiB").warnings
-    assert "memory is not used: the micro-batch is known" in said
+    (warning,) = fit(workload(dataset=DATA), memory="1GiB").warnings
+    assert "memory is not used: the micro-batch is known" in warning
 
 
 def test_a_scheduler_function_that_returns_none_is_refused() -> None:

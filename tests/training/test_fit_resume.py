@@ -86,8 +86,8 @@ def run(folder: Path, stop_after: int | None = None, data: Any = None, **options
         "eval_every": 3,
         "progress": False,
     }
-    heard = options.pop("heard", None)
-    callbacks = [stopping_after(stop_after), *([] if heard is None else [heard])]
+    on_event = options.pop("on_event", None)
+    callbacks = [stopping_after(stop_after), *([] if on_event is None else [on_event])]
     given = Augmented() if data is None else data() if callable(data) else data
     return autoaccum.fit(build(), given, **settings | {"callbacks": callbacks} | options)
 
@@ -192,7 +192,7 @@ def test_an_evaluation_after_an_epoch_is_made_once(tmp_path: Path, where: str) -
             raise Enough
 
     with pytest.raises(Enough):
-        run(tmp_path / "parts", eval_every=None, heard=stop)
+        run(tmp_path / "parts", eval_every=None, on_event=stop)
     run(tmp_path / "parts", eval_every=None)
     evaluated = [
         [line["update"] for line in lines(tmp_path / name) if "evaluation" in line] for name in ("parts", "whole")
@@ -206,9 +206,9 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(tmp_path: Path
         run(tmp_path / "parts", 5, checkpoint_every=2)
     newest = max((tmp_path / "parts" / "checkpoints").glob("*.pt"))
     newest.write_bytes(newest.read_bytes()[:-1000])
-    heard: list[Any] = []
-    resumed = run(tmp_path / "parts", checkpoint_every=2, heard=heard.append)
-    texts = [event.text for event in heard if isinstance(event, Notice)]
+    events: list[Any] = []
+    resumed = run(tmp_path / "parts", checkpoint_every=2, on_event=events.append)
+    texts = [event.text for event in events if isinstance(event, Notice)]
     assert any("is damaged" in text and "was skipped" in text for text in texts)
     assert resumed.resumed_from is not None
     assert resumed.resumed_from.name == "checkpoint-00000004.pt"
@@ -265,5 +265,5 @@ def test_a_checkpoint_is_the_first_thing_written(tmp_path: Path) -> None:
         if isinstance(event, CheckpointWritten):
             found.append(sorted(path.name for path in tmp_path.iterdir()))
 
-    run(tmp_path, heard=look)
+    run(tmp_path, on_event=look)
     assert found[0] == ["autoaccum.lock", "checkpoints"]

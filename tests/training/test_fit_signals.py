@@ -55,8 +55,8 @@ def run(update, at):
             except SystemExit as leaving:
                 code = leaving.code
         newest = max(Path(folder, "checkpoints").glob("*.pt"))
-        kept = torch.load(newest, weights_only=True)["record"]
-    return {"code": code, "made": made[0], "kept": kept["progress"]["update"], "seen": strike.seen}
+        saved = torch.load(newest, weights_only=True)["record"]
+    return {"code": code, "made": made[0], "saved": saved["progress"]["update"], "seen": strike.seen}
 
 def struck(update):
     whole = run(update, 10**9)
@@ -81,8 +81,8 @@ def test_an_update_is_made_or_undone() -> None:
     for name, update in (("later", 3), ("first", 1)):
         whole, *runs = seen[name]
         assert whole["code"] is None
-        assert whole["made"] == whole["kept"] == 6
+        assert whole["made"] == whole["saved"] == 6
         assert len(runs) > 20
         assert {run["code"] for run in runs} == {143}
-        assert all(run["made"] == run["kept"] for run in runs)
-        assert {run["kept"] for run in runs} == {update - 1, update}, "some were undone, some were finished"
+        assert all(run["made"] == run["saved"] for run in runs)
+        assert {run["saved"] for run in runs} == {update - 1, update}, "some were undone, some were finished"

@@ -42,7 +42,7 @@ FORMS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 
 
-def begun(form: str) -> Source:
+def start(form: str) -> Source:
     data, collate = FORMS[form]()
     source = opened(data, 4, part_size=2, collate=collate)
     source.start_epoch(0)
@@ -92,7 +92,7 @@ def was_stopped(source: Source, number: int) -> bool:
 def test_a_signal_at_any_line_preserves_random_states(form: str) -> None:
     cuts: list[bool] = []
     while len(cuts) < 2 or any(cuts[-20:]):
-        source = begun(form)
+        source = start(form)
         before, place = drawn(), repr(source.state_dict())
         cuts.append(was_stopped(source, len(cuts) + 1))
         assert repr(source.state_dict()) == place

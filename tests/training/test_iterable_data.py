@@ -65,12 +65,12 @@ class Shuffling(DrawingBatches):
     """Buffers a few batches, and yields one of them at random."""
 
     def __iter__(self) -> Iterator[Tensor]:
-        kept: list[Tensor] = []
+        buffer: list[Tensor] = []
         for batch in super().__iter__():
-            kept.append(batch)
-            if len(kept) == 3:
-                yield kept.pop(random.randrange(3))
-        yield from kept
+            buffer.append(batch)
+            if len(buffer) == 3:
+                yield buffer.pop(random.randrange(3))
+        yield from buffer
 
 
 def generator() -> torch.Generator:
@@ -90,7 +90,7 @@ FORMS: dict[str, Any] = {
     "shuffling": lambda: Shuffling(SIZES),
 }
 FORWARD = r"^the data has no state_dict: [\d]+ windows were read forward$"
-TOLD = {
+NOTES = {
     "batches": FORWARD,
     "samples": FORWARD,
     "stateful": r"^the data resumed from its own state_dict$",
@@ -149,13 +149,13 @@ def test_resumes_at_any_window_bit_for_bit(form: str, planned: bool) -> None:
         resumed = opened(FORMS[form](), **more)
         if planned and number % 2:
             resumed.planning_batch()
-        told = resumed.load_state_dict(state)
+        note = resumed.load_state_dict(state)
         windows = windows_of(resumed, range(whole[number][0], 3))
         assert_same(windows, whole[number + 1 :])
         is_last = number + 1 == len(whole) or whole[number + 1][0] != whole[number][0]
-        if form in TOLD and not is_last and not planned:
-            assert told is not None
-            assert re.search(TOLD[form], told)
+        if form in NOTES and not is_last and not planned:
+            assert note is not None
+            assert re.search(NOTES[form], note)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -164,10 +164,10 @@ def test_resumes_with_the_epoch_after_a_finished_one(form: str) -> None:
     last = max(number for number, (epoch, _) in enumerate(whole) if epoch == 1)
     ended = opened(FORMS[form]())
     remaining(ended, range(2))
-    begun = opened(FORMS[form]())
-    remaining(begun, range(2))
-    begun.start_epoch(2)
-    for state in (states[last], ended.state_dict(), begun.state_dict()):
+    started = opened(FORMS[form]())
+    remaining(started, range(2))
+    started.start_epoch(2)
+    for state in (states[last], ended.state_dict(), started.state_dict()):
         resumed = opened(FORMS[form]())
         resumed.load_state_dict(state)
         assert_same(windows_of(resumed, range(2, 3)), whole[last + 1 :])

@@ -11,9 +11,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_kills_lose_nothing_with_and_without_workers() -> None:
-    asked = ["--kills", "5", "--updates", "20", "--workers", "0", "2"]
+    options = ["--kills", "5", "--updates", "20", "--workers", "0", "2"]
     done = subprocess.run(
-        [sys.executable, "tests/benchmarks/soak.py", *asked],
+        [sys.executable, "tests/benchmarks/soak.py", *options],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

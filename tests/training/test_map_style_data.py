@@ -163,18 +163,18 @@ def test_a_changed_order_is_reported() -> None:
 
     _, states = remaining(make(), range(2))
     assert make().load_state_dict(states[0]) is None
-    said = make().load_state_dict(states[5])
-    assert said is not None
-    assert said.startswith("the sampler's order has changed")
+    note = make().load_state_dict(states[5])
+    assert note is not None
+    assert note.startswith("the sampler's order has changed")
 
 
 def test_a_generator_in_a_dataset_is_reported() -> None:
     rows = DrawingRows(COUNT)
     rows.own = random.Random(1)  # type: ignore[attr-defined]
     source = opened(rows)
-    said = source.load_state_dict(source.state_dict())
-    assert said is not None
-    assert said.startswith("a DrawingRows has a random generator of its own")
+    note = source.load_state_dict(source.state_dict())
+    assert note is not None
+    assert note.startswith("a DrawingRows has a random generator of its own")
 
 
 @pytest.mark.parametrize("form", ["dataset", "loader", "global generators", "own generator"])
@@ -246,13 +246,13 @@ def test_errors_of_the_dataset_are_raised_and_a_stop_iteration_ends_nothing(work
 
     random.seed(1)
     state = random.getstate()
-    for data, error, said in (
+    for data, error, note in (
         (Broken(COUNT), KeyError, "mine"),
         (Stopping(COUNT), RuntimeError, "end the epoch early"),
     ):
         source = opened(data, workers=workers)
         source.start_epoch(0)
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=note):
             source.next_window()
         source.close()
     assert random.getstate() == state

@@ -110,8 +110,8 @@ def test_tensorboard_shows_the_same_if_installed(tmp_path: Path) -> None:
         log.on_event(evaluated(3))
     with MetricsLog(tmp_path, 2, 2, never) as log:
         log.on_event(updated(3, loss=9.0))
-    shown = scalars(tmp_path / "tensorboard")
-    assert shown["train/loss"] == [(1, 1.0), (2, 2.0), (3, 9.0)]
-    assert shown["terms/a"] == [(1, 1.5), (2, 1.5)]
-    assert shown.get("evaluation/loss", []) == []
-    assert "train/peak_bytes" not in shown
+    values = scalars(tmp_path / "tensorboard")
+    assert values["train/loss"] == [(1, 1.0), (2, 2.0), (3, 9.0)]
+    assert values["terms/a"] == [(1, 1.5), (2, 1.5)]
+    assert values.get("evaluation/loss", []) == []
+    assert "train/peak_bytes" not in values

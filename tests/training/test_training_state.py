@@ -118,22 +118,22 @@ def components(
     )
 
 
-def moved(whole: TrainingComponents, resumed: TrainingComponents, settings: Any = None) -> list[str]:
+def transfer(whole: TrainingComponents, resumed: TrainingComponents, settings: Any = None) -> list[str]:
     """Copy the state from one to the other, through a file that cannot run code."""
-    file, told = io.BytesIO(), list[Any]()
+    file, notices = io.BytesIO(), list[Any]()
     settings = capture_settings(whole) if settings is None else settings
     torch.save(portable([capture_training(whole), settings]), file)
     file.seek(0)
-    state, kept = torch.load(file, weights_only=True)
-    restore_training(state, kept, resumed, told.append)
-    return [event.text for event in told]
+    state, saved_settings = torch.load(file, weights_only=True)
+    restore_training(state, saved_settings, resumed, notices.append)
+    return [event.text for event in notices]
 
 
 def assert_goes_on(optimizer: str, scheduler: str | None, update: int) -> None:
     whole, resumed = Training(optimizer, scheduler), Training(optimizer, scheduler, seed=1)
     settings = capture_settings(whole.components())
     whole.train(0, update)
-    assert moved(whole.components(), resumed.components(), settings) == []
+    assert transfer(whole.components(), resumed.components(), settings) == []
     if hasattr(whole.optimizer, "_opt_called"):
         resumed.optimizer._opt_called = True  # type: ignore[attr-defined]  # A scheduler's note for a warning.
     assert resumed.digest() == whole.digest()
@@ -161,9 +161,9 @@ def test_wrappers_of_a_model_do_not_matter() -> None:
     whole.train(0, 2)
     bare = whole.net
     whole.net = nn.DataParallel(bare)
-    moved(whole.components(), resumed.components())
+    transfer(whole.components(), resumed.components())
     parts.net = torch.compile(parts.net, backend="eager")
-    moved(whole.components(), parts.components())
+    transfer(whole.components(), parts.components())
     whole.net, parts.net = bare, parts.net._orig_mod
     assert whole.digest() == resumed.digest() == parts.digest()
 
@@ -174,7 +174,7 @@ def test_modes_and_frozen_parameters_are_restored() -> None:
     whole.net.norm.eval()
     whole.net.first.weight.requires_grad_(False)
     resumed.net.last.bias.requires_grad_(False)
-    moved(whole.components(), resumed.components())
+    transfer(whole.components(), resumed.components())
     assert resumed.digest() == whole.digest()
 
 
@@ -198,7 +198,7 @@ def test_optimizer_state_has_the_same_dtype_and_shape() -> None:
     model = nn.Linear(2, 2, dtype=torch.bfloat16)
     optimizer, other = Wide(model.parameters()), Wide(model.parameters())
     optimizer.step()
-    moved(components(model, nn.MSELoss(), optimizer), components(model, nn.MSELoss(), other))
+    transfer(components(model, nn.MSELoss(), optimizer), components(model, nn.MSELoss(), other))
     assert state_digest(model, other) == state_digest(model, optimizer)
 
 
@@ -248,7 +248,7 @@ def test_the_state_of_another_training_changes_nothing(change: Callable[[Trainin
     change(other)
     before = other.digest()
     with pytest.raises(UsageError, match="the checkpoint belongs to another training: .*: use the same") as caught:
-        moved(whole.components(), other.components())
+        transfer(whole.components(), other.components())
     assert MISMATCHES[change] in str(caught.value)
     assert other.digest() == before
 
@@ -263,7 +263,7 @@ def test_a_parameter_that_only_the_optimizer_holds_is_restored() -> None:
         optimizer.step()
         optimizer.zero_grad()
         made.append(components(model, nn.MSELoss(), optimizer))
-    moved(*made)
+    transfer(*made)
     assert torch.equal(*weights)
     assert state_digest(made[0].model, made[0].optimizer) == state_digest(made[1].model, made[1].optimizer)
 
@@ -272,7 +272,7 @@ def test_a_scheduler_with_changed_settings_resumes_with_a_notice() -> None:
     whole, other = Training("groups", "cosine"), Training("groups", "cosine", seed=1)
     other.scheduler = schedules.CosineAnnealingLR(other.optimizer, T_max=99)
     whole.train(0, 3)
-    (notice,) = moved(
+    (notice,) = transfer(
         whole.components(), other.components(), capture_settings(Training("groups", "cosine").components())
     )
     assert notice == "the scheduler resumes with its saved T_max: the new settings are not used"

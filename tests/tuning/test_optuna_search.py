@@ -35,8 +35,8 @@ def fails_above(rate: float) -> Any:
 
 
 def test_a_study_tries_the_default_rate_first_and_repeats_the_best(file: Path) -> None:
-    told: list[Any] = []
-    rows, ended = search_in(file, request_of(confirm=2), tell=told.append, confirm=True)
+    events: list[Any] = []
+    rows, ended = search_in(file, request_of(confirm=2), notify=events.append, confirm=True)
     assert ended is None
     searched, repeated = (
         [row for row in rows if row.confirms is None],
@@ -47,8 +47,8 @@ def test_a_study_tries_the_default_rate_first_and_repeats_the_best(file: Path) -
     best = rank(searched)[:2]
     assert {(row.confirms, row.seed) for row in repeated} == {(one.trial, seed) for one in best for seed in (1, 2)}
     assert [len(one.losses) for one in rank(rows)[:2]] == [3, 3]
-    assert [event.row.number for event in told if isinstance(event, TrialEnded)] == [row.number for row in rows]
-    assert {event.percent for event in told if isinstance(event, LossReported)} == {25, 50}
+    assert [event.row.number for event in events if isinstance(event, TrialEnded)] == [row.number for row in rows]
+    assert {event.percent for event in events if isinstance(event, LossReported)} == {25, 50}
     assert {row.state for row in rows} <= {"complete", "pruned", "diverged"}
     assert search_in(file, request_of(confirm=2), confirm=True)[0] == rows
 
@@ -179,15 +179,15 @@ def test_a_missing_folder_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("best", "storage is 'best'"),
         ("model.py", "storage is 'model.py'"),
         ("odd://x y", "not a valid URL|opens"),
     ],
 )
-def test_an_invalid_address_is_refused(name: str, says: str) -> None:
-    with pytest.raises(UsageError, match=says), open_storage(parse_storage_address(name)):
+def test_an_invalid_address_is_refused(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message), open_storage(parse_storage_address(name)):
         pass
 
 

@@ -66,11 +66,11 @@ def test_noise_is_two_deviations_of_a_difference_pooled_over_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "says"), [(0.1, None), (0.015, "search below 0.01, too"), (0.9, "search above 1, too")]
+    ("rate", "expected"), [(0.1, None), (0.015, "search below 0.01, too"), (0.9, "search above 1, too")]
 )
-def test_a_best_rate_near_an_end_is_reported(rate: float, says: str | None) -> None:
-    said = find_range_warning(rate, LearningRateRange(0.01, 1.0))
-    assert said is None if says is None else str(said).endswith(says)
+def test_a_best_rate_near_an_end_is_reported(rate: float, expected: str | None) -> None:
+    warning = find_range_warning(rate, LearningRateRange(0.01, 1.0))
+    assert warning is None if expected is None else str(warning).endswith(expected)
 
 
 class Planned:
@@ -79,7 +79,7 @@ class Planned:
 
 
 @pytest.mark.parametrize(
-    ("coupling", "batchnorms", "mode", "says"),
+    ("coupling", "batchnorms", "mode", "expected"),
     [
         (Coupling(loss=False), (), "micro", None),
         (Coupling(loss=False), ("1", "4"), "micro", "BatchNorm in modules 1 and 4 normalises by the micro-batch"),
@@ -93,13 +93,15 @@ class Planned:
         (Coupling(loss=True), (), "micro", "the loss mixes the samples of a batch"),
     ],
 )
-def test_batch_coupling_is_named(coupling: Coupling, batchnorms: tuple[str, ...], mode: str, says: str | None) -> None:
+def test_batch_coupling_is_named(
+    coupling: Coupling, batchnorms: tuple[str, ...], mode: str, expected: str | None
+) -> None:
     facts = type(FACTS)(**{**vars(FACTS), "batchnorms": batchnorms, "batchnorm": mode})
     plan: Any = Planned(coupling)
     found, doubt = describe_coupling(plan, facts)
     assert doubt is None
-    assert (found is None) == (says is None)
-    assert re.search(says or "None", str(found))
+    assert (found is None) == (expected is None)
+    assert re.search(expected or "None", str(found))
 
 
 @pytest.mark.parametrize("coupling", [None, Coupling(), Coupling(reason="the model is too large", loss=False)])

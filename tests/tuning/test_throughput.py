@@ -22,14 +22,14 @@ def test_the_knee_is_the_smallest_within_two_percent(rates: tuple[float | None, 
 
 
 def test_sizes_take_turns_until_enough_is_known() -> None:
-    asked: list[int] = []
+    calls: list[int] = []
 
     def time(size: int) -> float:
-        asked.append(size)
+        calls.append(size)
         return 0.19 / size
 
     timed = time_sizes(time, [4, 2])
-    assert asked[:8] == [4, 4, 4, 2, 2, 4, 2, 4]
+    assert calls[:8] == [4, 4, 4, 2, 2, 4, 2, 4]
     assert [len(timed[2]), len(timed[4])] == [6, 11]
 
 

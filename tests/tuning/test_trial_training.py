@@ -44,17 +44,17 @@ def run(
 
 
 def test_it_trains_for_its_budget_and_reports_at_milestones() -> None:
-    told: list[tuple[int, float]] = []
+    milestones: list[tuple[int, float]] = []
 
     def should_continue(percent: int, loss: float) -> bool:
-        told.append((percent, loss))
+        milestones.append((percent, loss))
         return True
 
     outcome = run(line_workload(), should_continue=should_continue)
     assert (outcome.state, outcome.samples) == ("complete", 64)
-    assert [percent for percent, _ in told] == [25, 50]
+    assert [percent for percent, _ in milestones] == [25, 50]
     assert outcome.loss is not None
-    assert outcome.loss < told[0][1]
+    assert outcome.loss < milestones[0][1]
 
 
 def test_the_same_seed_is_the_same_training_in_micro_batches_of_any_size() -> None:
@@ -109,7 +109,7 @@ def test_the_workload_s_evaluation_data_is_used() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "message"),
     [
         ({"dataset": None, "batch": lambda size: line_data()[:size]}, "has no dataset to train on"),
         ({"dataset": Streamed()}, "no samples can be held out of a Streamed"),
@@ -123,8 +123,8 @@ def test_the_workload_s_evaluation_data_is_used() -> None:
     ],
     ids=range(6),
 )
-def test_a_workload_that_cannot_be_tuned_is_refused(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(WorkloadError, match=says):
+def test_a_workload_that_cannot_be_tuned_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(WorkloadError, match=message):
         describe_workload(line_workload(**given), "cpu", 16)
 
 

@@ -12,7 +12,7 @@ from autoaccum.tuning.tune_request import read_batches, read_rates
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("options", "message"),
     [
         ({"reference": 3}, "the workload is a int"),
         ({"trials": 0}, "trials is 0: give a whole number of at least 1"),
@@ -25,9 +25,9 @@ from autoaccum.tuning.tune_request import read_batches, read_rates
     ],
     ids=range(8),
 )
-def test_invalid_requests_are_refused(asked: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
-        request_of(**asked)
+def test_invalid_requests_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        request_of(**options)
 
 
 @pytest.mark.parametrize("given", ["0.1", "1e-1..1e-4", "0..1", "1..inf", (0.1,), 0.1, "a..b"])
