@@ -1,4 +1,4 @@
-"""`autoaccum fit`: train by the plan."""
+"""`autoaccum fit`: train with the target batch, by a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import count, natural, options, positive
+from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, positive
 from autoaccum.cli.outputs import running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError
 from autoaccum.reporting.console import relative_path
@@ -26,18 +26,20 @@ _SIGNALLED = (129, 143)
 _CODE_INTERRUPTED = 130
 
 
-@click.command("fit", short_help="Train by the plan; an interrupted run goes on.")
+@click.command("fit", cls=HelpWithHeadings, short_help="Train by the plan; resume an interrupted run.")
 @click.argument("workload")
-@click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update.")
+@click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update (optimizer step).")
 @click.option(
     "--run-dir",
     metavar="FOLDER",
     required=True,
-    help="Where checkpoints, metrics.jsonl, plan.json and in the end model.pt (and ema.pt) go.",
+    help="Folder for checkpoints, metrics and the trained model.",
 )
-@click.option("--epochs", type=count, metavar="N", help="How often to go through the dataset.")
-@click.option("--steps", type=count, metavar="N", help="Updates to make; with --epochs, whichever is reached first.")
-@click.option("--plan", metavar="FILE", help="Of `autoaccum plan -o`.  [default: it is planned first]")
+@click.option("--epochs", type=count, metavar="N", help="Passes over the dataset.")
+@click.option(
+    "--steps", type=count, metavar="N", help="Updates to make; with --epochs, training ends at whichever comes first."
+)
+@click.option("--plan", metavar="FILE", help="Plan of `autoaccum plan -o`.  [default: plan first]")
 @click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once, in place of a plan.")
 @options(
     "device",
@@ -49,49 +51,74 @@ _CODE_INTERRUPTED = 130
     "accumulate_in",
     "optimizer",
     "keeps",
-    device="Where to train.",
-    keeps="ema: keep an average of the weights, too; outputs: plan for those that it logs.  [default: the workload's]",
+    device="Where to train; auto is the GPU if there is one.",
+    keeps="ema: also keep an average of the weights, in checkpoints, in evaluations and as ema.pt; outputs: plan for a "
+    "loop that holds outputs for logging. Repeatable.  [default: the workload's]",
 )
-@click.option("--ema-decay", type=positive, metavar="DECAY", help="Of the average of the weights.  [default: 0.999]")
+@click.option(
+    "--ema-decay", type=positive, metavar="DECAY", help="Share of the average that each update keeps.  [default: 0.999]"
+)
 @options("worst_of", worst_of="Plan for the longest of N samples of the dataset.")
-@click.option("--clip-norm", type=positive, metavar="NORM", help="The largest 2-norm of an update's gradient.")
+@click.option("--clip-norm", type=positive, metavar="NORM", help="Clip the gradient of each update to this 2-norm.")
 @click.option(
     "--learning-rate",
     type=positive,
     metavar="RATE",
-    help="Where the schedule begins, if there is one.  [default: the plan's, if it was tuned, else the workload's]",
+    help="Learning rate of the first parameter group; the others keep their ratio, and a schedule starts here.  "
+    "[default: the plan's, if it was tuned, else the workload's]",
 )
-@click.option("--eval-every", type=count, metavar="N", help="Updates between evaluations.  [default: each epoch]")
-@options("evaluation_batch", evaluation_batch="The most samples to evaluate at once.")
+@click.option("--eval-every", type=count, metavar="N", help="Updates between evaluations.  [default: one per epoch]")
+@options("evaluation_batch", evaluation_batch="The most samples to evaluate at once.  [default: the micro-batch]")
 @click.option(
     "--checkpoint-every", type=count, default=100, show_default=True, metavar="N", help="Updates between checkpoints."
 )
-@click.option("--keep", type=count, default=3, show_default=True, metavar="N", help="Checkpoints that are kept.")
+@click.option("--keep", type=count, default=3, show_default=True, metavar="N", help="Checkpoints to keep.")
 @click.option(
     "--resume",
     type=click.Choice(("auto", "must", "never")),
     default="auto",
     show_default=True,
-    help="auto: go on where the folder has a checkpoint; must: only that; never: refuse such a folder.",
+    help="auto: resume if the folder has a checkpoint; must: fail without one; never: refuse such a folder.",
 )
 @click.option(
-    "--seed", type=natural, default=0, show_default=True, metavar="N", help="Of weights, order, and all that is drawn."
+    "--seed", type=natural, default=0, show_default=True, metavar="N", help="Seed of weights, order and random numbers."
 )
 @click.option(
     "--workers", type=natural, default=0, show_default=True, metavar="N", help="Processes that read the dataset."
 )
-@click.option("--skip-nonfinite", is_flag=True, help="Pass over updates that are not finite, instead of ending there.")
-@click.option("--json", "as_json", is_flag=True, help="What it came to as JSON on stdout, and nothing else there.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
+@click.option(
+    "--skip-nonfinite", is_flag=True, help="Skip updates whose loss or gradient is not finite, instead of ending."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and nothing else there.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
-    """Train WORKLOAD on its dataset with batches of a given size, in micro-batches that fit.
+    """Train WORKLOAD with batches of a given size, in micro-batches that fit.
 
-    WORKLOAD is model.py, model.py:name or package.module:name. Without --plan or --micro-batch it plans first. Each
-    update is the full batch's, whatever happens to the memory; what is in `evaluation_dataset` is evaluated. The same
-    command goes on where an interrupted one ended, and with more --epochs where a finished one did.
+    WORKLOAD is model.py, model.py:name or package.module:name, with a `dataset`; optional are `evaluation_dataset`,
+    `evaluate(model, batch)`, `optimizer(params)`, `scheduler(optimizer)` and `collate(samples)`.
 
-    Exit code: 0 trained, 1 it does not fit or is not finite, 2 bad usage or workload, or an exception of its code,
-    3 could not be planned or kept, 130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, all three after a checkpoint.
+    Without --plan or --micro-batch it plans first. Every update equals the full batch's. When memory runs out, the
+    update is repeated in smaller micro-batches, which grow again later; an evaluation has a micro-batch of its own.
+
+    The same command resumes an interrupted run from its newest readable checkpoint, and trains on with more
+    --epochs or --steps. Micro-batch, plan, device and the flags on evaluation and checkpoints may change then;
+    another target batch, seed, model, dataset, optimizer setting or precision is refused.
+
+    What is in the folder:
+      metrics.jsonl  loss, gradient norm, learning rate, speed and peak bytes of each update
+      plan.json      the plan, as of `autoaccum plan -o`
+      model.pt       the trained weights, at the end; ema.pt is their average, with --keeps ema
+      checkpoints, and TensorBoard's files where it is installed
+
+    Example:
+      autoaccum fit model.py --target-batch 256 --epochs 3 --run-dir runs/a
+
+    Exit codes:
+      0    trained
+      1    does not fit, or loss or gradient is not finite
+      2    wrong usage, or the workload is missing or raises
+      3    could not be planned, or checkpoints could not be written or read
+      130  ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; all three after a checkpoint
     """
     seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
     try:

@@ -1,7 +1,9 @@
-"""The flags of what several commands take, one for each field of `autoaccum.options.Options`, and kinds of values."""
+"""The flags that several commands share, one for each field of `autoaccum.options.Options`, and help with headings."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
@@ -9,44 +11,79 @@ import click
 
 count, natural = click.IntRange(1), click.IntRange(0)
 positive = seconds = click.FloatRange(0, min_open=True)
-"""What is infinite or no number at all is refused with the request."""
+"""The request refuses infinity and NaN."""
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-_MODE = "What BatchNorm sees and remembers of a batch in parts, instead of the workload's."
-_SUMS = "What gradients of half-precision parameters are summed in, instead of the workload's."
 _FLAGS: Final[dict[str, dict[str, Any]]] = {
-    "device": {"default": "auto", "metavar": "auto|cpu|cuda|cuda:N", "help": "Where trials run."},
-    "gpu": {"metavar": "NAME", "help": "Predict for this card, which need not be here; see `autoaccum gpus`."},
-    "memory": {"metavar": "SIZE", "help": "The budget: 10GiB, 24GB, 80%.  [default: what is free]"},
-    "reserve": {"metavar": "SIZE", "help": "Kept free of it."},
-    "precision": {"metavar": "fp32|bf16|fp16", "help": "Instead of the workload's."},
-    "batchnorm": {"metavar": "micro|running|frozen", "help": _MODE},
-    "accumulate_in": {"metavar": "fp32|parameters", "help": _SUMS},
-    "optimizer": {"metavar": "NAME", "help": "One of torch.optim, instead of the workload's."},
+    "device": {
+        "default": "auto",
+        "metavar": "auto|cpu|cuda|cuda:N",
+        "help": "Where trials run; auto is the GPU if there is one.",
+    },
+    "gpu": {
+        "metavar": "NAME",
+        "help": "Predict for this card instead, without a GPU: a name of `autoaccum gpus`, or a size such as 24GiB.",
+    },
+    "memory": {"metavar": "SIZE", "help": "Memory budget: 10GiB, 24GB, or 80% of the total.  [default: what is free]"},
+    "reserve": {"metavar": "SIZE", "help": "Leave this much of the budget free."},
+    "precision": {"metavar": "fp32|bf16|fp16", "help": "Precision (by autocast), in place of the workload's."},
+    "batchnorm": {
+        "metavar": "micro|running|frozen",
+        "help": "BatchNorm mode, in place of the workload's. micro: per micro-batch, as PyTorch does; running: also, "
+        "but running statistics are those of the full batch; frozen: normalise by the running statistics and leave "
+        "them unchanged, which makes the gradient exactly the full batch's.",
+    },
+    "accumulate_in": {
+        "metavar": "fp32|parameters",
+        "help": "Sum gradients of half-precision parameters in fp32, or in the parameters' own dtype, which saves "
+        "memory and rounds with each part. In place of the workload's.",
+    },
+    "optimizer": {"metavar": "NAME", "help": "Optimizer of torch.optim, in place of the workload's."},
     "keeps": {
         "multiple": True,
         "callback": lambda context, parameter, words: words or None,
         "metavar": "outputs|ema",
-        "help": "What training keeps beside the step: the last micro-batch's outputs, an average of the weights. "
-        "Repeatable.",
+        "help": "Memory that the training loop holds beside the step. outputs: outputs and loss of the last "
+        "micro-batch, as a loop that logs them does; ema: an average of the weights. Repeatable.",
     },
-    "evaluation_batch": {"type": count, "metavar": "N", "help": "Plan for an evaluation in batches of N, too."},
-    "worst_of": {"type": count, "metavar": "N", "help": "Batches of the longest of N samples of the dataset."},
-    "world_size": {"type": count, "metavar": "N", "default": 1, "help": "Ranks that share the target."},
-    "multiple_of": {"type": count, "metavar": "N", "help": "Micro-batches that are multiples of N only."},
-    "equal": {"is_flag": True, "help": "Equal micro-batches only."},
-    "time_limit": {"type": seconds, "metavar": "SECONDS", "help": "The search ends after so many seconds."},
-    "trial_limit": {"type": seconds, "metavar": "SECONDS", "help": "When a trial is given up.  [default: 600]"},
+    "evaluation_batch": {
+        "type": count,
+        "metavar": "N",
+        "help": "Fit an evaluation in batches of N samples between updates, too.",
+    },
+    "worst_of": {
+        "type": count,
+        "metavar": "N",
+        "help": "Make batches of the longest of N samples of the dataset.",
+    },
+    "world_size": {"type": count, "metavar": "N", "default": 1, "help": "Ranks that share the target batch."},
+    "multiple_of": {"type": count, "metavar": "N", "help": "Use only micro-batches that are multiples of N."},
+    "equal": {"is_flag": True, "help": "Use only equal micro-batches."},
+    "time_limit": {
+        "type": seconds,
+        "metavar": "SECONDS",
+        "help": "End the search after this time; the largest size that ran by then is confirmed.",
+    },
+    "trial_limit": {"type": seconds, "metavar": "SECONDS", "help": "End a trial after this time.  [default: 600]"},
 }
 
 
+class HelpWithHeadings(click.Command):
+    """A command whose help keeps the lines below a heading such as `Exit codes:` as they are."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        # click does not rewrap a paragraph that starts with a backspace.
+        self.help = re.sub(r"(?m)^(?=[A-Z][^.\n]*:\n)", "\b\n", inspect.cleandoc(self.help or ""))
+
+
 def options(*names: str, **changes: Any) -> Callable[[_Command], _Command]:
-    """A decorator that gives a command these flags.
+    """Return a decorator that gives a command these flags.
 
     Args:
         names: Fields of `Options`, in the order of `--help`.
-        changes: By field, what the command says otherwise: a help text, or keyword arguments of `click.option`.
+        changes: By field, a help text of the command's own, or keyword arguments of `click.option`.
     """
 
     def decorate(command: _Command) -> _Command:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import click
 
+from autoaccum.cli.flags import HelpWithHeadings
 
-@click.command("gpus", short_help="List the cards that can be simulated.")
+
+@click.command("gpus", cls=HelpWithHeadings, short_help="List the cards that can be simulated.")
 @click.argument("name", required=False)
-@click.option("--json", "as_json", is_flag=True, help="The cards as JSON on stdout, and nothing else there.")
+@click.option("--json", "as_json", is_flag=True, help="Print the cards as JSON on stdout, and nothing else there.")
 def command(name: str | None, as_json: bool) -> None:
-    """List the cards that `autoaccum plan --gpu` knows, and what PyTorch sees of them.
+    """List the cards that --gpu can simulate, and what PyTorch sees of them.
 
-    NAME leaves those that have it in their name, or one generation (`ampere`), and tells where their figures come from.
+    NAME selects the cards that have it in their name, or one generation such as ampere, and shows the sources of
+    their figures.
 
-    Exit code: 0 cards were listed, 2 none has this name.
+    Example:
+      autoaccum gpus 4090
+
+    Exit codes:
+      0  cards were listed
+      2  no card has this name
     """
     import json
 

@@ -1,4 +1,4 @@
-"""`autoaccum guard`: no out-of-memory regression gets merged."""
+"""`autoaccum guard`: compare the memory of an update with a lock file, so that CI fails when it grew."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import count, options, seconds
+from autoaccum.cli.flags import HelpWithHeadings, count, options, seconds
 from autoaccum.errors import AutoaccumError, UsageError
 
 if TYPE_CHECKING:
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 _FORMS = ("text", "json", "markdown", "github")
 
 
-@click.command("guard", short_help="Tell whether a change takes more memory than is locked.")
+@click.command("guard", cls=HelpWithHeadings, short_help="Fail in CI when a change takes more memory than is locked.")
 @click.argument("workload", required=False)
-@click.option("--gpu", "gpus", metavar="NAME", multiple=True, help="Simulate this card (`autoaccum gpus`). Repeatable.")
-@click.option("--device", metavar="cpu|cuda|cuda:N", help="Measure here instead, by three runs in fresh processes.")
-@click.option("--target-batch", type=count, metavar="N", help="Samples per update, over all ranks.")
-@click.option("--micro-batch", type=count, metavar="N", help="The most samples at once.  [default: it is planned]")
+@click.option(
+    "--gpu", "gpus", metavar="NAME", multiple=True, help="Simulate this card, a name of `autoaccum gpus`. Repeatable."
+)
+@click.option(
+    "--device", metavar="cpu|cuda|cuda:N", help="Measure on this machine instead, by three runs in fresh processes."
+)
+@click.option("--target-batch", type=count, metavar="N", help="Samples per update (optimizer step), over all ranks.")
+@click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once.  [default: planned]")
 @options(
     "precision",
     "optimizer",
@@ -38,21 +42,27 @@ _FORMS = ("text", "json", "markdown", "github")
     "worst_of",
     "batchnorm",
 )
-@click.option("--tolerance", metavar="SHARE|SIZE", help="How far the peak may grow.  [default: the project's, or 1%]")
-@click.option("--lock", metavar="FILE", help="The lock.  [default: the project's autoaccum.lock]")
-@click.option("--update", is_flag=True, help="Plan anew, and write the lock.")
-@click.option("--baseline", metavar="REV", help="Compare with this git revision, measured too; no lock is needed.")
-@click.option("--time-limit", type=seconds, metavar="SECONDS", help="What all searches may take together.")
+@click.option(
+    "--tolerance",
+    metavar="SHARE|SIZE",
+    help="Growth that passes, such as 1% or 50MiB.  [default: the project's, or 1%]",
+)
+@click.option("--lock", metavar="FILE", help="Lock file.  [default: the project's autoaccum.lock]")
+@click.option("--update", is_flag=True, help="Plan and measure anew, and write the lock.")
+@click.option(
+    "--baseline", metavar="REV", help="Compare with this git revision, which is measured too, instead of a lock."
+)
+@click.option("--time-limit", type=seconds, metavar="SECONDS", help="Time limit of all searches together.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(_FORMS),
-    help="What is on stdout.  [default: text; github within GitHub Actions]",
+    help="Format of the report on stdout.  [default: text; github within GitHub Actions]",
 )
-@click.option("--json", "form", flag_value="json", help="As --format json.")
-@click.option("-o", "--output", metavar="FILE", help="Keep the report in a file, too; that of github as markdown.")
-@click.option("--force", is_flag=True, help="Overwrite that file, and with --update a lock that cannot be read.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
+@click.option("--json", "form", flag_value="json", help="The same as --format json.")
+@click.option("-o", "--output", metavar="FILE", help="Also write the report to a file; the github format as markdown.")
+@click.option("--force", is_flag=True, help="Overwrite this file, and with --update a lock that cannot be read.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
     workload: str | None,
     gpus: tuple[str, ...],
@@ -68,17 +78,31 @@ def command(
     quiet: bool,
     **asked: Any,
 ) -> None:
-    """Measure again what an update takes, compare with the lock, and tell what grew.
+    """Measure again what an update takes, compare it with the lock, and name the modules that grew.
 
-    `autoaccum guard model.py --gpu rtx3090 --target-batch 256 --update` writes the lock, which is to be committed;
-    `autoaccum guard` compares.
+    WORKLOAD is model.py, model.py:name or package.module:name. Without it, everything that the lock and
+    [tool.autoaccum] in pyproject.toml name is measured; with it, --gpu and a target batch, it need not be named
+    there.
 
-    Without WORKLOAD, all that the lock and [tool.autoaccum] of pyproject.toml name is measured. WORKLOAD is model.py,
-    model.py:name or package.module:name; with --target-batch and --gpu it need not be named there. What is locked is
-    run as it was then, and the largest micro-batch is sought anew.
+    A simulated card gives the same bytes on every machine, so no GPU is needed in CI. The locked schedule is
+    measured as it was locked, and the largest micro-batch that fits is searched anew. On a --device, the median of
+    three runs counts, and their spread is added to the tolerance.
 
-    Exit code: 0 no more than is locked, within the tolerance, 1 something has regressed, 2 bad usage, workload or
-    lock, 3 something could not be measured, or is not locked.
+    What pyproject.toml may contain: [tool.autoaccum] tolerance = "1%" # or a size, such as "50MiB"
+    [[tool.autoaccum.guard]] workload = "train.py" gpu = ["rtx3090", "a100-80gb"] # one case for each target-batch =
+    256 # and micro-batch, precision, optimizer, memory, ...
+
+    Examples:
+      autoaccum guard model.py --gpu rtx3090 --target-batch 256 --update  write autoaccum.lock; commit it
+      autoaccum guard                                                     compare with it, in CI
+      autoaccum guard --baseline origin/main                              compare with a revision, without a lock
+
+    Exit codes (of several cases, 1 comes before 3, and 3 before 2):
+      0  nothing grew by more than the tolerance
+      1  the peak, the least budget or the memory held by tensors grew, the locked micro-batch does not
+         fit any more, the largest that fits fell, or there is nothing to lock since nothing fits
+      2  wrong usage, a workload that is missing or raises, or a lock that is damaged or of a newer version
+      3  a case could not be measured, is not locked, or is locked for another torch or autoaccum
     """
     from autoaccum.files import write_text
     from autoaccum.guarding.cases import make_case

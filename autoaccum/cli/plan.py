@@ -1,4 +1,4 @@
-"""`autoaccum plan`: the main job."""
+"""`autoaccum plan`: find the micro-batch that fits, and the schedule of the batch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import count, options
+from autoaccum.cli.flags import HelpWithHeadings, count, options
 from autoaccum.cli.outputs import Outputs, running_words
 
 if TYPE_CHECKING:
     from autoaccum.planning.plan_events import Event
 
 _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
-"""What only concerns this run's output."""
+"""The flags that concern only the output of this run."""
 
 
-@click.command("plan", short_help="Find the micro-batch that fits, and the schedule.")
+@click.command("plan", cls=HelpWithHeadings, short_help="Find the micro-batch that fits, and the schedule.")
 @click.argument("workload")
-@click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update, over all ranks.")
+@click.option(
+    "--target-batch",
+    type=count,
+    metavar="N",
+    required=True,
+    help="Samples per update (optimizer step), over all ranks.",
+)
 @options(
     "device",
     "gpu",
@@ -37,25 +43,25 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
     "multiple_of",
     "equal",
 )
-@click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger one.")
-@click.option("--max-trials", type=count, metavar="N", help="The search ends after so many; what ran is confirmed.")
-@options("time_limit", "trial_limit", time_limit="Likewise, after so many seconds.")
-@click.option("--least", is_flag=True, help="Measure the least budget at which the schedule still runs.")
+@click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger micro-batch.")
+@click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, as --time-limit does.")
+@options("time_limit", "trial_limit")
+@click.option("--least", is_flag=True, help="Also measure the smallest budget at which the schedule still runs.")
 @click.option(
     "--explain",
     is_flag=True,
-    help="Tell where the memory of the card goes, and what would change that. Told of plans: where nothing fits, plan "
-    "with a larger --memory or --gpu to see it.",
+    help="Show where the memory of the card is at the peak, by purpose and by module, and which changes would save "
+    "some. Where nothing fits, a larger --memory or --gpu shows it.",
 )
-@click.option("--json", "as_json", is_flag=True, help="The plan as JSON on stdout, and nothing else there.")
-@click.option("-o", "--output", metavar="FILE", help="Keep the plan in a file.")
-@click.option("--emit", metavar="FILE", help="Write the training step as plain PyTorch, without autoaccum.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON on stdout, and nothing else there.")
+@click.option("-o", "--output", metavar="FILE", help="Write the plan to a file, for `fit --plan` and Plan.load.")
+@click.option("--emit", metavar="FILE", help="Write the training step as plain PyTorch that needs no autoaccum.")
 @click.option(
-    "--plot", metavar="FILE", help="Draw where the memory of a card goes, or the trials of a CPU, as .svg or .png."
+    "--plot", metavar="FILE", help="Draw the memory of a card over one update, or the trials on a CPU: .svg or .png."
 )
-@click.option("--force", is_flag=True, help="Overwrite those files.")
-@click.option("-v", "--verbose", is_flag=True, help="All that is known of the plan, and every warning and note.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
+@click.option("--force", is_flag=True, help="Overwrite these files.")
+@click.option("-v", "--verbose", is_flag=True, help="Show everything known of the plan, every warning and note.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
     workload: str,
     as_json: bool,
@@ -67,13 +73,44 @@ def command(
     quiet: bool,
     **request: Any,
 ) -> None:
-    """Find out how to train WORKLOAD with batches of a given size: by real trials, or for a --gpu by prediction.
+    """Find the largest micro-batch of WORKLOAD that fits into memory, and the schedule of an update.
 
-    WORKLOAD is model.py, model.py:name or package.module:name. Trials grow until memory is really out; the plan is
-    the largest micro-batch that ran, and the fewest of them that make up the batch, confirmed from a clean state.
-    With --gpu nothing runs on a card: one training step is traced, and its allocations replayed in that card's memory.
+    WORKLOAD is model.py, model.py:name or package.module:name. The file defines `model`, `batch(size)`, and
+    `loss(model, batch)` or `criterion`; optional are `optimizer(params)`, `precision`, `weight(batch)`, which is
+    the divisor of a mean other than over samples, and most of the flags below by name.
 
-    Exit code: 0 a plan was made, 1 nothing fits, 2 bad usage or workload, 3 could not be measured.
+    Each trial makes two updates in a process of its own, by the Accumulator that trains. Trials grow until memory
+    runs out. The plan is the largest micro-batch that ran, and the fewest of them that make up the batch; a last
+    trial in a fresh process confirms that schedule. The gradient of its updates is the full batch's, so the
+    learning rate stays.
+
+    With --gpu nothing runs on a card: one training step is traced on tensors without values, and its allocations
+    are replayed by a model of PyTorch's allocator in that card's memory. Such a plan is marked `predicted`, with a
+    band.
+
+    What the outcomes of trials mean:
+      ok      it ran
+      tight   it ran only because the allocator released its cache and retried
+      no fit  it ran out of memory, in the phase named
+
+    What the lines of the plan mean:
+      micro-batch   the most samples run at once
+      iter_size     micro-batches per update
+      peak          the most memory that the allocator reserved, without the CUDA context that
+                    nvidia-smi shows too; on a CPU, resident memory
+      least budget  the smallest budget at which this schedule still runs; it may lie below the peak,
+                    since the allocator packs more closely before it gives up
+
+    Examples:
+      autoaccum plan model.py --target-batch 256                          on this machine
+      autoaccum plan model.py --target-batch 256 --gpu rtx4090 --explain  for a card that is not here
+      autoaccum plan model.py --target-batch 256 -o plan.json --emit train_step.py
+
+    Exit codes:
+      0  a plan was made
+      1  not even one sample fits
+      2  wrong usage, or the workload is missing or raises
+      3  the trials gave no answer
     """
     from autoaccum.accumulation.argument_checks import check_launch
     from autoaccum.api import plan

@@ -1,4 +1,4 @@
-"""`autoaccum`: its commands, loaded when they are called, and the one place where errors become exit codes."""
+"""The command `autoaccum`: loads its subcommands when they are called, and turns errors into exit codes."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from typing import Any
 import click
 
 import autoaccum
+from autoaccum.cli.flags import HelpWithHeadings
 from autoaccum.errors import AutoaccumError, UsageError
 
 _COMMANDS = ("plan", "verify", "fit", "tune", "guard", "gpus")
 _ENDED = {"verify": "the comparison was", "guard": "the measurements were"}
-"""What Ctrl-C ends; other commands run trials."""
+"""What Ctrl-C ends, by command; the trials of all others."""
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _CODE_BROKEN_PIPE = 128 + 13
 _CODE_OUR_BUG = 3
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-"""What is left of it when it gets here is about stdout: files have messages of their own."""
+"""Errors of writing stdout: those of files have messages of their own."""
 
 
-class Root(click.Group):
-    """A group whose commands are modules of this package, imported when they are asked for."""
+class Root(HelpWithHeadings, click.Group):
+    """A group whose commands are modules of this package, imported on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names of the commands."""
+        """Return the names of the commands."""
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command; None when there is none of that name."""
+        """Import a command; None when there is none of this name."""
         if cmd_name not in _COMMANDS:
             return None
         command = import_module(f"autoaccum.cli.{cmd_name}").command
@@ -55,17 +56,22 @@ class Root(click.Group):
             self.invoke(context)
 
 
-@click.group(cls=Root, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Root, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(autoaccum.__version__, prog_name="autoaccum", message="%(prog)s %(version)s")
 def main() -> None:
     """Train with the batch you want on the memory you have.
 
-    Finds the largest micro-batch that really fits, by running it, and how many of them make up the batch.
+    `plan` finds the largest micro-batch that really fits, by running it or by simulating a card, and how many of them
+    make up the batch. `fit` trains so, and every update equals the full batch's.
+
+    Examples:
+      autoaccum plan examples/gpt2.py --target-batch 256 --gpu rtx4090
+      autoaccum COMMAND --help  what a command does, its flags, exit codes and examples
     """
 
 
 def _guarded(run: Callable[[], None], asked: str) -> int:
-    """Run a command, as it was asked for; what it raises becomes a message and an exit code."""
+    """Run a command; an exception becomes a message and an exit code."""
     _prepare_streams()
     try:
         with _ending_by_exception():

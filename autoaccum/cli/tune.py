@@ -1,4 +1,4 @@
-"""`autoaccum tune`: the learning rate that trains best, by a study."""
+"""`autoaccum tune`: search the learning rate by a study of real trainings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import count, natural, options, seconds
+from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, seconds
 from autoaccum.cli.outputs import check_apart, running_words
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 
@@ -25,35 +25,48 @@ _OF_THE_STUDY = (
 """What a training has no use for, or is told anyway."""
 
 
-@click.command("tune", short_help="Search the learning rate by a study of real trainings.")
+@click.command("tune", cls=HelpWithHeadings, short_help="Search the learning rate by a study of real trainings.")
 @click.argument("workload")
 @click.option(
-    "--target-batch", metavar="N|LOW..HIGH", required=True, help="Samples per update, or doublings to search: 64..1024."
+    "--target-batch", metavar="N|LOW..HIGH", required=True, help="Samples per update; or search doublings, 64..1024."
 )
 @click.option(
-    "--trials", type=count, default=30, show_default=True, metavar="N", help="Of the study in all, earlier ones too."
+    "--trials",
+    type=count,
+    default=30,
+    show_default=True,
+    metavar="N",
+    help="Trials of the study, including earlier ones.",
 )
 @click.option(
-    "--learning-rate", metavar="LOW..HIGH", help="Such as 1e-4..1e-1.  [default: the workload's own / 100 to x 100]"
+    "--learning-rate", metavar="LOW..HIGH", help="Range, such as 1e-4..1e-1.  [default: the workload's / 100 to x 100]"
 )
-@click.option("--budget-samples", type=count, metavar="N", help="Of each trial.  [default: once over the data]")
-@click.option("--budget-seconds", type=seconds, metavar="SECONDS", help="Likewise, by time.")
+@click.option("--budget-samples", type=count, metavar="N", help="Samples that a trial trains on.  [default: one epoch]")
+@click.option("--budget-seconds", type=seconds, metavar="SECONDS", help="Seconds that a trial trains, instead.")
 @click.option(
     "--confirm",
     type=natural,
     default=3,
     show_default=True,
     metavar="N",
-    help="How many of the best are repeated with two other seeds each.",
+    help="Number of best settings to repeat with two more seeds each; the lowest mean wins.",
 )
 @click.option(
-    "--storage", metavar="FILE|URL", help="Of the study: a file of SQLite, a .journal, or a URL.  [default: tune.db]"
+    "--storage",
+    metavar="FILE|URL",
+    help="Where the study is: an SQLite file, a .journal file, or a URL.  [default: tune.db]",
 )
-@click.option("--study", metavar="NAME", help="Its name in there.  [default: the workload's]")
-@click.option("--seed", type=natural, default=0, show_default=True, metavar="N", help="Of the sampler and all trials.")
-@click.option("--sampler", default="tpe", show_default=True, metavar="tpe|random", help="Optuna's, draws the settings.")
+@click.option("--study", metavar="NAME", help="Name of the study.  [default: the workload's]")
 @click.option(
-    "--pruner", default="halving", show_default=True, metavar="halving|none", help="Optuna's, ends trials early."
+    "--seed", type=natural, default=0, show_default=True, metavar="N", help="Seed of the sampler and all trials."
+)
+@click.option("--sampler", default="tpe", show_default=True, metavar="tpe|random", help="Optuna's sampler of settings.")
+@click.option(
+    "--pruner",
+    default="halving",
+    show_default=True,
+    metavar="halving|none",
+    help="Optuna's pruner: halving ends poor trials at a quarter and at half of the budget.",
 )
 @options(
     "device",
@@ -65,30 +78,49 @@ _OF_THE_STUDY = (
     "optimizer",
     "time_limit",
     "trial_limit",
-    device="Where to train.",
-    time_limit="No trial begins that many seconds after the search began; repetitions still run.",
-    trial_limit="When a trial is given up.",
+    device="Where to train; auto is the GPU if there is one.",
+    time_limit="Start no trial of the search after this time; repetitions still run.",
+    trial_limit="End a trial after this time.",
 )
 @click.option(
-    "--heartbeat", type=count, default=20, show_default=True, metavar="SECONDS", help="Between a trial's signs of life."
+    "--heartbeat",
+    type=count,
+    default=20,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between heartbeats, by which Optuna detects killed trials.",
 )
-@click.option("--plot", metavar="FOLDER", help="Draw what was found: four pictures as .svg.")
-@click.option("--json", "as_json", is_flag=True, help="What was found as JSON on stdout, and nothing else there.")
-@click.option("-o", "--output", metavar="FILE", help="Keep the plan of the best setting, for `autoaccum fit --plan`.")
-@click.option("--force", is_flag=True, help="Overwrite that file and those pictures; never the study.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
+@click.option("--plot", metavar="FOLDER", help="Draw the result as four .svg pictures.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and nothing else there.")
+@click.option("-o", "--output", metavar="FILE", help="Write the plan of the best setting, for `autoaccum fit --plan`.")
+@click.option("--force", is_flag=True, help="Overwrite this file and these pictures; never the study.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
     workload: str, as_json: bool, output: str | None, plot: str | None, force: bool, quiet: bool, **asked: Any
 ) -> None:
-    """Search the learning rate, and on request the effective batch, that WORKLOAD trains best with.
+    """Search the learning rate, and on request the effective batch, that train WORKLOAD best.
 
-    WORKLOAD is model.py, model.py:name or package.module:name, with a `dataset`. Each trial trains in a process of its
-    own, and is judged by its loss on held-out data. The micro-batch is timed, and searched only where it changes the
-    training. The study is Optuna's: the same command goes on with it, and may run several times at once.
+    WORKLOAD is model.py, model.py:name or package.module:name, with a `dataset`. Losses are measured on its
+    `evaluation_dataset`, else on a tenth of the dataset that no trial trains on.
 
-    Exit code: 0 a best setting was found, 1 no trial came to the end of its budget with a finite loss, or not even one
-    sample fits, 2 bad usage or workload, or an exception of its code, 3 could not be measured or kept, 130 Ctrl-C, 143
-    SIGTERM, 129 SIGHUP, all three with the trials kept.
+    Each trial trains in a process of its own, from the same weights and in the same order of data; the first one
+    has the workload's own learning rate. A trial that diverges or runs out of memory finishes with an infinite
+    loss. The micro-batch changes speed and memory alone, so throughput is measured once; it is searched only where
+    samples are coupled, such as by a BatchNorm. No micro-batch above the plan's ceiling is run.
+
+    The study is Optuna's, whose commands and dashboard read it. The same command resumes it, and several may run at
+    once; on one card, give each its share by --memory. The best of many losses is lower than the loss on new data:
+    keep a test set apart. The rate is the best for the budget, and a longer training may need another.
+
+    Example:
+      autoaccum tune model.py --target-batch 256 --trials 20 -o best.json --plot pictures
+
+    Exit codes:
+      0    a best setting was found
+      1    no trial finished with a finite loss, or not even one sample fits
+      2    wrong usage, or the workload is missing or raises
+      3    could not be planned or trained, or the study could not be read or written
+      130  ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; finished trials are kept
     """
     from autoaccum.api import tune
 

@@ -1,4 +1,4 @@
-"""`autoaccum verify`: is the accumulated gradient the full batch's, and if not, why."""
+"""`autoaccum verify`: check that the accumulated update is the full batch's, and find out why it is not."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import Any
 
 import click
 
-from autoaccum.cli.flags import count, options
+from autoaccum.cli.flags import HelpWithHeadings, count, options
 from autoaccum.cli.outputs import check_apart, running_words, stdout_kept
 
 _CODE_DIFFERENT = 1
 _OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
 
 
-@click.command("verify", short_help="Tell whether accumulating is the same as the full batch.")
+@click.command("verify", cls=HelpWithHeadings, short_help="Check that an accumulated update is the full batch's.")
 @click.argument("workload")
-@click.option("--target-batch", type=count, metavar="N", default=16, show_default=True, help="Samples per update.")
+@click.option(
+    "--target-batch", type=count, metavar="N", default=16, show_default=True, help="Samples of the full batch."
+)
 @click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once.  [default: a quarter]")
 @click.option(
     "--precision",
     metavar="fp64|fp32|bf16|fp16",
-    help="Of the comparison.  [default: fp64, whatever the workload trains in]",
+    help="Precision of the comparison.  [default: fp64, whatever the workload trains in]",
 )
 @options(
     "device",
@@ -29,24 +31,38 @@ _OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
     "batchnorm",
     "multiple_of",
     "worst_of",
-    device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where to compare."},
+    device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where the comparison runs."},
 )
-@click.option("--json", "as_json", is_flag=True, help="The record as JSON on stdout, and nothing else there.")
-@click.option("-o", "--output", metavar="FILE", help="Keep the record in a file.")
-@click.option("--force", is_flag=True, help="Overwrite that file.")
-@click.option("-v", "--verbose", is_flag=True, help="All that was compared, and every note.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress; warnings and errors remain.")
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON on stdout, and nothing else there.")
+@click.option("-o", "--output", metavar="FILE", help="Write the record to a file.")
+@click.option("--force", is_flag=True, help="Overwrite this file.")
+@click.option("-v", "--verbose", is_flag=True, help="Show everything that was compared, and every note.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
     workload: str, as_json: bool, output: str | None, force: bool, verbose: bool, quiet: bool, **asked: Any
 ) -> None:
-    """Compare an update of WORKLOAD accumulated in micro-batches with the full batch's.
+    """Compare an update of WORKLOAD in micro-batches with the full batch's, and find the cause of a difference.
 
-    WORKLOAD is model.py, model.py:name or package.module:name. Loss, every gradient, every buffer and one update are
-    compared, from equal copies and under the same random draws, for a whole window and a shorter one. Where they
-    differ, experiments find the cause and the change that makes it equal. A function `accumulate(model,
-    micro_batches)` in the file, a loop of your own, is compared as well.
+    WORKLOAD is model.py, model.py:name or package.module:name. From equal copies, with the same random numbers, it
+    compares the loss, every gradient, every buffer, and every parameter after one update, for a whole window and
+    for a shorter one, such as the last of an epoch. A loop of your own is compared as well: define
+    `accumulate(model, micro_batches)` in the file, which leaves the gradient of an update in `.grad`.
 
-    Exit code: 0 equivalent, 1 not equivalent, 2 bad usage or workload, 3 could not be measured.
+    Where something differs, experiments find the cause: BatchNorm, a loss or model that couples samples, a wrong
+    `weight` or `reduction`, random numbers that cannot be replayed, state kept between calls, a detached term, a
+    regulariser counted once per part, an under-weighted last window, or non-determinism. `proved` says that the
+    comparison is equal with the cause removed.
+
+    A large model in float64 takes long and much memory: --target-batch 4 --micro-batch 2 shows the same sooner.
+
+    Example:
+      autoaccum verify model.py --batchnorm frozen
+
+    Exit codes:
+      0  equivalent
+      1  not equivalent
+      2  wrong usage, or the workload is missing or raises
+      3  could not be compared
     """
     from autoaccum.api import verify
     from autoaccum.files import check_output, write_text
