@@ -88,20 +88,24 @@ def command(
     measured as it was locked, and the largest micro-batch that fits is searched anew. On a --device, the median of
     three runs counts, and their spread is added to the tolerance.
 
-    What pyproject.toml may contain: [tool.autoaccum] tolerance = "1%" # or a size, such as "50MiB"
-    [[tool.autoaccum.guard]] workload = "train.py" gpu = ["rtx3090", "a100-80gb"] # one case for each target-batch =
-    256 # and micro-batch, precision, optimizer, memory, ...
+    Settings of a project:
+      [tool.autoaccum]                # in pyproject.toml
+      tolerance = "1%"                # or a size, such as "50MiB"
+      [[tool.autoaccum.guard]]
+      workload = "train.py"
+      gpu = ["rtx3090", "a100-80gb"]  # one case for each
+      target-batch = 256              # and micro-batch, precision, optimizer, memory, ...
 
     Examples:
-      autoaccum guard model.py --gpu rtx3090 --target-batch 256 --update  write autoaccum.lock; commit it
+      autoaccum guard model.py --gpu rtx3090 --target-batch 256 --update  write the lock; commit it
       autoaccum guard                                                     compare with it, in CI
-      autoaccum guard --baseline origin/main                              compare with a revision, without a lock
+      autoaccum guard --baseline origin/main                              compare with a revision
 
     Exit codes (of several cases, 1 comes before 3, and 3 before 2):
       0  nothing grew by more than the tolerance
-      1  the peak, the least budget or the memory held by tensors grew, the locked micro-batch does not
-         fit any more, the largest that fits fell, or there is nothing to lock since nothing fits
-      2  wrong usage, a workload that is missing or raises, or a lock that is damaged or of a newer version
+      1  peak, least budget or memory held by tensors grew, the locked micro-batch does not fit any
+         more, the largest that fits fell, or what is to be locked does not fit
+      2  wrong usage, a workload that is missing or raises, or a lock that is damaged or newer
       3  a case could not be measured, is not locked, or is locked for another torch or autoaccum
     """
     from autoaccum.files import write_text
