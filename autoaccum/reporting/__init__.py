@@ -1,1 +1,1 @@
-"""Records, drawn for people: terminal, JSON."""
+"""Reports of results for people and programs: terminal, JSON, markdown, figures, and the emitted training step."""

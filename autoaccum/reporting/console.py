@@ -16,14 +16,14 @@ _USUAL_WIDTH = 80
 
 
 class PlainConsole(Console):
-    """A console for records: no markup, no guessed colours; `NO_COLOR`, pipes and dumb terminals get plain text.
+    """A console without markup and guessed colours; `NO_COLOR`, pipes and dumb terminals get plain text.
 
     Raises:
-        BrokenPipeError: The reader has gone; rich itself would leave the program with the code of a clear no.
+        BrokenPipeError: The reader has closed the pipe; rich itself would exit with code 1, which means "no" here.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print; where stderr cannot be written (a full disk), a plan that took its time must not end by it."""
+        """Print; an error in writing to stderr (a full disk) silences the console instead of ending the work."""
         try:
             super().print(*objects, **options)
         except BrokenPipeError:
@@ -35,17 +35,17 @@ class PlainConsole(Console):
 
     @property
     def can_redraw(self) -> bool:
-        """Whether a person looks at it: `FORCE_COLOR` makes a CI log colourful, and no terminal."""
+        """True on a real terminal; `FORCE_COLOR` alone, as in a CI log, does not count."""
         return self.is_terminal and not self.is_dumb_terminal and self.file.isatty()
 
     def on_broken_pipe(self) -> NoReturn:
-        """Pass it on."""
+        """Raise the error to the caller."""
         self.quiet = True
         raise BrokenPipeError
 
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None, **options: Any) -> PlainConsole:
-    """A console on stdout, stderr or `file`."""
+    """Return a console on stdout, stderr or `file`."""
     console = PlainConsole(stderr=stderr, file=file, highlight=False, markup=False, emoji=False, **options)
     if console.width < 1:  # COLUMNS=0: rich would print nothing at all.
         console.width = _USUAL_WIDTH
@@ -61,17 +61,17 @@ def print_error(console: Console, error: AutoaccumError) -> None:
 
 
 def print_labelled(console: Console, label: str, text: str, style: str) -> None:
-    """Print `label: text`, never wrapped, so that it can be searched for."""
+    """Print `label: text` on one line, so that it can be searched for."""
     console.print(Text.assemble((f"{label}:", style), f" {text}"), soft_wrap=True)
 
 
 _NAME_WIDTH = 13
 _LEAST_WIDTH = 24
-_MOST_REMARKS = 3
+_MOST_MESSAGES = 3
 
 
 def make_table(*columns: str) -> Table:
-    """A table without lines; a column whose name begins with ">" holds figures, which stand at its right."""
+    """Return a table without lines; a column whose name begins with ">" holds numbers, aligned right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
         is_figure = name.startswith(">")
@@ -89,22 +89,22 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def print_line(console: Console, line: Text) -> None:
-    """Print a line of any width, with what others named made harmless."""
+    """Print a line of any width without wrapping, and without control characters."""
     line.plain = one_line(line.plain)
     console.print(line, soft_wrap=True)
 
 
 def print_wrapped(console: Console, text: str) -> None:
-    """Print a text by words, without trailing spaces."""
+    """Print a text wrapped at words, without trailing spaces."""
     for line in Text(one_line(text)).wrap(console, console.width):
         line.rstrip()
         console.print(line, soft_wrap=True)
 
 
 def row_lines(console: Console, name: str, value: Text) -> Iterator[Text]:
-    """A name and its value, wrapped to the console's width without trailing spaces."""
+    """Yield the lines of a name and its value, wrapped to the console's width without trailing spaces."""
     width = max(_LEAST_WIDTH, console.width - _NAME_WIDTH)
-    value.plain = one_line(value.plain)  # With what others named: cards, modules, their words in notes.
+    value.plain = one_line(value.plain)  # Names of cards and modules may hold control characters.
     for number, line in enumerate(value.wrap(console, width)):
         line.rstrip()
         yield Text.assemble((f"{name if number == 0 else '':<{_NAME_WIDTH}}", "bold"), line)
@@ -117,21 +117,21 @@ def print_rows(console: Console, rows: Iterable[tuple[str, Text]]) -> None:
             console.print(line, soft_wrap=True)
 
 
-def print_messages(console: Console, remarks: Sequence[tuple[str, str]], *, verbose: bool) -> None:
-    """Print the first of `remarks`, which are kinds and sentences in the order of what matters, or all of them."""
-    shown = remarks if verbose else remarks[:_MOST_REMARKS]
+def print_messages(console: Console, messages: Sequence[tuple[str, str]], *, verbose: bool) -> None:
+    """Print the first of `messages`, each a kind and a sentence, the most important first; or all of them."""
+    shown = messages if verbose else messages[:_MOST_MESSAGES]
     print_rows(console, ((kind, Text(text, "yellow" if kind == "warning" else "")) for kind, text in shown))
-    if len(shown) < len(remarks):
-        console.print(f"-v shows {len(remarks) - len(shown)} more", style="dim")
+    if len(shown) < len(messages):
+        console.print(f"-v shows {len(messages) - len(shown)} more", style="dim")
 
 
 def path_value(path: object, style: str = "") -> Text:
-    """A path or a line of code as a value: never wrapped, so that it can be copied."""
+    """Return a path or a line of code as a value that is never wrapped, so that it can be copied."""
     return Text(str(path), style, no_wrap=True, overflow="ignore")
 
 
 def one_line(text: str) -> str:
-    r"""`text` with a space for each letter that breaks lines and tables or commands a terminal.
+    r"""Replace each control character of `text` by a space.
 
     >>> one_line("a\tname\n\x1b[31mred")
     'a name  [31mred'
@@ -140,7 +140,7 @@ def one_line(text: str) -> str:
 
 
 def relative_path(path: Path) -> str:
-    """A path as it is told from here: from the current folder on, where it lies in that."""
+    """Return a path as it is shown: relative to the current folder if it is inside."""
     try:
         return str(path.relative_to(Path.cwd()))
     except (ValueError, OSError):

@@ -1,4 +1,4 @@
-"""A plan as a file of plain PyTorch that trains by it: `train_step.py`, which needs no autoaccum."""
+"""Write a plan as a file of plain PyTorch that trains by it: `train_step.py`, which does not need autoaccum."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _DIGITS_OF_DIGEST = 12
 _LONGEST_PARTS = 60
 _WIDTH, _LONGEST_LINE, _LONGEST_IN_LOOP = 88, 120, 100
 _FEW = 3
-"""So many tensors in a tuple are written out; more of them by a comprehension."""
-_TAKEN = sys.stdlib_module_names | {"torch", "numpy", "autoaccum"}
-_ROOM = "The plan has room for what stands around the step: "
-_TRAIN_ALL_THE_SAME = "write loss(model, batch) and weight(batch), or train with autoaccum.Accumulator"
+"""Up to this many tensors in a tuple are written out; more with a comprehension."""
+_RESERVED_NAMES = sys.stdlib_module_names | {"torch", "numpy", "autoaccum"}
+_ROOM = "The plan leaves memory for what the training loop holds besides the step: "
+_ALTERNATIVES = "write loss(model, batch) and weight(batch), or train with autoaccum.Accumulator"
 
 
 def check_emittable(*, world_size: int = 1, batchnorm: str = "micro", recipe: Mapping[str, Any] | None = None) -> None:
-    """Refuse what no file can be emitted for, as far as is known: callable before any trial.
+    """Refuse plans for which no file can be emitted, as early as possible: before any trial.
 
     Args:
-        world_size: Ranks that share the target.
-        batchnorm: As planned.
-        recipe: `Inspection.recipe`, once there is one.
+        world_size: Ranks that share the target batch.
+        batchnorm: The planned mode.
+        recipe: `Inspection.recipe`, if it is known yet.
 
     Raises:
-        UsageError: Several ranks, statistics of BatchNorm over several parts, or a batch or criterion that cannot be
+        UsageError: Several ranks, BatchNorm statistics over several parts, or a batch or criterion that cannot be
             written in a line of PyTorch.
     """
     if world_size > 1:
         raise UsageError(
-            f"--emit writes a loop of one process, the plan is for {world_size} ranks",
+            f"--emit writes a loop for one process, but the plan is for {world_size} ranks",
             hint="plan with --world-size 1, or write the loop around autoaccum.Accumulator",
         )
     if batchnorm not in ("micro", "frozen"):
         raise UsageError(
-            f'--emit writes a few lines of plain PyTorch, and batchnorm "{batchnorm}" takes more than that',
+            f'--emit writes a few lines of plain PyTorch, which cannot do batchnorm "{batchnorm}"',
             hint="plan with --batchnorm frozen or micro, or write the loop around autoaccum.Accumulator",
         )
     if recipe is None:
@@ -60,66 +60,72 @@ def check_emittable(*, world_size: int = 1, batchnorm: str = "micro", recipe: Ma
     if recipe["divisor"] == "class weights":
         not_written = "the criterion's mean is over class weights"
     elif recipe["batch"] == "own":
-        not_written = "the batch is cut by the workload's own split(batch, sizes)"
+        not_written = "the batch is split by the workload's own split(batch, sizes)"
     if not_written is not None:
-        raise UsageError(f"{not_written}, which --emit does not write down", hint=_TRAIN_ALL_THE_SAME)
+        raise UsageError(f"{not_written}, which --emit cannot write", hint=_ALTERNATIVES)
     if misweighted := recipe.get("misweighted"):
         raise UsageError(
-            f"the emitted step would weigh its parts wrongly: {misweighted}",
-            hint="write what the loss divides by into the workload, and plan again",
+            f"the emitted step would give its parts wrong weights: {misweighted}",
+            hint="add what the loss divides by to the workload, and plan again",
         )
     if recipe["weights"] and not recipe["terms"]:
         raise UsageError(
-            "weight(batch) returns a mapping, and the loss is one number", hint="return a number from both"
+            "weight(batch) returns a mapping, but the loss is one number", hint="return a number from both"
         )
     kinds = set(_kinds(recipe["batch"]))
-    # A loss may look at attributes, which a dict has not.
+    # A loss may read attributes, which a dict does not have.
     is_plain = kinds <= {"tuple", "list", "dict"} or recipe["call"] is not None or recipe.get("own")
     if not is_plain or not kinds <= {"tuple", "list", "dict", "mapping"}:
         raise _refused_form()
 
 
 def module_name(path: str) -> str:
-    """The name by which the file at `path` is imported.
+    """Return the name by which the file at `path` is imported.
 
     Raises:
-        UsageError: It cannot be imported, or would be in place of what a training imports itself.
+        UsageError: It cannot be imported, or would hide a module that a training imports.
     """
     file = PurePath(path)
     name = file.stem
     importable = name.isidentifier() and not keyword.iskeyword(name)
-    if file.suffix == ".py" and importable and name not in _TAKEN:
+    if file.suffix == ".py" and importable and name not in _RESERVED_NAMES:
         return name
-    why = f"would hide the module {name}" if name in _TAKEN and importable else "cannot be imported under that name"
+    why = (
+        f"would hide the module {name}"
+        if name in _RESERVED_NAMES and importable
+        else "cannot be imported under that name"
+    )
     raise UsageError(f"the emitted {file.name} {why}", hint="take a name such as train_step.py")
 
 
 def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
-    """The text of a `train_step.py`: one update from a batch of any size, in the plan's micro-batches.
+    """Return the text of a `train_step.py`: one update from a batch of any size, in the plan's micro-batches.
 
-    Plain PyTorch, formatted and typed. It holds what this plan needs: the weighting of its loss, its precision, the
-    form of its batches.
+    It is plain PyTorch, formatted and typed, with what this plan needs: the weighting of its loss, its precision, the
+    structure of its batches.
 
     Args:
         plan: The plan.
-        module: What `module_name` gives for its file, for the example in its docstring.
+        module: The name from `module_name`, for the example in the docstring.
 
     Raises:
-        UsageError: As `check_emittable`.
+        UsageError: As from `check_emittable`.
     """
     recipe, workload = plan.workload["recipe"], plan.workload
     batchnorm = str(workload.get("batchnorm") or "micro")
     check_emittable(world_size=plan.world_size, batchnorm=batchnorm, recipe=recipe)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    text = template.render(plan=plan, module=module, freezes=batchnorm == "frozen", **recipe, **_facts(plan, recipe))
+    text = template.render(
+        plan=plan, module=module, freezes=batchnorm == "frozen", **recipe, **_template_values(plan, recipe)
+    )
     if max(map(len, text.splitlines())) > _LONGEST_LINE:
         raise _refused_form()
     return text + "\n"
 
 
-def _facts(plan: Plan, recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides about the lines of the file, the code for its batches, and the words of its docstring."""
+def _template_values(plan: Plan, recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of the template: conditions for its lines, code for batches, and text for the docstring."""
     form, has_call, is_sum = recipe["batch"], recipe["call"] is not None, recipe["divisor"] == "nothing"
     by_weight = recipe["divisor"] == "weight"
     by_term = by_weight and bool(recipe["weights"])
@@ -162,18 +168,18 @@ def _origin(plan: Plan) -> str:
         f"{plan.target_batch} samples an update"
         + (f", {parts}," if plan.iter_size > 1 and len(parts) <= _LONGEST_PARTS else ",")
         + f" on {card} with {format_bytes(plan.limit_bytes)}"
-        + (". " if plan.kind == "measured" else ", which is predicted: nothing ran there. ")
+        + (". " if plan.kind == "measured" else " (predicted: nothing ran there). ")
         + (
             ""
             if plan.warnings
             else "It gives the full batch's gradient, to rounding (of a model with dropout, under the masks drawn). "
         )
-        + "Nothing here recovers from running out of memory: that is only in autoaccum.Accumulator."
+        + "It does not recover from running out of memory; autoaccum.Accumulator does."
     )
 
 
 def _wrapped(text: str, first: str = "", later: str = "") -> str:
-    """Lines of a docstring: nothing in them ends it or escapes."""
+    """Wrap text for a docstring, without characters that could end it or escape."""
     harmless = "".join(c if c.isprintable() else " " for c in text).replace("\\", "/").replace('"', "'")
     return textwrap.fill(harmless, _WIDTH, initial_indent=first, subsequent_indent=later, break_on_hyphens=False)
 
@@ -183,13 +189,13 @@ def _wrapped(text: str, first: str = "", later: str = "") -> str:
 
 def _refused_form() -> UsageError:
     return UsageError(
-        "the batch is of a form that cannot be cut and moved in a line of plain PyTorch",
+        "the batch has a structure that cannot be split and moved in a line of plain PyTorch",
         hint="make it of tensors in tuples, lists and dicts, or train with autoaccum.Accumulator",
     )
 
 
 def _kinds(form: Form) -> Iterator[str]:
-    """The kinds of containers, and of what is no tensor; a dict within a dict, or of anything else, is no kind."""
+    """Yield the kinds of containers and of values that are no tensor; a container within a dict is `nest`."""
     if form == "tensor":
         return
     if isinstance(form, str):
@@ -202,14 +208,14 @@ def _kinds(form: Form) -> Iterator[str]:
 
 
 def _entries(form: Form) -> Mapping[Any, Form]:
-    """The forms in a container, by key or index."""
+    """Return the structures in a container, by key or index."""
     assert isinstance(form, Mapping)
     ((_, content),) = form.items()
     return content if isinstance(content, Mapping) else dict(enumerate(content))
 
 
 def _type_of(form: Form) -> str:
-    """The type annotation of a batch of this form."""
+    """Return the type annotation of a batch."""
     if isinstance(form, str):
         return "Tensor"
     kind, inner = next(iter(form)), list(map(_type_of, _entries(form).values()))
@@ -220,7 +226,7 @@ def _type_of(form: Form) -> str:
 
 
 def _changed(form: Form, name: str, *, cut: bool) -> str:
-    """Code for the batch `name`, cut to its samples `a:b`, or else moved to `device`; of other mappings a dict."""
+    """Return code that cuts the batch `name` to samples `a:b`, or moves it to `device`; mappings become dicts."""
     if isinstance(form, str):
         return f"{name}[a:b]" if cut else f"{name}.to(device)"
     kind = next(iter(form))
@@ -235,7 +241,7 @@ def _changed(form: Form, name: str, *, cut: bool) -> str:
 
 
 def _rows_in(form: Form, name: str) -> str:
-    """Code for the first tensor in the batch `name`, whose length is the number of samples."""
+    """Return code for the first tensor in the batch `name`, whose length is the number of samples."""
     if isinstance(form, str):
         return name
     key, inner = next(iter(_entries(form).items()))
@@ -243,7 +249,7 @@ def _rows_in(form: Form, name: str) -> str:
 
 
 def _inputs(form: Form) -> list[str]:
-    """Names for what a criterion's batch holds, on the model's device."""
+    """Return lines that name a criterion's inputs and targets on the model's device."""
     moved = [_changed(entry, f"part[{index}]", cut=False) for index, entry in _entries(form).items()]
     both = f"inputs, targets = {', '.join(moved)}"
     return [both] if len(both) <= _LONGEST_IN_LOOP else [f"inputs = {moved[0]}", f"targets = {moved[1]}"]

@@ -1,4 +1,4 @@
-"""Where the memory of a step goes, as small tables: by what it is for, by module, and what would change it."""
+"""Show where the memory of a step goes: tables by category and by module, and of suggested changes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NONE = "-"
 
 
 def print_explanation(console: Console, explanation: Explanation, measured_bytes: int | None = None) -> None:
-    """Draw an explanation; all figures in it are of a simulation, and said to be.
+    """Print an explanation; its numbers are labelled as predicted.
 
     Args:
-        console: Where to.
-        explanation: What to draw.
-        measured_bytes: The peak of real trials, to be set beside.
+        console: The console.
+        explanation: The explanation.
+        measured_bytes: The peak of real trials, printed next to the predicted one.
     """
     for line in _heading(explanation, measured_bytes):
         line.plain = one_line(line.plain)
@@ -38,7 +38,7 @@ def _heading(explanation: Explanation, measured_bytes: int | None) -> Iterator[T
     measured = "" if measured_bytes is None else f"; measured: {format_bytes(measured_bytes)}"
     yield Text(f"{explanation.card}, micro-batches of {format_parts(explanation.parts)}: {peak}{measured}")
     of = f" of {explanation.module}" if explanation.module else ""
-    yield Text(f"the peak stands in {explanation.phase}, at {explanation.op or 'what is there from the start'}{of}")
+    yield Text(f"the peak is in {explanation.phase}, at {explanation.op or 'what is there from the start'}{of}")
 
 
 def _tables(explanation: Explanation) -> Iterator[Table]:
@@ -50,7 +50,7 @@ def _tables(explanation: Explanation) -> Iterator[Table]:
 
 
 def _categories(explanation: Explanation) -> Table:
-    """What the bytes of the peak are for, without what takes none; what they add up to, and the context on top."""
+    """Return the categories of the peak that are not empty, their sum, and the CUDA context on top."""
     table, peak = make_table("at the peak", ">bytes", ">share"), explanation.peak_bytes
     for category, held in explanation.categories.items():
         if held:
@@ -61,7 +61,7 @@ def _categories(explanation: Explanation) -> Table:
 
 
 def _modules(modules: Sequence[ModuleShare]) -> Table:
-    """The modules that hold most."""
+    """Return the modules that hold most."""
     table = make_table("module", "class", ">count", ">bytes", ">per sample")
     for share in modules:
         name = one_line(share.name) or ("(the model itself)" if share.kind else "(no module)")
@@ -72,7 +72,7 @@ def _modules(modules: Sequence[ModuleShare]) -> Table:
 
 
 def _changes(changes: Sequence[Change]) -> Table:
-    """What would change the peak, each by its own."""
+    """Return the suggested changes, each with its own effect on the peak."""
     table = make_table("change", ">peak", ">least budget", "what")
     for change in changes:
         least = _NONE if change.least_bytes is None else format_bytes(change.least_bytes)
@@ -84,11 +84,11 @@ def _changes(changes: Sequence[Change]) -> Table:
 
 
 def change_words(saved_bytes: int | None) -> str:
-    """How a peak changes that is less by `saved_bytes`.
+    """Write by how much a peak changes that is lower by `saved_bytes`.
 
     >>> change_words(3 * 2**30), change_words(-2 * 2**30), change_words(0), change_words(None)
-    ('-3.00 GiB', '+2.00 GiB', 'as it is', '-')
+    ('-3.00 GiB', '+2.00 GiB', 'no change', '-')
     """
     if saved_bytes is None:
         return _NONE
-    return signed_bytes(-saved_bytes) if saved_bytes else "as it is"
+    return signed_bytes(-saved_bytes) if saved_bytes else "no change"

@@ -1,4 +1,4 @@
-"""What a training came to: a small table with what to do next, or a record for programs."""
+"""Show a training: its progress, and its result as a table with the next commands or as a record."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SCHEMA = 2
 
 
 def print_fit(console: Console, result: FitResult, *, last: Updated | None, command: Sequence[str]) -> None:
-    """Draw what a training came to, and the exact next commands.
+    """Print the result of a training, and the exact next commands.
 
     Args:
-        console: Where to.
-        result: What it came to.
-        last: The last update of a whole batch that this call made, or the last; None when it made none.
-        command: The words of a command that goes on from here.
+        console: The console.
+        result: The result.
+        last: The last update of a whole batch that this call made, else its last update; None when it made none.
+        command: The command that continues the training.
     """
     print_rows(console, fit_rows(result, last=last))
     console.print()
@@ -39,7 +39,7 @@ def print_fit(console: Console, result: FitResult, *, last: Updated | None, comm
 
 
 def fit_rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, Text]]:
-    """The rows of the table: name and value."""
+    """Yield the rows of the table: name and value."""
     yield "updates", Text(_made(result))
     if result.loss is not None:
         yield "loss", Text(f"{result.loss:.6g} in the last update", "bold green")
@@ -67,8 +67,8 @@ def fit_rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, 
 
 
 def next_lines(result: FitResult, *, command: Sequence[str]) -> Iterator[Text]:
-    """What to do next, as lines to be copied."""
-    yield Text("go on from here:")
+    """Yield what to do next, as lines to be copied."""
+    yield Text("continue the training:")
     yield Text(f"  {shlex.join(command)}", "cyan")
     if result.model_path is not None:
         yield Text("use the weights:")
@@ -152,7 +152,7 @@ class TrainingProgress(Progress):
         self._shown: fit_events.Updated | None = None
 
     def notify(self, event: Any) -> None:
-        """Draw one event, of training or of the planner."""
+        """Show one event, of training or of planning."""
         if isinstance(event, fit_events.Updated):
             now = self._clock()
             self._line.update(event, now)
@@ -181,13 +181,13 @@ class TrainingProgress(Progress):
             self._planning.notify(event)
 
     def stop(self) -> None:
-        """Take the live line away, and leave the last update's."""
+        """Remove the live line, and print that of the last update."""
         self._planning.stop()
         super().stop()
         self._write()
 
     def _draw(self) -> None:
-        """Bring the live line up to date; where there is none, write one if there is anything new."""
+        """Update the live line; without a terminal, print a line if there is anything new."""
         self._next_drawn = self._clock() + self._seconds_between
         if self.is_live:
             self.show(self._line.text())
@@ -201,16 +201,16 @@ class TrainingProgress(Progress):
 
 
 def headline(event: fit_events.Started) -> str:
-    """What is trained, where, and from where on."""
+    """Say what is trained on which device, and from which update it continues."""
     parts = f"in micro-batches of up to {event.micro_batch}" if event.micro_batch < event.target_batch else "whole"
     text = f"training {type(event.model).__name__} on {event.device}: {event.target_batch} samples per update, {parts}"
     if event.resumed_from is not None:
-        text += f"; going on after update {event.update}, from {relative_path(event.resumed_from)}"
+        text += f"; continuing after update {event.update}, from {relative_path(event.resumed_from)}"
     return one_line(text)
 
 
 def sentence(event: Any) -> str:
-    """An event that has a line of its own."""
+    """Write an event as a line."""
     if isinstance(event, fit_events.OutOfMemoryRetry):
         return (
             f"update {event.update}: out of memory in {event.phase} with micro-batches of {event.micro_batch}, "
@@ -230,7 +230,7 @@ def sentence(event: Any) -> str:
 
 
 class UpdateLine:
-    """What one line says of a training that is under way.
+    """The line that shows a running training.
 
     Attributes:
         last: The last update; None before the first.
@@ -244,18 +244,18 @@ class UpdateLine:
         self._epochs: int | None = None
 
     def start(self, event: fit_events.Started) -> None:
-        """What there will be."""
+        """Set the number of updates and epochs."""
         self._update = event.update
         self._updates, self._epochs = event.updates, event.epochs
 
     def update(self, event: fit_events.Updated, now: float) -> None:
-        """An update was made at `now`, in seconds."""
+        """Take an update made at `now`, in seconds."""
         if self.last is None:  # It took longer than others: state is allocated, kernels are chosen.
             self._first_update, self._first_time = event.update, now
         self.last, self._update, self._time = event, event.update, now
 
     def text(self) -> str:
-        """The line."""
+        """Return the line."""
         of = "" if self._updates is None else f" of {self._updates}"
         pieces = [f"update {self._update}{of}"]
         if self.last is not None:
@@ -277,7 +277,7 @@ class UpdateLine:
 
 
 def format_values(values: Mapping[str, float]) -> str:
-    """Values by name.
+    """Write values with their names.
 
     >>> format_values({"loss": 0.25, "accuracy": 0.9375})
     'loss 0.25, accuracy 0.9375'
@@ -286,7 +286,7 @@ def format_values(values: Mapping[str, float]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Write seconds as hours, minutes and seconds.
 
     >>> format_seconds(59.6), format_seconds(3723), format_seconds(100 * 3600)
     ('1:00', '1:02:03', '100:00:00')

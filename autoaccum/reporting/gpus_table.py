@@ -1,4 +1,4 @@
-"""The cards that can be simulated, as a table."""
+"""Show the cards that can be simulated, as a table or as records."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEGEND = (
 
 
 def print_cards(console: Console, cards: Sequence[Card], *, sources: bool = False) -> None:
-    """Draw cards, a section for each generation; with `sources` also where each card's figures come from."""
+    """Print cards, a section for each architecture; with `sources` also where the numbers of each card come from."""
     table = make_table("name", "card", ">GiB", ">CC", ">SMs")
     for architecture, group in groupby(cards, key=lambda card: card.architecture):
         table.add_row(Text(architecture, "bold cyan"))
@@ -42,7 +42,7 @@ def print_cards(console: Console, cards: Sequence[Card], *, sources: bool = Fals
 
 
 def card_record(card: Card) -> dict[str, Any]:
-    """A card as JSON has it."""
+    """Return a card as plain values for JSON."""
     outside = context_memory(card)
     return {
         "name": card.name,

@@ -1,8 +1,7 @@
-"""What a guard found, for GitHub: markdown, annotations at the workloads, and the summary of a step of Actions.
+"""A guard's report for GitHub: markdown, annotations at the workloads, and the summary of a step of Actions.
 
-The runner reads commands off both streams of a step (`ActionCommand.cs` of actions/runner): lines that begin with `::`
-after spaces, and `##[` anywhere in a line. So nothing that a workload, its modules or its author brings along may
-reach the log as it is.
+The runner takes commands from both streams of a step (`ActionCommand.cs` of actions/runner): lines that begin with `::`
+after spaces, and `##[` anywhere in a line. So the output and names of a workload are escaped before they reach the log.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from autoaccum.reporting.guard_report import (
     OUTCOMES,
     compared,
     describe_measurement,
+    labelled_messages,
     outcome_counts,
-    remarks,
 )
 from autoaccum.workload.module_names import split_reference
 
 _SPECIAL = re.compile(r"[&<\\`*_\[\]|~$]")
-"""What markdown, GitHub's additions to it or HTML may read as structure anywhere. A character reference is never read
-so (CommonMark 0.31, 2.5)."""
+"""Characters with a meaning in Markdown, GitHub's extensions or HTML. A character reference never has one
+(CommonMark 0.31, 2.5)."""
 _OPENING = re.compile(r"^\s*(?:[-+=](?=[-+=\s]|$)|[#>:]|\d(?=\d*[.)](?:\s|$)))")
-"""What else is structure where a block begins: a list, a heading, a quote, the line below a heading or a table's."""
+"""What has a meaning only at the beginning of a block: a list, a heading, a quote, the line below a heading."""
 _CODE = re.compile(r"`([^`]+)`")
 _TITLE = "autoaccum guard"
 _OLD_COMMAND = "##["
 
 
 def report_markdown(report: Report) -> str:
-    """The report for a comment or a step summary."""
+    """Return the report as markdown, for a comment or a step summary."""
     counts = [f"{count} {OUTCOMES[outcome][0]}" for outcome, count in outcome_counts(report).items()]
     against = compared(report)
     blocks = [f"### {_TITLE}: {', '.join(counts)}", escape(against[:1].upper() + against[1:])]
@@ -49,25 +48,25 @@ def report_markdown(report: Report) -> str:
 
 
 def escape(text: str) -> str:
-    """A sentence as markdown that shows it as it is, but for `code`, which stays code.
+    """Escape a sentence for markdown, so that it is shown unchanged; `code` stays code.
 
     >>> escape("blocks.*.mlp `a|b`")
     'blocks.&#42;.mlp <code>a&#124;b</code>'
     """
-    parts = [code(part) if number % 2 else _referred(part) for number, part in enumerate(_CODE.split(text))]
+    parts = [code(part) if number % 2 else _escape_characters(part) for number, part in enumerate(_CODE.split(text))]
     opening = _OPENING.match(parts[0])
     if opening:
         parts[0] = f"&#{ord(opening[0][-1])};{parts[0][opening.end() :]}"
-    return "".join(parts).replace("@", "@<!-- -->")  # No person or team is called by it.
+    return "".join(parts).replace("@", "@<!-- -->")  # Mentions no person or team.
 
 
 def code(text: str) -> str:
-    """A name as code, whatever is in it."""
-    return f"<code>{_referred(text)}</code>"
+    """Return a name as code, with any characters."""
+    return f"<code>{_escape_characters(text)}</code>"
 
 
 def harmless(text: str) -> str:
-    r"""Lines of a log that the runner takes for no command, and a terminal for none either.
+    r"""Change log lines so that neither the runner nor a terminal takes them for commands.
 
     >>> print(harmless("  ::error::no\rfine: a::b\n##[group]x"))
       : :error::no
@@ -78,21 +77,21 @@ def harmless(text: str) -> str:
 
 
 def annotation_lines(report: Report, folder: Path, environment: Mapping[str, str]) -> Iterator[str]:
-    """A command for each case that a person should look at, the worst first: GitHub shows ten of a kind."""
-    told = [one for one in report.verdicts if one.exit_code or one.outcome == "improved"]
-    for verdict in sorted(told, key=lambda one: list(OUTCOMES).index(one.outcome)):
-        where = _find_place(verdict.case.workload, folder, environment)
+    """Yield an annotation for each case to look at, the worst first: GitHub shows ten of a kind."""
+    relevant = [one for one in report.verdicts if one.exit_code or one.outcome == "improved"]
+    for verdict in sorted(relevant, key=lambda one: list(OUTCOMES).index(one.outcome)):
+        where = _find_definition(verdict.case.workload, folder, environment)
         title = f"{_TITLE}: {OUTCOMES[verdict.outcome][0]}, {case_name(verdict.case)}"
         yield command("error" if verdict.exit_code else "notice", _message(verdict), **where, title=title)
 
 
 def error_annotation(error: AutoaccumError) -> str:
-    """The command for what ended a guard before there was a report."""
+    """Return the annotation for an error that ended a guard before there was a report."""
     return command("error", str(error), title=_TITLE)
 
 
 def command(name: str, message: str, **properties: str) -> str:
-    r"""A workflow command, with what it carries escaped as actions/runner takes it apart.
+    r"""Return a workflow command, escaped as actions/runner parses it.
 
     >>> command("error", "50 %\nmore", file="a,b.py", title="x: y")
     '::error file=a%2Cb.py,title=x%3A y::50 %25%0Amore'
@@ -105,7 +104,7 @@ def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
     """Append the report to the step's summary, where there is one.
 
     Returns:
-        What was in the way, which is no fault of the guard's; None: nothing.
+        Why it could not be written, which is no failure of the guard; None if it was.
     """
     name = environment.get("GITHUB_STEP_SUMMARY")
     if not name:
@@ -119,8 +118,8 @@ def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
     return None
 
 
-def _find_place(workload: str, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
-    """The file that defines a workload, from the repository's root, and the line; empty where there is none."""
+def _find_definition(workload: str, folder: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    """Find the file, from the repository's root, and the line that define a workload; empty where there is none."""
     target, _, name = split_reference(workload)
     module = target.replace(".", "/")
     files = [target, *(f"{base}{module}{end}" for base in ("", "src/") for end in (".py", "/__init__.py"))]
@@ -145,7 +144,7 @@ def _row(verdict: Verdict) -> str:
 
 
 def _details(verdict: Verdict) -> Iterator[str]:
-    """What lies behind one row, folded away where all is well."""
+    """Yield the details of one row, collapsed if the case passes."""
     body = [block for block in _body(verdict) if block]
     if not body:
         return
@@ -158,14 +157,14 @@ def _details(verdict: Verdict) -> Iterator[str]:
 
 def _body(verdict: Verdict) -> Iterator[str]:
     if verdict.traceback:
-        # Indented code would end at the first line that is not; a fence, at one in the text.
-        yield f"<pre>{_referred(verdict.traceback.rstrip(), keep=chr(10)).replace(chr(10), '<br>')}</pre>"
-    points = [text if kind == "why" else f"{kind}: {text}" for kind, text in remarks(verdict)]
+        # Not indented or fenced code: a traceback could end either.
+        yield f"<pre>{_escape_characters(verdict.traceback.rstrip(), keep=chr(10)).replace(chr(10), '<br>')}</pre>"
+    points = [text if kind == "why" else f"{kind}: {text}" for kind, text in labelled_messages(verdict)]
     lines = [f"- {escape(one_line(point))}" for point in points]
     yield "\n".join(lines) + (f" {code(verdict.command)}" if verdict.command else "")
 
 
-def _referred(text: str, keep: str = "") -> str:
+def _escape_characters(text: str, keep: str = "") -> str:
     shown = "".join(letter if letter.isprintable() or letter in keep else " " for letter in text)
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", shown)
 

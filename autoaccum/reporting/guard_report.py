@@ -1,4 +1,4 @@
-"""What a guard found, as text: a line for each case as it comes, a block for each, and a last line that sums up."""
+"""Show a guard's report as text: progress lines, a block for each case, and a summary line."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OUTCOMES: dict[Outcome, tuple[str, str]] = {
     "unchanged": ("unchanged", "bold green"),
     "locked": ("locked", "bold cyan"),
 }
-"""What a person reads for an outcome, and its style; the worst first."""
+"""The label of each outcome, and its style; the worst outcome first."""
 
 _MOST_GROWTHS = 10
 _FILE_WIDTH = 120
@@ -46,9 +46,9 @@ _LABEL_WIDTH = max(len(label) for label, _ in OUTCOMES.values())
 
 
 class GuardProgress(Progress):
-    """Draws events: one line for each case with its time, and a live one for the one under way.
+    """Shows a guard's progress: one line for each finished case, and a live line for the current one.
 
-    `harmless` makes what a workload prints and is called safe for where it is shown.
+    `harmless` makes a workload's output and names safe for the place where they are shown.
     """
 
     def __init__(self, console: PlainConsole, *, harmless: Callable[[str], str] | None = None, **options: Any) -> None:
@@ -57,9 +57,9 @@ class GuardProgress(Progress):
         self._began = 0.0
 
     def notify(self, event: Event) -> None:
-        """Draw one event."""
+        """Show one event."""
         if isinstance(event, CheckedOut):
-            self.show(f"measuring revision {event.revision} beside it ...")
+            self.show(f"measuring revision {event.revision} as well ...")
         elif isinstance(event, CaseStarted):
             self._began = time.monotonic()
             self.show(f"measuring {case_name(event.case)} ...")
@@ -70,12 +70,12 @@ class GuardProgress(Progress):
             self.say(line)
 
     def print_output(self, line: str) -> None:
-        """Print what a workload printed, also where it is quiet."""
+        """Print what a workload printed, even if quiet."""
         super().print_output(line if self._harmless is None else self._harmless(line))
 
 
 def finished_line(verdict: Verdict, number: int, count: int, seconds: float) -> Text:
-    """One case on one line: which of how many, its time, what it came to, its name, and how its peak changed."""
+    """Return one line for a case: its number, time, outcome, name, and the change of its peak."""
     label, style = OUTCOMES[verdict.outcome]
     line = Text(f"{number:>{len(str(count))}}/{count} {seconds:>6.1f} s  ", "dim")
     whole = Text.assemble(line, (f"{label:<{_LABEL_WIDTH}}", style))
@@ -87,7 +87,7 @@ def finished_line(verdict: Verdict, number: int, count: int, seconds: float) -> 
 
 
 def print_report(console: Console, report: Report) -> None:
-    """Draw a report: what is well in two lines, what is not with all that is known."""
+    """Print a report: two lines for a case that passes, all details for one that does not."""
     for verdict in report.verdicts:
         for line in _verdict_lines(console, verdict):
             line.plain = one_line(line.plain)
@@ -103,34 +103,34 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def report_text(report: Report) -> str:
-    """The same for a file or a log: no colours, lines as wide as most screens."""
+    """Return the report as text for a file or a log, without colours."""
     text = io.StringIO()
     print_report(make_console(file=text, width=_FILE_WIDTH, no_color=True, force_terminal=False), report)
     return text.getvalue()
 
 
 def outcome_counts(report: Report) -> dict[Outcome, int]:
-    """How many cases came to what, the worst first."""
+    """Count the cases by outcome, the worst first."""
     counts = Counter(verdict.outcome for verdict in report.verdicts)
     return {outcome: counts[outcome] for outcome in OUTCOMES if counts[outcome]}
 
 
 def compared(report: Report) -> str:
-    """What the cases were compared with, or where they were written."""
+    """Say what the cases were compared with, or where they were written."""
     if report.updated is not None:
         return f"written to {report.updated}"
     return f"against {report.against}, tolerance {report.tolerance}"
 
 
 def describe_largest(measurement: Measurement) -> str:
-    """The largest micro-batch that fits; `(all)` where an update has no more samples, and no larger one was sought."""
+    """Write the largest micro-batch that fits; `(all)` where an update has no more samples."""
     if measurement.largest == 0:
         return "none"
     return f"{measurement.largest} (all)" if measurement.capped else str(measurement.largest)
 
 
-def remarks(verdict: Verdict) -> Iterator[tuple[str, str]]:
-    """What else is told of a case, each with its kind; the hint last, which may lead to the command."""
+def labelled_messages(verdict: Verdict) -> Iterator[tuple[str, str]]:
+    """Yield the reasons, warnings, notes and the hint of a verdict, each with its label."""
     yield from (("why", reason) for reason in verdict.reasons)
     yield from (("warning", warning) for warning in verdict.warnings)
     yield from (("note", note) for note in verdict.notes)
@@ -139,7 +139,7 @@ def remarks(verdict: Verdict) -> Iterator[tuple[str, str]]:
 
 
 def _verdict_lines(console: Console, verdict: Verdict) -> Iterator[Text]:
-    """One case: its outcome, the figures, and where it is not well what grew, why, and the way out."""
+    """Yield the lines of a case: outcome and numbers; if it does not pass, also what grew, why, and what to do."""
     yield Text.assemble(OUTCOMES[verdict.outcome], ": ", (case_name(verdict.case), "bold"))
     yield from (Text(f"  {line}") for line in (verdict.traceback or "").rstrip().splitlines())
     if verdict.explanation:
@@ -150,14 +150,14 @@ def _verdict_lines(console: Console, verdict: Verdict) -> Iterator[Text]:
         yield Text(f"  {describe_measurement(verdict.now)}")
     if verdict.outcome == "regressed":
         yield from _growth_lines(verdict)
-    for kind, text in remarks(verdict):
+    for kind, text in labelled_messages(verdict):
         yield from row_lines(console, f"  {kind}", Text(text, "yellow" if kind == "warning" else ""))
     if verdict.command:  # On a line of its own, which is never wrapped, so that it can be copied.
         yield Text(f"    {verdict.command}", "cyan")
 
 
 def describe_measurement(now: Measurement) -> str:
-    """What was measured, in one line."""
+    """Write a measurement in one line."""
     words = [f"peak {precise_bytes(now.peak_bytes)}"]
     if now.runs:
         words[0] += f" (median of {len(now.runs)} runs, {precise_bytes(now.spread_bytes)} apart)"
@@ -167,7 +167,7 @@ def describe_measurement(now: Measurement) -> str:
 
 
 def _figure_lines(before: Measurement, now: Measurement) -> Iterator[Text]:
-    """Figures before and now, side by side; red where they went the wrong way."""
+    """Yield the numbers before and now, red where they got worse."""
     yield Text(f"  {'':<{_COLUMN}}{'before':>{_COLUMN}}{'now':>{_COLUMN}}{'change':>{_COLUMN}}", "dim")
     rows = [("peak", before.peak_bytes, now.peak_bytes), ("most held", before.held_bytes, now.held_bytes)]
     for name, was, is_now in [*rows, ("least budget", before.least_bytes, now.least_bytes)]:
@@ -182,7 +182,7 @@ def _figure_lines(before: Measurement, now: Measurement) -> Iterator[Text]:
 
 
 def _growth_lines(verdict: Verdict) -> Iterator[Text]:
-    """What grew and shrank, the most first."""
+    """Yield what grew and shrank, the most first."""
     if verdict.growths:
         yield Text(f"  {'change':>{_COLUMN}}  for what", "dim")
     for growth in verdict.growths[:_MOST_GROWTHS]:

@@ -1,4 +1,4 @@
-"""A plan as six lines and what must be known of it; all else where it is asked for."""
+"""Show a plan: six lines and its warnings, or all of it on request; and the progress of planning."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from autoaccum.units import MIB, format_bytes
 _MANY_PARTS = 60
 _MODES = {
     "running": "running: normalises by the micro-batch, running statistics are the full batch's",
-    "frozen": "frozen: normalises by its running statistics, which stay as they are",
+    "frozen": "frozen: normalises by its running statistics, which do not change",
 }
 _KEPT = {
-    "outputs": "the last micro-batch's outputs and loss, kept until the next has its own",
-    "ema": "an average of the weights",
+    "outputs": "the last micro-batch's outputs and loss, held until the next ones exist",
+    "ema": "an average of the weights (EMA)",
 }
 
 
@@ -42,30 +42,30 @@ def print_plan(
     seconds: float | None = None,
     verbose: bool = False,
 ) -> None:
-    """Draw a plan: the answer, the first of its warnings and notes, what was written, and where memory goes.
+    """Print a plan: the answer, the first warnings and notes, the files written, and where memory goes.
 
     Args:
-        console: Where to.
+        console: The console.
         plan: The plan.
-        command: The words of the command that made it, to be offered again with `-o`.
-        kept: Where the plan was written, if it was.
-        emitted: Where the training step was written, if it was.
-        pictured: Where the picture was written, if it was.
-        name: What is offered to `-o`: a file that is not there yet.
-        seconds: What all of it took, if it was just made.
-        verbose: Draw all that is known.
+        command: The command that made it, to be suggested again with `-o`.
+        kept: The file of the plan, if it was written.
+        emitted: The file of the training step, if it was written.
+        pictured: The file of the picture, if it was written.
+        name: A new file name to suggest for `-o`.
+        seconds: The time that planning took, if it was just made.
+        verbose: Print everything.
     """
     print_rows(console, answer_rows(plan, kept))
     if verbose:
         print_rows(console, detail_rows(plan, seconds))
-    remarks = [*(("warning", text) for text in plan.warnings), *(("note", text) for text in plan.notes)]
-    print_messages(console, remarks, verbose=verbose)
+    messages = [*(("warning", text) for text in plan.warnings), *(("note", text) for text in plan.notes)]
+    print_messages(console, messages, verbose=verbose)
     if kept is not None:
         console.print(f"kept in {kept}", soft_wrap=True)
     if emitted is not None:
         console.print(f"train without autoaccum: {emitted} is the step in plain PyTorch", soft_wrap=True)
     if pictured is not None:
-        alone = ", of the trials alone: where memory goes is told of cards" if plan.device.get("kind") == "cpu" else ""
+        alone = ", of the trials only: where memory goes is known for cards" if plan.device.get("kind") == "cpu" else ""
         console.print(f"picture in {pictured}{alone}", soft_wrap=True)
     if plan.explanation is not None:
         console.print()
@@ -76,7 +76,7 @@ def print_plan(
 
 
 def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Text]]:
-    """The six lines that everybody needs: name and value."""
+    """Yield the six rows of the answer: name and value."""
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
     each = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks"
     yield "iter_size", Text(f"{plan.iter_size}{each}")
@@ -87,7 +87,7 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Tex
 
 
 def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str, Text]]:
-    """What else is known: name and value."""
+    """Yield the rows of details: name and value."""
     yield "largest fit", Text(_largest_fit(plan))
     if plan.least_bytes is not None:
         ran = "still ran" if plan.kind == "measured" else "would still run"
@@ -104,19 +104,19 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
     if plan.workload.get("batchnorm") in _MODES:
         yield "batchnorm", Text(_MODES[plan.workload["batchnorm"]])
     if plan.learning_rate is not None:
-        yield "tuned rate", Text(f"{plan.learning_rate:.6g}, the learning rate that `autoaccum fit --plan` trains by")
+        yield "tuned rate", Text(f"{plan.learning_rate:.6g}, the learning rate that `autoaccum fit --plan` uses")
     yield "trials", Text(_trials(plan, seconds))
 
 
 def describe_extra_memory(plan: Plan) -> list[str]:
-    """What was held in the plan's trials beside the step, as phrases."""
+    """Return phrases for what the plan's trials held besides the step: outputs, an EMA, an evaluation."""
     kept = [_KEPT.get(keep, str(keep)) for keep in plan.workload.get("keeps") or ()]
     samples = plan.workload.get("evaluation_batch")
     return kept if samples is None else [*kept, f"an evaluation between updates, in batches of {samples}"]
 
 
 def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
-    """The line of Python that trains by the plan: by the file that keeps it, or by its numbers."""
+    """Return the line of Python that trains by the plan: with its file, or with its numbers."""
     given = {"criterion": "criterion=criterion, ", "model": ""}.get(str(plan.workload.get("loss")), "loss, ")
     numbers = [f"micro_batch={plan.micro_batch}"]
     if plan.workload.get("reduction") == "sum":
@@ -152,7 +152,7 @@ def _short(parts: tuple[int, ...]) -> str:
 
 def _largest_fit(plan: Plan) -> str:
     if plan.capped:
-        return f"{plan.largest_fit}, the most that was asked for"
+        return f"{plan.largest_fit}, the largest size allowed"
     if plan.stopped is not None:
         return f"{plan.largest_fit}, the largest before the limit on {plan.stopped} ended the search"
     above = {trial.outcome for trial in plan.trials if trial.micro_batch == plan.largest_fit + 1}
@@ -198,7 +198,7 @@ _COLUMNS = "{size:>11}  {outcome:<7}  {peak:>9}  {seconds:>8}"
 
 
 class PlanProgress(Progress):
-    """Draws a planner's events: one line per trial, and a live one for the trial that runs."""
+    """Shows planning: one line per trial, and a live line for the trial that runs."""
 
     _schedule: Schedule | None = None
     _seeks_least = _predicted = False
@@ -208,7 +208,7 @@ class PlanProgress(Progress):
         self._tried: set[tuple[int, ...]] = set()
 
     def notify(self, event: plan_events.Event) -> None:
-        """Draw one event."""
+        """Show one event."""
         if isinstance(event, plan_events.Loading):
             self.show(f"loading {event.reference} ...")
         elif isinstance(event, plan_events.Inspected):
@@ -235,7 +235,7 @@ class PlanProgress(Progress):
             self.say(f"confirming {format_parts(self._schedule.micro_batches)} {how}", "dim")
         if event.limit_bytes is not None and not self._seeks_least:
             self._seeks_least = True
-            self.say("the least budget at which that still runs", "dim")
+            self.say("searching the least budget at which this still runs", "dim")
         within = "" if event.limit_bytes is None else f" within {format_bytes(event.limit_bytes)}"
         doing = "predicting" if self._predicted else f"trial {event.number}:"
         self.show(f"{doing} micro-batch {_sizes(event.parts, event.confirming)}{within} ...")
@@ -245,15 +245,15 @@ class PlanProgress(Progress):
         line = trial_line(event.trial, confirming=event.confirming, predicted=self._predicted)
         if not event.confirming and event.trial.limit_bytes is None:
             if event.trial.fresh and event.trial.parts in self._tried:
-                line.append("  once more, in a fresh process", "dim")
+                line.append("  again, in a fresh process", "dim")
             self._tried.add(event.trial.parts)
         self.say(line)
 
 
 def trial_line(trial: Trial, *, confirming: bool = False, predicted: bool = False) -> Text:
-    """One trial on one line: size, outcome, peak, seconds, and what went wrong.
+    """Return one trial as a line: size, outcome, peak, seconds, and what went wrong.
 
-    A predicted one has a peak even where it does not fit: what it would take.
+    A predicted trial that does not fit has a peak as well: what it would take.
 
     >>> trial_line(Trial(parts=(8, 8), outcome="oom", phase="backward", seconds=1.25)).plain
     '          8  oom              -     1.2 s  in backward'

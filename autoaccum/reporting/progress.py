@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """A live line on a terminal, and lines above it; a context manager, so that the live line goes away in any case.
+    """A live line on a terminal with printed lines above it; a context manager, which removes the live line.
 
     A subclass draws a command's events in `notify`, with `show`, `say` and `warn`.
 
     Args:
-        console: Where to, stderr as a rule.
-        quiet: Draw nothing but warnings (what the workload prints is passed on all the same).
-        outlives_console: A console that cannot be written any more ends the drawing, not the work.
-        auto_refresh: Redraw the live line by a thread of its own; otherwise only `show` redraws it.
+        console: The console, usually on stderr.
+        quiet: Draw only warnings, and what the workload prints.
+        outlives_console: An error in writing to the console ends the drawing, not the work.
+        auto_refresh: Redraw the live line in a thread; otherwise only `show` redraws it.
     """
 
     def __init__(
@@ -51,33 +51,33 @@ class Progress:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a live line now."""
+        """True if there is a live line now."""
         return self._live is not None
 
     def show(self, line: str | Text) -> None:
-        """Have the live line say this; nothing where there is no terminal."""
+        """Set the text of the live line; does nothing without a terminal."""
         if self.console.can_redraw and not self.quiet:
             self._guarded(self._show, Text(one_line(line)) if isinstance(line, str) else line)
 
     def say(self, line: str | Text, style: str = "") -> None:
-        """Print a line above the live one; nothing where it is quiet."""
+        """Print a line above the live one, unless quiet."""
         if not self.quiet:
             text = Text(line, style) if isinstance(line, str) else line
             text.plain = one_line(text.plain)
             self._print(text)
 
     def warn(self, text: str) -> None:
-        """Print a warning, once, also where it is quiet."""
+        """Print a warning once, even if quiet."""
         if text not in self._warned:
             self._warned.add(text)
             self._guarded(print_labelled, self.console, "warning", one_line(text), "yellow")
 
     def print_output(self, line: str) -> None:
-        """Print what a workload printed, also where it is quiet."""
+        """Print what a workload printed, even if quiet."""
         self._print(Text.from_ansi(line))
 
     def stop(self) -> None:
-        """Take the live line away."""
+        """Remove the live line."""
         live, self._live = self._live, None
         if live is not None:
             self._guarded(live.stop)
@@ -99,7 +99,7 @@ class Progress:
     def _guarded(self, draw: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         try:
             draw(*arguments, **options)
-        except OSError:  # A pipe without a reader, a terminal that was closed.
+        except OSError:  # A closed pipe or terminal.
             if not self._outlives_console:
                 raise
             self.console.quiet = True

@@ -1,4 +1,4 @@
-"""What a study has found: a record for programs, a table for people, and words that its progress shares."""
+"""Show a study of `tune`: its progress, and its result as tables or as a record."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ STYLES: dict[RowState, str] = {
     "running": "cyan",
     "waiting": "cyan",
 }
-"""By state, the best ending first."""
-NOTHING = "no trial came to the end of its budget with a finite loss"
+"""The style of each state, the best state first."""
+NOTHING = "no trial finished its budget with a finite loss"
 _MOST_TRIALS = 15
 _ORDER = tuple(STYLES)
 
 
 def tuning_record(tuning: Tuning) -> dict[str, Any]:
-    """Return what a study has found as plain values: records by the names of their fields, its plan as a plan file."""
+    """Return the result of a study as plain values; the plan is as in a plan file."""
     plan = None if tuning.plan is None else json.loads(tuning.plan.to_json())
     return {"schema": tuning.schema, **to_plain(dataclasses.replace(tuning, plan=None)), "plan": plan}
 
@@ -63,16 +63,16 @@ def row_cells(row: Row, space: SearchSpace) -> tuple[str, str, str, str, str]:
     loss = row.loss if row.loss is not None or not row.losses else row.losses[-1][1]
     took = "-" if row.seconds is None else f"{row.seconds:.1f} s"
     about = [] if row.setting is None else [setting_words(row.setting, space)]
-    return str(row.number), _outcome(row), format_loss(loss), took, "; ".join([*about, *_remarks(row)])
+    return str(row.number), _outcome(row), format_loss(loss), took, "; ".join([*about, *_notes(row)])
 
 
 def _outcome(row: Row) -> str:
     return "interrupted" if row.lost else row.state.replace("_", " ")
 
 
-def _remarks(row: Row) -> Iterator[str]:
+def _notes(row: Row) -> Iterator[str]:
     if row.own:
-        yield "the workload's own rate"
+        yield "the workload's learning rate"
     if row.confirms is not None:
         yield f"trial {row.confirms} with seed {row.seed}"
     if row.state == "pruned" and row.losses:
@@ -80,13 +80,13 @@ def _remarks(row: Row) -> Iterator[str]:
     if row.repeats is not None:
         yield f"trial {row.repeats} again, whose process died"
     if row.oom_retries:
-        yield f"memory ran out {counted(row.oom_retries, 'time')}"
+        yield f"out of memory {counted(row.oom_retries, 'time')}"
     if row.reason is not None:
         yield row.reason
 
 
 def setting_words(setting: Setting, space: SearchSpace) -> str:
-    """Say what a trial trains with, as far as trials differ by it."""
+    """Write the settings of a trial that differ between trials."""
     words = [f"learning rate {setting.learning_rate:.3g}"]
     if len(space.target_batches.sizes) > 1:
         words.append(f"effective batch {setting.target_batch}")
@@ -96,7 +96,7 @@ def setting_words(setting: Setting, space: SearchSpace) -> str:
 
 
 def space_words(space: SearchSpace) -> str:
-    """Say what is searched."""
+    """Write the search space."""
     rates, targets = space.learning_rates, space.target_batches
     words = [f"learning rates {rates.low:.3g} to {rates.high:.3g}"]
     words.append(f"effective batch {' or '.join(map(str, targets.sizes))}")
@@ -111,9 +111,9 @@ def format_loss(loss: float | None) -> str:
 
 
 def _speed_words(speed: Speed) -> tuple[str, str]:
-    """Say how many samples per second, and how sure that is."""
+    """Write the samples per second, and their spread."""
     if speed.samples_per_second is None:
-        return "-", "not measured: the next larger are far from the best"
+        return "-", "not measured: the next larger ones are far from the fastest"
     known = (speed.samples_per_second, speed.low or 0.0, speed.high or 0.0)
     rate, low, high = (f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in known)
     return rate, f"{low} to {high} in the middle half of {counted(speed.updates, 'update')}"
@@ -127,7 +127,7 @@ def counted(number: int, word: str) -> str:
 def print_tuning(
     console: Console, tuning: Tuning, commands: Mapping[str, Sequence[str]], written: Mapping[str, Path]
 ) -> None:
-    """Draw what a study has found, which files were `written`, and the exact next `commands`, by a phrase each."""
+    """Print the result of a study, the files `written`, and the exact next `commands`, each with a phrase."""
     print_rows(console, _rows(tuning))
     for table in (_trials(tuning), _speeds(tuning)):
         console.print()
@@ -146,7 +146,7 @@ def _rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
     else:
         yield "best", Text(f"{setting_words(best.setting, space)}, of trial {best.trial}", "bold green")
         yield "loss", Text(_loss_words(best, tuning.noise), "bold green")
-        yield "own rate", Text(_own_words(tuning, best))
+        yield "default rate", Text(_own_words(tuning, best))
     yield "micro-batch", Text(_micro_batch_words(tuning))
     if plan is not None:
         yield "plan", Text(f"{format_parts(plan.micro_batches)} samples per update")
@@ -166,16 +166,16 @@ def _loss_words(best: SettingResult, noise: float | None) -> str:
     if best.spread is None:
         return f"{loss}, in one run"
     seeds = f"{loss}, the mean of {len(best.losses)} seeds, standard deviation {format_loss(best.spread)}"
-    return f"{seeds}; differences of single runs up to {format_loss(noise)} may be chance"
+    return f"{seeds}; differences of single runs up to {format_loss(noise)} may be random"
 
 
 def _own_words(tuning: Tuning, best: SettingResult) -> str:
-    """Compare with the workload's own rate, by runs of the search's seed."""
+    """Compare with the workload's own learning rate, by runs with the same seed."""
     own, rate = tuning.own, f"{tuning.space.default_learning_rate:.3g}"
     if own is None:
         return f"{rate}: not run to the end"
     if own.trial == best.trial:
-        return f"{rate}: none that was tried is better"
+        return f"{rate}: no other rate was better"
     theirs, ours = own.losses[0], best.losses[0]
     change = f" ({percent(ours - theirs, theirs, sign=True)})" if theirs > 0 else ""
     return f"{rate}: loss {format_loss(theirs)}, the best has {format_loss(ours)} with the same seed{change}"
@@ -203,7 +203,7 @@ def _outcomes(rows: Iterable[Row]) -> str:
 
 
 def _trials(tuning: Tuning) -> Table:
-    """List the trials of the search, best first; of many only the first."""
+    """List the trials of the search, the best first; only the first of many."""
     table = make_table(">trial", "outcome", ">loss", ">time", ">mean", "with")
     means = {one.trial: one.mean for one in tuning.standings if len(one.losses) > 1}
     rows = sorted((row for row in tuning.rows if row.confirms is None), key=_rank)
@@ -227,7 +227,7 @@ def _rank(row: Row) -> tuple[int, int, float, int]:
 
 
 def _speeds(tuning: Tuning) -> Table:
-    """List samples per second over micro-batches, the knee marked."""
+    """List samples per second by micro-batch, with the knee marked."""
     known = tuning.throughput
     where = f"in updates of {known.target_batch} on {known.device}"
     table = make_table(">micro-batch", ">iter_size", ">samples/s", where)
@@ -243,11 +243,11 @@ _TRIAL = "{:>5}  {:<13}  {:>9}  {:>8}  {}"
 
 
 class TuneProgress(PlanProgress):
-    """Draws the events of a study and of its planner; a console that breaks ends the drawing, not the study.
+    """Shows the progress of a study and of its planning; an error of the console ends the drawing, not the study.
 
     Args:
-        console: Where to, stderr as a rule.
-        quiet: Draw nothing but warnings.
+        console: The console, usually on stderr.
+        quiet: Draw only warnings.
     """
 
     _space: SearchSpace
@@ -259,7 +259,7 @@ class TuneProgress(PlanProgress):
         super().__init__(console, quiet=quiet, outlives_console=True)
 
     def notify(self, event: Any) -> None:
-        """Draw one event."""
+        """Show one event."""
         match event:
             case StudyOpened():
                 self._open(event)
@@ -290,7 +290,7 @@ class TuneProgress(PlanProgress):
             f" learning rate of {facts.learning_rate:.3g}{schedule}; on {facts.card or facts.device}; losses on"
             f" {facts.held_out}"
         )
-        done = f"; going on after {event.finished} of {counted(event.trials, 'trial')}" if event.finished else ""
+        done = f"; continuing after {event.finished} of {counted(event.trials, 'trial')}" if event.finished else ""
         self.say(f"study {event.name} in {event.storage}{done}")
 
     def _end_run(self, row: Row) -> None:

@@ -1,4 +1,4 @@
-"""What a verification found: the verdict, each quantity with its largest error, causes, and what to do next."""
+"""Show a verification: the verdict, the largest error of each quantity, the causes, and what to do next."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
 
 
 def print_verification(console: Console, found: Verification, *, again: Sequence[str], verbose: bool = False) -> None:
-    """Draw a verification: one line where all is equal, else the verdict, its causes and what to do.
+    """Print a verification: one line where all is equal, else the verdict, its causes and what to do.
 
-    `again` are the words of the command that verified it.
+    `again` is the command that verified it.
     """
     print_line(console, verdict(found, verbose=verbose))
     for number, cause in enumerate(found.causes):
@@ -58,7 +58,7 @@ def print_verification(console: Console, found: Verification, *, again: Sequence
 
 
 def verdict(found: Verification, *, verbose: bool = False) -> Text:
-    """Whether it is equivalent, in one line."""
+    """Return the verdict in one line: equivalent or not, and by how much."""
     if found.equivalent:
         more = "" if verbose or not found.notes else f"; -v shows {len(found.notes)} note{'s' * (len(found.notes) > 1)}"
         return Text.assemble(
@@ -74,7 +74,7 @@ def verdict(found: Verification, *, verbose: bool = False) -> Text:
 
 
 def _print_comparison(console: Console, comparison: Comparison) -> None:
-    """One window: its parts, and a line for each quantity."""
+    """Print one window: its parts, and a line for each quantity."""
     method = "the Accumulator" if comparison.method == "accumulator" else "accumulate() of the workload"
     window = "whole window" if comparison.window == "whole" else "shorter window, as at the end of an epoch"
     parts = f"{format_parts(comparison.micro_batches)} = {sum(comparison.micro_batches)}"
@@ -90,7 +90,7 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> None:
-    """What was found, where, what makes it equal, and whether that was proved; the `number`-th `of` several."""
+    """Print a cause: what was found, where, what makes it equal, and whether that was proved."""
     rows = [("cause" if of == 1 else f"cause {number}", Text(f"{cause.kind}: {cause.found}"))]
     if not all(name in cause.found for name in cause.where):
         more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
@@ -103,12 +103,12 @@ def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> Non
     frozen = cause.kind == "batchnorm" and "frozen" in cause.change
     done = 'batchnorm="frozen"' if of == 1 and frozen else "this done" if of == 1 else "all of these done"
     proof = f"with {done}, the same comparison is equal"
-    none = Text("no experiment has made the comparison equal", "dim")
+    none = Text("no experiment made the comparison equal", "dim")
     print_rows(console, [("proved", Text(proof)) if cause.proved else ("unproved", none)])
 
 
 def _print_next(console: Console, found: Verification, again: Sequence[str]) -> None:
-    """What to do next, to be copied."""
+    """Print the next command, to be copied."""
     at_rest = any(cause.kind == "batchnorm" for cause in found.causes) and found.batchnorm != "frozen"
     line: Sequence[str] = again if found.causes else ()
     if at_rest:
@@ -116,7 +116,7 @@ def _print_next(console: Console, found: Verification, again: Sequence[str]) -> 
     elif found.causes:
         words = "make the change, and verify again (-v shows all that was compared):"
     else:
-        words = "no cause was found by experiment: please report it with the output of --json"
+        words = "no experiment found a cause: please report it with the output of --json"
     console.print(words, soft_wrap=True)
     if line:
         print_line(console, Text(f"  {shlex.join(line)}", "cyan"))
@@ -131,7 +131,7 @@ def _frozen(again: Sequence[str]) -> list[str]:
 
 
 def _how_equal(found: Verification) -> str:
-    """The largest error of a gradient in any comparison, of what batch, and in a rougher precision what it may be."""
+    """Write the largest gradient error of all comparisons, with the batch, the precision and its tolerance."""
     every = [one for comparison in found.comparisons for one in comparison.differences]
     pairs = [(one.error, one.tolerance) for one in every if one.quantity == "gradients"]
     error, tolerance = (max(figures) for figures in zip(*pairs, strict=True))
@@ -142,12 +142,12 @@ def _how_equal(found: Verification) -> str:
 
 
 def _urgency(difference: Difference) -> tuple[int, float]:
-    """Gradients first: what else differs follows from them, as a rule."""
+    """Return a sort key that puts gradients first: other differences usually follow from them."""
     return ("buffers", "update", "loss", "gradients").index(difference.quantity), difference.error
 
 
 def _where(difference: Difference) -> str:
-    """The tensor or the term; a loss that has but one is called nothing."""
+    """Return the name of the tensor or term; empty for a loss with a single term."""
     return "" if difference.where in (None, "loss") and difference.quantity == "loss" else difference.where or ""
 
 
@@ -171,14 +171,14 @@ def _tolerance(tolerance: float) -> str:
 
 
 class VerificationProgress(Progress):
-    """Draws a verification's events: one line for the workload, and a live one for what is being compared."""
+    """Shows a verification's progress: one line for the workload, and a live line for the comparison."""
 
     def __enter__(self) -> Self:
         self.show("loading ...")
         return self
 
     def notify(self, event: Any) -> None:
-        """Draw one event."""
+        """Show one event."""
         if isinstance(event, VerificationStarted):
             self.say(
                 Text.assemble(
@@ -191,4 +191,4 @@ class VerificationProgress(Progress):
         elif isinstance(event, Compared):
             self.show("comparing a shorter window ...")
         elif isinstance(event, Diagnosing):
-            self.show(f"{format_parts(event.comparison.micro_batches)} differ: seeking the cause ...")
+            self.show(f"{format_parts(event.comparison.micro_batches)} differ: searching the cause ...")

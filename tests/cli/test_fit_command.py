@@ -183,7 +183,7 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
         return
     done = run(folder, *words)
     assert done.returncode == 0, done.stderr
-    assert f"going on after update {kept[1]}, from {kept[2]}" in done.stderr
+    assert f"continuing after update {kept[1]}, from {kept[2]}" in done.stderr
     assert "updates      20 in 2 epochs, 640 samples\n" in done.stdout
 
 
@@ -275,7 +275,7 @@ def test_what_is_offered_goes_on(training: Callable[..., list[FitRequest]]) -> N
     training()
     result = invoke(*WORDS, "--epochs", "3", "--steps", "50", "--resume", "never", "-q", "--seed", "4")
     offered = "autoaccum fit 'my model.py' --target-batch 8 --run-dir a --epochs 6 --steps 100 --seed 4"
-    assert f"go on from here:\n  {offered}\n" in result.stdout
+    assert f"continue the training:\n  {offered}\n" in result.stdout
     assert result.stderr == ""
 
 

@@ -38,6 +38,7 @@ def test_all_of_it_is_planned_and_offered_again(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert (
-        "an average of the weights; an evaluation between updates, in batches of 6 batches of the longest of 10" in said
+        "an average of the weights (EMA); an evaluation between updates, in batches of 6 batches of the longest of 10"
+        in said
     )
     assert " ".join(words) in said

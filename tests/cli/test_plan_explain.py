@@ -46,7 +46,7 @@ def test_a_table_after_the_plans_and_a_file_that_keeps_it(folder: Path) -> None:
     assert before.startswith("micro-batch ")
     assert "(predicted)" in after.splitlines()[0]
     assert "rtx3090 (simulated), micro-batches of " in after.splitlines()[0]
-    assert "the peak stands in " in after.splitlines()[1]
+    assert "the peak is in " in after.splitlines()[1]
     for word in ("parameters", "activations", "in all", "context", "per sample", "least budget", "6 blocks *"):
         assert word in after, word
     assert before.splitlines()[-2] == "kept in plan.json"

@@ -65,7 +65,7 @@ def draw(result: FitResult, last: Updated | None = LAST, width: int = 100) -> st
 
 
 def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
-    assert draw(RESULT).splitlines()[-2:] == ["go on from here:", "  autoaccum fit 'my model.py' --epochs 6"]
+    assert draw(RESULT).splitlines()[-2:] == ["continue the training:", "  autoaccum fit 'my model.py' --epochs 6"]
     told = replace(
         RESULT,
         plan=PLAN,

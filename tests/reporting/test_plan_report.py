@@ -94,7 +94,7 @@ def test_says_all_that_is_known_where_it_is_asked_for() -> None:
     )
 
 
-def test_the_first_three_remarks_are_shown_with_warnings_before_notes() -> None:
+def test_the_first_three_messages_are_shown_with_warnings_before_notes() -> None:
     many = make_plan(warnings=("first", "second"), notes=("third", "fourth", "fifth"))
     assert draw(many).removeprefix(ANSWER) == (
         "warning      first\nwarning      second\nnote         third\n-v shows 2 more\n"
@@ -113,7 +113,7 @@ def test_the_first_three_remarks_are_shown_with_warnings_before_notes() -> None:
         (make_plan(257, 100, world_size=2), "parts        1 rank of 65 + 64; 1 rank of 64 + 64\n"),
         (make_plan(256, 100, world_size=2), "parts        2 ranks of 64 + 64\n"),
         (make_plan(256, 100, world_size=2), "iter_size    2 on each of 2 ranks\n"),
-        (make_plan(capped=True), "largest fit  100, the most that was asked for\n"),
+        (make_plan(capped=True), "largest fit  100, the largest size allowed\n"),
         (make_plan(stopped="time"), "largest fit  100, the largest before the limit on time ended the"),
         (
             make_plan(limit_bytes=700 * MIB, peak_bytes=1, least_bytes=700 * MIB),
@@ -148,13 +148,15 @@ def test_names_what_was_written() -> None:
     assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in text
     assert "\npicture in memory.svg\n" in text
     of_cpu = draw(make_plan(device={"name": "cpu", "kind": "cpu"}), pictured=Path("memory.svg"))
-    assert "\npicture in memory.svg, of the trials alone: where memory goes is told of cards\n" in of_cpu
+    assert "\npicture in memory.svg, of the trials only: where memory goes is known for cards\n" in of_cpu
 
 
 def test_tells_what_was_planned_along() -> None:
     along = {"keeps": ["ema", "what a later version keeps"], "evaluation_batch": 64, "worst_of": 1000}
     said = draw(make_plan(workload=along), verbose=True, width=200)
-    phrases = "an average of the weights; what a later version keeps; an evaluation between updates, in batches of 64"
+    phrases = (
+        "an average of the weights (EMA); what a later version keeps; an evaluation between updates, in batches of 64"
+    )
     assert f"along with   {phrases}\n" in said
     assert "batches      of the longest of 1000 samples of the dataset\n" in said
     assert "along with" not in draw(make_plan(), verbose=True)

@@ -48,8 +48,8 @@ def test_the_table_says_what_is_best_and_how_sure_that_is(studied: Any) -> None:
     best = tuning.best
     assert f"best         learning rate {best.setting.learning_rate:.3g}, of trial {best.trial}\n" in text
     assert f"loss         {best.mean:.4g} on held-out data, the mean of 3 seeds, standard deviation" in text
-    assert "own rate     0.05: loss" in text
-    assert "may be chance" in text
+    assert "default rate 0.05: loss" in text
+    assert "may be random" in text
     assert "micro-batch  8, nearly as fast as 16; with exact accumulation it changes speed and memory" in text
     assert "not measured: the next larger are far from the best" in text
     assert "knee, 1,400 to 1,500 in the middle half of 12 updates" in text
@@ -62,9 +62,9 @@ def test_a_study_that_found_nothing_says_so() -> None:
     lost = Row(number=1, state="failed", setting=None, seed=0, lost=True)
     bad = Row(number=0, state="diverged", setting=None, seed=0, own=True, reason="update 3: the loss is\nnan")
     text = printed(tuning_of((bad, lost), ended="its time of 9 s is over", warnings=("odd",)))
-    assert "best         no trial came to the end of its budget with a finite loss\n" in text
+    assert "best         no trial finished its budget with a finite loss\n" in text
     assert "trials       1 diverged, 1 interrupted; ended early: its time of 9 s is over\n" in text
-    assert "the workload's own rate; update 3: the loss is nan" in text
+    assert "the workload's learning rate; update 3: the loss is nan" in text
     assert "warning      odd\n" in text
 
 
@@ -74,7 +74,7 @@ def test_a_best_setting_with_a_failed_run_and_coupled_samples_are_told(studied: 
     space = replace(SPACE, coupled="the loss mixes the samples of a batch")
     text = printed(replace(tuning, best=doubted, own=None, space=space))
     assert "in one run; 1 run of it failed" in text
-    assert "own rate     0.05: not run to the end" in text
+    assert "default rate 0.05: not run to the end" in text
     assert f"{doubted.setting.micro_batch}, searched with the learning rate, since the loss mixes" in text
 
 
@@ -88,7 +88,7 @@ def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: An
     ]
     text = told_lines([*begun, *told])
     assert "line: Linear, 4 parameters, fp32, SGD at a learning rate of 0.05; on cpu; losses on 8 of 80" in text
-    assert "study line in sqlite:///tune.db; going on after 3 of 8 trials\n" in text
+    assert "study line in sqlite:///tune.db; continuing after 3 of 8 trials\n" in text
     assert "throughput was measured for this study before: knee at 8, fastest is 16\n" in text
     assert text.count("trial  outcome") == 1
     assert text.count("warning: odd\n") == 1
