@@ -18,7 +18,7 @@ from autoaccum.reporting.plan_report import describe_extra_memory
 from autoaccum.units import format_bytes
 
 Form: TypeAlias = "str | Mapping[str, Any]"
-"""A batch, as `workload.step_recipe` describes it."""
+"""The structure of a batch, as `workload.step_recipe` describes it."""
 
 _TEMPLATE = Path(__file__).with_name("train_step.py.jinja")
 _HALF_TYPES = {"bf16": "bfloat16", "fp16": "float16"}

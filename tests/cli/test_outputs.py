@@ -16,6 +16,6 @@ from autoaccum.planning.plan_events import Inspected
 def test_a_mode_of_batchnorm_that_cannot_be_emitted_is_refused_once_it_is_known(tmp_path: Path) -> None:
     outputs = Outputs(None, str(tmp_path / "step.py"), None, force=False)
     running = dataclasses.replace(INSPECTION, batchnorm="running")
-    with pytest.raises(UsageError, match='batchnorm "running" takes more than that: plan with --batchnorm frozen'):
+    with pytest.raises(UsageError, match='cannot do batchnorm "running": plan with --batchnorm frozen'):
         outputs.listen(Inspected(running, "cpu", 1, 8, False))
     Outputs(None, None, None, force=False).listen(Inspected(running, "cpu", 1, 8, False))

@@ -166,7 +166,7 @@ def test_a_predicted_plan_warns_of_ignored_labels_and_emits_nothing_wrong(tmp_pa
     plan = autoaccum.plan(file, target_batch=16, gpu="rtx3090", max_micro_batch=4)
     (warning,) = plan.warnings
     assert warning.endswith('def weight(batch): return (batch["labels"][..., 1:] != -100).sum()')
-    with pytest.raises(autoaccum.errors.UsageError, match="weigh its parts wrongly"):
+    with pytest.raises(autoaccum.errors.UsageError, match="give its parts wrong weights"):
         emit_wrapper(plan)
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from autoaccum.errors import UsageError
-from autoaccum.reporting.figures import style
+from autoaccum.reporting.figures import file_format
 from autoaccum.reporting.figures.file_format import picture_format
 
 
@@ -31,6 +31,6 @@ def test_other_endings_are_refused(path: str, seen: str) -> None:
 
 def test_says_how_to_get_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert importlib.util.find_spec("matplotlib") is not None
-    monkeypatch.setattr(style, "find_spec", lambda name: None)
+    monkeypatch.setattr(file_format, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r'not installed: pip install "autoaccum\[plot\]", or leave out --plot'):
         picture_format("memory.svg")

@@ -51,7 +51,7 @@ def test_the_table_says_what_is_best_and_how_sure_that_is(studied: Any) -> None:
     assert "default rate 0.05: loss" in text
     assert "may be random" in text
     assert "micro-batch  8, nearly as fast as 16; with exact accumulation it changes speed and memory" in text
-    assert "not measured: the next larger are far from the best" in text
+    assert "not measured: the next larger ones are far from the fastest" in text
     assert "knee, 1,400 to 1,500 in the middle half of 12 updates" in text
     assert text.endswith("pictures in p\ntrain with it:\n  autoaccum fit 'a b.py'\n")
     for row in tuning.rows:

@@ -150,7 +150,7 @@ def test_code_is_never_wrapped_and_no_cause_is_said() -> None:
     assert "  def weight(batch): return (batch[1] != -100).sum()" in lines
     assert "change       divide by what there is:" in lines
     unknown = drawn(dataclasses.replace(DIFFERENT, causes=()))
-    assert "no cause was found by experiment" in unknown
+    assert "no experiment found a cause" in unknown
     assert "1.count" in unknown, "what was compared is all that is known then"
 
 

@@ -1,4 +1,4 @@
-"""A plan as a picture: where the memory of an update is, and what peaks to expect of other sizes."""
+"""The figure of a plan: the memory of an update over time, and the peaks of other sizes."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ from autoaccum.units import GIB, KIB, MIB, format_bytes
 _WIDTH, _PANEL_HEIGHT = 9.0, 3.4
 _LONGEST_TITLE, _LONGEST_REMARK = 70, 90
 _FAR = 3.0
-"""A limit this many times above all else would press it into a strip at the bottom: it is told beside."""
+"""A limit this many times above all else is named in the legend only, since it would flatten the rest."""
 
 _FURTHEST = 1.6
-"""Of the largest size that fits: what was tried beyond is not drawn."""
+"""Sizes beyond this multiple of the largest that fits are not drawn."""
 
 _NARROWEST = 0.05
-"""Of the width, for a phase to be named."""
+"""The least share of the width for a phase to be named."""
 
 _LEAST_SHARE = 0.002
-"""Of the peak: what is less is not told."""
+"""Categories with a smaller share of the peak are not in the legend."""
 
 _PART_OF_NEXT = {"batch": "forward", "clip": "update"}
-"""Too short to be seen: bringing a part to the card, and the norm."""
+"""Phases too short to be seen: copying a part to the card, and the norm."""
 
 _PREPARATION = ("start", "load", "model", "optimizer")
 
 
-def draw_memory(plan: Plan, account: MemoryReport | None, form: Format) -> bytes:
+def draw_memory(plan: Plan, report: MemoryReport | None, form: Format) -> bytes:
     """The picture of a plan as a file: the same plan gives the same bytes.
 
     Args:
         plan: The plan.
-        account: Where its memory goes; None where only sizes and peaks are known.
+        report: The memory report; None where only sizes and peaks are known.
         form: `svg` or `png`.
     """
-    return picture_bytes(lambda: memory_figure(plan, account), _title(plan), form)
+    return picture_bytes(lambda: memory_figure(plan, report), _title(plan), form)
 
 
-def memory_figure(plan: Plan, account: MemoryReport | None) -> Figure:
-    """The picture as matplotlib has it; to be called and drawn within its settings."""
-    panels = 1 if account is None else 2
+def memory_figure(plan: Plan, report: MemoryReport | None) -> Figure:
+    """Return the matplotlib figure; call and draw it within `picture_settings`."""
+    panels = 1 if report is None else 2
     size = (_WIDTH, _PANEL_HEIGHT * panels)
     figure = Figure(figsize=size, layout="constrained", facecolor=colour("panel"))
     FigureCanvasAgg(figure)
     figure.suptitle(_cut(_title(plan), _LONGEST_TITLE), size=TITLE_POINTS, weight="bold", parse_math=False)
     every = figure.subplots(panels, squeeze=False)[:, 0]
-    if account is not None:
-        _draw_timeline(every[0], plan, account)
-    _draw_curve(every[-1], plan, () if account is None else account.curve)
+    if report is not None:
+        _draw_timeline(every[0], plan, report)
+    _draw_curve(every[-1], plan, () if report is None else report.curve)
     return figure
 
 
-def _draw_timeline(axes: Axes, plan: Plan, account: MemoryReport) -> None:
-    """The memory of an update over time, by category, up to the limit; its unit of time is nobody's."""
-    timeline, explanation = account.timeline, account.explanation
+def _draw_timeline(axes: Axes, plan: Plan, report: MemoryReport) -> None:
+    """Draw the memory of an update over its events, by category, with the limit."""
+    timeline, explanation = report.timeline, report.explanation
     reserved, at = timeline.reserved_bytes, range(len(timeline.reserved_bytes))
     held = {one: timeline.categories[one] for one in CATEGORIES if any(timeline.categories.get(one) or ())}
     held.pop("unused", None)
@@ -83,16 +83,16 @@ def _draw_timeline(axes: Axes, plan: Plan, account: MemoryReport) -> None:
     peak = f"peak: {format_bytes(explanation.peak_bytes)}"
     axes.plot(timeline.peak_at, explanation.peak_bytes, "v", color=colour("ink"), label=peak)
     axes.set_xlim(0, max(len(reserved) - 1, 1))
-    _name_phases(axes, account)
+    _name_phases(axes, report)
     _finish(axes, plan.limit_bytes, max(explanation.peak_bytes, *reserved))
     known = "" if plan.kind == "predicted" else "simulated: "
     where = f" of {explanation.module}" if explanation.module else ""
     axes.set_title(_cut(f"{known}most is held in {explanation.phase}, at {explanation.op}{where}", _LONGEST_REMARK))
 
 
-def _name_phases(axes: Axes, account: MemoryReport) -> None:
-    """The phases under the axis, where they have the room, with seams between them."""
-    last, phases = len(account.timeline.reserved_bytes) - 1, account.timeline.phases
+def _name_phases(axes: Axes, report: MemoryReport) -> None:
+    """Name the phases under the axis, where there is room, with lines between them."""
+    last, phases = len(report.timeline.reserved_bytes) - 1, report.timeline.phases
     named: list[tuple[str, float]] = []
     for number, (start, phase) in enumerate(phases):
         end, following = phases[number + 1] if number + 1 < len(phases) else (last, None)
@@ -105,7 +105,7 @@ def _name_phases(axes: Axes, account: MemoryReport) -> None:
 
 
 def _draw_curve(axes: Axes, plan: Plan, curve: Sequence[CurvePoint]) -> None:
-    """The peak over the micro-batch: what was tried, what was chosen, and what is left up to the limit."""
+    """Draw the peak over the micro-batch: the sizes tried, the chosen one, and the headroom below the limit."""
     furthest = _FURTHEST * plan.largest_fit + 1
     tried = {size: trial for size, trial in _tried(plan).items() if size <= furthest}
     peaks = {size: one.peak_reserved_bytes for size, one in tried.items() if one.ran and one.peak_reserved_bytes}
@@ -124,7 +124,7 @@ def _draw_curve(axes: Axes, plan: Plan, curve: Sequence[CurvePoint]) -> None:
     }
     for outcome, look in looks.items():
         sizes = [size for size, one in tried.items() if one.outcome == outcome]
-        # A trial that ran out of memory has held less than the limit: its peak would look as if it fitted.
+        # A trial that ran out of memory held less than the limit, so its peak would look as if it fitted.
         failed_at = min(1.03 * plan.limit_bytes, top)
         at = [failed_at if outcome == "oom" else tried[size].peak_reserved_bytes or 0 for size in sizes]
         if sizes:
@@ -137,7 +137,7 @@ def _draw_curve(axes: Axes, plan: Plan, curve: Sequence[CurvePoint]) -> None:
 
 
 def _mark_choice(axes: Axes, plan: Plan) -> None:
-    """A line at the micro-batch, and what is left above its peak."""
+    """Mark the micro-batch with a line, and the headroom above its peak."""
     said = f"micro-batch {plan.micro_batch}"
     axes.axvline(plan.micro_batch, label=said, **pointing())
     if plan.peak_bytes is None or plan.headroom_bytes is None:
@@ -153,7 +153,7 @@ def _mark_choice(axes: Axes, plan: Plan) -> None:
 
 
 def _finish(axes: Axes, limit_bytes: int, most_bytes: int) -> float:
-    """An axis of bytes with the limit on it, and what all means beside it; returns where the axis ends."""
+    """Set up the axis of bytes with the limit and the legend; return the end of the axis."""
     is_far = bool(most_bytes) and limit_bytes > _FAR * most_bytes
     top = 1.25 * most_bytes if is_far else 1.1 * max(limit_bytes, most_bytes)
     said = f"limit{', far above' if is_far else ''}: {format_bytes(limit_bytes)}"
@@ -174,7 +174,7 @@ def _in_unit(unit: int, name: str, value: float, position: int | None) -> str:
 
 
 def _tried(plan: Plan) -> dict[int, Trial]:
-    """The last trial of each size within the plan's own budget, ascending."""
+    """Return the last trial of each size within the plan's own budget, ascending."""
     known = [one for one in plan.trials if one.outcome != "error" and one.limit_bytes in (None, plan.limit_bytes)]
     return dict(sorted({trial.micro_batch: trial for trial in known}.items()))
 

@@ -1,4 +1,4 @@
-"""What pictures have in common: their colours on a light and a dark panel, matplotlib's settings, and the file."""
+"""The style of all figures: light and dark colours, matplotlib's settings, and writing the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoaccum.reporting.console import one_line
 from autoaccum.reporting.figures.file_format import Format
 
 FONTS: Final = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")
-"""The first comes with matplotlib; a viewer of an SVG without it has one that is hardly wider."""
+"""The first comes with matplotlib; the others are hardly wider, for viewers of an SVG without it."""
 
 TITLE_POINTS: Final = 12.0
 TEXT_POINTS: Final = 9.0
@@ -39,7 +39,7 @@ LIGHT: Final[Mapping[str, str]] = {
     "workspace": "#1a3560",
     "unused": "#6e7781",
 }
-"""By role or category: each is told from the panel (WCAG 4.5), and no two mean the same, to be exchanged."""
+"""Colours by role or category: each has contrast to the panel (WCAG 4.5), and all differ, so they can be replaced."""
 
 DARK: Final[Mapping[str, str]] = {
     "panel": "#0d1117",
@@ -58,21 +58,21 @@ DARK: Final[Mapping[str, str]] = {
     "workspace": "#bfe3f2",
     "unused": "#8b949e",
 }
-"""Likewise, for a viewer that prefers dark."""
+"""The same for a viewer that prefers dark."""
 
 _DPI = 200
 _TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
 
 
 def picture_bytes(draw: Callable[[], Figure], title: str, form: Format) -> bytes:
-    """A picture as a file: the same figure gives the same bytes.
+    """Return a figure as a file; the same figure gives the same bytes.
 
-    An SVG is light, and dark where the viewer prefers that; a PNG is light. Both have a panel of their own, so that
-    they can be read on any page.
+    An SVG is light, or dark where the viewer prefers that; a PNG is light. Both have an opaque background, so that they
+    can be read on any page.
 
     Args:
         draw: Makes the figure, within `picture_settings`.
-        title: What an SVG is called.
+        title: The title of an SVG.
         form: `svg` or `png`.
     """
     file = io.BytesIO()
@@ -86,7 +86,7 @@ def picture_bytes(draw: Callable[[], Figure], title: str, form: Format) -> bytes
 
 
 def _finish(svg: str) -> str:
-    """Add the dark colours, and leave out digits of places that nobody sees: they are half of the file."""
+    """Add the dark colours, and drop invisible digits of coordinates, which are half of the file."""
     exchanged = [
         f'  [style*="{what}: {light}"] {{ {what}: {DARK[role]} !important }}'
         for role, light in LIGHT.items()
@@ -99,7 +99,7 @@ def _finish(svg: str) -> str:
 
 @contextmanager
 def picture_settings() -> Iterator[None]:
-    """Matplotlib as it comes, whatever this user has set, with what pictures need; all is put back."""
+    """Use matplotlib's defaults with our settings, whatever the user has set; restore everything afterwards."""
     ours = {
         "font.family": "sans-serif",
         "font.sans-serif": FONTS,
@@ -118,15 +118,15 @@ def picture_settings() -> Iterator[None]:
 
 
 def colour(role: str) -> str:
-    """What is drawn; a viewer that prefers dark exchanges it."""
+    """Return the light colour of a role; a viewer that prefers dark replaces it."""
     return LIGHT[role]
 
 
 def pointing() -> dict[str, Any]:
-    """How lines look that belong to a mark or a figure."""
+    """Return the style of lines that point to a mark or a number."""
     return {"color": colour("ink"), "linewidth": 1.0, "linestyle": (0, (3, 2))}
 
 
 def label(category: Category) -> str:
-    """The name of a category for people."""
+    """Return the name of a category for people."""
     return category.replace("_", " ")

@@ -1,4 +1,4 @@
-"""A study as pictures: Optuna's own of its trials, and the throughput over micro-batches."""
+"""Figures of a study: Optuna's own of its trials, and the throughput by micro-batch."""
 
 from __future__ import annotations
 
