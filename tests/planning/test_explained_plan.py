@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear
 
 import autoaccum
-from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.explanation import CATEGORIES, Change, ExplainingDevice, MemoryReport
 from autoaccum.devices.simulated.cards import context_memory, find_card
@@ -166,7 +166,7 @@ def test_no_time_is_left_for_an_explanation() -> None:
 # --- a plan never fails by it -----------------------------------------------------------------------------------------
 
 
-class Measured:
+class Measured(Device):
     """A card that runs everything up to 40 samples, and is explained by a simulation, or not."""
 
     name, limit_bytes = "cuda:0", GIB
@@ -194,14 +194,6 @@ class Measured:
         return self.account
 
     def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Measured:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
         pass
 
 

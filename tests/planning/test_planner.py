@@ -20,10 +20,10 @@ from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import GIB, MIB
 
 
-class ScriptedDevice:
+class ScriptedDevice(Device):
     """A Device whose trials follow a rule: the outcome by size, and what a fresh process does differently."""
 
-    name = "cpu"
+    name, limit_bytes = "cpu", GIB
 
     def __init__(
         self,
@@ -125,12 +125,6 @@ class ScriptedDevice:
 
     def close(self) -> None:
         self.closed = True
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:

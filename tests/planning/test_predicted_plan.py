@@ -170,7 +170,7 @@ def test_the_accumulator_takes_it_for_that_card() -> None:
 # --- a measured plan that a forecast guides -------------------------------------------------------------------------
 
 
-class RealCard:
+class RealCard(Device):
     """A card whose trials run by rule, and whose simulation is a little off."""
 
     name = "cuda:0"
@@ -214,12 +214,6 @@ class RealCard:
         return self._forecast
 
     def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Device:
-        return self
-
-    def __exit__(self, *_: object) -> None:
         pass
 
 
