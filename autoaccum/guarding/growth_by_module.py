@@ -49,7 +49,7 @@ class Difference:
 
     @property
     def bytes(self) -> int:
-        """By how much it grew."""
+        """The growth in bytes."""
         return sum(holding.bytes for holding in self.now) - self.before_bytes
 
 
@@ -69,7 +69,7 @@ class Share:
 
     @property
     def bytes(self) -> int:
-        """By how much it grew."""
+        """The growth in bytes."""
         return _net(self.differences)
 
 

@@ -78,7 +78,7 @@ def next_lines(result: FitResult, *, command: Sequence[str]) -> Iterator[Text]:
 
 
 def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) -> dict[str, Any]:
-    """What a training came to, as plain values.
+    """Return the result of a training as plain values.
 
     `schema`; `target_batch`; `updates`, `epochs`, `samples` so far; `loss` of the last update; `evaluation` by name;
     `micro_batch` (samples) and `iter_size` (how many) of the last whole update; `planned_micro_batch`; `oom_retries`;

@@ -30,7 +30,7 @@ _SPECIAL = re.compile(r"[&<\\`*_\[\]|~$]")
 """Characters with a meaning in Markdown, GitHub's extensions or HTML. A character reference never has one
 (CommonMark 0.31, 2.5)."""
 _OPENING = re.compile(r"^\s*(?:[-+=](?=[-+=\s]|$)|[#>:]|\d(?=\d*[.)](?:\s|$)))")
-"""What has a meaning only at the beginning of a block: a list, a heading, a quote, the line below a heading."""
+"""Characters with a meaning only at the beginning of a block: a list, a heading, a quote, the line below a heading."""
 _CODE = re.compile(r"`([^`]+)`")
 _TITLE = "autoaccum guard"
 _OLD_COMMAND = "##["

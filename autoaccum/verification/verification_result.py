@@ -80,7 +80,7 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why an accumulated step is not the full batch's.
+    """A cause of an accumulated update that is not the full batch's.
 
     Attributes:
         kind: The kind of cause.
@@ -99,7 +99,7 @@ class Cause:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """Whether accumulating is the same as the full batch, and if not, why.
+    """The result of a verification: equivalent or not, and the causes.
 
     Attributes:
         equivalent: Whether every comparison was equal.

@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def parse_options() -> argparse.Namespace:
-    """Of the command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="TRUTH_FOLDER")
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=list(TABLES), help="these only")
@@ -110,7 +110,7 @@ def score_table(table: Table, cases: Sequence[Case], processes: int) -> list[Sco
 
 
 def describe_versions() -> str:
-    """What the scores hold for."""
+    """Return the versions that the scores are valid for."""
     found = []
     for package in VERSIONS:
         try:

@@ -106,7 +106,7 @@ class Lightning(Contender):
     """`Tuner.scale_batch_size` (its BatchSizeFinder) in binsearch mode, then `accumulate_grad_batches`."""
 
     def search(self) -> int | None:
-        """What `scale_batch_size` returns with its own settings; every attempt is a training run."""
+        """Return what `scale_batch_size` finds with its default settings; every attempt is a training run."""
         from lightning.pytorch.tuner.tuning import Tuner
 
         with tempfile.TemporaryDirectory() as folder:

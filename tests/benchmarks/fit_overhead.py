@@ -34,7 +34,7 @@ WARM_UP, ROUNDS, CHECKPOINT_EVERY, UPDATES_BETWEEN = 3, 4, 10, 100
 
 
 class Loop:
-    """What a careful person writes around an ordinary DataLoader of micro-batches."""
+    """A careful hand-written loop around an ordinary DataLoader of micro-batches."""
 
     def __init__(self, model: nn.Module, dataset: Any, criterion: nn.Module) -> None:
         self.model, self.criterion = model, criterion

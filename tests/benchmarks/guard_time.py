@@ -1,4 +1,4 @@
-"""How long a guard takes, and what its fixture costs where no test uses it.
+"""Time a guard, and the cost of its pytest plugin where no test uses it.
 
 Run it with `python tests/benchmarks/guard_time.py`.
 
@@ -41,7 +41,7 @@ def compare_seconds(one: Sequence[str], other: Sequence[str], folder: Path, time
 
 
 def without_plugin() -> tuple[list[str], list[str]]:
-    """How pytest is told to take the plugin, and to leave it out."""
+    """The options that load the pytest plugin, and that disable it."""
     names = {point.name for point in importlib.metadata.entry_points(group="pytest11")}
     return ([], ["-p", "no:autoaccum"]) if "autoaccum" in names else (["-p", "autoaccum.pytest_plugin"], [])
 

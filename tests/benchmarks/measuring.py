@@ -1,4 +1,4 @@
-"""How benchmarks measure and print: what takes turns meets the same busy moments, and medians are compared."""
+"""Measure and print benchmarks: contenders run in turns, so that all meet the same load, and medians are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARM_UP = 2
 
 
 def take_turns(*runs: Callable[[], float], times: int) -> list[list[float]]:
-    """What each of `runs` returns, `times` times, the first rounds left out; who begins changes with every round."""
+    """Run each of `runs` `times` times in turns, starting with another one each round; drop the warm-up rounds."""
     taken: list[list[float]] = [[] for _ in runs]
     for round_ in range(times + WARM_UP):
         turns = list(zip(taken, runs, strict=True))

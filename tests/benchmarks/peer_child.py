@@ -18,7 +18,7 @@ from autoaccum.errors import AutoaccumError
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What a child is to do: to search, or to train with a size.
+    """The task of a child process: search a size, or train with one.
 
     Attributes:
         contender: `autoaccum`, `Lightning` or `accelerate`.
@@ -43,7 +43,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What came of it.
+    """The result of a task.
 
     Attributes:
         attempts: The sizes a search tried, in order.

@@ -76,7 +76,7 @@ class Result:
         return max((size for size, run in runs if size and self.made_all(run)), default=0)
 
     def made_all(self, run: Done | None) -> bool:
-        """Whether a training run came to its end."""
+        """Return whether a training run finished."""
         return run is not None and run.failure is None and len(run.micro_batches) == self.task.updates
 
     @property
@@ -86,12 +86,12 @@ class Result:
 
     @property
     def exact(self) -> bool:
-        """Whether every update had the samples that were asked for."""
+        """True if every update had the requested number of samples."""
         return set(self.samples) == {self.task.target}
 
     @property
     def total_seconds(self) -> float:
-        """What a user waits."""
+        """The seconds that a user waits."""
         return self.search.start_seconds + self.search.seconds
 
 
@@ -127,7 +127,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    """Of the command line."""
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="one of them only; may be repeated")
     parser.add_argument("--budget", type=parse_size, help="memory, such as 256MiB (default: one for each model)")
@@ -148,7 +148,7 @@ def compete(task: Task, model: str) -> Result:
 
 
 def run_child(task: Task) -> Done:
-    """What came of it in a process that had done nothing before, with the settings of malloc that a trial has.
+    """Run a task in a fresh process, with the malloc settings of a trial, and return its result.
 
     autoaccum's own search has what a user has, since it starts its own trials.
     """
@@ -198,7 +198,7 @@ def verdicts(results: Sequence[Result]) -> list[str]:
 
 
 def describe_ceilings(results: Sequence[Result]) -> list[str]:
-    """Where a plan divides the target evenly: whether the size that fits trains too, with the rest of the target."""
+    """For a plan that divides the target evenly: whether the largest size that fits trains too, with the rest."""
     return [
         f"{result.model}: {result.task.contender}'s {result.search.largest} that fit, in updates of "
         f"{format_parts(run.micro_batches[0] if run.micro_batches else ())}: {_trains(result, run)}"

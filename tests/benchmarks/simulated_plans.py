@@ -1,4 +1,4 @@
-"""How long a plan for a card that is not here takes, and in how much memory, beside what importing PyTorch costs.
+"""Measure time and memory of a plan for a simulated card, compared with importing PyTorch.
 
 `python tests/benchmarks/simulated_plans.py [NAME ...]`: whole commands in fresh processes, three times each, on
 an idle machine. The ratio is to a process that does no more than any planner must: import PyTorch and make an
@@ -53,7 +53,7 @@ def main(names: list[str]) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What a command took: seconds on the clock and of CPUs, and the most bytes; and what it printed."""
+    """The cost of a command: wall and CPU seconds and the most bytes; and its output."""
 
     seconds: float
     cpu_seconds: float
@@ -94,7 +94,7 @@ def family(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process holds in memory; 0 once it is gone."""
+    """Return the bytes that a process holds; 0 after it has ended."""
     try:
         pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
     except OSError:

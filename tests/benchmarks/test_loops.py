@@ -1,4 +1,4 @@
-"""What the loops of the tables hold, to the byte, beside kernels' workspaces: small models on a simulated card."""
+"""The bytes that the loops of the tables hold besides workspaces: small models on a simulated card."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def plain(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 def peak_bytes(loop: Loop) -> int:
-    """Of tensors; what a workspace takes is another test's."""
+    """Return the bytes of tensors; workspaces have their own tests."""
     trace = trace_loop(loop, CARD, SIZE)
     held = most = 0
     for event in trace.events:
@@ -136,7 +136,7 @@ def test_a_batch_comes_before_the_last_one_goes_unless_it_stays(resident: bool, 
 
 @pytest.mark.parametrize(("resident", "images"), [(True, 2), (False, 3)])
 def test_images_are_put_into_their_format_on_the_card(resident: bool, images: int) -> None:
-    """Where they stay: as they came, and in their format; else the last batch as well."""
+    """Images stay as loaded and as converted; without a resident batch, the last batch stays as well."""
     image_bytes, label_bytes, weight_bytes = 4 * SIZE * 3 * 64 * 64, 4 * SIZE, 4 * 3 * 64 * 64
     seen = []
 

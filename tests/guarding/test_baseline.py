@@ -37,7 +37,7 @@ criterion = nn.MSELoss()
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where temporary files go, and none of git's settings are the user's."""
+    """Use a temporary folder, and none of the user's git settings."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

@@ -1,4 +1,4 @@
-"""What is guarded: how a case is named and checked, what a project says of it, and which cases a call is about."""
+"""Cases: their names and checks, the settings of a project, and the cases that a command selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a schedule that a test takes to fit."""
+"""The message of a test whose schedule does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What grew is told of the deepest modules that explain it, and adds up."""
+"""Growth is attributed to the deepest modules that explain it, and adds up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated card makes of a case: the figures of its plan, also where the schedule fits no more."""
+"""A case on a simulated card has the numbers of its plan, even where the schedule no longer fits."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def measure_here(
 
 
 def as_locked(measurement: Measurement, folder: Path, case: Case = CASE) -> Measurement:
-    """What a lock keeps of a measurement."""
+    """Return a measurement as a lock keeps it."""
     write_lock(folder / "autoaccum.lock", {case: measurement})
     return read_lock(folder / "autoaccum.lock", "")[case]
 
@@ -142,13 +142,13 @@ def largest(verdict: Verdict, count: int) -> list[Growth]:
 
 
 def is_of(regression: Regression, growth: Growth) -> bool:
-    """Whether a growth is the one that a regression makes."""
+    """Return whether a growth is the one that a regression makes."""
     category, module, change = regression.told
     return growth.bytes > 0 and (growth.category, growth.module) == (category, module) and change in growth.change
 
 
 def sentence(regression: Regression) -> re.Pattern[str]:
-    """What an explanation has to say of a regression: for what, of which module, how much, and what is different."""
+    """Return what an explanation must name: category, module, bytes, and the change."""
     category, module, change = regression.told
     of = f" of {re.escape(module)}" if module else ""
     ends = rf" \([^()]*{re.escape(change)}[^()]*\)" if change else ""

@@ -1,4 +1,4 @@
-"""What runs in fresh processes make of a schedule: their median, and how far apart they are."""
+"""Runs in fresh processes: their median and their spread."""
 
 from __future__ import annotations
 

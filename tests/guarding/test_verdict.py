@@ -139,7 +139,7 @@ def test_a_largest_one_that_fell_without_a_growth_has_a_cause() -> None:
 
 
 class TestContradictions:
-    """What the peak, what tensors hold and the least budget say is not always the same."""
+    """The peak, the bytes held and the least budget may disagree."""
 
     def test_a_peak_is_believed_if_the_least_budget_says_so_too(self) -> None:
         small = dataclasses.replace(BEFORE, peak_bytes=308 * MIB, held_bytes=290 * MIB, least_bytes=300 * MIB)

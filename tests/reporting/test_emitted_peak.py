@@ -71,7 +71,7 @@ def test_peaks(precision: Any, dtype: torch.dtype, as_criterion: bool, emit: Any
     named = {"scaler": scaler} if precision == "fp16" else {}
 
     def peak(train: Callable[[], object], model: nn.Module) -> int:
-        """Of a second update: the first makes optimizer state, and the Accumulator guards it with a copy."""
+        """Measure a second update: the first makes optimizer state, and the Accumulator keeps a copy for it."""
         train()
         model.zero_grad()
         seen = PeakBytes()

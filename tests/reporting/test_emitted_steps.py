@@ -130,7 +130,7 @@ def workload(case: str, **changes: Any) -> Workload:
 
 
 def arguments(work: Workload) -> tuple[list[Any], dict[str, Any]]:
-    """What the emitted function takes besides model, optimizer and batch."""
+    """Return the arguments of the emitted function besides model, optimizer and batch."""
     function = work.loss if work.criterion is None else work.criterion
     return [function], {} if work.weight is None else {"weight": work.weight}
 

@@ -1,4 +1,4 @@
-"""Where the memory goes, as a person reads it: all of it, at any width, without colour."""
+"""The explanation on a terminal: complete, at any width, without colour."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def rendered(markdown: str) -> str:
 
 
 def seen(markdown: str) -> str:
-    """What a reader sees of it."""
+    """Return the text that a reader sees."""
     without = re.sub(r"<!-- -->|</?(?:p|code)>", "", rendered(markdown))
     return unescape(without).strip()
 

@@ -88,7 +88,7 @@ def test_a_simulation_beside_measured_trials_is_called_one() -> None:
 
 
 def marks(figure: Figure) -> list[tuple[Any, float, float]]:
-    """What was tried: the mark, the size and the height."""
+    """Return the marks of trials: mark, size and height."""
     lines = [line for line in figure.axes[-1].lines if line.get_marker() in ("o", "x")]
     return [(line.get_marker(), *point) for line in lines for point in np.asarray(line.get_xydata()).tolist()]
 

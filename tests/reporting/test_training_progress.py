@@ -58,7 +58,7 @@ def updated(update: int, epoch: int = 1, **changes: Any) -> Updated:
 
 
 def draw(*told: Any, terminal: bool = False, quiet: bool = False, seconds: float = 1.0, width: int = 100) -> list[str]:
-    """What is drawn of events that come `seconds` apart."""
+    """Return what is drawn of events that come `seconds` apart."""
     file, clock = Terminal() if terminal else io.StringIO(), Clock()
     console = make_console(file=file, width=width, force_terminal=terminal, color_system=None)
     with TrainingProgress(console, quiet=quiet, clock=clock) as progress:

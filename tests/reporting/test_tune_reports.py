@@ -1,4 +1,4 @@
-"""What a person and a program read of a study, and its pictures: of a real one on a tiny workload."""
+"""The tables, the record and the figures of a real study on a tiny workload."""
 
 from __future__ import annotations
 

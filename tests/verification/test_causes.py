@@ -325,7 +325,7 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         "detach()",
     ),
 }
-"""Where nothing can be put out of the way that would make both updates the same."""
+"""Causes that no ablation proves."""
 
 
 @pytest.mark.parametrize("case", [*PROVED, *UNPROVED])

@@ -104,7 +104,7 @@ def test_an_order_that_is_drawn_beside_torch_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("draw", [lambda: np.random.beta(0.4, 0.4), lambda: NUMPY.beta(0.4, 0.4)], ids=["old", "new"])
 def test_a_mixup_is_a_coupled_loss_whatever_it_draws(draw: Callable[[], float]) -> None:
-    """As timm's: each sample is mixed with its opposite, by one share that NumPy draws for the batch."""
+    """Mix each sample with its opposite by one share that NumPy draws for the batch, as timm does."""
 
     def loss(model: nn.Module, pair: Any) -> Tensor:
         share, targets = draw(), F.one_hot(pair[1], 3).to(pair[0].dtype)

@@ -1,4 +1,4 @@
-"""What rounding explains: no false alarm by an optimizer, and no fault that is taken for rounding."""
+"""Tolerances: no false alarm from an optimizer's rounding, and no mistake that counts as rounding."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class PairedRuns:
 
 
 class Signs(torch.optim.Optimizer):
-    """As Lion's first update: the sign of the gradient, whatever its size."""
+    """Step by the sign of the gradient, like Lion's first update."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})

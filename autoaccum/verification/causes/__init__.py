@@ -1,1 +1,1 @@
-"""Why an accumulated update differs: the search for causes, and one module for each family of them."""
+"""The causes of an unequal accumulated update: the search, and one module for each family of causes."""

@@ -99,7 +99,7 @@ def _eager_context(card: Card) -> ContextMemory:
 
 
 def trace_loop(loop: Loop, card: Card, batch: int) -> Trace:
-    """What `loop` asks of the allocator of `card`, from the moment the model is moved there."""
+    """Return the allocator requests of `loop` on `card`, from moving the model there."""
     recorder = Recorder()
     with _benchmark(loop.benchmark), simulate(card, recorder) as mode, manual_garbage_collection():
         model = _lazily(mode, loop.model)
@@ -110,7 +110,7 @@ def trace_loop(loop: Loop, card: Card, batch: int) -> Trace:
 
 @dataclass
 class _Iteration:
-    """What the names of a loop hold when an iteration has ended."""
+    """The values that a loop's variables hold after an iteration."""
 
     batch: Any = None
     loss: Any = None

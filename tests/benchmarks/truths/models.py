@@ -17,7 +17,7 @@ from truths.scores import UnknownModel
 
 _CLASSES, _FEW_CLASSES = 1000, 10
 _WITHDRAWN: Final = re.compile(r"Invalid pretrained tag \(\S+\) for (?P<model>\w+)")
-"""What timm says of an old name whose weights, not whose architecture, it no longer has."""
+"""timm's message for an old name whose weights, but not the architecture, were removed."""
 _XMEM_SIDE: Final = 86
 _MISSING: Final = re.compile(r"operator (torchvision::\w+) does not exist")
 _LIKE_NMS: Final = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"

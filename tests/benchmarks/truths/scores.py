@@ -85,7 +85,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """What is predicted of one batch of a case.
+    """The prediction for one batch of a case.
 
     Attributes:
         batch: In samples.
@@ -107,13 +107,13 @@ class Predicted:
 
     @property
     def trains(self) -> bool:
-        """Whether it is predicted to train on the card."""
+        """True if it is predicted to fit on the card."""
         return self.outcome != "oom"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How predictions of one case compare with what was measured; None where nothing was measured.
+    """The predictions of one case compared with the measurements; None where nothing was measured.
 
     Attributes:
         would_crash: Something is predicted to fit that did not.
@@ -131,7 +131,7 @@ class Verdict:
 
     @property
     def right(self) -> bool | None:
-        """Whether nothing that was measured speaks against the prediction; None where fitting was not measured."""
+        """True if no measurement contradicts the prediction; None where fitting was not measured."""
         judged = [wrong for wrong in (self.would_crash, self.too_timid) if wrong is not None]
         return not any(judged) if judged else None
 

@@ -19,7 +19,7 @@ from autoaccum.devices.simulated.cards import find_card
 _GIB: Final = 1 << 30
 _ZERO_GRAD: Final = ("start", "before backward", "after step")
 _RTX3090_BYTES: Final = 24_268 << 20
-"""What PyTorch saw of the card that was measured."""
+"""The memory that PyTorch reported of the measured card."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def _predict_timm(case: Case, batch: int) -> Predicted:
 
 
 def _judge_timm(case: Case, predicted: Sequence[Predicted]) -> Verdict:
-    """Whether each batch of the bracket, either of which may be missing, is predicted to do what it did."""
+    """Return whether the two batches of the bracket, where given, are predicted to behave as measured."""
     trains = {run.batch: run.trains for run in predicted}
     fits, fails = case.row["fits"], case.row["fails"]
     return Verdict(
@@ -78,7 +78,7 @@ def _judge_timm(case: Case, predicted: Sequence[Predicted]) -> Verdict:
 
 
 def _predict_xmem(case: Case, batch: int) -> Predicted:
-    """Where it was not recorded when gradients were cleared, the run behaved like `start`."""
+    """Where the table does not say when gradients were cleared, the run behaved like `start`."""
     subject = {"CNN": models.find_torchvision, "Transformer": models.find_language_model}[case.row["family"]]
     model, make_batch, forward = subject(case.model)
     loop = Loop(
@@ -125,7 +125,7 @@ def _predict_bert(case: Case, batch: int) -> Predicted:
 
 
 def _judge_bert(case: Case, predicted: Sequence[Predicted]) -> Verdict:
-    """What a whole process held when it had trained, by the documentation's page on one card; every setting trained."""
+    """Return the memory of a whole process after training, by the documentation's page on one card."""
     (run,) = predicted
     held_bytes = run.shown_bytes + run.start_bytes + run.modules_bytes
     measured_bytes = round(float(case.row["process_gib"]) * _GIB)
@@ -137,7 +137,7 @@ def _judge_bert(case: Case, predicted: Sequence[Predicted]) -> Verdict:
 
 
 def micro_batches(setting: str) -> int:
-    """How many make up an update.
+    """The number of micro-batches per update.
 
     >>> micro_batches("fp16 + grad-accum 4 + grad ckpt"), micro_batches("vanilla")
     (4, 1)

@@ -83,7 +83,7 @@ class _Step:
 
 
 def _make_optimizer(name: str, params: Parameters) -> Optimizer:
-    """Which clips first, as the Trainer does."""
+    """Clip first, as the Trainer does."""
     known = list(params)
     made = next(make for word, make in _OPTIMIZERS.items() if word in name)(known)
 
@@ -140,7 +140,7 @@ _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 
 
 def softmax(scores: Tensor, dim: int) -> Tensor:
-    """As before PyTorch 1.11, whose derivative took the input too, for its dtype.
+    """Behave as before PyTorch 1.11, where the derivative also took the input, for its dtype.
 
     Source: `_softmax_backward_data(grad, result, dim, self)` in tools/autograd/derivatives.yaml of 1.10.
     """

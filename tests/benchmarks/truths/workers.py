@@ -55,7 +55,7 @@ def _score_apart(cases: Sequence[Case], processes: int) -> Iterator[tuple[Case, 
 
 
 def _prepare() -> None:
-    """What a model prints nobody reads: stdout is the scores'."""
+    """Discard what a model prints: stdout is for the scores."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
