@@ -124,7 +124,7 @@ def test_the_steps_lock_and_fail(project: Path) -> None:
     assert "**regressed**" in (project / "summary.md").read_text()
 
 
-def test_what_a_branch_adds_is_told_without_a_lock_and_nothing_is_left_behind(project: Path) -> None:
+def test_what_a_branch_adds_is_reported_without_a_lock_and_nothing_is_left_behind(project: Path) -> None:
     repository = project / "repository"
     (repository / "train.py").write_text(MODEL.replace("512", "262144"))
     (repository / "autoaccum.lock").unlink(missing_ok=True)

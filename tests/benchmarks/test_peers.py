@@ -45,7 +45,7 @@ def test_a_plan_that_divides_evenly_shows_what_fits_and_whether_that_trains() ->
     assert describe_ceilings([PLANNED]) == ["net: autoaccum's 40 that fit, in updates of 40 + 40 + 16: yes, 2 updates"]
 
 
-def test_the_table_has_a_row_for_each_and_says_what_was_asked_where_it_is_not_met() -> None:
+def test_the_table_has_a_row_for_each_and_says_what_was_requested_where_it_is_not_met() -> None:
     header, rule, own, peer = format_table([OWN, LIGHTNING]).splitlines()
     assert len({len(line) for line in (header, rule, own, peer)}) == 1
     cells = [cell.strip() for cell in own.strip("|").split("|")]

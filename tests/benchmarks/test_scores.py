@@ -119,7 +119,7 @@ def test_the_whole_process_of_a_trainer_is_judged() -> None:
         ("others", "test_byobnet nothing_known"),
     ],
 )
-def test_a_name_tells_the_class(kind: str, models: str) -> None:
+def test_a_name_shows_the_class(kind: str, models: str) -> None:
     assert {model: class_of(model) for model in models.split()} == dict.fromkeys(models.split(), kind)
 
 

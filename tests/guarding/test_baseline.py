@@ -109,7 +109,9 @@ with checked_out(Path(sys.argv[1]), "v1") as checkout:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_nothing_is_left_by_a_process_that_is_told_to_end(clone: Path, temporary: Path, number: signal.Signals) -> None:
+def test_nothing_is_left_by_a_process_that_is_terminated(
+    clone: Path, temporary: Path, number: signal.Signals
+) -> None:
     before = snapshot(clone)
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(clone)],
@@ -126,7 +128,7 @@ def test_nothing_is_left_by_a_process_that_is_told_to_end(clone: Path, temporary
     assert list(temporary.iterdir()) == []
 
 
-def test_what_cannot_be_checked_out_is_told(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_checked_out_is_reported(clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(folder: Path, revision: str, kind: type[Exception] = NotMeasuredError) -> str:
         with pytest.raises(kind) as told, checked_out(folder, revision):
             pass

@@ -33,7 +33,7 @@ WHOLE = make_case(
 
 
 class TestCase:
-    def test_a_name_tells_all_that_was_asked_for(self) -> None:
+    def test_a_name_shows_all_that_was_given(self) -> None:
         case = make_case(workload="train.py:small", device="cuda:1", target_batch=256)
         assert case_name(case) == "train.py:small on cuda:1, target 256"
         assert case_name(WHOLE) == (
@@ -76,7 +76,7 @@ class TestCase:
         ],
         ids=lambda value: None if isinstance(value, str) else " ".join(map(str, value.items())),
     )
-    def test_what_cannot_be_asked_for(self, asked: dict[str, Any], told: str) -> None:
+    def test_what_cannot_be_requested(self, asked: dict[str, Any], told: str) -> None:
         with pytest.raises(UsageError, match=told) as error:
             check_case(make_case(**{"workload": "train.py", "device": "cpu", "target_batch": 64, **asked}))
         assert error.value.hint
@@ -200,7 +200,7 @@ class TestSelection:
     def select(self, project: Project, *gpus: str, **asked: Any) -> tuple[Case, ...]:
         return select_cases([make_case(gpu=gpu, **asked) for gpu in gpus or (None,)], project, KNOWN)
 
-    def test_what_is_asked_for_filters_what_is_known_by_name_and_once(self, project: Project) -> None:
+    def test_what_is_requested_filters_what_is_known_by_name_and_once(self, project: Project) -> None:
         assert self.select(project) == (OTHER, SMALL, a_case())
         assert self.select(project, workload="train.py") == (SMALL, a_case())
         assert self.select(project, "A100-80GB") == (OTHER,)
@@ -213,7 +213,7 @@ class TestSelection:
         assert found == (make_case(workload="train.py", device="cpu", micro_batch=8, memory="1GiB"),)
         assert self.select(project, workload="train.py", target_batch=16) == (SMALL,), "on the cards that are known"
 
-    def test_a_card_without_a_case_is_no_pass_beside_one_that_has(self, project: Project) -> None:
+    def test_a_card_without_a_case_is_no_pass_next_to_one_that_has(self, project: Project) -> None:
         missing = r"no case of train.py on T4 .*: lock it by `autoaccum guard train.py --gpu t4 --target-batch N --upd"
         with pytest.raises(NotMeasuredError, match=missing):
             self.select(project, "RTX 3090", "T4", workload="train.py")

@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_explained(check: Check) -> None:
     ]
 
 
-def test_what_grew_since_the_lock_is_told(check: Check) -> None:
+def test_what_grew_since_the_lock_is_reported(check: Check) -> None:
     write_lock(check.folder / "autoaccum.lock", a_lock(a_case(precision="bf16"), a_case(gpu="t4"), a_case()))
     told = check.of({(32, 32): LARGE, (32,) * 8: LARGE}, micro_batch=32)
     assert told[-1].startswith("since autoaccum.lock: +1.00 GiB (+")
@@ -99,7 +99,7 @@ def test_where_not_even_one_sample_fits_that_is_explained(check: Check) -> None:
         check.of({None: error, (1,) * 4: WorkloadError("BatchNorm")}, target_batch=4)
 
 
-def test_what_cannot_be_asked_for_is_refused(check: Check) -> None:
+def test_what_cannot_be_requested_is_refused(check: Check) -> None:
     with pytest.raises(UsageError, match="there is no argument 'gpus'"):
         check.of({}, gpus="t4")
     with pytest.raises(UsageError, match="there is no argument 'folder'") as told:

@@ -41,7 +41,7 @@ def told(before: Measurement, now: Measurement) -> list[tuple[str, str, float, s
     return [(growth.category, growth.module, growth.bytes / MIB, growth.change) for growth in found]
 
 
-def test_modules_that_differ_by_number_are_told_as_one() -> None:
+def test_modules_that_differ_by_number_are_reported_as_one() -> None:
     found = told(measured(*blocks(12, mlp=8, attn=4)), measured(*blocks(12, mlp=12, attn=4)))
     assert found == [("activations", "blocks.*.mlp", 48, "")]
 
@@ -79,13 +79,13 @@ def test_a_new_state_of_the_optimizer_is_the_whole_models() -> None:
         ({}, {}, ""),
     ],
 )
-def test_what_is_different_is_told(was: Mapping[str, str], is_now: Mapping[str, str], change: str) -> None:
+def test_what_is_different_is_reported(was: Mapping[str, str], is_now: Mapping[str, str], change: str) -> None:
     other = row("activations", "mlp", 64)
     before, now = row("activations", "attn", 8, **was), row("activations", "attn", 32, **is_now)
     assert told(measured(other, before), measured(other, now)) == [("activations", "attn", 24, change)]
 
 
-def test_what_is_no_modules_is_told_by_its_operator() -> None:
+def test_what_is_no_modules_is_reported_by_its_operator() -> None:
     before = row("activations", "", 8, "bfloat16", "aten._log_softmax", kind="")
     now = row("activations", "", 24, "float32", "aten._to_copy", kind="")
     assert told(measured(before), measured(before, now)) == [
@@ -93,7 +93,7 @@ def test_what_is_no_modules_is_told_by_its_operator() -> None:
     ]
 
 
-def test_what_a_model_keeps_between_updates_is_told() -> None:
+def test_what_a_model_keeps_between_updates_is_reported() -> None:
     weight = row("parameters", "head", 8, "float32", "aten._to_copy")
     kept = row("parameters", "head", 16, "float32", "aten.add")
     assert told(measured(weight), measured(weight, kept)) == [
@@ -182,7 +182,7 @@ class TestMoved:
         return measured(*self.BACKWARD, moments=moments)
 
     @pytest.mark.parametrize("complete", [True, False])
-    def test_what_grew_in_the_phase_that_decides_now_is_told(self, complete: bool) -> None:
+    def test_what_grew_in_the_phase_that_decides_now_is_reported(self, complete: bool) -> None:
         now = measured(row("activations", "body", 64), row("temporaries", "head", 32), phase="forward")
         found = find_growths(self.before(complete=complete), now)
         assert sum(growth.bytes for growth in found) == 16 * MIB
@@ -210,7 +210,7 @@ ROWS = st.lists(
 
 
 @given(ROWS, ROWS, st.booleans(), st.sampled_from(["forward", "backward"]))
-def test_whatever_is_held_what_is_told_adds_up(
+def test_whatever_is_held_what_is_reported_adds_up(
     was: list[Holding], is_now: list[Holding], folded: bool, phase: Phase
 ) -> None:
     held: dict[Category, int] = {"activations": 3 * MIB}

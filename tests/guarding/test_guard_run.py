@@ -169,7 +169,7 @@ def test_figures_of_other_surroundings_are_not_compared(
     assert told.command == "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update"
 
 
-def test_an_update_plans_anew_and_writes_once(locked: Bench) -> None:
+def test_an_update_plans_again_and_writes_once(locked: Bench) -> None:
     report = locked.guard({"train.py": LARGER}, update=True)
     told = by_workload(report)
     assert (report.exit_code, report.updated) == (0, "autoaccum.lock")
@@ -197,7 +197,7 @@ def test_the_first_update_needs_no_lock(bench: Bench) -> None:
     assert bench.guard().exit_code == 0
 
 
-def test_a_lock_that_cannot_be_read_stays_until_it_is_written_anew(locked: Bench) -> None:
+def test_a_lock_that_cannot_be_read_stays_until_it_is_rewritten(locked: Bench) -> None:
     lock = locked.project.lock
     lock.write_text(lock.read_text().replace(OLD, "largest = 3"))
     text = lock.read_text()
@@ -244,7 +244,7 @@ def test_a_limit_on_time_is_for_all_of_them(locked: Bench) -> None:
     assert "the time limit was reached" in report.verdicts[0].reasons[0]
 
 
-def test_a_lock_that_could_not_be_written_is_told_before_anything_is_measured(bench: Bench) -> None:
+def test_a_lock_that_could_not_be_written_is_reported_before_anything_is_measured(bench: Bench) -> None:
     project = dataclasses.replace(bench.project, lock=bench.project.folder / "none" / "autoaccum.lock")
     with pytest.raises(UsageError, match=r"there is no folder .*none for autoaccum.lock: create it first"):
         bench.guard({"train.py": a_measurement()}, TRAIN, project=project, update=True)

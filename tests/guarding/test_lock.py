@@ -64,7 +64,7 @@ class TestSound:
         for group, size in sizes.items():
             assert group in kept or size * 1000 < whole.peak_bytes
 
-    def test_a_locked_group_is_told_however_small_it_came_to_be(self) -> None:
+    def test_a_locked_group_is_reported_however_small_it_came_to_be(self) -> None:
         small = Holding(category="activations", module="head", kind="Linear", bytes=MIB)
         large = Holding(category="activations", module="body", kind="Linear", bytes=2000 * MIB)
         assert [row.module for row in fold(a_measurement(small, large)).holdings] == ["", "body"]
@@ -133,7 +133,7 @@ class TestDamaged:
         ],
         ids=["edited", "asked otherwise", "without digest", "no entry", "no TOML", "half merged", "cut off"],
     )
-    def test_what_was_changed_is_told_with_the_command_that_writes_it_anew(
+    def test_what_was_changed_is_reported_with_the_command_that_rewrites_it(
         self, tmp_path: Path, text: str, old: str, new: str, told: str
     ) -> None:
         assert old in text
@@ -141,7 +141,7 @@ class TestDamaged:
         assert told in said
         assert said.endswith(WAY_OUT)
 
-    def test_a_newer_format_is_told(self, tmp_path: Path, text: str) -> None:
+    def test_a_newer_format_is_reported(self, tmp_path: Path, text: str) -> None:
         newer = refusal(tmp_path, text.replace("autoaccum-lock = 1", "autoaccum-lock = 2").encode())
         assert newer == (
             "LOCK was written by a newer autoaccum (format 2; this one reads 1): update autoaccum:"

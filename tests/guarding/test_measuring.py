@@ -138,7 +138,7 @@ def test_without_a_target_two_of_the_size_are_an_update() -> None:
     assert (request.target_batch, request.share) == (256, 64)
 
 
-def test_a_size_that_is_asked_for_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_size_that_is_requested_and_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     case = make_case(workload="model.py", gpu="rtx3090", micro_batch=1000)
     subject = make_subject(SyntheticTracer(), request_of(case), 2.0)
     monkeypatch.setattr(measuring, "make_setup", lambda *asked, **verb: subject)

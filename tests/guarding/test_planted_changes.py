@@ -70,7 +70,7 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
 
 
 @pytest.mark.parametrize("regression", REGRESSIONS, ids=lambda regression: regression.name)
-def test_what_takes_more_is_caught_and_told(regression: Regression, measure: Measure, tmp_path: Path) -> None:
+def test_what_takes_more_is_caught_and_reported(regression: Regression, measure: Measure, tmp_path: Path) -> None:
     before, now = measure(regression.start), measure(regression.edits)
     for known in (before, as_locked(before, tmp_path)):
         verdict = compare(CASE, known, now, Tolerance())
@@ -84,7 +84,7 @@ def test_what_takes_more_is_caught_and_told(regression: Regression, measure: Mea
     assert sum(growth.bytes for growth in back.growths) == back.growth_bytes
 
 
-def test_settings_that_are_different_are_told(measure: Measure) -> None:
+def test_settings_that_are_different_are_reported(measure: Measure) -> None:
     now = measure((('precision = "bf16"', 'precision = "fp32"'),))
     assert "precision bf16 -> fp32" in compare(CASE, measure(()), now, Tolerance()).explanation
 
@@ -118,7 +118,7 @@ def check_same(now: Measurement, locked: Measurement, better: str = "within") ->
     )
 
 
-def test_a_largest_size_that_fell_is_told_beside_what_grew(tmp_path: Path) -> None:
+def test_a_largest_size_that_fell_is_reported_next_to_what_grew(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     for folder in (old, new):
         folder.mkdir()

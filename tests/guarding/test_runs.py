@@ -97,7 +97,7 @@ def test_a_run_that_does_not_go_through_does_not_fit() -> None:
     assert told.value.user_traceback == "line 1"
 
 
-def test_what_decides_about_the_figures_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_decides_about_the_figures_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     found, _ = measure_runs()
     assert found.card == "NVIDIA L4"

@@ -63,7 +63,7 @@ def test_the_same_to_the_byte_is_unchanged() -> None:
     assert (verdict.explanation, verdict.hint, verdict.growths) == ("", "", ())
 
 
-def test_a_growth_is_told_with_what_fits_now() -> None:
+def test_a_growth_is_reported_with_what_fits_now() -> None:
     now = grown(1274 * MIB, unused=20 * MIB, dtype="float32", largest=24)
     verdict = judged(now)
     assert (verdict.outcome, verdict.exit_code) == ("regressed", 1)
@@ -78,7 +78,7 @@ def test_a_growth_is_told_with_what_fits_now() -> None:
     assert (verdict.hint, verdict.command) == ("if it is meant, lock it in", UPDATE)
 
 
-def test_growth_within_the_tolerance_passes_and_is_told() -> None:
+def test_growth_within_the_tolerance_passes_and_is_reported() -> None:
     verdict = judged(grown(100 * MIB))
     assert (verdict.outcome, verdict.exit_code, verdict.reasons) == ("within", 0, ())
     assert verdict.explanation == "+100 MiB (+0.7 %): activations of blocks.0.mlp +100 MiB, optimizer unchanged"
@@ -199,7 +199,7 @@ class TestMeasured:
             "the peak grew by 250 MiB (2.5 %), 1 % is allowed, plus 140 MiB for the spread of runs",
         )
 
-    def test_another_budget_is_told_and_allowed_for(self) -> None:
+    def test_another_budget_is_reported_and_allowed_for(self) -> None:
         verdict = judged(ran(10_000, 10_040, 10_100, largest=28, limit_bytes=22 * GIB), self.BEFORE)
         assert verdict.outcome == "within"
         assert verdict.notes == ("the budget was 23.00 GiB, it is 22.00 GiB now",)

@@ -69,7 +69,7 @@ def draw(explanation: Explanation = EXPLANATION, width: int = 80, measured: int 
     return file.getvalue()
 
 
-def test_tells_what_holds_memory_and_what_would_change_it() -> None:
+def test_shows_what_holds_memory_and_what_would_change_it() -> None:
     rows = [line.split() for line in draw().splitlines()]
     assert ["activations", "5.0", "GiB", "50.0", "%"] in rows
     assert ["in", "all", "10.0", "GiB", "100.0", "%"] in rows

@@ -15,7 +15,7 @@ def drawn(*names: str, width: int = 80, sources: bool = False, **options: bool) 
     return file.getvalue()
 
 
-def test_a_row_tells_what_torch_sees() -> None:
+def test_a_row_shows_what_torch_sees() -> None:
     lines = drawn("rtx3090", "a100-80gb", "l40").splitlines()
     assert lines[0].split() == ["name", "card", "GiB", "CC", "SMs"]
     assert lines[1] == "Ampere"
@@ -25,7 +25,7 @@ def test_a_row_tells_what_torch_sees() -> None:
     assert lines[5].split() == ["l40", "L40", "~44.40", "8.9", "142"]
 
 
-def test_sources_are_told_where_they_are_asked_for() -> None:
+def test_sources_are_reported_where_they_are_requested() -> None:
     text = drawn("l40", sources=True, width=40)
     assert max(map(len, text.split("plan for one")[0].splitlines())) <= 40
     assert L40.source in " ".join(text.split())

@@ -101,7 +101,7 @@ def test_the_summary_is_appended(tmp_path: Path) -> None:
     assert write_summary(ALL, {}) is None
 
 
-def test_a_summary_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_summary_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     told = write_summary(ALL, {"GITHUB_STEP_SUMMARY": os.fspath(tmp_path / "nowhere" / "summary.md")})
     assert told == "the step's summary cannot be written (No such file or directory)"
     assert write_summary(ALL, {"GITHUB_STEP_SUMMARY": "a\0b"}) is not None

@@ -80,7 +80,7 @@ def test_what_a_person_wrote_is_no_markup() -> None:
     assert any(text.startswith("Net$x_1$ \u6a21\u578b  on card card") and text.endswith("...") for text in said), said
 
 
-def test_a_simulation_beside_measured_trials_is_called_one() -> None:
+def test_a_simulation_next_to_measured_trials_is_called_one() -> None:
     planned, known = usual()
     measured = replace(planned, kind="measured", band_bytes=None, least_bytes=None)
     said = texts(draw_memory(measured, known, "svg"))

@@ -82,7 +82,7 @@ def test_says_the_answer_and_what_must_be_known() -> None:
     assert draw(make_plan()) == ANSWER + REMARKS
 
 
-def test_says_all_that_is_known_where_it_is_asked_for() -> None:
+def test_says_all_that_is_known_where_it_is_requested() -> None:
     assert draw(make_plan(), verbose=True, name="plan-2.json", seconds=41.26) == (
         f"{ANSWER}"
         "largest fit  100 (101 does not fit)\n"
@@ -151,7 +151,7 @@ def test_names_what_was_written() -> None:
     assert "\npicture in memory.svg, of the trials only: where memory goes is known for cards\n" in of_cpu
 
 
-def test_tells_what_was_planned_along() -> None:
+def test_shows_what_was_planned_along() -> None:
     along = {"keeps": ["ema", "what a later version keeps"], "evaluation_batch": 64, "worst_of": 1000}
     said = draw(make_plan(workload=along), verbose=True, width=200)
     phrases = (

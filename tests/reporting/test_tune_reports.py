@@ -68,7 +68,7 @@ def test_a_study_that_found_nothing_says_so() -> None:
     assert "warning      odd\n" in text
 
 
-def test_a_best_setting_with_a_failed_run_and_coupled_samples_are_told(studied: Any) -> None:
+def test_a_best_setting_with_a_failed_run_and_coupled_samples_are_reported(studied: Any) -> None:
     tuning = studied[2]
     doubted = replace(tuning.best, failed=1, mean=None)
     space = replace(SPACE, coupled="the loss mixes the samples of a batch")

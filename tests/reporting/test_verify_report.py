@@ -105,7 +105,7 @@ def test_equal_is_one_line() -> None:
     assert rough.endswith(f"{batch}, bf16, tolerance 1.0e-10)\n")
 
 
-def test_all_that_was_compared_is_shown_where_it_is_asked_for() -> None:
+def test_all_that_was_compared_is_shown_where_it_is_requested() -> None:
     lines = drawn(FOUND, verbose=True).splitlines()
     assert lines[2] == "the Accumulator, whole window: 4 + 4 + 4 + 4 = 16"
     assert lines[3].split() == ["compared", "largest", "error", "tolerance", "at"]
@@ -161,7 +161,7 @@ def test_json_begins_with_the_schema_and_has_no_infinity() -> None:
     assert (buffers["error"], buffers["error_text"], buffers["tolerance"]) == (None, "infinite", 0.0)
 
 
-def test_progress_tells_what_is_verified() -> None:
+def test_progress_shows_what_is_verified() -> None:
     text, none = io.StringIO(), io.StringIO()
     begun = VerificationStarted("small", "Sequential", 1234, "SGD", "fp64", "cpu")
     for file, quiet in ((text, False), (none, True)):

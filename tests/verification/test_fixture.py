@@ -91,7 +91,7 @@ class Locked(nn.Linear):
         self.lock = threading.Lock()
 
 
-def test_what_cannot_be_copied_is_told() -> None:
+def test_what_cannot_be_copied_is_reported() -> None:
     with pytest.raises(WorkloadError, match="the model, a Locked, cannot be copied"):
         Fixture(make(Locked))
 

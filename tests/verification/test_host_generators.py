@@ -46,7 +46,7 @@ DRAWN: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_draws_that_mix_nothing_are_equivalent(name: str) -> None:
+def test_random_numbers_that_mix_nothing_are_equivalent(name: str) -> None:
     def loss(model: nn.Module, pair: Any) -> Tensor:
         return F.cross_entropy(model(DRAWN[name](pair[0])), pair[1])
 
@@ -92,7 +92,7 @@ ORDERS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_an_order_that_is_drawn_beside_torch_is_refused(name: str) -> None:
+def test_an_order_that_is_drawn_without_torch_is_refused(name: str) -> None:
     def loss(model: nn.Module, pair: Any) -> Tensor:
         order = torch.as_tensor(ORDERS[name](len(pair[0])))
         return F.cross_entropy(model(pair[0] + 0.3 * pair[0][order]), pair[1])

@@ -25,7 +25,7 @@ def test_finds_what_each_part_counts_for(shares: list[float]) -> None:
     assert found.residual < 1e-12
 
 
-def test_tells_what_the_parts_do_not_give() -> None:
+def test_finds_what_the_parts_do_not_give() -> None:
     *parts, target = rows(3)
     found = find_factors(target, parts)
     assert found is not None

@@ -66,7 +66,7 @@ def test_the_full_run_is_plain_pytorch_in_float64() -> None:
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.5])
-def test_accumulated_equals_full_under_the_same_draws(drop: float) -> None:
+def test_accumulated_equals_full_under_the_same_random_numbers(drop: float) -> None:
     made = runs(make(model=lambda: Net(drop=drop)))
     assert distance(made.full(), made.accumulated()) < 1e-14
     assert made.accumulated().loss == pytest.approx(made.full().loss, rel=1e-14)
@@ -117,7 +117,7 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize("model", [TimeMajor, Packed, Dropping])
-def test_draws_in_any_order_raise_no_alarm(model: type[nn.Module]) -> None:
+def test_random_numbers_in_any_order_raise_no_alarm(model: type[nn.Module]) -> None:
     made = runs(make(model=model))
     assert distance(made.full(), made.accumulated()) < 1e-13
     assert made.mismatch is not None

@@ -51,7 +51,7 @@ def test_finds_nothing_wrong_with_a_sum() -> None:
     assert find_mistake(SplitFactors((0.5, 0.5), (1.0, 1.0)), SplitFactors((1 / 3,) * 3, (1.0,) * 3)) == "mean of means"
 
 
-def test_tells_zeroed_gradients_from_parts_left_out() -> None:
+def test_distinguishes_zeroed_gradients_from_parts_left_out() -> None:
     assert find_mistake(SplitFactors((0.0, 0.0, 0.4), (0.3, 0.3, 0.4))) == "zeroed"
     assert find_mistake(SplitFactors((0.3, 0.3, 0.0), (0.3, 0.3, 0.4))) == "left out"
 

@@ -132,7 +132,7 @@ def test_without_float64_errors_grow_as_those_of_sums_do() -> None:
     assert "float64 does not run" in tolerances.rounding
 
 
-def test_a_precision_that_tells_nothing_is_said_to() -> None:
+def test_a_precision_that_shows_nothing_is_refused() -> None:
     runs, double = PairedRuns(OPTIMIZERS["SGD"], torch.float32), PairedRuns(OPTIMIZERS["SGD"])
     runs.outcome = dataclasses.replace(
         runs.outcome,

@@ -130,7 +130,7 @@ def test_other_precisions_tell_their_tolerance(precision: str) -> None:
     assert {"fp32": 1e-7, "bf16": 1e-2}[precision] < tolerances.pop() < {"fp32": 1e-5, "bf16": 0.2}[precision]
 
 
-def test_causes_are_sought_in_float64_where_rounding_would_hide_them() -> None:
+def test_causes_are_searched_in_float64_where_rounding_would_hide_them() -> None:
     events: list[Any] = []
     found = verify(
         dataclasses.replace(WORKLOAD, model=_normed), target_batch=8, precision="fp32", on_event=events.append
@@ -225,7 +225,7 @@ def test_a_failure_leaves_nothing_behind_either() -> None:
     assert _digest(model, optimizer, teacher) == before
 
 
-def test_out_of_memory_is_told_in_one_line() -> None:
+def test_out_of_memory_is_reported_in_one_line() -> None:
     def loss(model: nn.Module, batch: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -258,7 +258,7 @@ def test_what_cannot_be_verified_is_said(changed: dict[str, Any], told: str) -> 
         verify(dataclasses.replace(WORKLOAD, **changed))
 
 
-def test_a_single_sample_and_batchnorm_is_told_with_the_way_out() -> None:
+def test_a_single_sample_and_batchnorm_is_reported_with_the_way_out() -> None:
     workload = dataclasses.replace(WORKLOAD, model=_normed)
     with pytest.raises(WorkloadError, match="BatchNorm cannot run a single sample: give --micro-batch 2"):
         verify(workload, target_batch=4, micro_batch=1)
