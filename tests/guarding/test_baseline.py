@@ -109,9 +109,7 @@ with checked_out(Path(sys.argv[1]), "v1") as checkout:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-def test_nothing_is_left_by_a_process_that_is_terminated(
-    clone: Path, temporary: Path, number: signal.Signals
-) -> None:
+def test_nothing_is_left_by_a_process_that_is_terminated(clone: Path, temporary: Path, number: signal.Signals) -> None:
     before = snapshot(clone)
     with subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(clone)],
