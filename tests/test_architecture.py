@@ -65,7 +65,7 @@ WITHOUT_TORCH = (
     "devices/delayed_signals.py",
     "devices/simulated/explain/curves.py",
     "devices/simulated/explain/explainer.py",
-    "devices/simulated/trace.py",
+    "devices/simulated/trace_records.py",
     "guarding/",
     "pytest_plugin.py",
     "tuning/ranking.py",

@@ -33,20 +33,20 @@ from autoaccum.accumulation.gradients import (
     needs_buffers,
     rounding_warning,
 )
-from autoaccum.accumulation.plan_check import (
-    PlanLike,
-    check_plan,
-    choose_ceiling,
-    choose_objective,
-    choose_option,
-)
-from autoaccum.accumulation.recovery import (
+from autoaccum.accumulation.out_of_memory import (
     DelayedInterrupts,
     clear_frames,
     find_out_of_memory,
     is_context_dead,
     release_memory,
     shrink,
+)
+from autoaccum.accumulation.plan_check import (
+    PlanLike,
+    check_plan,
+    choose_ceiling,
+    choose_objective,
+    choose_option,
 )
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.schedule import check_multiple, split_evenly

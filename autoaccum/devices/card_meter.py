@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.recovery import is_context_dead
+from autoaccum.accumulation.out_of_memory import is_context_dead
 from autoaccum.devices.card_memory import CardMemory as CardMemory
 from autoaccum.devices.card_memory import check_index, report_card
 from autoaccum.devices.nvml import read_all_cards, read_nvml_card

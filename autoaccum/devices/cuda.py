@@ -17,7 +17,7 @@ from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.cards import Card
-    from autoaccum.devices.simulated.tracer import Tracer
+    from autoaccum.devices.simulated.simulation_requests import Tracer
 
 _MOST_NAMED = 5
 
@@ -100,7 +100,7 @@ class CudaDevice(ChildDevice):
         return forecast_peaks(self._report.memory, self._make_tracer, self._settings.share, limit_seconds)
 
     def _make_tracer(self, card: Card) -> Tracer:
-        from autoaccum.devices.simulated.tracer import Tracer
+        from autoaccum.devices.simulated.simulation_requests import Tracer
 
         return Tracer(replace(self._settings, on_output=lambda line: None), card)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from autoaccum.accumulation.recovery import find_out_of_memory, is_context_dead
+from autoaccum.accumulation.out_of_memory import find_out_of_memory, is_context_dead
 from autoaccum.devices.host_memory import ProcessMemory, check_data_limit, data_limit, read_process_memory, reset_peak
 from autoaccum.devices.trial_record import Reading
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.recovery import release_memory
+from autoaccum.accumulation.out_of_memory import release_memory
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.import_paths import check_loaded
 from autoaccum.devices.child.requests import Request

@@ -43,7 +43,7 @@ def _make_simulated(gpu: str, settings: TrialSettings) -> Device:
     from autoaccum.devices.environment import read_torch_release
     from autoaccum.devices.simulated.cards import find_card
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-    from autoaccum.devices.simulated.tracer import Tracer
+    from autoaccum.devices.simulated.simulation_requests import Tracer
 
     card, options = find_card(gpu), settings.options
     return SimulatedDevice(

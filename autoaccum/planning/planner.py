@@ -26,7 +26,7 @@ from autoaccum.errors import (
     WorkloadError,
     first_line,
 )
-from autoaccum.planning.extrapolation import Predict
+from autoaccum.planning.next_size import Predict
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import (
     Explained,

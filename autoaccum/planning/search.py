@@ -8,7 +8,7 @@ from typing import Literal
 
 from autoaccum.devices.base import Trial
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.planning.extrapolation import CorrectedForecast, Guess, Predict, next_size
+from autoaccum.planning.next_size import CorrectedForecast, Guess, Predict, next_size
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     does_not_fit_error,

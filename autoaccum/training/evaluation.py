@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
-from autoaccum.accumulation.recovery import clear_frames, find_out_of_memory, release_memory, shrink
+from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memory, release_memory, shrink
 from autoaccum.accumulation.rng_state import module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction

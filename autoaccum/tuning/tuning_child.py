@@ -14,7 +14,7 @@ from autoaccum.devices.child.connection import ParentConnection, serve
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.requests import Request, read_request
 from autoaccum.options import Options
-from autoaccum.tuning.tuning_requests import (
+from autoaccum.tuning.tuning_child_requests import (
     ContinueTraining,
     Describe,
     LoadForTuning,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TuningChild:
-    """Handles the requests of `tuning_requests`, one after the other; `LoadForTuning` comes first.
+    """Handles the requests of `tuning_child_requests`, one after the other; `LoadForTuning` comes first.
 
     Args:
         connection: To the parent, for the requests within a training.

@@ -19,8 +19,8 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import autocast, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.first_step_checks import disable_load_balancing
+from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import tensor_hooks
-from autoaccum.accumulation.recovery import find_out_of_memory
 from autoaccum.accumulation.rng_replay import ReplayMismatch
 from autoaccum.accumulation.rng_state import Generator, module_generators
 from autoaccum.accumulation.schedule import split_evenly

@@ -10,7 +10,7 @@ from small_training import CRITERION, batch_of, net, sgd
 from torch import nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.recovery import find_out_of_memory
+from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.update import StorageRecorder, preallocate
 

@@ -16,7 +16,7 @@ from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.devices.simulated.tracer import Tracer
+from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.errors import WorkloadError
 from autoaccum.units import GIB, MIB
 

@@ -13,8 +13,8 @@ from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import TraceParts, Tracer
+from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
+from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 from tests.gpu.cases import Case

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.recovery import is_context_dead, release_memory
+from autoaccum.accumulation.out_of_memory import is_context_dead, release_memory
 from autoaccum.devices.card_meter import read_card
 from autoaccum.devices.nvml import read_all_cards
 from autoaccum.devices.simulated.cards import Card, find_card, installed_card

@@ -18,8 +18,8 @@ import torch
 from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators.workspace_rules import estimate
-from autoaccum.devices.simulated.patches import torch_release
-from autoaccum.devices.simulated.trace import Workspace
+from autoaccum.devices.simulated.torch_patches import torch_release
+from autoaccum.devices.simulated.trace_records import Workspace
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate

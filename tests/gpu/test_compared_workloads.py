@@ -10,8 +10,8 @@ import pytest
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
-from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import LoadOnCard, TraceParts
+from autoaccum.devices.simulated.simulation_requests import LoadOnCard, TraceParts
+from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.trial_requests import Loaded
 from tests.gpu.cases import CASES, FOLDER
 

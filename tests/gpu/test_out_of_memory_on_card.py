@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.recovery import find_out_of_memory
+from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.devices.card_meter import card_limit

@@ -19,7 +19,7 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.explanation import CATEGORIES, Change, ExplainingDevice, MemoryReport
 from autoaccum.devices.simulated.cards import context_memory, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.devices.simulated.tracer import LabelParts
+from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import Event, Explained, ExplanationStarted, TrialFinished

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.errors import DoesNotFitError
-from autoaccum.planning.extrapolation import CorrectedForecast
+from autoaccum.planning.next_size import CorrectedForecast
 from autoaccum.planning.search import SearchResult, search
 from autoaccum.units import GIB, MIB
 

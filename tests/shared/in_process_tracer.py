@@ -17,7 +17,7 @@ from autoaccum.devices.child.requests import (
 )
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
-from autoaccum.devices.simulated.tracer import LoadOnCard, Tracer
+from autoaccum.devices.simulated.simulation_requests import LoadOnCard, Tracer
 from autoaccum.errors import WorkloadError
 
 

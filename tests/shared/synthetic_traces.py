@@ -8,16 +8,7 @@ from typing import Any
 from autoaccum.devices.base import Inspection, Phase
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.explanation import Category
-from autoaccum.devices.simulated.trace import (
-    NO_MODULE,
-    LabelledTrace,
-    ModuleName,
-    Origin,
-    Owner,
-    Trace,
-    Workspace,
-)
-from autoaccum.devices.simulated.tracer import (
+from autoaccum.devices.simulated.simulation_requests import (
     ChangedTrace,
     LabelParts,
     SuggestChanges,
@@ -25,6 +16,15 @@ from autoaccum.devices.simulated.tracer import (
     TraceChanged,
     TraceParts,
     Tracer,
+)
+from autoaccum.devices.simulated.trace_records import (
+    NO_MODULE,
+    LabelledTrace,
+    ModuleName,
+    Origin,
+    Owner,
+    Trace,
+    Workspace,
 )
 from autoaccum.devices.trial_requests import Inspect, Inspected
 from autoaccum.units import MIB

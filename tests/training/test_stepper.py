@@ -6,7 +6,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoaccum.accumulation.recovery import shrink
+from autoaccum.accumulation.out_of_memory import shrink
 from autoaccum.training.stepper import Ceiling
 
 SIZES = st.integers(1, 2000)

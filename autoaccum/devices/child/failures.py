@@ -65,7 +65,7 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
         doing: The job, as the start of a sentence: `micro-batch 8, forward`.
         at: A prefix for the message of autoaccum's own errors, which are sentences already.
     """
-    from autoaccum.accumulation.recovery import (  # Imported here: they import torch, which the parent does without.
+    from autoaccum.accumulation.out_of_memory import (  # They import torch, which the parent avoids.
         find_out_of_memory,
         is_context_dead,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.recovery import clear_frames, release_memory
+from autoaccum.accumulation.out_of_memory import clear_frames, release_memory
 from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.delayed_signals import DelayedSignals

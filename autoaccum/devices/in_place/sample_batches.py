@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from autoaccum.accumulation.recovery import find_out_of_memory
+from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.checks import describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.workload import pytree

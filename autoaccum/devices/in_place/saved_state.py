@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.coupling import list_names
-from autoaccum.accumulation.recovery import release_memory
+from autoaccum.accumulation.out_of_memory import release_memory
 from autoaccum.accumulation.rng_state import Generator
 from autoaccum.accumulation.state_hash import PlainAttributes, changed_names, state_entries
 from autoaccum.accumulation.transaction import TorchState, dense_parts, tensor_bytes

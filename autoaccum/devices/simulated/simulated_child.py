@@ -31,8 +31,7 @@ from autoaccum.devices.inspection import (
 )
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
-from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracer import (
+from autoaccum.devices.simulated.simulation_requests import (
     ChangedTrace,
     LabelParts,
     LoadOnCard,
@@ -41,6 +40,7 @@ from autoaccum.devices.simulated.tracer import (
     TraceChanged,
     TraceParts,
 )
+from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
 from autoaccum.devices.simulated.tracing.labelling import BlockLabeller

@@ -17,7 +17,7 @@ from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, context_memory
 from autoaccum.devices.simulated.explain.explainer import Deadline, Explainer
-from autoaccum.devices.simulated.tracer import Tracer
+from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MIB, MemorySize, format_bytes

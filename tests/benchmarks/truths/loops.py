@@ -17,9 +17,9 @@ from truths.scores import Predicted
 from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, context_memory
-from autoaccum.devices.simulated.patches import torch_release
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.torch_patches import torch_release
+from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate

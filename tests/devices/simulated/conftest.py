@@ -19,8 +19,8 @@ from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak
 from autoaccum.devices.simulated.simulated_child import SimulatedChild
-from autoaccum.devices.simulated.trace import LabelledTrace
-from autoaccum.devices.simulated.tracer import LabelParts, LoadOnCard
+from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard
+from autoaccum.devices.simulated.trace_records import LabelledTrace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.options import Options

@@ -10,7 +10,7 @@ import pytest
 from asking import make_settings
 
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.tracer import LabelParts, TraceParts, Tracer
+from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts, Tracer
 from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import NotMeasuredError, WorkloadError
 

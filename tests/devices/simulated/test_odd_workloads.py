@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from autoaccum.devices.child.failures import Failure
-from autoaccum.devices.simulated.tracer import TraceParts
+from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.trial_requests import Inspect
 
 

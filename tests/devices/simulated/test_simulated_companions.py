@@ -10,8 +10,8 @@ import pytest
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import Failure
-from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import TraceParts
+from autoaccum.devices.simulated.simulation_requests import TraceParts
+from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import fit_affine_trace
 from autoaccum.devices.trial_requests import Inspect
 

@@ -21,7 +21,7 @@ from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators.workspace_rules import estimate
 from autoaccum.devices.simulated.operators.workspaces import Estimate
-from autoaccum.devices.simulated.trace import Trace, Workspace
+from autoaccum.devices.simulated.trace_records import Trace, Workspace
 from autoaccum.units import format_bytes
 
 _NOTHING: Mapping[int, Hashable] = MappingProxyType({})

@@ -8,7 +8,7 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CurvePoint, Timeline
 from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.trace_records import Trace
 
 _TIMELINE_POINTS = 400
 _TOLERANCE = 0.001

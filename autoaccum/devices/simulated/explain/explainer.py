@@ -19,8 +19,7 @@ from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, context_memory, installed_card
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at, phase_peaks
 from autoaccum.devices.simulated.explain.curves import curve_points, make_timeline
-from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracer import (
+from autoaccum.devices.simulated.simulation_requests import (
     CHECKPOINT,
     ChangedTrace,
     LabelParts,
@@ -29,6 +28,7 @@ from autoaccum.devices.simulated.tracer import (
     TraceChanged,
     Tracer,
 )
+from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
 from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes

@@ -22,7 +22,7 @@ from autoaccum.accumulation.activation_checkpointing import (
 )
 from autoaccum.checks import type_name
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.tracer import CHECKPOINT, SuggestedChange
+from autoaccum.devices.simulated.simulation_requests import CHECKPOINT, SuggestedChange
 from autoaccum.errors import UsageError
 from autoaccum.workload.optimizers import call_factory
 from autoaccum.workload.spec import Workload

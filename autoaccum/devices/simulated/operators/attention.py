@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.patches import cudnn_version, is_strictly_deterministic, torch_release
+from autoaccum.devices.simulated.torch_patches import cudnn_version, is_strictly_deterministic, torch_release
 
 Kernel: TypeAlias = Literal["math", "flash", "efficient", "cudnn"]
 _KERNELS: tuple[Kernel, ...] = ("math", "flash", "efficient", "cudnn")

@@ -25,7 +25,7 @@ from autoaccum.devices.simulated.operators.workspaces import (
     product_rule,
     round_up,
 )
-from autoaccum.devices.simulated.trace import Freed, MemoryStep, Workspace
+from autoaccum.devices.simulated.trace_records import Freed, MemoryStep, Workspace
 
 
 def flash_gradient(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:

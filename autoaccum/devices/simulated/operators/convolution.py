@@ -22,8 +22,8 @@ from autoaccum.devices.simulated.operators.workspaces import (
     bytes_of,
     layout_copies,
 )
-from autoaccum.devices.simulated.patches import patched
-from autoaccum.devices.simulated.trace import Workspace
+from autoaccum.devices.simulated.torch_patches import patched
+from autoaccum.devices.simulated.trace_records import Workspace
 
 _cudnn: Any = torch.backends.cudnn
 

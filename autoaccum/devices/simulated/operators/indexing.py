@@ -26,7 +26,7 @@ from autoaccum.devices.simulated.operators.workspaces import (
     product_rule,
     round_up,
 )
-from autoaccum.devices.simulated.trace import Freed, MemoryStep, OutputAllocated, Workspace
+from autoaccum.devices.simulated.trace_records import Freed, MemoryStep, OutputAllocated, Workspace
 
 _BAG_OF_MAXIMA = 2
 _SMALL_SORT = 4096

@@ -19,7 +19,7 @@ from autoaccum.devices.simulated.operators.workspaces import (
     bytes_of,
     layout_copies,
 )
-from autoaccum.devices.simulated.trace import MemoryStep, OutputAllocated, Workspace
+from autoaccum.devices.simulated.trace_records import MemoryStep, OutputAllocated, Workspace
 
 _aten: Any = torch.ops.aten
 

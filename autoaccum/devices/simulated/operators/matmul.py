@@ -15,7 +15,7 @@ from typing import Any
 
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators.workspaces import Estimate, Numbers, by_name, bytes_of
-from autoaccum.devices.simulated.trace import Workspace
+from autoaccum.devices.simulated.trace_records import Workspace
 
 WITH_BIAS = ("addmm", "_addmm_activation")
 _OTHERS = ("mm", "bmm", "addmm_", "baddbmm_", "baddbmm", "addbmm", "addmv", "mv", "dot", "vdot", "_scaled_mm")

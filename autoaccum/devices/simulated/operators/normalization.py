@@ -21,7 +21,7 @@ from autoaccum.devices.simulated.operators.workspaces import (
     before_outputs,
     layout_copies,
 )
-from autoaccum.devices.simulated.trace import Freed, MemoryStep, Workspace
+from autoaccum.devices.simulated.trace_records import Freed, MemoryStep, Workspace
 
 MIN_EPS = 0.0
 """`CUDNN_BN_MIN_EPSILON`, since cuDNN 7.5."""

@@ -13,8 +13,8 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
 from autoaccum.devices.simulated.operators.workspaces import Handler, OperatorCall, accumulator_bytes
-from autoaccum.devices.simulated.patches import patched
-from autoaccum.devices.simulated.trace import Workspace
+from autoaccum.devices.simulated.torch_patches import patched
+from autoaccum.devices.simulated.trace_records import Workspace
 
 Lists: TypeAlias = list[list[Tensor | None]]
 Groups: TypeAlias = dict[tuple[torch.device, torch.dtype], tuple[Lists, list[int]]]

@@ -24,7 +24,7 @@ from autoaccum.devices.simulated.operators.workspaces import (
     power_below,
     product_rule,
 )
-from autoaccum.devices.simulated.trace import Workspace
+from autoaccum.devices.simulated.trace_records import Workspace
 
 
 @dataclass(frozen=True)

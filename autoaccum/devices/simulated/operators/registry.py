@@ -27,8 +27,8 @@ from autoaccum.devices.simulated.operators import (
     sparse_gradients,
 )
 from autoaccum.devices.simulated.operators.workspaces import AttachedHandler, Handler, OperatorCall, Signature
-from autoaccum.devices.simulated.patches import is_strictly_deterministic
-from autoaccum.devices.simulated.trace import MemoryStep, OutputAllocated, Workspace
+from autoaccum.devices.simulated.torch_patches import is_strictly_deterministic
+from autoaccum.devices.simulated.trace_records import MemoryStep, OutputAllocated, Workspace
 
 _PATCHING = (attention, convolution, optimizers, rnn)
 _WITH_WORKSPACES = (attention_workspace, *_PATCHING[1:], losses_and_dropout, normalization, indexing, reductions)

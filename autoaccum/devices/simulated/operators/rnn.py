@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoaccum.devices.simulated.operators.workspaces import AttachedHandler, Handler, OperatorCall, bytes_of
-from autoaccum.devices.simulated.patches import patched
-from autoaccum.devices.simulated.trace import Workspace
+from autoaccum.devices.simulated.torch_patches import patched
+from autoaccum.devices.simulated.trace_records import Workspace
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 MODES = ("rnn_relu", "rnn_tanh", "lstm", "gru")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoaccum.devices.simulated.trace import Workspace
+from autoaccum.devices.simulated.trace_records import Workspace
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 _PARTS = "_autoaccum_parts"

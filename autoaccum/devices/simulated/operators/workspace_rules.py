@@ -14,7 +14,7 @@ from autoaccum.devices.simulated.operators import (
     reductions,
 )
 from autoaccum.devices.simulated.operators.workspaces import Estimate, Rule, product_rule
-from autoaccum.devices.simulated.trace import Workspace
+from autoaccum.devices.simulated.trace_records import Workspace
 
 RULES: Mapping[str, Rule] = {
     "layout_copy": product_rule(),  # Operators that call contiguous() or clone() inside, such as Convolution.cpp.

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any, TypeAlias
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.trace import MemoryStep, OutputAllocated, Workspace
+from autoaccum.devices.simulated.trace_records import MemoryStep, OutputAllocated, Workspace
 
 Tensor: TypeAlias = Any
 Numbers = tuple[int, ...]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.patches import patched
+from autoaccum.devices.simulated.torch_patches import patched
 
 Policy = Literal["lower_precision_fp", "fp32", "fp32_set_opt_dtype", "fp32_append_dtype", "promote", "banned"]
 

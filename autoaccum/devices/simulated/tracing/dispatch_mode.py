@@ -14,7 +14,7 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators.registry import OperatorMemory, WorkspaceObserver
 from autoaccum.devices.simulated.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
-from autoaccum.devices.simulated.patches import ObjectNumbers, torch_release
+from autoaccum.devices.simulated.torch_patches import ObjectNumbers, torch_release
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.tracing.known_values import (
     compute,

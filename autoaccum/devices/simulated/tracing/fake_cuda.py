@@ -16,7 +16,7 @@ from uuid import NAMESPACE_URL, uuid5
 import torch
 
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.patches import cudnn_version, patched
+from autoaccum.devices.simulated.torch_patches import cudnn_version, patched
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
-from autoaccum.devices.simulated.trace import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
+from autoaccum.devices.simulated.trace_records import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.trial_run import TrialRun
 

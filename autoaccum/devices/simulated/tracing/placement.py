@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from autoaccum.devices.simulated.patches import patched
+from autoaccum.devices.simulated.torch_patches import patched
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index
 from autoaccum.devices.simulated.tracing.known_values import mark_not_materialised

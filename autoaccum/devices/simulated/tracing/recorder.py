@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.simulated.trace import MemoryStep, OutputAllocated, Trace, Workspace
+from autoaccum.devices.simulated.trace_records import MemoryStep, OutputAllocated, Trace, Workspace
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 OnAllocation = Callable[[Phase, bool, torch.dtype | None], None]

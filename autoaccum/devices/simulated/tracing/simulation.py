@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators.registry import install_kernels
-from autoaccum.devices.simulated.patches import patch_hashes, patched, torch_release
+from autoaccum.devices.simulated.torch_patches import patch_hashes, patched, torch_release
 from autoaccum.devices.simulated.tracing import autocast
 from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda

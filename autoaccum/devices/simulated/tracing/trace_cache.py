@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import TraceParts, Tracer
+from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
+from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import (
     AffineTrace,
     NotAffineError,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from autoaccum.devices.simulated.trace import Trace, Workspace
+from autoaccum.devices.simulated.trace_records import Trace, Workspace
 from autoaccum.errors import AutoaccumError
 
 

@@ -18,7 +18,7 @@ from autoaccum.devices.simulated.allocator.replay import (
 )
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.trace import Trace, Workspace
+from autoaccum.devices.simulated.trace_records import Trace, Workspace
 from autoaccum.units import MIB
 
 EXPANDABLE = AllocatorSettings(expandable_segments=True)

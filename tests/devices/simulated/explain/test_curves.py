@@ -10,7 +10,7 @@ from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.curves import curve_points
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.units import GIB, MIB
 
 

@@ -16,7 +16,7 @@ from autoaccum.devices.cuda import CudaDevice
 from autoaccum.devices.explanation import ExplainingDevice, MemoryReport
 from autoaccum.devices.simulated.cards import context_memory, installed_card
 from autoaccum.devices.simulated.explain.explainer import explain_installed_card, forecast_peaks
-from autoaccum.devices.simulated.trace import LabelledTrace
+from autoaccum.devices.simulated.trace_records import LabelledTrace
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
 

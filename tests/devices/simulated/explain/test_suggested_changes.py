@@ -14,8 +14,8 @@ from autoaccum.devices.simulated.allocator.replay import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.suggested_changes import suggest_changes
-from autoaccum.devices.simulated.trace import Trace
-from autoaccum.devices.simulated.tracer import SuggestChanges, TraceChanged, TraceParts, Tracer
+from autoaccum.devices.simulated.simulation_requests import SuggestChanges, TraceChanged, TraceParts, Tracer
+from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.workload.spec import Workload
 
 CARD = find_card("rtx3090")

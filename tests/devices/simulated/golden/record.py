@@ -26,8 +26,8 @@ from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.cards import Card, find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.devices.simulated.trace import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracer import ChangedTrace
+from autoaccum.devices.simulated.simulation_requests import ChangedTrace
+from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.planning.search import search
 from autoaccum.units import parse_size
 

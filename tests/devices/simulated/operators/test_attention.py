@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoaccum.devices.simulated.operators.attention import AttentionCall, Kernel, choose_attention
-from autoaccum.devices.simulated.patches import torch_release
+from autoaccum.devices.simulated.torch_patches import torch_release
 
 TURING, AMPERE, GEFORCE, HOPPER, BLACKWELL = (7, 5), (8, 0), (8, 6), (9, 0), (12, 0)
 OLD, NEW = (2, 11), (2, 15)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoaccum.devices.simulated.operators.registry import OperatorMemory, WorkspaceObserver
 from autoaccum.devices.simulated.operators.workspace_rules import RULES, estimate
-from autoaccum.devices.simulated.trace import Freed, OutputAllocated, Workspace
+from autoaccum.devices.simulated.trace_records import Freed, OutputAllocated, Workspace
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.simulation import simulate
 

@@ -14,7 +14,7 @@ from autoaccum.devices.simulated.allocator.replay import Replayer, replay
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.operators import rnn
 from autoaccum.devices.simulated.operators.rnn import MODES, CudnnRnnCall
-from autoaccum.devices.simulated.trace import Workspace
+from autoaccum.devices.simulated.trace_records import Workspace
 
 CARD = make_card()
 BATCH, STEPS, INPUTS, UNITS = 8, 10, 48, 64

@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.operators.matmul import (
 )
 from autoaccum.devices.simulated.operators.reductions import Layout, reduction_layout, reduction_numbers
 from autoaccum.devices.simulated.operators.workspace_rules import RULES, estimate
-from autoaccum.devices.simulated.trace import Workspace
+from autoaccum.devices.simulated.trace_records import Workspace
 
 MIB = 2**20
 NEWEST = (2, 15)

@@ -15,7 +15,7 @@ from torch.distributions import Distribution
 
 from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.tracer import TraceParts
+from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.devices.simulated.unsupported import UnknownValueError

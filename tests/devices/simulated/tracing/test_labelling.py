@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from planted_net import DEPTH, NET, PARAMETERS, WEIGHT, WIDTH
 
-from autoaccum.devices.simulated.tracer import LabelParts, TraceParts
+from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts
 
 HEAD = """
 class Doubled(torch.autograd.Function):

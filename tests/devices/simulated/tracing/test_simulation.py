@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoaccum.devices.child.requests import to_json
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.patches import patched
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
-from autoaccum.devices.simulated.trace import Trace
+from autoaccum.devices.simulated.torch_patches import patched
+from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import CUDA_KERNELS, simulate
 from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError

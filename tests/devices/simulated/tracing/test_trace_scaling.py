@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_traces import linear, make_trace
 
-from autoaccum.devices.simulated.trace import Trace, Workspace
+from autoaccum.devices.simulated.trace_records import Trace, Workspace
 from autoaccum.devices.simulated.tracing.trace_scaling import NotAffineError, fit_affine_trace, grows_quadratically
 
 Size = Callable[[int], int | Workspace]

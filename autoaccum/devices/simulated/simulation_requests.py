@@ -11,7 +11,7 @@ from autoaccum.devices.child.process import start_child
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.child_device import LoadedChild
 from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.trace import LabelledTrace, Trace
+from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.trial_requests import LoadWorkload, PartsRequest
 
 CHECKPOINT: Final = "checkpoint"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.recovery import OutOfMemory, find_out_of_memory, is_context_dead
+from autoaccum.accumulation.out_of_memory import OutOfMemory, find_out_of_memory, is_context_dead
 from autoaccum.accumulation.state_hash import state_digest
 
 CERTAIN = [

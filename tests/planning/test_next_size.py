@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoaccum.planning.extrapolation import Guess, next_size
+from autoaccum.planning.next_size import Guess, next_size
 
 LIMIT = 1_000_000
 
