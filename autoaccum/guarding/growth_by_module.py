@@ -118,12 +118,12 @@ def _split(rows: list[Difference], depth: int) -> list[_Group]:
     together = own > little or not 0 < len(large) <= _MOST or (len(large) > 1 and _is_even(rows, deep=depth > 0))
     if not changed or together:
         return [_Group(rows, depth)] if changed else []
-    told = [group for child in large for group in _numbered(child, depth)]
-    if sum(abs(_net(group.rows)) > little for group in told) > _MOST:
-        told = [_Group(child, depth + 1) for child in large]
+    groups = [group for child in large for group in _numbered(child, depth)]
+    if sum(abs(_net(group.rows)) > little for group in groups) > _MOST:
+        groups = [_Group(child, depth + 1) for child in large]
     taken = {id(row) for child in large for row in child}
     rest = [row for row in changed if id(row) not in taken]
-    return [*told, *([_Group(rest, depth, True)] if rest else [])]
+    return [*groups, *([_Group(rest, depth, True)] if rest else [])]
 
 
 def _numbered(rows: list[Difference], depth: int) -> list[_Group]:

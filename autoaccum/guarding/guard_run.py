@@ -146,13 +146,13 @@ class _CaseRunner:
     deadline: float | None
     """In seconds of `time.monotonic`."""
 
-    def run_all(self, cases: Sequence[Case], judge: Callable[[Case], Verdict]) -> tuple[Verdict, ...]:
+    def run_all(self, cases: Sequence[Case], evaluate: Callable[[Case], Verdict]) -> tuple[Verdict, ...]:
         """Return the verdicts of all cases, in their order."""
         found = []
         for number, case in enumerate(cases, 1):
             self.notify(CaseStarted(case))
             try:
-                verdict = judge(case)
+                verdict = evaluate(case)
             except AutoaccumError as error:
                 verdict = self._unmeasured(case, error)
             self.notify(CaseFinished(number, len(cases), verdict))

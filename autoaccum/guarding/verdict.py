@@ -118,13 +118,13 @@ def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolera
     For runs on a real device their spread is added to the tolerance. `command` writes what was measured to the lock;
     empty where there is no lock.
     """
-    judged = Verdict(case=case, outcome="unmeasured", before=before, now=now, warnings=now.warnings)
+    verdict = Verdict(case=case, outcome="unmeasured", before=before, now=now, warnings=now.warnings)
     unlike = tuple(_incomparable(before, now))
     if unlike:
         torch = before.versions.get("torch")
         install = f"install torch {torch}, " if torch != now.versions.get("torch") else ""
         hint = f"{install}compare with a revision by --baseline REV, or lock anew on a branch that is right"
-        return dataclasses.replace(judged, exit_code=_UNMEASURED, reasons=unlike, hint=hint, command=command)
+        return dataclasses.replace(verdict, exit_code=_UNMEASURED, reasons=unlike, hint=hint, command=command)
     comparison = _Comparison(before, now, tolerance)
     reasons = tuple(_reasons(comparison))
     outcome: Outcome = "regressed" if reasons else _passing_outcome(comparison)
@@ -132,7 +132,7 @@ def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolera
     more = {"regressed": True, "improved": False}.get(outcome)
     found = find_growths(before, now, more=more)
     return dataclasses.replace(
-        judged,
+        verdict,
         outcome=outcome,
         exit_code=1 if reasons else 0,
         reasons=reasons,

@@ -217,7 +217,7 @@ def sentence(event: Any) -> str:
             f"repeated with at most {event.next_micro_batch}"
         )
     if isinstance(event, fit_events.CeilingRaised):
-        return f"update {event.update}: memory was calm, micro-batches of up to {event.micro_batch} are tried again"
+        return f"update {event.update}: after a while without OOM, micro-batches of up to {event.micro_batch} are tried"
     if isinstance(event, fit_events.Evaluated):
         values = format_values(event.values)
         return f"update {event.update}: evaluation {values} ({event.samples:,} samples in {event.seconds:.1f} s)"

@@ -138,8 +138,8 @@ def _find_definition(workload: str, folder: Path, environment: Mapping[str, str]
 def _row(verdict: Verdict) -> str:
     outcome = OUTCOMES[verdict.outcome][0]
     figures = "" if verdict.now is None else describe_measurement(verdict.now)
-    told = escape(one_line("; ".join(filter(None, (figures, verdict.explanation))))) or NONE
-    cells = [code(case_name(verdict.case)), f"**{outcome}**" if verdict.exit_code else outcome, told]
+    text = escape(one_line("; ".join(filter(None, (figures, verdict.explanation))))) or NONE
+    cells = [code(case_name(verdict.case)), f"**{outcome}**" if verdict.exit_code else outcome, text]
     return f"| {' | '.join(cells)} |"
 
 

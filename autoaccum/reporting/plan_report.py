@@ -188,8 +188,8 @@ def _peak(plan: Plan) -> str:
     label = "" if plan.kind == "measured" else " (predicted)"
     if least is not None and plan.headroom_bytes < 0:
         return f"{format_bytes(least)} of {limit} at least, {peak} with room to spare{label}"
-    asked = "" if least is None or label else f", least budget {format_bytes(least)}"
-    return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB{asked}"
+    least_words = "" if least is None or label else f", least budget {format_bytes(least)}"
+    return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB{least_words}"
 
 
 _STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}

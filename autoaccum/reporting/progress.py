@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Progress:
     """A live line on a terminal with printed lines above it; a context manager, which removes the live line.
 
-    A subclass draws a command's events in `notify`, with `show`, `say` and `warn`.
+    A subclass shows a command's events in `notify`, with `show`, `say` and `warn`.
 
     Args:
         console: The console, usually on stderr.

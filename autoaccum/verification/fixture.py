@@ -71,7 +71,7 @@ class Fixture:
         workload: The workload as given.
         outside: Modules that its functions and classes hold or name, such as the teacher of a loss. They are restored
             for and after each run.
-        generators: Generators of Python and NumPy that they hold, restored likewise.
+        generators: Generators of Python and NumPy that they hold; restored as well.
         keeps_generators: Whether modules of the model keep generators, which are copied with them.
         loss_scale: The factor of losses for backward, the same in every run; 1 except under fp16.
 

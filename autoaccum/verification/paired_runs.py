@@ -262,9 +262,7 @@ class PairedRuns:
         run = UpdateRun(self.fixture, ablation)
         outcome = run.accumulated(self.batch, self.parts, draws.begin_part, draws.end_part)
         for index, part in enumerate(self.parts):
-            if (
-                index not in draws.calls_by_part
-            ):  # It has no weight and did not run, and the full batch draws for it too.
+            if index not in draws.calls_by_part:  # It has no weight and did not run; the full batch draws for it too.
                 unweighed = UpdateRun(self.fixture, replace(ablation, weights=None, sum_losses=False))
                 unweighed.part(part, partial(draws.begin_part, index))
         return outcome

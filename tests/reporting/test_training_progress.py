@@ -94,7 +94,7 @@ EVENTS = [
         OutOfMemoryRetry(120, "backward", 64, 56),
         "update 120: out of memory in backward with micro-batches of 64, repeated with at most 56",
     ),
-    (CeilingRaised(300, 64), "update 300: memory was calm, micro-batches of up to 64 are tried again"),
+    (CeilingRaised(300, 64), "update 300: after a while without OOM, micro-batches of up to 64 are tried"),
     (
         Evaluated(500, {"loss": 0.25, "accuracy": 0.9375}, 1000, 2.06),
         "update 500: evaluation loss 0.25, accuracy 0.9375 (1,000 samples in 2.1 s)",

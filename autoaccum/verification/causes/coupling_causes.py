@@ -16,10 +16,10 @@ from autoaccum.workload.pytree import CustomBatch
 
 def coupling_causes(experiment: Experiment, coupling: Coupling) -> tuple[Cause, ...]:
     """Return the causes for what was seen to couple samples, where ablating it was not enough."""
-    found: dict[str, list[str]] = {text: [] for text in ("batchnorm", "beside", "pairs", "module")}
+    found: dict[str, list[str]] = {text: [] for text in ("batchnorm", "outside", "pairs", "module")}
     for name in coupling.modules:
-        is_beside, is_pair = name.startswith(OUTSIDE), name in coupling.pairs
-        text = "beside" if is_beside else "pairs" if is_pair else "module"
+        is_outside, is_pair = name.startswith(OUTSIDE), name in coupling.pairs
+        text = "outside" if is_outside else "pairs" if is_pair else "module"
         found["batchnorm" if name in experiment.batchnorms else text].append(name)
     causes = [make_cause(text, tuple(names)) for text, names in found.items() if names]
     return (*causes, _loss_cause(experiment)) if coupling.loss else tuple(causes)
@@ -43,7 +43,7 @@ _TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
         "make it look at one sample at a time, as LayerNorm and GroupNorm do, call eval() on it if that changes it, or"
         f" remove it; {LARGER}",
     ),
-    "beside": (
+    "outside": (
         "coupled model",
         "a sample's output depends on the others of its micro-batch in {modules}, which the loss calls but which is no"
         " part of the model",
