@@ -1,4 +1,4 @@
-"""Reports of a guard made by hand, one verdict of each kind, with names that forms must not take for structure."""
+"""Guard reports made by hand, one verdict of each kind, with names that markup must not interpret."""
 
 from __future__ import annotations
 

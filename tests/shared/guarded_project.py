@@ -113,7 +113,7 @@ Edits = tuple[tuple[str, str], ...]
 
 
 def edited(edits: Edits, source: str = BASE) -> str:
-    """The source with each text replaced, wherever it stands; each has to be there."""
+    """Return the source with each text replaced everywhere; each must occur."""
     for old, new in edits:
         assert old in source, f"{old!r} is not in the sample project"
         source = source.replace(old, new)
@@ -174,7 +174,7 @@ _LOSS_WITHIN = (
     ),
     (_LOGITS, "    return model(tokens, sound, targets)\n"),
 )
-"""A model that has its loss within, so that its local variables are there when most is held."""
+"""A model that computes its loss itself, so that its local variables are alive at the peak."""
 
 REGRESSIONS: Final = (
     Regression(
@@ -579,4 +579,4 @@ REFACTORINGS: Final[Mapping[str, Edits]] = {
         (_LOSS, _LOSS.replace("    return", "    value =") + "    model.last = value.detach()\n    return value\n"),
     ),
 }
-"""What changes the sample project's source and not its memory."""
+"""Edits that change the sample project's source but not its memory."""

@@ -26,7 +26,7 @@ Held = Mapping[Category, Callable[[int], int]]
 
 
 def rises_and_falls(most: int) -> Callable[[int], int]:
-    """What forward leaves and backward frees, in both micro-batches of `PHASES`."""
+    """The bytes that forward adds and backward frees, in both micro-batches of `PHASES`."""
     return lambda at: int(most * max(0, 1 - abs((at % 80) - 25) / (25 if at % 80 < 25 else 55))) if at < 160 else 0
 
 
@@ -71,13 +71,13 @@ def account(
 
 
 def curve_through(size: int, peak_bytes: int, last: int) -> tuple[CurvePoint, ...]:
-    """A line that reaches a peak at `size`, and goes on to `last`."""
+    """Return a curve that reaches a peak at `size`, and continues to `last`."""
     peaks = {at: int(peak_bytes * (0.2 + 0.8 * at / size)) for at in (2, size // 2, size, last) if at >= 2}
     return tuple(CurvePoint(at, peak, int(0.9 * peak)) for at, peak in sorted(peaks.items()))
 
 
 def trial(size: int, outcome: Outcome = "ok", peak_bytes: int | None = None, **changes: Any) -> Trial:
-    """A trial of two parts."""
+    """Return a trial of two parts."""
     return Trial(parts=(size, size), outcome=outcome, peak_reserved_bytes=peak_bytes, **changes)
 
 

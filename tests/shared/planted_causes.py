@@ -1,4 +1,4 @@
-"""What is planted wrong into the models of `small_verified`: why their accumulated gradient is not the full batch's."""
+"""Planted causes: models and losses whose accumulated gradient is not the full batch's, made from `small_verified`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
 class Standardised(nn.Module):
-    """Normalises by the batch, and is no BatchNorm by class."""
+    """Normalises by the batch without being a BatchNorm class."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1) if self.training else x
@@ -40,7 +40,7 @@ def standardised() -> nn.Module:
 
 
 class Stubborn(Standardised):
-    """Likewise in any mode."""
+    """Normalises by the batch in eval mode too."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1)
@@ -51,7 +51,7 @@ def stubborn() -> nn.Module:
 
 
 class Keeping(Recurrent):
-    """Goes on from the state of the batch before."""
+    """Continues from the state of the batch before."""
 
     hidden: Tensor | None = None
 
@@ -63,7 +63,7 @@ class Keeping(Recurrent):
 
 
 class KeepingSize(Keeping):
-    """Likewise, for each sample its own, so that the next batch must be of the same size."""
+    """Keeps a state for each sample, so that the next batch must have the same size."""
 
     def run(self, ids: Tensor) -> Tensor:
         outputs, hidden = self.cell(self.embed(ids), self.hidden)
@@ -72,7 +72,7 @@ class KeepingSize(Keeping):
 
 
 class Remembering(Mlp):
-    """Moves by the mean of the batch before, which is kept in a buffer."""
+    """Shifts by the mean of the batch before, which is kept in a buffer."""
 
     before: Tensor
 
@@ -87,7 +87,7 @@ class Remembering(Mlp):
 
 
 class Following(Mlp):
-    """Weights that follow others, moved in forward."""
+    """Weights that follow others, updated in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,14 +145,14 @@ class Mixing(Mlp):
 
 
 class Shuffling(Mlp):
-    """Likewise, by the order of draws that are of one sample each."""
+    """Mixes samples by the order of random numbers that are drawn one per sample."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(0.7 * x + 0.3 * x[torch.rand(len(x)).argsort()])
 
 
 class ShufflingLoss(nn.Module):
-    """Likewise, within a model that returns its loss alone."""
+    """Mixes samples in a model that returns only its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class ShufflingLoss(nn.Module):
 
 
 class SortedNormalised(nn.Module):
-    """Draws in another order, which are no cause, and BatchNorm, which is."""
+    """Random numbers in another order, which are no cause, with BatchNorm, which is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class SortedNormalised(nn.Module):
 
 
 class ShufflingNormalised(nn.Module):
-    """Draws that mix, and BatchNorm."""
+    """Random numbers that mix samples, with BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class ShufflingNormalised(nn.Module):
 
 
 class Restless(nn.Module):
-    """A factor that no seed decides."""
+    """A factor that does not depend on any seed."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + random.SystemRandom().random())
@@ -255,7 +255,7 @@ def timed_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def secret_loss(model: nn.Module, batch: Any) -> Tensor:
-    """A mean by weights that nothing in the batch counts."""
+    """A mean with weights that nothing in the batch shows."""
     each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
     weights = batch[0][:, 0].square() + 1
     return torch.as_tensor((each * weights).sum() / weights.sum())
@@ -273,7 +273,7 @@ def contrastive_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def spread_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Holds outputs against their variance within the batch."""
+    """Compares outputs with their variance within the batch."""
     outputs = model(batch[0])
     return torch.as_tensor(functional.cross_entropy(outputs, batch[1]) + outputs.var(0, unbiased=False).mean())
 
@@ -283,7 +283,7 @@ def mean_and_sum(model: nn.Module, batch: Any) -> Tensor:
 
 
 def taught_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Holds outputs against a normalisation that is no module of the model."""
+    """Compares outputs with a normalisation that is no module of the model."""
     targets = functional.batch_norm(batch[0], None, None, training=True)[:, :CLASSES]
     return functional.mse_loss(model(batch[0]), targets)
 
@@ -349,7 +349,7 @@ def buffer_weighted_loss(model: Any, batch: Any) -> Tensor:
 
 
 class Experts(nn.Module):
-    """Two experts, and a term that has them called alike often."""
+    """Two experts, and a term that balances how often they are used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -405,7 +405,7 @@ def similarity_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def teacher_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Holds outputs against those of a model that was left in training mode."""
+    """Compares outputs with those of a teacher that was left in training mode."""
     with torch.no_grad():
         taught = TEACHER(batch[0])
     return functional.mse_loss(model(batch[0]), taught)

@@ -1,4 +1,4 @@
-"""Loops of a user's own, `accumulate(model, micro_batches)`: one that is right, and others that are not."""
+"""User loops `accumulate(model, micro_batches)`: one that is right, and wrong ones."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def zeroing(model: nn.Module, parts: Any) -> None:
 
 
 def late(model: nn.Module, parts: Any) -> None:
-    """Goes backward after the loop."""
+    """Calls backward once after the loop."""
     losses = [class_loss(model, part) * len(part[1]) / samples(parts) for part in parts]
     backward(losses[-1])
 
@@ -78,7 +78,7 @@ def penalised(model: nn.Module, parts: Any) -> None:
 
 
 def detaching(model: Any, parts: Any) -> None:
-    """Learns of one of two losses only."""
+    """Uses only one of two losses."""
     for inputs, classes in parts:
         hidden = model.hidden(inputs)
         loss = functional.cross_entropy(model.last(hidden), classes)
@@ -87,7 +87,7 @@ def detaching(model: Any, parts: Any) -> None:
 
 
 def terms_alike(model: nn.Module, parts: Any) -> None:
-    """Gives terms with divisors of their own the same share."""
+    """Gives terms with different divisors the same share."""
     for part in parts:
         backward(torch.stack(list(text_losses(model, part).values())).sum() / len(parts))
 

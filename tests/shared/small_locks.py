@@ -1,4 +1,4 @@
-"""Cases and measurements that never were, small and of every kind."""
+"""Made-up cases and measurements, small and of every kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def a_case(workload: str = "train.py", **fields: Any) -> Case:
 
 
 def whole_measurement(*rows: Holding, unused: int = 10 * MIB, **fields: Any) -> Measurement:
-    """Of what is held in `rows`, each of them told; the sums are right."""
+    """Make a measurement from the holdings in `rows`, with matching sums."""
     categories: dict[Category, int] = {}
     for row in rows:
         categories[row.category] = categories.get(row.category, 0) + row.bytes
@@ -52,7 +52,7 @@ def whole_measurement(*rows: Holding, unused: int = 10 * MIB, **fields: Any) -> 
 
 
 def a_measurement(*holdings: Holding, **fields: Any) -> Measurement:
-    """As a lock keeps it: of `holdings`, or of a model of four like blocks."""
+    """Make a measurement as a lock keeps it: of `holdings`, or of a model with four equal blocks."""
     activations = Holding(
         category="activations", module="", kind="Linear", dtype="bfloat16", op="aten.addmm", bytes=300 * MIB
     )

@@ -28,14 +28,14 @@ def try_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def git(folder: Path, *words: str) -> str:
-    """What git says where all goes well."""
+    """Return the output of a git command that must succeed."""
     done = try_git(folder, *words)
     assert done.returncode == 0, f"git {' '.join(words)}: {done.stderr}"
     return done.stdout.strip()
 
 
 def commit(folder: Path, files: dict[str, str], message: str = "a change") -> str:
-    """Write files into a repository, which is made if need be, and commit them; the commit."""
+    """Write files into a repository, created if needed, commit them, and return the commit."""
     if not (folder / ".git").exists():
         folder.mkdir(parents=True, exist_ok=True)
         git(folder, "init", "-q")
