@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from autoaccum.api import plan as plan
     from autoaccum.api import tune as tune
     from autoaccum.api import verify as verify
-    from autoaccum.planning.plan import Plan as Plan
+    from autoaccum.planning.plan_record import Plan as Plan
     from autoaccum.training.fit_events import FitResult as FitResult
     from autoaccum.tuning.tuning_result import Tuning as Tuning
     from autoaccum.verification.verification_result import Verification as Verification
@@ -35,7 +35,7 @@ _HOMES = {
     "verify": "autoaccum.api",
     "tune": "autoaccum.api",
     "guard": "autoaccum.api",
-    "Plan": "autoaccum.planning.plan",
+    "Plan": "autoaccum.planning.plan_record",
     "FitResult": "autoaccum.training.fit_events",
     "Tuning": "autoaccum.tuning.tuning_result",
     "Verification": "autoaccum.verification.verification_result",

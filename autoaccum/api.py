@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from autoaccum.guarding.guard_result import Listener as GuardListener
     from autoaccum.guarding.guard_result import Report
     from autoaccum.options import OptionArguments
-    from autoaccum.planning.plan import Plan
     from autoaccum.planning.plan_events import Listener as PlanListener
+    from autoaccum.planning.plan_record import Plan
     from autoaccum.training.fit_events import FitResult
     from autoaccum.tuning.tuning_result import Tuning
     from autoaccum.verification.verification_result import Event as VerificationEvent

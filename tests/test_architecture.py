@@ -32,7 +32,7 @@ LEVEL = {room: level for level, row in enumerate(ROWS) for room in row}
 HOMES: dict[str, str | tuple[str, ...]] = {
     "click": "cli",
     "optuna": ("tuning", "reporting/figures/tuning_figure.py"),
-    "msgspec": ("serialization.py", "planning/plan.py"),
+    "msgspec": ("serialization.py", "planning/plan_record.py"),
     "pynvml": "devices/nvml.py",
     "rich": "reporting",
     "matplotlib": "reporting/figures",
@@ -43,7 +43,7 @@ WITHOUT_TORCH = (
     "accumulation/coupling.py",
     "accumulation/schedule.py",
     "planning/search.py",
-    "planning/plan.py",
+    "planning/plan_record.py",
     "verification/verification_result.py",
     "devices/simulated/allocator/caching_allocator.py",
     "devices/simulated/allocator/blocks.py",
@@ -149,7 +149,7 @@ LOADED = "import sys; print([m for m in ('torch', 'numpy', 'optuna', 'pynvml') i
     "statement",
     [
         "import autoaccum; dir(autoaccum)",
-        "import autoaccum.accumulation.schedule, autoaccum.planning.search, autoaccum.planning.plan",
+        "import autoaccum.accumulation.schedule, autoaccum.planning.search, autoaccum.planning.plan_record",
         "import autoaccum; autoaccum.Plan; autoaccum.plan; autoaccum.fit; autoaccum.guard",
         "import autoaccum.guarding.guard_run, autoaccum.reporting.guard_report, autoaccum.reporting.guard_github",
         "from click.testing import CliRunner; from autoaccum.cli import main; "

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -19,7 +19,7 @@ from autoaccum.devices.simulated.cards import all_cards
 from autoaccum.devices.trial_run import TrialRun
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.project import find_project
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.workload.loading import load_workload
 
 ROOT = Path(__file__).parents[1]

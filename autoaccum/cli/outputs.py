@@ -18,8 +18,8 @@ from autoaccum.errors import UsageError
 
 if TYPE_CHECKING:
     from autoaccum.devices.explanation import MemoryReport
-    from autoaccum.planning.plan import Plan
     from autoaccum.planning.plan_events import Event
+    from autoaccum.planning.plan_record import Plan
 
 _WAYS_OUT = {
     "-o": "for the plan on stdout, use --json",

@@ -27,7 +27,6 @@ from autoaccum.errors import (
     first_line,
 )
 from autoaccum.planning.next_size import Predict
-from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import (
     Explained,
     ExplanationStarted,
@@ -46,6 +45,7 @@ from autoaccum.planning.plan_messages import (
     peak_bytes,
     trial_error,
 )
+from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.search import SearchResult, SearchStopped, Stop, search

@@ -13,7 +13,7 @@ import jinja2
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.errors import UsageError
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.plan_report import describe_extra_memory
 from autoaccum.units import format_bytes
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.devices.base import Trial
 from autoaccum.planning import plan_events
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import PlainConsole, path_value, print_messages, print_rows
 from autoaccum.reporting.explain_report import print_explanation
 from autoaccum.reporting.progress import Progress

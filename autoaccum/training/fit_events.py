@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from autoaccum.planning.plan import Plan
+    from autoaccum.planning.plan_record import Plan
 
 
 @dataclass(frozen=True)

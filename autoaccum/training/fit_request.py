@@ -15,7 +15,7 @@ from autoaccum.errors import UsageError
 from autoaccum.options import Options
 
 if TYPE_CHECKING:
-    from autoaccum.planning.plan import Plan
+    from autoaccum.planning.plan_record import Plan
 
 _FUNCTIONS = {
     "collate": "a list of samples",

@@ -20,7 +20,7 @@ import torch
 from autoaccum.accumulation.plan_check import check_plan, differences, plan_facts, unwrap_model
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.training.data_source import Source
 from autoaccum.training.fit_events import Notice, Planning
 from autoaccum.training.fit_request import FitRequest

@@ -28,7 +28,7 @@ from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import AccumulateIn, BatchNormMode, Options, read_accumulate_in
 from autoaccum.planning.device_choice import card_index, check_device
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
 from autoaccum.training.fit_events import WorkloadOutput

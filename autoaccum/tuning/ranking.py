@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean, stdev, variance
 
 from autoaccum.accumulation.coupling import describe_modules
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.tuning.tune_request import LearningRateRange
 from autoaccum.tuning.tuning_result import Row, Setting, SettingResult, WorkloadFacts
 

@@ -19,7 +19,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from autoaccum.errors import PlanFileError, StudyError, UsageError, first_line
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.serialization import RecordError, read_record, to_plain
 from autoaccum.tuning.tune_request import Budget, LearningRateRange, TuneRequest
 from autoaccum.tuning.tuning_result import MILESTONES, FinalState, Row, RowState, Setting, Throughput, WorkloadFacts

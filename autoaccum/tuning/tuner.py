@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.options import Options
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
 from autoaccum.training.fit_events import Notice

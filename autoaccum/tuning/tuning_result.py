@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.tuning.tune_request import BatchSizeRange, Budget, LearningRateRange
 
 MILESTONES = (25, 50)

@@ -18,7 +18,7 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, clip_gradients
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.workload.spec import Workload
 

@@ -14,7 +14,7 @@ from autoaccum.accumulation.plan_check import current_facts, differences, plan_f
 from autoaccum.devices.base import Trial
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.units import GIB
 from autoaccum.workload.objective import resolve_objective
 from autoaccum.workload.spec import Workload

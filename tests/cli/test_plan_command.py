@@ -20,7 +20,7 @@ from autoaccum import api
 from autoaccum.cli import main
 from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 
 MODEL = """
 import torch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from command_line import Done, autoaccum
 
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 
 MODEL = """
 import torch

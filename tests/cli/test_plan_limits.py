@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from command_line import Done, autoaccum
 
 from autoaccum.cli import main
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.units import MIB
 
 MODEL = """

@@ -12,7 +12,7 @@ from pictured_plans import usual
 
 from autoaccum.cli.outputs import Outputs
 from autoaccum.errors import UsageError
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.figures.memory_figure import draw_memory
 
 MODEL = """

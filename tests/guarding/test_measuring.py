@@ -19,7 +19,7 @@ from autoaccum.guarding import measuring
 from autoaccum.guarding.cases import make_case
 from autoaccum.guarding.guard_result import Measurement
 from autoaccum.guarding.measuring import Task, measure, measure_simulated, request_of
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device

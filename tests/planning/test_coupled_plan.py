@@ -19,8 +19,8 @@ from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.inspection import inspect_workload
-from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_messages import all_notes
+from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.spec import Workload

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.training.fit_events import Notice
 from autoaccum.workload.spec import Workload

@@ -13,8 +13,8 @@ from autoaccum.api import plan
 from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning import plan_setup
-from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import Event, Inspected, Loading, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import GIB, MIB

@@ -19,8 +19,8 @@ from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, UsageError
-from autoaccum.planning.plan import Plan
 from autoaccum.planning.plan_events import Event, Inspected, TrialStarted
+from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import GIB, MIB, MemorySize

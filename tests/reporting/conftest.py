@@ -11,7 +11,7 @@ from imported_files import import_file
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Trial
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.units import MIB
 from autoaccum.workload.spec import Workload

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.api import plan as plan_by_trials
 from autoaccum.errors import UsageError
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import check_emittable, emit_wrapper, module_name
 from autoaccum.units import GIB
 from autoaccum.workload.loading import load_workload

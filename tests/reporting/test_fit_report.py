@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autoaccum.devices.base import Trial
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.fit_report import fit_record, print_fit
 from autoaccum.training.fit_events import FitResult, Updated

@@ -10,7 +10,7 @@ import pytest
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Outcome, Trial
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.plan_report import accumulator_line, print_plan
 from autoaccum.units import GIB, MIB

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from small_studies import FACTS, SPACE, plan_of, request_of, search_in, tuning_of
 
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.figures.tuning_figure import draw_tuning
 from autoaccum.reporting.tune_report import TuneProgress, print_tuning, tuning_record

@@ -8,7 +8,7 @@ from typing import Any
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Outcome, Phase, Trial
 from autoaccum.devices.explanation import CATEGORIES, Category, CurvePoint, Explanation, MemoryReport, Timeline
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.units import GIB, MIB
 
 POINTS = 200

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from autoaccum import Workload
 from autoaccum.devices.base import Trial
 from autoaccum.options import Options
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.tuning.optuna_search import Search
 from autoaccum.tuning.ranking import find_default_result, find_noise, rank
 from autoaccum.tuning.study import Study, open_storage, parse_storage_address, study_config

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.training.checkpoints import Checkpoints, read_checkpoint
 from autoaccum.training.fit_events import FitResult, Notice, Updated
 from autoaccum.training.fit_request import FitRequest

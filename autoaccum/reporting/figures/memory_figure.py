@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.explanation import CATEGORIES, CurvePoint, MemoryReport
-from autoaccum.planning.plan import Plan
+from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import one_line
 from autoaccum.reporting.figures.file_format import Format
 from autoaccum.reporting.figures.style import TITLE_POINTS, colour, label, picture_bytes, pointing

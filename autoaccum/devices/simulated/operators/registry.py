@@ -21,7 +21,6 @@ from autoaccum.devices.simulated.operators import (
     losses_and_dropout,
     matmul,
     normalization,
-    optimizers,
     reductions,
     rnn,
     sparse_gradients,

@@ -13,7 +13,7 @@ from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Trial
 from autoaccum.errors import PlanFileError, UsageError
 from autoaccum.files import check_output
-from autoaccum.planning.plan import SCHEMA, Plan
+from autoaccum.planning.plan_record import SCHEMA, Plan
 from autoaccum.units import GIB, MIB
 
 
