@@ -163,7 +163,7 @@ class SimulatedDevice(Device):
         """Predict a trial; if `fresh`, from a trace of these very parts."""
         began = time.monotonic()
         try:
-            traces = self._traces.of_schedule(parts, fresh, limit_seconds)
+            traces = self._traces.traces_of(parts, fresh, limit_seconds)
         except (WorkloadError, NotMeasuredError) as error:
             seconds = time.monotonic() - began
             return dataclasses.replace(_failed(error, parts, seconds, limit_seconds), limit_bytes=limit_bytes)
@@ -181,7 +181,7 @@ class SimulatedDevice(Device):
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
-        traces = self._traces.of_schedule(parts, fresh=True)
+        traces = self._traces.traces_of(parts, fresh=True)
         least_bytes = max(self._replayer.least_bytes(trace, self.limit_bytes) for trace in traces)
         band = max(
             (Band(self._context, self._replayer.with_sizes(trace)) for trace in traces), key=lambda band: band.bytes
@@ -200,7 +200,7 @@ class SimulatedDevice(Device):
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
         """Explain the memory of `parts` after a fresh trial of them; `options` are those of `Explainer.explain`."""
         deadline = Deadline(limit_seconds)
-        traces = self._traces.of_schedule(parts, True, deadline.left_seconds)
+        traces = self._traces.traces_of(parts, True, deadline.left_seconds)
         explainer = Explainer(self.name, self._context.bytes, self.limit_bytes, self._traces, self._replayer)
         return explainer.explain(traces, deadline, **options)
 
@@ -211,7 +211,7 @@ class SimulatedDevice(Device):
     def _peak_bytes(self, size: int) -> int | None:
         """Return the peak of a size that can be extrapolated; None for others."""
         try:
-            trace = self._traces.follow(size)
+            trace = self._traces.extrapolate(size)
         except (WorkloadError, NotMeasuredError):
             return None  # The trial of that size reports why.
         return None if trace is None else self._replayer.peak_bytes(trace)

@@ -146,7 +146,7 @@ def test_sizes_that_are_not_affine_are_traced_one_by_one() -> None:
     assert trial.peak_allocated_bytes == pytest.approx(16 * 25 * MIB + (LAYERS + 1) * squares(20), rel=0.03)
     assert (20, 20) in tracer.traced
     assert made.forecast().peak_bytes(20) is None
-    assert made.predict((20, 20)).notes[1].startswith("every size was traced by itself, memory is not affine in the")
+    assert made.predict((20, 20)).notes[1].startswith("every size was traced by itself, since memory is not affine")
     assert made.predict((20, 20)).warnings[0].startswith("the loss compares samples with each other (in-batch")
     assert made.predict((20,)).warnings == ()
 
@@ -159,7 +159,7 @@ def test_a_trace_that_is_not_what_followed_is_believed() -> None:
     assert traced.peak_reserved_bytes > promised.peak_reserved_bytes
     assert made.trial((40, 40)).fresh
     warning = made.predict((8, 8)).warnings[0]
-    assert warning.startswith("the trace of 30 + 30 is not what those of 2, 3, 5 promised: every size")
+    assert warning.startswith("the trace of 30 + 30 differs from the one that was extrapolated from sizes 2, 3, 5")
 
 
 def test_a_tracer_gets_the_time_that_is_left() -> None:

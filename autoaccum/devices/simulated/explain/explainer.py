@@ -143,7 +143,7 @@ class Explainer:
 
     def _follow(self, size: int, *, deadline: Deadline) -> Trace | None:
         """Return the trace of a size by its affine trace; None if there is none, or no time to fit it."""
-        return None if deadline.is_over else self.traces.follow(size, deadline.left_seconds)
+        return None if deadline.is_over else self.traces.extrapolate(size, deadline.left_seconds)
 
     def _growth(self, trace: Trace, deadline: Deadline) -> tuple[SizedTrace, SizedTrace] | None:
         """Return the events of `trace` with their sizes at two micro-batches; None if that cannot be traced."""
@@ -228,16 +228,16 @@ def forecast_peaks(
     traces = TraceCache(lambda: make_tracer(card), share)
     try:
         replayer = _replayer_of(card)
-        follows = traces.follow(_PROBE_SIZE, min(_MAX_SECONDS, limit_seconds or _MAX_SECONDS))
+        trace = traces.extrapolate(_PROBE_SIZE, min(_MAX_SECONDS, limit_seconds or _MAX_SECONDS))
     except AutoaccumError as error:
         return _no_forecast(error.message)
     finally:
         traces.close()
-    if follows is None:
+    if trace is None:
         return _no_forecast("; ".join(traces.notes) or "there are too few samples")
 
     def peak_bytes(size: int) -> int | None:
-        trace = traces.follow(size)
+        trace = traces.extrapolate(size)
         return None if trace is None else replayer.peak_bytes(trace)
 
     return Forecast(peak_bytes=peak_bytes)
@@ -259,7 +259,7 @@ def explain_installed_card(
     traces = TraceCache(lambda: make_tracer(card), share)
     try:
         explainer = Explainer(f"{card.name} (simulated)", outside_bytes, limit_bytes, traces, _replayer_of(card))
-        return explainer.explain(traces.of_schedule(parts, True, deadline.left_seconds), deadline, **options)
+        return explainer.explain(traces.traces_of(parts, True, deadline.left_seconds), deadline, **options)
     finally:
         traces.close()
 

@@ -21,6 +21,7 @@ from autoaccum.devices.simulated.operators import (
     losses_and_dropout,
     matmul,
     normalization,
+    optimizer_kernels,
     reductions,
     rnn,
     sparse_gradients,
@@ -29,7 +30,7 @@ from autoaccum.devices.simulated.operators.workspaces import AttachedHandler, Ha
 from autoaccum.devices.simulated.torch_patches import is_strictly_deterministic
 from autoaccum.devices.simulated.trace_records import MemoryStep, OutputAllocated, Workspace
 
-_PATCHING = (attention, convolution, optimizers, rnn)
+_PATCHING = (attention, convolution, optimizer_kernels, rnn)
 _WITH_WORKSPACES = (attention_workspace, *_PATCHING[1:], losses_and_dropout, normalization, indexing, reductions)
 
 

@@ -1,4 +1,4 @@
-"""Traces of one workload: those that were made, and those that follow from them."""
+"""A cache of one workload's traces: those that were made, and those that are extrapolated from them."""
 
 from __future__ import annotations
 
@@ -20,78 +20,77 @@ from autoaccum.devices.trial_requests import Inspect
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 
 _SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
-"""Of the traces a family is made of; or what multiplies the least size where micro-batches are multiples.
-One of a single sample often has other operators than larger ones: what is squeezed away, broadcast, not normalised."""
+"""Sizes that are traced to extrapolate others; or factors of the least size, if micro-batches must be multiples of it.
+A single sample is not traced: it often runs other operators, since its dimension is squeezed or broadcast."""
 
 
 class TraceCache:
-    """Calls a tracer as little as possible, and keeps what it replied; after a failure another is started.
+    """Calls a tracer as rarely as possible and keeps its traces; after a failure it starts a new tracer.
 
     Attributes:
-        share: Samples per update: no larger sizes are traced.
-        step: What micro-batches are multiples of.
-        notes: Sentences on sizes that do not follow from small ones.
-        warnings: Likewise, where that showed only when trials had relied on it.
-        grows_quadratically: Whether something grows with the square of the micro-batch.
+        share: Samples per update; no larger size is traced.
+        step: The number of samples of which every micro-batch is a multiple.
+        notes: Sentences for the plan on sizes that cannot be extrapolated from small ones.
+        warnings: The same, if trials had relied on the extrapolation before.
+        grows_quadratically: True if some block grows with the square of the micro-batch.
     """
 
     def __init__(self, make_tracer: Callable[[], Tracer], share: int) -> None:
         self._make_tracer, self.share = make_tracer, share
         self._tracer: Tracer | None = None
         self._made: dict[tuple[int, ...], Trace] = {}
-        self._family: AffineTrace | None = None
-        self._followed: dict[int, Trace] = {}
+        self._affine: AffineTrace | None = None
+        self._extrapolated: dict[int, Trace] = {}
         self._sizes: tuple[int, ...] = _SIZES
         self.step = 1
-        self._follows = share >= max(_SIZES)
+        self._can_extrapolate = share >= max(_SIZES)
         self.notes: list[str] = []
         self.warnings: list[str] = []
         self.grows_quadratically = False
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
-        """As the tracer does."""
+        """Inspect the workload in the tracer, and learn which multiples its micro-batches need."""
         inspection = self.call(Inspect(), limit_seconds).inspection
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
-            self._follows = self.share >= max(self._sizes)
+            self._can_extrapolate = self.share >= max(self._sizes)
         return inspection
 
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
-        """The trace of just these parts; where the family tells another one, it is believed no more."""
+        """Return the trace of exactly these parts, traced if it is not there yet."""
         if parts not in self._made:
             self.keep(self.call(TraceParts(parts=parts), limit_seconds))
         return self._made[parts]
 
     def keep(self, made: Trace) -> None:
-        """Take `made` for the trace of its parts; where the family tells another one, it is believed no more."""
+        """Keep a trace that was made. If it contradicts the extrapolated one, stop extrapolating."""
         self._made[made.parts] = made
-        if self._family is not None and not _agrees(self._family, made):
-            self._family, self._follows = None, False
+        if self._affine is not None and not _agrees(self._affine, made):
+            self._affine, self._can_extrapolate = None, False
             self.warnings.append(
-                f"the trace of {' + '.join(map(str, made.parts))} is not what those of"
-                f" {', '.join(map(str, sorted(self._sizes)))}"
-                " promised: every size that was tried after it was traced by itself, those before it may be a"
-                " little off"
+                f"the trace of {' + '.join(map(str, made.parts))} differs from the one that was extrapolated from sizes"
+                f" {', '.join(map(str, sorted(self._sizes)))}: later sizes were traced one by one, earlier peaks may be"
+                " a little off"
             )
 
-    def of_schedule(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
-        """The traces a trial of `parts` rests on; of a fresh one, the least part is in one that was made."""
+    def traces_of(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
+        """Return the traces for a trial of `parts`; for a fresh one the smallest part is traced, not extrapolated."""
         pairs = dict.fromkeys(pairwise(parts)) if len(parts) > 2 else {parts: None}
         traces = []
-        for pair in sorted(pairs, key=sum):  # The one that is made first tells whether others follow.
-            follows = len(set(pair)) == 1 and len(pair) == 2 and not (fresh and min(pair) == min(parts))
-            trace = self.follow(pair[0], limit_seconds) if follows else None
+        for pair in sorted(pairs, key=sum):  # The first trace that is made shows if the others can be extrapolated.
+            extrapolates = len(set(pair)) == 1 and len(pair) == 2 and not (fresh and min(pair) == min(parts))
+            trace = self.extrapolate(pair[0], limit_seconds) if extrapolates else None
             traces.append(trace or self.make(pair, limit_seconds))
         return traces
 
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
-        """Call the tracer, which is started where there is none; after a failure another is."""
+        """Call the tracer and start it if there is none; after a failure the next call starts a new one."""
         try:
             if self._tracer is None:
                 self._tracer = self._make_tracer()
             return self._tracer.call(request, limit_seconds)
-        except DoesNotFitError as error:  # The host, not the card.
+        except DoesNotFitError as error:  # The host ran out of memory, not the card.
             self.close()
             raise NotMeasuredError(
                 error.message, hint="trace on a machine with more memory, or take a smaller --max-micro-batch"
@@ -101,24 +100,25 @@ class TraceCache:
             raise
 
     def was_traced(self, trace: Trace) -> bool:
-        """Return whether the tracer told just this one."""
+        """Return whether this trace was made by the tracer, not extrapolated."""
         return self._made.get(trace.parts) is trace
 
-    def follow(self, size: int, limit_seconds: float | None = None) -> Trace | None:
-        """The trace of two parts of `size` as it follows from small ones; None where it does not."""
-        if not self._follows or size < min(self._sizes):
+    def extrapolate(self, size: int, limit_seconds: float | None = None) -> Trace | None:
+        """Return the extrapolated trace of two parts of `size`; None if it cannot be extrapolated."""
+        if not self._can_extrapolate or size < min(self._sizes):
             return None
         try:
-            self._family = self._family or self._make_family(limit_seconds)
-            if size not in self._followed:
-                self._followed[size] = self._family.at(size)
-            return self._followed[size]
+            self._affine = self._affine or self._fit_affine(limit_seconds)
+            if size not in self._extrapolated:
+                self._extrapolated[size] = self._affine.at(size)
+            return self._extrapolated[size]
         except NotAffineError as error:
-            self._family, self._follows = None, False
-            self.notes.append(f"every size was traced by itself, memory is not affine in the batch ({error.message})")
+            self._affine, self._can_extrapolate = None, False
+            reason = f"since memory is not affine in the batch ({error.message})"
+            self.notes.append(f"every size was traced by itself, {reason}")
             return None
 
-    def _make_family(self, limit_seconds: float | None) -> AffineTrace:
+    def _fit_affine(self, limit_seconds: float | None) -> AffineTrace:
         began = time.monotonic()
         traces = []
         for size in self._sizes:
@@ -134,12 +134,12 @@ class TraceCache:
             tracer.close()
 
 
-def _agrees(family: AffineTrace, made: Trace) -> bool:
-    """Return whether `made` is what follows for its parts; of a block in a smaller last part either size will do."""
-    if len(made.parts) != 2 or min(made.parts) < min(family.sizes):
+def _agrees(affine: AffineTrace, made: Trace) -> bool:
+    """Return whether a trace equals the extrapolated one; blocks of a smaller last part may have either size."""
+    if len(made.parts) != 2 or min(made.parts) < min(affine.sizes):
         return True
     try:
-        large, small = (family.at(size) for size in (max(made.parts), min(made.parts)))
+        large, small = (affine.at(size) for size in (max(made.parts), min(made.parts)))
     except NotAffineError:
         return False
     sizes = zip(made.sizes, large.sizes, small.sizes, strict=False)
