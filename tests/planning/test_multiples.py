@@ -109,7 +109,7 @@ def test_is_found_out_on_a_simulated_card_and_emitted(tmp_path: Path) -> None:
     step = import_file(written)
     assert [len(x) for x, _ in step.cut(pairs(30))] == [10, 10, 10]
     assert [len(x) for x, _ in step.cut(pairs(26))] == [10, 8, 8]
-    with pytest.raises(ValueError, match="7 samples are no multiple of 2"):
+    with pytest.raises(ValueError, match="7 samples are not a multiple of 2"):
         step.cut(pairs(7))
 
 
