@@ -187,7 +187,7 @@ def _peak(plan: Plan) -> str:
     peak, least = format_bytes(plan.peak_bytes), plan.least_bytes
     label = "" if plan.kind == "measured" else " (predicted)"
     if least is not None and plan.headroom_bytes < 0:
-        return f"{format_bytes(least)} of {limit} at least, {peak} with room to spare{label}"
+        return f"{format_bytes(least)} needed of {limit}, {peak} if the allocator had room{label}"
     least_words = "" if least is None or label else f", least budget {format_bytes(least)}"
     return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB{least_words}"
 

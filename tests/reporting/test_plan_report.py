@@ -134,7 +134,7 @@ def test_the_first_three_messages_are_shown_with_warnings_before_notes() -> None
         (predicted(), "device       rtx3090 (simulated), NVIDIA GeForce RTX 3090, 23.6 GiB\n"),
         (
             predicted(peak_bytes=1100 * MIB),
-            "peak         800 MiB of 1.0 GiB at least, 1.1 GiB with room to spare (predicted)\n",
+            "peak         800 MiB needed of 1.0 GiB, 1.1 GiB if the allocator had room (predicted)\n",
         ),
     ],
 )
