@@ -16,11 +16,7 @@ positive = seconds = click.FloatRange(0, min_open=True)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _FLAGS: Final[dict[str, dict[str, Any]]] = {
-    "device": {
-        "default": "auto",
-        "metavar": "auto|cpu|cuda|cuda:N",
-        "help": "Where trials run; auto is the GPU if there is one.",
-    },
+    "device": {"default": "auto", "metavar": "auto|cpu|cuda|cuda:N", "help": "Where trials run; auto: a GPU, if any."},
     "gpu": {
         "metavar": "NAME",
         "help": "Predict for this card instead, without a GPU: a name of `autoaccum gpus`, or a size such as 24GiB.",
@@ -47,23 +43,15 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "help": "Memory that the training loop holds beside the step. outputs: outputs and loss of the last "
         "micro-batch, as a loop that logs them does; ema: an average of the weights. Repeatable.",
     },
-    "evaluation_batch": {
-        "type": count,
-        "metavar": "N",
-        "help": "Fit an evaluation in batches of N samples between updates, too.",
-    },
-    "worst_of": {
-        "type": count,
-        "metavar": "N",
-        "help": "Make batches of the longest of N samples of the dataset.",
-    },
+    "evaluation_batch": {"type": count, "metavar": "N", "help": "Also fit an evaluation in batches of N samples."},
+    "worst_of": {"type": count, "metavar": "N", "help": "Make batches of the longest of N samples of the dataset."},
     "world_size": {"type": count, "metavar": "N", "default": 1, "help": "Ranks that share the target batch."},
     "multiple_of": {"type": count, "metavar": "N", "help": "Use only micro-batches that are multiples of N."},
     "equal": {"is_flag": True, "help": "Use only equal micro-batches."},
     "time_limit": {
         "type": seconds,
         "metavar": "SECONDS",
-        "help": "End the search after this time; the largest size that ran by then is confirmed.",
+        "help": "End the search then, with the largest size that ran.",
     },
     "trial_limit": {"type": seconds, "metavar": "SECONDS", "help": "End a trial after this time.  [default: 600]"},
 }
