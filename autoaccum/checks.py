@@ -1,10 +1,12 @@
-"""Validators of arguments: counts, seconds, words, flags and functions, and the words their messages are made of."""
+"""Validators of arguments and of the process: counts, words, flags, functions, ranks; and the words of messages."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import operator
+import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -98,3 +100,26 @@ def join_words(words: Iterable[str], last: str = "and") -> str:
     """
     *others, end = words
     return f"{', '.join(others)} {last} {end}" if others else end
+
+
+def check_group() -> None:
+    """Raise UsageError if this process is one of several ranks."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    if (count := distributed.get_world_size()) > 1:
+        raise UsageError(
+            f"this process is one of {count} ranks, and several ranks are not built yet",
+            hint="run it in one process, without torch.distributed",
+        )
+
+
+def check_launch() -> None:
+    """Raise UsageError if this process is one of several that a launcher started, or one of several ranks."""
+    count = os.environ.get("WORLD_SIZE", "")
+    if count.isdecimal() and int(count) > 1:
+        raise UsageError(
+            f"this process is one of {int(count)} (WORLD_SIZE), and several ranks are not built yet",
+            hint="start it once, without torchrun; `autoaccum plan --world-size N` plans for ranks all the same",
+        )
+    check_group()

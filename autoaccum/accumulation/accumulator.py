@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum.accumulation.argument_checks import (
     check_clip_norm,
-    check_group,
     check_model,
     check_optimizer,
     check_precision,
@@ -55,6 +54,7 @@ from autoaccum.accumulation.step_result import StepObserver, StepPhase, Weightin
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
+from autoaccum.checks import check_group
 from autoaccum.errors import DoesNotFitError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch

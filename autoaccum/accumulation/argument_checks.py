@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from autoaccum.checks import read_count
+from autoaccum.checks import check_group, read_count
 from autoaccum.errors import UsageError
 from autoaccum.workload.optimizers import needs_closure
 
@@ -21,7 +19,6 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
-_NOT_YET = "several ranks are not built yet"
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -135,29 +132,6 @@ def checked_micro_batch(micro_batch: Any, multiple_of: int = 1, *, what: str = "
     return number
 
 
-def check_group() -> None:
-    """Raise UsageError if this process is one of several ranks."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return
-    if (count := distributed.get_world_size()) > 1:
-        raise UsageError(
-            f"this process is one of {count} ranks, and {_NOT_YET}",
-            hint="run it in one process, without torch.distributed",
-        )
-
-
-def check_launch() -> None:
-    """Raise UsageError if this process is one of several that a launcher started, or one of several ranks."""
-    count = os.environ.get("WORLD_SIZE", "")
-    if count.isdecimal() and int(count) > 1:
-        raise UsageError(
-            f"this process is one of {int(count)} (WORLD_SIZE), and {_NOT_YET}",
-            hint="start it once, without torchrun; `autoaccum plan --world-size N` plans for ranks all the same",
-        )
-    check_group()
-
-
 def check_unsharded(model: nn.Module) -> None:
     """Raise UsageError if the model or a module within it is distributed over ranks, even over a single one."""
     found = next(_distributed_parts(model), None)
@@ -165,7 +139,8 @@ def check_unsharded(model: nn.Module) -> None:
         name, what = found
         where = f"{name} in the model" if name else "the model"
         raise UsageError(
-            f"{where} is {what}, and {_NOT_YET}", hint="give the bare module, in one process: not wrapped, not sharded"
+            f"{where} is {what}, and several ranks are not built yet",
+            hint="give the bare module, in one process: not wrapped, not sharded",
         )
 
 

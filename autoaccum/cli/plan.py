@@ -112,8 +112,8 @@ def command(
       2  wrong usage, or the workload is missing or raises
       3  the trials gave no answer
     """
-    from autoaccum.accumulation.argument_checks import check_launch
     from autoaccum.api import plan
+    from autoaccum.checks import check_launch
     from autoaccum.reporting.console import make_console, print_labelled
     from autoaccum.reporting.plan_report import PlanProgress, print_plan
 

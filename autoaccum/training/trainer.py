@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.accumulation.out_of_memory import is_context_dead
 from autoaccum.accumulation.rng_state import RngState, derive_seed, initialized_cuda_devices, seed_generators
+from autoaccum.checks import check_launch
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.data_source import open_source
 from autoaccum.training.data_windows import DataSettings

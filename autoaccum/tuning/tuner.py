@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.accumulation.argument_checks import check_launch
+from autoaccum.checks import check_launch
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan

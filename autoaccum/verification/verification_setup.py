@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.accumulation.argument_checks import check_launch
 from autoaccum.accumulation.rng_state import preserve_rng_state
-from autoaccum.checks import read_count
+from autoaccum.checks import check_launch, read_count
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import data_limit, read_host_memory, read_process_memory

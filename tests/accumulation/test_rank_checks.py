@@ -14,7 +14,8 @@ from click.testing import CliRunner
 from torch import nn
 
 from autoaccum import Accumulator, fit, plan, verify
-from autoaccum.accumulation.argument_checks import check_launch, check_unsharded
+from autoaccum.accumulation.argument_checks import check_unsharded
+from autoaccum.checks import check_launch
 from autoaccum.cli import main
 from autoaccum.errors import UsageError
 

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.argument_checks import check_group, check_model, check_optimizer
+from autoaccum.accumulation.argument_checks import check_model, check_optimizer
 from autoaccum.accumulation.reachable_objects import find_python_attributes, find_reachable
 from autoaccum.accumulation.rng_state import Generator, module_generators
+from autoaccum.checks import check_group
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
