@@ -42,7 +42,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
                 raise UsageError("there is no argument 'memory'", hint='the budget is limit="20GiB" here')
             failure = check_fits(_find(os.fspath(workload), root, beside), root, memory=limit, **asked)
         except AutoaccumError as error:
-            failure = _told(error)
+            failure = _describe_error(error)
         if failure:
             pytest.fail(failure, pytrace=False)
 
@@ -50,7 +50,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 def _find(workload: str, root: Path, beside: Path) -> str:
-    """The reference with its file's whole path; a module as it is.
+    """Return the reference with the absolute path of its file; a module unchanged.
 
     Raises:
         WorkloadError: There is no such file.
@@ -68,7 +68,7 @@ def _find(workload: str, root: Path, beside: Path) -> str:
     return workload
 
 
-def _told(error: AutoaccumError) -> str:
-    """The user's own frames, where their code raised, and the sentence."""
+def _describe_error(error: AutoaccumError) -> str:
+    """Return the message, below the user's own frames if their code raised."""
     traceback: str | None = getattr(error, "user_traceback", None)
     return f"{traceback.rstrip()}\n{error}" if traceback else str(error)

@@ -169,7 +169,7 @@ def _is_signal(error: BaseException) -> bool:
 
 @contextmanager
 def _warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
-    """One line for each of Python's warnings, ours among them."""
+    """Print one line for each of Python's warnings."""
     with warnings.catch_warnings():
 
         def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -196,7 +196,7 @@ def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, *, as_json: boo
 
 
 class _Seen:
-    """What was heard of a training, for where it ends early.
+    """The last events of a training, for a message where it ends early.
 
     Attributes:
         last: The last update of a whole batch, as that at the end of an epoch may not be; else the last.
@@ -220,7 +220,7 @@ class _Seen:
             self._kept, self._update = (event.update, event.resumed_from), event.update
 
     def tell_end(self, how: str) -> None:
-        """One line on stderr: what was kept, and how to go on."""
+        """Print what was saved, and how to resume."""
         if self._kept is None:
             _say(f"{how} before training began: nothing is lost")
             return
@@ -232,7 +232,7 @@ class _Seen:
         )
 
     def tell_kept(self) -> None:
-        """One line on stderr above an error: what is not lost."""
+        """Print above an error which state was saved."""
         if self._kept is not None:
             _say(f"note: the state after update {self._kept[0]} is kept: {relative_path(self._kept[1])}")
 

@@ -1,4 +1,4 @@
-"""What a command leaves behind: files that are settled before any trial, a stdout of its own, commands to offer."""
+"""The outputs of a command: files that are checked before any trial, an own stdout, and commands to suggest."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WAYS_OUT = {
 
 
 class Outputs:
-    """What is to be written where.
+    """The files that `autoaccum plan` writes.
 
     Args:
         output: For the plan; None: nowhere, like the others.
@@ -144,7 +144,7 @@ def check_apart(option: str, file: str, workload: str) -> None:
 
 
 def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] | None = None) -> list[str]:
-    """The command line that is running, in an order of its own.
+    """Return the words of the running command line, in the order of its parameters.
 
     Args:
         without: Names of parameters to leave out.
@@ -173,7 +173,7 @@ def _word(value: Any) -> str:
 
 
 def _program() -> list[str]:
-    """How this program was called, so that what is offered can be pasted."""
+    """Return how this program was called, so that suggested commands can be pasted."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py" and called.parent.name == "autoaccum":
         return [sys.executable, "-m", "autoaccum"]
@@ -182,7 +182,7 @@ def _program() -> list[str]:
 
 @contextmanager
 def stdout_kept() -> Iterator[None]:
-    """What the workload prints, by whatever means, goes to stderr: stdout is for what the command came to."""
+    """Send everything that the workload prints to stderr: stdout is for the result of the command."""
     kept = os.dup(1)
     try:
         _flush_stdout()

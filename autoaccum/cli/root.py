@@ -96,7 +96,7 @@ def _guarded(run: Callable[[], None], asked: str) -> int:
 
 
 def _report_unforeseen(error: Exception) -> int:
-    """A stdout that cannot be written is not ours to mend; anything else is."""
+    """Report a stdout that cannot be written as the user's, and any other exception as a fault of autoaccum."""
     if isinstance(error, OSError) and error.errno in _CANNOT_WRITE:
         _silence_stdout()
         return _report(UsageError(f"stdout cannot be written ({error.strerror})", hint="send it to another place"))
@@ -121,7 +121,7 @@ def _say(text: str) -> None:
 
 
 def _usage_error(error: click.ClickException, asked: str) -> UsageError:
-    """What click found wrong, in our words: seen, bound, way out."""
+    """Return click's error as a UsageError with a hint."""
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
     command = context.command_path if context else asked

@@ -22,7 +22,7 @@ _OF_THE_STUDY = (
     *("target_batch", "trials", "learning_rate", "budget_samples", "budget_seconds", "confirm", "storage", "study"),
     *("sampler", "pruner", "memory", "reserve", "time_limit", "trial_limit", "heartbeat"),
 )
-"""What a training has no use for, or is told anyway."""
+"""The flags that a command for `fit` leaves out, or gives itself."""
 
 
 @click.command("tune", cls=HelpWithHeadings, short_help="Search the learning rate by a study of real trainings.")
