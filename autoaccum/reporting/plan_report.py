@@ -97,8 +97,8 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
             "band",
             Text(f"{format_bytes(plan.band_bytes)} either way, of what is needed and of what the card has free"),
         )
-    if companions := describe_extra_memory(plan):
-        yield "along with", Text("; ".join(companions))
+    if extra := describe_extra_memory(plan):
+        yield "along with", Text("; ".join(extra))
     if plan.workload.get("worst_of") is not None:
         yield "batches", Text(f"of the longest of {plan.workload['worst_of']} samples of the dataset")
     if plan.workload.get("batchnorm") in _MODES:

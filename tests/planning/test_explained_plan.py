@@ -89,7 +89,7 @@ def test_it_takes_about_as_many_rehearsals_as_the_plan_itself() -> None:
     plain, explained = SyntheticTracer(suggestions=suggestions), SyntheticTracer(suggestions=suggestions)
     explain(plain, explain=False)
     found = changes_of(explain(explained))
-    # Each question with a limit is a rehearsal: one that labels, and one for each change, whatever the plan took.
+    # Each question with a limit is a trial run: one that labels, and one for each change, whatever the plan took.
     assert len(explained.limits) - len(plain.limits) == 1 + len(found) == 5
 
 
@@ -314,7 +314,7 @@ def test_a_change_is_the_plan_of_the_workload_changed_by_hand(write_workload: Ca
 
 
 def test_what_differs_from_trace_to_trace_is_no_change() -> None:
-    """A batch as long as a counter says, or a list that grows: the next rehearsal takes other memory by itself."""
+    """A batch as long as a counter says, or a list that grows: the next trial run takes other memory by itself."""
 
     class Growing(SyntheticTracer):
         def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:

@@ -381,16 +381,16 @@ def test_an_error_stops_at_once(
     each=st.integers(2, 8),
     cap=st.integers(1, 200),
     peaks=st.booleans(),
-    foreseen=st.booleans(),
+    forecast=st.booleans(),
 )
-def test_tries_multiples_only(ceiling: int, each: int, cap: int, peaks: bool, foreseen: bool) -> None:
+def test_tries_multiples_only(ceiling: int, each: int, cap: int, peaks: bool, forecast: bool) -> None:
     trial = linear(ceiling) if peaks else scripted(lambda n: "ok" if n <= ceiling else "oom")
     slope = 0.7 * LIMIT / (ceiling + 0.5)
     asked: dict[str, Any] = {
         "limit_bytes": LIMIT,
         "least_size": each,
         "multiple_of": each,
-        "predict": (lambda n: int(0.3 * LIMIT + slope * n)) if foreseen else None,
+        "predict": (lambda n: int(0.3 * LIMIT + slope * n)) if forecast else None,
     }
     if ceiling < each:
         with pytest.raises(DoesNotFitError):

@@ -135,7 +135,7 @@ def test_the_ceiling_falls_rises_and_survives_a_stop(tmp_path: Path) -> None:
     result = fit_crowded(model, listen, steps=120, run_dir=tmp_path, checkpoint_every=10)
     started = [event for event in events if isinstance(event, Started)]
     assert [event.micro_batch for event in started] == [32, 7]
-    assert sizes[-1] == 32, "after a calm stretch all of it is used again"
+    assert sizes[-1] == 32, "after a while without OOM all of it is used again"
     assert [event.micro_batch for event in events if isinstance(event, CeilingRaised)][-1] == 32
     assert result.oom_retries == sum(isinstance(event, OutOfMemoryRetry) for event in events) > 0
 
