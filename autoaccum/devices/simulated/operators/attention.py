@@ -282,7 +282,8 @@ def _efficient(call: AttentionCall, scale: float) -> Tensor:
     mask = call.mask
     if mask is not None:
         mask = _additive(mask, call.query.dtype)
-        if not _aligned(mask):
+        # The kernel can read only such strides (`aligned_tensor<8>`).
+        if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]):
             mask = F.pad(mask, (0, 8 - mask.size(-1) % 8))[..., : mask.size(-1)]
         mask = mask.expand(*call.query.shape[:3], call.key.size(2))
     args = *call.inputs, mask, call.trains, call.dropout, call.causal
@@ -360,8 +361,3 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.where(mask.logical_not(), -math.inf, torch.scalar_tensor(0.0, dtype=dtype, device=mask.device))
-
-
-def _aligned(mask: Tensor) -> bool:
-    """Return whether memory-efficient attention can read the strides of a mask (`aligned_tensor<8>`)."""
-    return all(stride % 8 == 0 for stride in mask.stride()[:-1]) and mask.stride(-1) == 1

@@ -49,8 +49,7 @@ def flash_splits(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -
 
     Numbers: batch, heads, queries, keys, head size.
     """
-    size = _flash_split_rows(numbers, card) * 4 * round_up(numbers[-1], 32)
-    return Estimate(bytes=size)
+    return Estimate(bytes=_flash_split_rows(numbers, card) * 4 * round_up(numbers[-1], 32))
 
 
 def flash_split_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -224,10 +223,8 @@ def _copies_of_rows(*tensors: Tensor) -> list[Workspace]:
 def _rows_come_first(tensor: Tensor) -> bool:
     _, heads, rows, size = tensor.shape
     wanted = (rows * heads * size, size, heads * size, 1)
-    return all(
-        extent == 1 or stride == right
-        for extent, stride, right in zip(tensor.shape, tensor.stride(), wanted, strict=True)
-    )
+    dimensions = zip(tensor.shape, tensor.stride(), wanted, strict=True)
+    return all(extent == 1 or stride == right for extent, stride, right in dimensions)
 
 
 WORKSPACES: Mapping[str, Handler] = {

@@ -1,13 +1,12 @@
 """Convolutions as on a card: the memory format that cuDNN runs in, and the workspaces of its kernels.
 
-The size of cuDNN's workspace is in cudnn_workspace.py.
+The size of cuDNN's workspace is in workspace_rules.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -70,19 +69,16 @@ def _convolution_gradient(call: OperatorCall) -> list[Workspace]:
 def _workspace(call: OperatorCall, read: int, written: int, layout: torch.memory_format) -> list[Workspace]:
     tensor, weight = call["input"], call["weight"]
     channels_last = layout != torch.contiguous_format
-    if _depthwise(call) and not channels_last and tensor.dtype != torch.float16:
+    # PyTorch's own kernel may run instead of cuDNN's (`use_cudnn_depthwise` in Convolution.cpp).
+    depthwise = call["groups"] > 1 and tensor.shape[1] == call["groups"] and not call["transposed"]
+    if depthwise and not channels_last and tensor.dtype != torch.float16:
         return []
     tf32 = _cudnn.conv.fp32_precision != "ieee"
     flags = (int(channels_last), int(tf32), int(torch.backends.cudnn.benchmark))
     return [Workspace("convolution", (read, written, weight.dtype.itemsize, *flags))]
 
 
-def _depthwise(call: OperatorCall) -> bool:
-    """Return whether PyTorch's own kernel may run instead of cuDNN's (`use_cudnn_depthwise` in Convolution.cpp)."""
-    tensor, groups = call["input"], call["groups"]
-    return bool(groups > 1 and tensor.shape[1] == groups and not call["transposed"])
-
-
-WORKSPACES: Mapping[str, Handler] = MappingProxyType(
-    {"convolution": _convolution, "convolution_backward": _convolution_gradient}
-)
+WORKSPACES: Mapping[str, Handler] = {
+    "convolution": _convolution,
+    "convolution_backward": _convolution_gradient,
+}

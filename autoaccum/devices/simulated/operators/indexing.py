@@ -31,17 +31,10 @@ from autoaccum.devices.simulated.trace_records import Freed, MemoryStep, OutputA
 _BAG_OF_MAXIMA = 2
 _SMALL_SORT = 4096
 """The longest row that one block of threads sorts (ATen/native/cuda/Sort.cu)."""
-_FEW_INDICES = 3072
+_MANY_INDICES = 3073
+"""The least number of indices that the gradient of an embedding sorts (ATen/native/cuda/Embedding.cu)."""
 _ROWS_PER_THREAD = 10
 _SCAN_TILE = 15 * 128
-
-
-def _index_threshold(*, bag: bool) -> int:
-    """Return the least number of indices for which the gradient of an embedding sorts them.
-
-    ATen/native/cuda/Embedding.cu; `bag` is for `nn.EmbeddingBag`.
-    """
-    return 1 if bag else _FEW_INDICES + 1
 
 
 def embedding_sums(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -113,14 +106,14 @@ RULES = {
 
 def _embedding_gradient(call: OperatorCall) -> list[MemoryStep]:
     grad, indices = call["grad_output"], call["indices"]
-    least = 1 if call["scale_grad_by_freq"] else _index_threshold(bag=False)
+    least = 1 if call["scale_grad_by_freq"] else _MANY_INDICES
     return layout_copies(grad, indices) + _embedding(grad, indices, call["num_weights"], least)
 
 
 def _embedding_bag_gradient(call: OperatorCall) -> list[MemoryStep]:
     if call["mode"] == _BAG_OF_MAXIMA:
         return []
-    return _embedding(call["grad"], call["indices"], call["num_weights"], _index_threshold(bag=True))
+    return _embedding(call["grad"], call["indices"], call["num_weights"], 1)
 
 
 def _embedding(grad: Tensor, indices: Tensor, rows: int, least: int) -> list[MemoryStep]:

@@ -148,16 +148,12 @@ def _softmax_gradient(call: OperatorCall) -> list[Workspace]:
     return [product, *layout_copies(grad), *layout_copies(output)]
 
 
-def _ctc_gradient(call: OperatorCall) -> list[Workspace]:
-    return [Workspace("ctc_gradient", (bytes_of(call["log_alpha"]),))]
-
-
 WORKSPACES: Mapping[str, Handler] = {
     "native_dropout": _dropout_workspaces,
     **dict.fromkeys(("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"), _loss),
     "binary_cross_entropy_with_logits": _loss_with_logits,
     **dict.fromkeys(("_softmax", "_log_softmax", "_log_softmax_backward_data"), _softmax_copies),
     "_softmax_backward_data": _softmax_gradient,
-    "_ctc_loss_backward": _ctc_gradient,
+    "_ctc_loss_backward": lambda call: [Workspace("ctc_gradient", (bytes_of(call["log_alpha"]),))],
 }
 ATTACHED: Mapping[str, AttachedHandler] = dict.fromkeys(("mse_loss", "smooth_l1_loss"), _loss_elements)

@@ -104,9 +104,7 @@ def configured_lt_bytes(environment: Mapping[str, str]) -> int:
 
 def keeps_workspace(environment: Mapping[str, str], torch_version: tuple[int, int]) -> bool:
     """Return whether a workspace stays allocated after its first use."""
-    if torch_version < (2, 15):
-        return True
-    return bool(_flag(environment, "TORCH_CUBLAS_WORKSPACE_CACHE"))
+    return torch_version < (2, 15) or bool(_flag(environment, "TORCH_CUBLAS_WORKSPACE_CACHE"))
 
 
 def shares_workspace(environment: Mapping[str, str], torch_version: tuple[int, int]) -> bool:

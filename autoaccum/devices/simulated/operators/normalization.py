@@ -1,7 +1,7 @@
 """Layer, batch and group norm as on a card: cuDNN's or PyTorch's own kernels, and their workspaces.
 
-Their sizes are in normalization_workspace.py, those of cuDNN in cudnn_workspace.py. Layer, group and RMS norm have one
-kernel each on CUDA, whose statistics are like those of fake tensors. An instance norm is a batch norm.
+The sizes of workspaces are in workspace_rules.py. Layer, group and RMS norm have one kernel each on CUDA, with
+statistics like those of fake tensors. An instance norm is a batch norm.
 """
 
 from __future__ import annotations

@@ -108,6 +108,7 @@ def _sorted(dimensions: list[_Dimension]) -> list[_Dimension]:
     return dimensions
 
 
+_HALF = ("torch.float16", "torch.bfloat16")
 _MAX_THREADS = 512
 _WARP = 32
 _LEAST_VALUES, _MOST_VALUES = 16, 256
@@ -117,12 +118,12 @@ _MOST_32_BIT = 2**31 - 1
 
 def reduction(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """The staging area. Numbers: `reduction_numbers`."""
-    return Estimate(bytes=_launch(numbers, card).staging_bytes)
+    return Estimate(bytes=_staging_and_flags(numbers, card)[0])
 
 
 def reduction_flags(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
     """One counter for each column of blocks. Numbers: `reduction_numbers`."""
-    return Estimate(bytes=_launch(numbers, card).flag_bytes)
+    return Estimate(bytes=_staging_and_flags(numbers, card)[1])
 
 
 def foreach_norm(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:
@@ -136,30 +137,20 @@ def reduction_numbers(layout: Layout, *, accumulator_bytes: int, element_bytes: 
     return (accumulator_bytes, element_bytes, unroll, layout.reduced, *layout.shape, *layout.strides)
 
 
-@dataclass(frozen=True)
-class _Launch:
-    staging_bytes: int
-    flag_bytes: int
-
-
-def _launch(numbers: Numbers, card: Card) -> _Launch:
+def _staging_and_flags(numbers: Numbers, card: Card) -> tuple[int, int]:
+    """Return the bytes of the staging area and of the counters."""
     accumulator, element, unroll, reduced, *rest = numbers
     shape, strides = list(rest[: len(rest) // 2]), rest[len(rest) // 2 :]
     if not shape or 0 in shape:
-        return _Launch(0, 0)
-    _halve_until_32_bit(shape, strides, element)
-    layout = Layout(reduced, tuple(shape), tuple(strides))
-    return _split(layout, accumulator, unroll, card)
-
-
-def _halve_until_32_bit(shape: list[int], strides: list[int], element: int) -> None:
-    """Halve the input as `TensorIterator::with_32bit_indexing` does; the parts run one after the other."""
+        return 0, 0
+    # Halve the input as `TensorIterator::with_32bit_indexing` does; the parts run one after the other.
     while sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) * element >= _MOST_32_BIT:
         widest = max(range(len(shape)), key=lambda dim: (shape[dim] - 1) * strides[dim])
         shape[widest] = ceil_div(shape[widest], 2)
+    return _split(Layout(reduced, tuple(shape), tuple(strides)), accumulator, unroll, card)
 
 
-def _split(layout: Layout, accumulator: int, unroll: int, card: Card) -> _Launch:
+def _split(layout: Layout, accumulator: int, unroll: int, card: Card) -> tuple[int, int]:
     """Return what a reduction takes if several blocks of threads share its outputs (`setReduceConfig`)."""
     inputs, outputs = prod(layout.shape[: layout.reduced]), prod(layout.shape[layout.reduced :])
     along = layout.reduced == len(layout.shape) or layout.strides[0] < layout.strides[layout.reduced]
@@ -167,16 +158,16 @@ def _split(layout: Layout, accumulator: int, unroll: int, card: Card) -> _Launch
     width, height = _block(inputs, outputs, vector, along, unroll, layout)
     values = ceil_div(inputs, width) if along else inputs
     if values < min(height * _LEAST_VALUES, _MOST_VALUES):
-        return _Launch(0, 0)
+        return 0, 0
     values = ceil_div(inputs, width * height if along else height)
     grid = ceil_div(outputs // vector, 1 if along else width)
     blocks = card.multiprocessors * (card.threads_per_multiprocessor // (width * height))
     if values < _MOST_VALUES or grid > blocks:
-        return _Launch(0, 0)
+        return 0, 0
     shares = max(min(ceil_div(blocks, grid), ceil_div(values, _LEAST_VALUES)), ceil_div(values, _MOST_VALUES))
     if shares == 1:
-        return _Launch(0, 0)
-    return _Launch(accumulator * outputs * shares * (1 if along else width * vector), 4 * grid)
+        return 0, 0
+    return accumulator * outputs * shares * (1 if along else width * vector), 4 * grid
 
 
 def _block(inputs: int, outputs: int, vector: int, along: bool, unroll: int, layout: Layout) -> tuple[int, int]:
@@ -204,9 +195,6 @@ RULES = {
     "cast_copy": product_rule(),  # ATen/native/ReduceOpsUtils.h, make_reduction: the input in the output's dtype.
     "difference": product_rule(),  # ATen/native/ReduceOps.cpp, logsumexp: the input less its maximum.
 }
-
-
-_HALF = ("torch.float16", "torch.bfloat16")
 
 
 def reduction_workspaces(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -78,10 +78,8 @@ class WorkspaceObserver:
     """Finds the memory of top-level operators on fake CUDA tensors."""
 
     def __init__(self, card: Card, torch_version: tuple[int, int]) -> None:
-        self.card = card
-        self.torch_version = torch_version
+        self._torch_version = torch_version
         self._cublas = matmul.Cublas(os.environ, torch_version)
-        self._signatures: dict[Any, Signature] = {}
         handlers = {name: handler for family in _WITH_WORKSPACES for name, handler in family.WORKSPACES.items()}
         self._handlers: Mapping[Any, Handler] = _by_operator(handlers)
         attached = {**rnn.ATTACHED, **losses_and_dropout.ATTACHED}
@@ -95,25 +93,20 @@ class WorkspaceObserver:
         """Return the memory of `func` in addition to its outputs `out`."""
         operator = func.overloadpacket
         handler = self._handlers.get(operator)
-        if handler is None and operator not in self._products:
-            return _NOTHING
-        if not _on_card(args):
+        if (handler is None and operator not in self._products) or not _on_card(args):
             return _NOTHING
         if handler is None:
             with_bias = operator in self._with_bias
             return OperatorMemory(*self._cublas.workspaces(args, with_bias=with_bias, thread=int(in_backward)))
         deterministic = torch.are_deterministic_algorithms_enabled(), is_strictly_deterministic()
-        call = OperatorCall(self._signature(func), args, kwargs, out, self.torch_version, *deterministic)
+        call = OperatorCall(_signature(func), args, kwargs, out, self._torch_version, *deterministic)
         attached = self._attached.get(operator)
         return OperatorMemory(handler(call), attached=[] if attached is None else attached(call))
 
-    def _signature(self, func: Any) -> Signature:
-        signature = self._signatures.get(func)
-        if signature is None:
-            arguments = func._schema.arguments
-            signature = {each.name: (index, each.default_value) for index, each in enumerate(arguments)}
-            self._signatures[func] = signature
-        return signature
+
+@cache
+def _signature(func: Any) -> Signature:
+    return {each.name: (index, each.default_value) for index, each in enumerate(func._schema.arguments)}
 
 
 def _by_operator(by_name: Mapping[str, Any]) -> dict[Any, Any]:

@@ -1,12 +1,13 @@
 """LSTM, GRU and plain RNN as on a card: cuDNN with its reserve, fused cells, packed sequences.
 
-The size of cuDNN's workspace is in cudnn_workspace.py.
+The size of cuDNN's workspace is in workspace_rules.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -209,20 +210,14 @@ def install(library: torch.library.Library, stack: ExitStack) -> None:
     stack.enter_context(patched(torch.nn.RNNBase, "flatten_parameters", lambda module: None))
 
 
-def _padded(mode: int) -> Callable[..., Any]:
-    def kernel(input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any) -> Any:
-        return _run(mode, RnnOptions(*form), input, [], hx, params)
-
-    return kernel
+def _padded(mode: int, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any) -> Any:
+    return _run(mode, RnnOptions(*form), input, [], hx, params)
 
 
-def _packed(mode: int) -> Callable[..., Any]:
-    def kernel(
-        data: Tensor, batch_sizes: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any
-    ) -> Any:
-        return _run(mode, RnnOptions(*form), data, [int(size) for size in batch_sizes.tolist()], hx, params)
-
-    return kernel
+def _packed(
+    mode: int, data: Tensor, batch_sizes: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *form: Any
+) -> Any:
+    return _run(mode, RnnOptions(*form), data, [int(size) for size in batch_sizes.tolist()], hx, params)
 
 
 def _run(
@@ -295,8 +290,8 @@ def _reserve_band(call: OperatorCall) -> list[tuple[int, Workspace]]:
 
 
 KERNELS: Mapping[str, Callable[..., Any]] = {
-    **{f"{name}.input": _padded(mode) for mode, name in enumerate(MODES)},
-    **{f"{name}.data": _packed(mode) for mode, name in enumerate(MODES)},
+    **{f"{name}.input": partial(_padded, mode) for mode, name in enumerate(MODES)},
+    **{f"{name}.data": partial(_packed, mode) for mode, name in enumerate(MODES)},
     "lstm_cell": lstm_cell,
     "gru_cell": gru_cell,
     "_pack_padded_sequence": _pack,
