@@ -206,10 +206,7 @@ REPORTED: Mapping[str, tuple[int, str]] = MappingProxyType(
             256 * MIB,
             "torch 2.7 with driver 610, https://github.com/invoke-ai/InvokeAI/issues/9413",
         ),
-        "NVIDIA GeForce RTX 4090": (
-            428 * MIB,
-            "an empty program, driver 580; 384 MiB for an idle torch elsewhere",
-        ),
+        "NVIDIA GeForce RTX 4090": (428 * MIB, "an empty program, driver 580; 384 MiB for an idle torch elsewhere"),
         "NVIDIA RTX 6000 Ada Generation": (426 * MIB, "torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053"),
     }
 )

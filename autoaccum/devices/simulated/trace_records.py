@@ -58,8 +58,6 @@ class Freed:
 
 
 MemoryStep = Workspace | OutputAllocated | Freed
-
-
 Role = Literal["plain", "recomputed", "summed", "workspace"]
 """How a block was allocated. `recomputed`: by a forward pass within backward, as in checkpointing. `summed`: as
 autograd accumulates a gradient into its parameter. `workspace`: by a kernel or a library, besides tensors."""

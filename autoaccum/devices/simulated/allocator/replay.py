@@ -6,6 +6,7 @@ import dataclasses
 from bisect import bisect_right
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -274,15 +275,6 @@ class SizedTrace:
         return self.trace.phases[max(index, 0)][1]
 
 
-def _most_at_once(events: tuple[int, ...], bands: dict[int, int]) -> int:
-    """Return the largest sum of the bands of the blocks that are alive at one time."""
-    alive = most = 0
-    for event in events:
-        alive += bands.get(event, 0) - bands.get(~event, 0)
-        most = max(most, alive)
-    return most
-
-
 _WORSE: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
 _MAX_REPEATS = 8
 """The updates after which an allocator has settled, or never does: few of those observed took longer."""
@@ -382,7 +374,8 @@ class Replayer:
                 optional[block] = size
             if found.band_bytes and not found.measured:
                 guessed[size.rule] = None
-        return SizedTrace(trace, tuple(sizes), _most_at_once(trace.events, bands), tuple(guessed), optional)
+        changes = (bands.get(event, 0) - bands.get(~event, 0) for event in trace.events)
+        return SizedTrace(trace, tuple(sizes), max(accumulate(changes), default=0), tuple(guessed), optional)
 
     def _replay_within(self, limit_bytes: int, sized: SizedTrace, unlimited: ReplayResult) -> ReplayResult:
         return unlimited if unlimited.peak_reserved_bytes <= limit_bytes else self._replay(sized, limit_bytes)

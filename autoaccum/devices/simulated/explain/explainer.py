@@ -34,8 +34,7 @@ from autoaccum.errors import AutoaccumError, NotMeasuredError, first_line
 from autoaccum.units import format_bytes
 
 _EXPANDABLE_SEGMENTS = SuggestedChange(
-    "expandable_segments",
-    "segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)",
+    "expandable_segments", "segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)"
 )
 
 

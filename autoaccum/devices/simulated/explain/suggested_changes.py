@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
 
@@ -34,11 +34,7 @@ _Change = Callable[[Workload], Workload]
 
 def suggest_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, card: Card) -> list[SuggestedChange]:
     """Return the changes that would make a difference, each on its own."""
-    return [
-        *_precisions(workload, model, card),
-        *_checkpoints(workload, model),
-        *_optimizers(optimizer),
-    ]
+    return [*_precisions(workload, model, card), *_checkpoints(workload, model), *_optimizers(optimizer)]
 
 
 def apply_change(workload: Workload, change: str) -> Workload:
@@ -109,21 +105,17 @@ def _any(optimizer: Optimizer, option: str) -> bool:
     return any(group.get(option) for group in optimizer.param_groups)
 
 
-def _with(workload: Workload, **fields: Any) -> Workload:
-    return dataclasses.replace(workload, **fields)
-
-
 def _checkpointed(workload: Workload) -> Workload:
     def build() -> nn.Module:
         model = workload.build_model()
         checkpoint_blocks(model, _trained_blocks(model))
         return model
 
-    return _with(workload, model=build)
+    return replace(workload, model=build)
 
 
 def _updated_with(options: Mapping[str, Any], workload: Workload) -> Workload:
-    return _with(workload, optimizer=partial(_with_options, workload.optimizer, options))
+    return replace(workload, optimizer=partial(_with_options, workload.optimizer, options))
 
 
 def _with_options(own: Any, options: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
@@ -138,10 +130,10 @@ def _with_options(own: Any, options: Mapping[str, Any], params: list[nn.Paramete
 
 
 _CHANGES: Final[Mapping[str, _Change]] = {
-    "bf16": partial(_with, precision="bf16"),
-    "fp16": partial(_with, precision="fp16"),
+    "bf16": lambda workload: replace(workload, precision="bf16"),
+    "fp16": lambda workload: replace(workload, precision="fp16"),
     CHECKPOINT: _checkpointed,
     _NO_LISTS: partial(_updated_with, {"foreach": False}),
     _FUSED: partial(_updated_with, {"fused": True, "foreach": None}),
-    _PLAIN_SGD: partial(_with, optimizer=_PLAIN_SGD),
+    _PLAIN_SGD: lambda workload: replace(workload, optimizer=_PLAIN_SGD),
 }

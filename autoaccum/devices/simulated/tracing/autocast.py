@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from types import MappingProxyType
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -49,9 +49,7 @@ sum.dim_IntList sum.dim_DimnameList
     "promote": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
     "banned": "binary_cross_entropy",
 }
-POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {name: policy for policy, names in _LISTS.items() for name in names.split()}
-)
+POLICIES: Mapping[str, Policy] = {name: policy for policy, names in _LISTS.items() for name in names.split()}
 """Policies by operator and overload, as the dispatcher names them without `aten::`.
 
 - `lower_precision_fp` casts arguments to the autocast dtype, `fp32` to fp32, `promote` to the widest dtype among them.
@@ -96,9 +94,13 @@ class CastCache:
             return [self.cast(item, dtype) for item in value]
         if value is None or value.dtype is dtype or not is_eligible(value):
             return value
-        if dtype is not _FP32 and value.requires_grad and value.is_leaf and self._is_cacheable(value, dtype):
-            return self._cast_once(value, dtype)
-        return _copy(value, dtype=dtype)
+        if dtype is _FP32 or not (value.requires_grad and value.is_leaf and self._is_cacheable(value, dtype)):
+            return _copy(value, dtype=dtype)
+        cast = self._casts.get(id(value))
+        if cast is None:
+            with torch.enable_grad():
+                cast = self._casts[id(value)] = _copy(value, dtype=dtype)
+        return cast
 
     @staticmethod
     def _is_cacheable(weight: Tensor, dtype: torch.dtype) -> bool:
@@ -109,13 +111,6 @@ class CastCache:
             and torch.is_autocast_cache_enabled()
             and not torch.is_inference_mode_enabled()
         )
-
-    def _cast_once(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        cast = self._casts.get(id(weight))
-        if cast is None:
-            with torch.enable_grad():
-                cast = self._casts[id(weight)] = _copy(weight, dtype=dtype)
-        return cast
 
 
 _HALF = torch.float16
@@ -173,7 +168,9 @@ def install(library: torch.library.Library, card: Card, stack: ExitStack) -> Non
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*overrid", category=UserWarning)  # as intended
         for name in cast_operators():
-            register(name, _kernel(name, cache), _KEY, allow_override=True)
+            # An operator that only a later PyTorch casts: fp32 rather overestimates its memory.
+            make_kernel = _MAKERS[POLICIES.get(name, "fp32")]
+            register(name, make_kernel(_overload(name), cache), _KEY, allow_override=True)
         register(RNN, make_rnn_kernel(cache), _KEY, allow_override=True)
 
 
@@ -197,18 +194,9 @@ def _patch_nesting(stack: ExitStack) -> None:
 
 def cast_operators() -> list[str]:
     """Return the sorted names, without `aten::`, of operators that this PyTorch casts on CUDA by a policy."""
-    names = torch._C._dispatch_get_all_op_names()
-    ours = (name.removeprefix("aten::") for name in names if name.startswith("aten::") and _has_kernel(name))
-    return sorted(name for name in ours if name != RNN)
-
-
-def _has_kernel(name: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY)
-
-
-def _kernel(name: str, casts: CastCache) -> Kernel:
-    # An operator that only a later PyTorch casts: fp32 rather overestimates its memory.
-    return _MAKERS[POLICIES.get(name, "fp32")](_overload(name), casts)
+    names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    cast = (name for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY))
+    return sorted(name.removeprefix("aten::") for name in cast if name != f"aten::{RNN}")
 
 
 def _overload(name: str) -> Any:
@@ -236,14 +224,6 @@ def _casting(operator: Any, casts: CastCache, choose: Callable[[Sequence[Any]], 
             return operator(*casted, **kwargs)
 
     return kernel
-
-
-def _lower(operator: Any, casts: CastCache) -> Kernel:
-    return _casting(operator, casts, lambda _: torch.get_autocast_dtype("cuda"))
-
-
-def _fp32(operator: Any, casts: CastCache) -> Kernel:
-    return _casting(operator, casts, lambda _: _FP32)
 
 
 def _promote(operator: Any, casts: CastCache) -> Kernel:
@@ -311,8 +291,8 @@ def _banned(_: Any, __: CastCache) -> Kernel:
 
 
 _MAKERS: dict[Policy, Callable[[Any, CastCache], Kernel]] = {
-    "lower_precision_fp": _lower,
-    "fp32": _fp32,
+    "lower_precision_fp": partial(_casting, choose=lambda _: torch.get_autocast_dtype("cuda")),
+    "fp32": partial(_casting, choose=lambda _: _FP32),
     "fp32_set_opt_dtype": _set_dtype,
     "fp32_append_dtype": _append_dtype,
     "promote": _promote,

@@ -43,9 +43,7 @@ def _operators(names: str) -> frozenset[Any]:
 
 _READS = _operators("_local_scalar_dense equal allclose")
 _FACTORIES = _operators("empty.memory_format empty_strided zeros ones full rand randn")
-_INDEXING = _operators(
-    "index.Tensor index_put index_put_ _index_put_impl_ _unsafe_index.Tensor _unsafe_index_put",
-)
+_INDEXING = _operators("index.Tensor index_put index_put_ _index_put_impl_ _unsafe_index.Tensor _unsafe_index_put")
 _DYNAMIC_SHAPES = _operators(
     "nonzero masked_select repeat_interleave.Tensor bincount _unique _unique2 unique_dim unique_consecutive"
     " unique_dim_consecutive"
@@ -130,7 +128,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             propagate_values(func, args, kwargs, moved)
             return moved
         key = self._cache.key(func, args, kwargs)
-        make_result = None if key is None else self._cache.get(key)
+        make_result = self._cache.makers.get(key)
         if make_result is not None:
             out = make_result(args)
         else:
@@ -253,7 +251,10 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         device = kwargs.get("device")
         if device is not None and device.type == "cuda":
             return True
-        return self.lazy and func in _FACTORIES and _is_large(args[0], kwargs.get("dtype"))
+        if not self.lazy or func not in _FACTORIES:
+            return False
+        dtype = kwargs.get("dtype")
+        return math.prod(args[0]) >= _LAZY_ELEMENTS and (dtype is None or dtype.is_floating_point)
 
     def _with_device(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments with `cuda:0` for any device that means the card; C++ also uses `meta` for it."""
@@ -289,10 +290,6 @@ def _is_padded(tensor: Any) -> bool:
         return False
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.untyped_storage().nbytes() != (last + 1) * tensor.itemsize
-
-
-def _is_large(shape: Sequence[int], dtype: torch.dtype | None) -> bool:
-    return math.prod(shape) >= _LAZY_ELEMENTS and (dtype is None or dtype.is_floating_point)
 
 
 def _has_fake(values: Any) -> bool:

@@ -97,13 +97,10 @@ def patch_torch_cuda(card: Card, recorder: Recorder, stack: ExitStack) -> None:
 
 
 def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
-    streams = dict.fromkeys(("Stream", "Event", "ExternalStream"), Stream)
-    current = dict.fromkeys(("current_stream", "default_stream"), Stream)
-    contexts = dict.fromkeys(("device", "device_of", "_DeviceGuard"), _Guard)
+    streams = ("Stream", "Event", "ExternalStream", "current_stream", "default_stream", "get_stream_from_external")
     return {
-        **streams,
-        **current,
-        **contexts,
+        **dict.fromkeys(streams, Stream),
+        **dict.fromkeys(("device", "device_of", "_DeviceGuard"), _Guard),
         **_memory_answers(card, recorder),
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -111,21 +108,19 @@ def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": check_index,
-        "stream": lambda stream: nullcontext(stream),
+        "stream": nullcontext,
         "get_device_name": _of_card(card.title),
         "get_device_capability": _of_card(card.capability),
         "get_device_properties": _of_card(_properties(card)),
         "get_arch_list": lambda: ["sm_{}{}".format(*card.capability)],
         "get_gencode_flags": lambda: "",
         "can_device_access_peer": lambda *_: False,
-        "get_stream_from_external": Stream,
         "get_sync_debug_mode": lambda: 0,
         "get_allocator_backend": lambda: "native",
         "initial_seed": lambda: 0,
         "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
         "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
-        "utilization": _of_card(0),
-        "memory_usage": _of_card(0),
+        **dict.fromkeys(("utilization", "memory_usage"), _of_card(0)),
         "list_gpu_processes": _of_card("GPU:0\nno processes are running"),
         "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
         "is_tf32_supported": lambda: card.capability >= (8, 0),
@@ -166,11 +161,9 @@ def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[.
         "is_available": lambda: True,
         "device_count": lambda: 1,
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
-        "current_device_index": lambda: 0,
-        "current_device_idx": lambda: 0,
+        **dict.fromkeys(("current_device_index", "current_device_idx"), lambda: 0),
+        **dict.fromkeys(("set_device_index", "set_device_idx"), check_index),
         "current_stream": Stream,
-        "set_device_index": check_index,
-        "set_device_idx": check_index,
     }
 
 
@@ -207,17 +200,12 @@ def _properties(card: Card) -> _CudaDeviceProperties:
     )
 
 
-class _Guard:
+class _Guard(nullcontext[None]):
     """`torch.cuda.device(...)`, which accepts only the first card."""
 
     def __init__(self, device: Any = None) -> None:
+        super().__init__()
         check_index(device)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def _of_card(answer: Any) -> Callable[..., Any]:

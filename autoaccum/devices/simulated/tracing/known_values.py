@@ -58,13 +58,13 @@ def propagate_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
         return
     if args and type(args[0]) is FakeTensor and func not in _CHECKS and not isinstance(_attribute(args[0]), _Known):
         return  # The common case.
-    inputs = [one for one in _tensors((*args, *kwargs.values())) if isinstance(one, FakeTensor)]
+    inputs = [one for one in find_tensors((*args, *kwargs.values())) if isinstance(one, FakeTensor)]
     if any(_known_storage(one) is None for one in inputs):
         if func in _CHECKS and isinstance(out, FakeTensor) and _attribute(out) is None:
             setattr(out.untyped_storage(), _ATTRIBUTE, _CHECKS[func](*args))
         return
     made = [one for one in (out if isinstance(out, list | tuple) else [out]) if isinstance(one, FakeTensor)]
-    hosts = () if inputs else tuple(_tensors((*args, *kwargs.values())))
+    hosts = () if inputs else tuple(find_tensors((*args, *kwargs.values())))
     if any(one.is_floating_point() and not _is_mask(one) for one in hosts):
         return  # Values of weights and samples are not needed.
     if not _is_deterministic(func) or any(_too_large(one) for one in made):
@@ -89,7 +89,7 @@ def _set_results(new: Sequence[tuple[int, FakeTensor]], func: Any, args: Sequenc
 
 def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of an operator on the CPU; None if values of its arguments are not known."""
-    for tensor in (*_tensors(args), *_tensors(kwargs.values())):
+    for tensor in (*find_tensors(args), *find_tensors(kwargs.values())):
         if isinstance(tensor, FakeTensor) and (_known_storage(tensor) is None or values_of(tensor) is None):
             return None
     with _disable_current_modes(), torch.no_grad():
@@ -176,8 +176,10 @@ def _after_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targ
         or target.numel() * target.itemsize != target.untyped_storage().nbytes()
     ):
         return None
-    others = list(_tensors((*args[1:], *kwargs.values())))
-    if not args or target is not args[0] or not _is_deterministic(func) or not all(_is_known(one) for one in others):
+    others = list(find_tensors((*args[1:], *kwargs.values())))
+    if not args or target is not args[0] or not _is_deterministic(func):
+        return None
+    if any(isinstance(one, FakeTensor) and _known_storage(one) is None for one in others):
         return None
     if any(_too_large(one) for one in (target, *others)):
         return None
@@ -238,10 +240,6 @@ def _known_storage(tensor: Tensor) -> _Known | None:
     return known if isinstance(known, _Known) else None
 
 
-def _is_known(tensor: Tensor) -> bool:
-    return not isinstance(tensor, FakeTensor) or _known_storage(tensor) is not None
-
-
 def _is_mask(tensor: Tensor) -> bool:
     """Return whether a floating-point tensor holds zeros and ones only, like a mask of samples by positions."""
     if tensor.dim() < 2 or isinstance(tensor, torch.nn.Parameter) or _too_large(tensor):
@@ -256,12 +254,13 @@ def _too_large(tensor: Tensor) -> bool:
     )
 
 
-def _tensors(values: Any) -> Iterator[Tensor]:
+def find_tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors among `values`, and in lists and tuples among them."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _tensors(value)
+            yield from find_tensors(value)
 
 
 @cache
@@ -283,7 +282,6 @@ def _is_deterministic(func: Any) -> bool:
 
 _MAX_HOST_COPY_ELEMENTS = 1 << 17
 """Enough for one weight for each token of a large vocabulary."""
-
 _HOST_COPY = "_autoaccum_host_copy"
 
 

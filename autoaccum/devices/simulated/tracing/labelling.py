@@ -63,13 +63,8 @@ class ModuleTracker:
     @contextmanager
     def tracking(self) -> Iterator[None]:
         """Track the calls of all modules in this process."""
-        before = register_module_forward_pre_hook(self._enter)
-        after = register_module_forward_hook(self._leave, always_call=True)
-        try:
+        with register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave, always_call=True):
             yield
-        finally:
-            before.remove()
-            after.remove()
 
     def current(self) -> tuple[int, Role]:
         """Return the index of the module that is running now, and the role of blocks it allocates."""
@@ -159,14 +154,12 @@ class BlockLabeller:
     @contextmanager
     def labelling(self) -> Iterator[None]:
         """Track the modules and optimizers of this process."""
-        before = register_optimizer_step_pre_hook(self._see_step)
-        after = register_optimizer_step_post_hook(self._see_step)
-        try:
-            with self._tracker.tracking():
-                yield
-        finally:
-            before.remove()
-            after.remove()
+        before, after = (
+            register(self._see_step)
+            for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+        )
+        with before, after, self._tracker.tracking():
+            yield
 
     def label_next(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
         """Label the next block (`recorder.OnAllocation`)."""

@@ -13,14 +13,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from autoaccum.devices.simulated.tracing.known_values import find_tensors
+
 ResultMaker = Callable[[Sequence[Any]], Any]
 """Makes the result of a call from its arguments."""
 
-_NOT_CACHED = (
-    torch.Tag.data_dependent_output,
-    torch.Tag.dynamic_output_shape,
-    torch.Tag.inplace_view,
-)
+_NOT_CACHED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view)
 _aten = torch.ops.aten
 _CHANGES_STORAGES = frozenset(
     {
@@ -36,11 +34,15 @@ _PLAIN = frozenset(
 
 
 class OperatorCache:
-    """Caches the calls of one simulation; `make` makes its fake tensors (`FakeCudaMode._make`)."""
+    """Caches the calls of one simulation; `make` makes its fake tensors (`FakeCudaMode._make`).
+
+    Attributes:
+        makers: By the key of a cached call, the function that makes its result.
+    """
 
     def __init__(self, make: Callable[..., Tensor]) -> None:
         self._make = make
-        self._entries: dict[Any, ResultMaker] = {}
+        self.makers: dict[Any, ResultMaker] = {}
 
     def key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return a key that determines the form of the result; None if the call cannot be cached."""
@@ -55,25 +57,17 @@ class OperatorCache:
             return None
         return tuple(key)
 
-    def get(self, key: Any) -> ResultMaker | None:
-        """Return the function that makes the result of a cached call; None if there is none."""
-        return self._entries.get(key)
-
     def add(self, key: Any, func: Any, args: Sequence[Any], out: Any) -> None:
         """Cache a call and its result, if calls of this operator can be cached."""
         if func in _CHANGES_STORAGES or any(tag in func.tags for tag in _NOT_CACHED):
             return
         maker = self._result_maker(args, out)
         if maker is not None:
-            self._entries[key] = maker
+            self.makers[key] = maker
 
     def _result_maker(self, args: Sequence[Any], out: Any) -> ResultMaker | None:
-        if out is None:
-            return lambda args: None
-        if isinstance(out, Tensor):
-            return self._tensor_maker(args, out)
         if type(out) not in (tuple, list):
-            return None
+            return self._part_maker(args, out)
         parts = [self._part_maker(args, one) for one in out]
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts) or _share_storages(args, out):
@@ -97,9 +91,7 @@ class OperatorCache:
         for index, arg in enumerate(args):
             if isinstance(arg, FakeTensor) and arg.untyped_storage()._cdata == storage:
                 return lambda args: make(shape, stride, dtype, args[index], offset)
-        if any(arg.untyped_storage()._cdata == storage for arg in _tensors(args)):
-            return None
-        if offset:
+        if offset or any(arg.untyped_storage()._cdata == storage for arg in find_tensors(args)):
             return None
         nbytes = out.untyped_storage().nbytes()
         return lambda args: make(shape, stride, dtype, nbytes=nbytes)
@@ -115,16 +107,8 @@ def _describe(values: Any, key: list[Any]) -> None:
         if kind is FakeTensor:
             if value.constant is not None or value.dtype.is_complex or value.layout is not torch.strided:
                 raise _NotCacheableError
-            key.append(
-                (
-                    value.shape,
-                    value.stride(),
-                    value.dtype,
-                    value.storage_offset(),
-                    value.fake_device,
-                    value.requires_grad,
-                )
-            )
+            place = value.storage_offset(), value.fake_device
+            key.append((value.shape, value.stride(), value.dtype, *place, value.requires_grad))
         elif kind in _PLAIN:
             key.append(kind)
             key.append(value)
@@ -135,17 +119,9 @@ def _describe(values: Any, key: list[Any]) -> None:
             raise _NotCacheableError
 
 
-def _tensors(values: Any) -> Any:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
-
-
 def _share_storages(args: Sequence[Any], out: Sequence[Any]) -> bool:
     """Return whether two results share a storage that belongs to no argument."""
-    inputs = {tensor.untyped_storage()._cdata for tensor in _tensors(args)}
+    inputs = {tensor.untyped_storage()._cdata for tensor in find_tensors(args)}
     made = [one.untyped_storage()._cdata for one in out if isinstance(one, Tensor)]
     new = [storage for storage in made if storage not in inputs]
     return len(set(new)) < len(new)

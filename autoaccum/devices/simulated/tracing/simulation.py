@@ -139,7 +139,7 @@ def patch_functions(notices: dict[str, None], stack: ExitStack) -> None:
     """Patch functions of PyTorch that create, move or read tensors until `stack` is closed."""
     for owner, name, value in (
         (torch.Tensor, "to", _to),
-        (torch.Tensor, "cuda", _cuda),
+        (torch.Tensor, "cuda", lambda tensor, device=None, *_, **__: _to(tensor, DEVICE if device is None else device)),
         (torch, "Generator", Generator),
         (FakeTensor, "tolist", read_list),
         (torch, "tensor", _tensor),
@@ -194,10 +194,6 @@ def _read_scalars(data: Any) -> Any:
     if not isinstance(data, list | tuple) or not any(isinstance(one, FakeTensor | list | tuple) for one in data):
         return data
     return [one.tolist() if isinstance(one, FakeTensor) else _read_scalars(one) for one in data]
-
-
-def _cuda(tensor: torch.Tensor, device: Any = None, *_: Any, **__: Any) -> torch.Tensor:
-    return _to(tensor, DEVICE if device is None else device)
 
 
 class _Generators(type(_NATIVE_GENERATOR)):  # type: ignore[misc]

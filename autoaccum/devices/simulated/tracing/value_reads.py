@@ -102,7 +102,10 @@ def read_array(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 def _calling_frame() -> FrameType | None:
     """Return the innermost frame that is neither the simulation's nor part of PyTorch's dispatch."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _is_internal(frame):
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if not name.startswith(_INTERNAL_MODULES) and frame.f_code.co_name != "__torch_dispatch__":
+            break
         frame = frame.f_back
     return frame
 
@@ -127,8 +130,3 @@ def _locate(frame: FrameType) -> str:
             return f"{first}, for {line}"
         outer = outer.f_back
     return first
-
-
-def _is_internal(frame: FrameType) -> bool:
-    name: str = frame.f_globals.get("__name__", "")
-    return name.startswith(_INTERNAL_MODULES) or frame.f_code.co_name == "__torch_dispatch__"
