@@ -131,10 +131,8 @@ def prepare(given: Workload | LiveObjects, device: str) -> TrialTarget:
         model, functions = given.model, (given.batch, given.options.optimizer, given.evaluate)
         optimizer = given.live_optimizer
     else:
-        on = _choose_device(device)
-        workload = given
+        workload, on, optimizer = given, _choose_device(device), None
         model, functions = given.model, (given.batch, given.optimizer, given.model, given.evaluate)
-        optimizer = None
     roots, generators = _find_roots(model, optimizer, workload.objective, functions)
     live = isinstance(given, LiveObjects)
     return TrialTarget(

@@ -28,11 +28,9 @@ from autoaccum.units import KIB, MIB, MemorySize, format_bytes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3)."""
-
 _TIGHT_BYTES = 64 * KIB
 _SETTLED = {_MMAP_THRESHOLD: 32 * MIB, _TRIM_THRESHOLD: 64 * MIB}
 """The values that glibc itself sets once a process has freed a block of 32 MiB; they cannot be read."""
-
 _VARIABLES = {_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_", _TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_"}
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from types import MappingProxyType
 
 from autoaccum.devices.card_memory import CardMemory
 from autoaccum.errors import UsageError
@@ -200,16 +199,14 @@ _LAZY_BYTES_PER_THREAD = KIB // 2
 _OTHER_KERNELS_BYTES = 64 * MIB
 _ESTIMATE_ERROR_DIVISOR = 8
 
-REPORTED: Mapping[str, tuple[int, str]] = MappingProxyType(
-    {
-        "NVIDIA GeForce RTX 3090": (
-            256 * MIB,
-            "torch 2.7 with driver 610, https://github.com/invoke-ai/InvokeAI/issues/9413",
-        ),
-        "NVIDIA GeForce RTX 4090": (428 * MIB, "an empty program, driver 580; 384 MiB for an idle torch elsewhere"),
-        "NVIDIA RTX 6000 Ada Generation": (426 * MIB, "torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053"),
-    }
-)
+REPORTED: Mapping[str, tuple[int, str]] = {
+    "NVIDIA GeForce RTX 3090": (
+        256 * MIB,
+        "torch 2.7 with driver 610, https://github.com/invoke-ai/InvokeAI/issues/9413",
+    ),
+    "NVIDIA GeForce RTX 4090": (428 * MIB, "an empty program, driver 580; 384 MiB for an idle torch elsewhere"),
+    "NVIDIA RTX 6000 Ada Generation": (426 * MIB, "torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053"),
+}
 """By the driver's name of the card, the context that nvidia-smi showed before any other work, and the source."""
 
 

@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, Final
 
 from autoaccum.devices.base import Outcome, Phase, Trial
@@ -25,7 +24,7 @@ from autoaccum.devices.simulated.operators.workspaces import Estimate
 from autoaccum.devices.simulated.trace_records import Trace, Workspace
 from autoaccum.units import format_bytes
 
-_NOTHING: Mapping[int, Hashable] = MappingProxyType({})
+_NOTHING: Mapping[int, Hashable] = {}
 
 
 @dataclass(frozen=True, kw_only=True)

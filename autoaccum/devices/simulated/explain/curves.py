@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CurvePoint, Timeline
@@ -53,11 +55,7 @@ def _phases(phases: Sequence[tuple[int, Phase]], start: int, length: int) -> tup
     found: dict[int, Phase] = {0: later[0][1]} if later else {}
     for index, phase in later:
         found[index // length] = phase
-    kept: list[tuple[int, Phase]] = []
-    for at, phase in found.items():
-        if not kept or kept[-1][1] != phase:
-            kept.append((at, phase))
-    return tuple(kept)
+    return tuple(next(run) for _, run in groupby(found.items(), key=itemgetter(1)))
 
 
 _CURVE_POINTS = 12

@@ -154,11 +154,8 @@ class BlockLabeller:
     @contextmanager
     def labelling(self) -> Iterator[None]:
         """Track the modules and optimizers of this process."""
-        before, after = (
-            register(self._see_step)
-            for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
-        )
-        with before, after, self._tracker.tracking():
+        before = register_optimizer_step_pre_hook(self._see_step)
+        with before, register_optimizer_step_post_hook(self._see_step), self._tracker.tracking():
             yield
 
     def label_next(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
@@ -198,7 +195,10 @@ class BlockLabeller:
         for optimizer in self._optimizers:
             self._search_optimizer(optimizer)
         self._set_owner("averages", self._trial_run.averages)
-        self._search_outputs()
+        for tensor in self._trial_run.outputs:
+            block = self._recorder.block_of(tensor)
+            if block is not None:
+                self._set_owner("outputs", [tensor], self._origins[block].module)
         self._set_owner("workspace", self._library_tensors.values())
 
     def _search_modules(self) -> None:
@@ -218,12 +218,6 @@ class BlockLabeller:
             self._set_owner("optimizer_state", _tensors(state), module)
         others = [value for name, value in vars(optimizer).items() if name != "state"]
         self._set_owner("optimizer_state", _tensors(others))
-
-    def _search_outputs(self) -> None:
-        for tensor in self._trial_run.outputs:
-            block = self._recorder.block_of(tensor)
-            if block is not None:
-                self._set_owner("outputs", [tensor], self._origins[block].module)
 
     def _set_parameter_owner(self, parameter: Tensor) -> None:
         module = self._tracker.owner_of(parameter)

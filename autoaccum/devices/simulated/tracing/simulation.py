@@ -142,7 +142,7 @@ def patch_functions(notices: dict[str, None], stack: ExitStack) -> None:
         (torch.Tensor, "cuda", lambda tensor, device=None, *_, **__: _to(tensor, DEVICE if device is None else device)),
         (torch, "Generator", Generator),
         (FakeTensor, "tolist", read_list),
-        (torch, "tensor", _tensor),
+        (torch, "tensor", lambda data, *args, **kwargs: _TENSOR(_read_scalars(data), *args, **kwargs)),
         (torch, "as_tensor", _as_tensor),
         (torch, "compile", partial(_eager, notices)),
         (torch.Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
@@ -183,10 +183,6 @@ def _as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) 
     if isinstance(data, torch.Tensor):
         return _to(data, **{name: value for name, value in (("dtype", dtype), ("device", device)) if value is not None})
     return _AS_TENSOR(_read_scalars(data), dtype=dtype, device=_device_for_cpp(device, on_card=False))
-
-
-def _tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return _TENSOR(_read_scalars(data), *args, **kwargs)
 
 
 def _read_scalars(data: Any) -> Any:
