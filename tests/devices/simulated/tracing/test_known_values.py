@@ -192,7 +192,7 @@ def test_distributions_do_not_check_their_arguments(name: str, simulated: Callab
 def test_what_decides_more_is_refused(name: str, simulated: Callable[[str], Any]) -> None:
     lines, where = REFUSED[name]
     failure = simulated(workload(lines))(Inspect())
-    for words in ("a value is read of a tensor of shape ()", where, "a simulated card computes no values"):
+    for words in ("a value is read from a tensor of shape ()", where, "a simulated card computes no values"):
         assert words in failure.message
 
 
