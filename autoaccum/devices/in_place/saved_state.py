@@ -24,6 +24,8 @@ from autoaccum.units import MIB, format_bytes
 
 _LEAST_MARGIN_BYTES = 256 * MIB
 _MARGIN_SHARE = 0.05
+_RELOAD = "the model is not as it was: load it again before training"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,6 @@ def _storage_size(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-_RELOAD = "the model is not as it was: load it again before training"
-
-
 class SavedState:
     """The state of live objects from before a trial.
 
@@ -142,9 +141,6 @@ class SavedState:
 
     def _hash(self) -> dict[str, str]:
         return state_entries(self._roots, self._optimizer, identity=True)
-
-
-T = TypeVar("T")
 
 
 class StateRestorer:

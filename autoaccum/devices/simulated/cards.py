@@ -30,6 +30,19 @@ _NO_UNIT = re.compile(r"\s*(\d{1,3}(\.\d+)?)\s*g?\s*", re.IGNORECASE | re.ASCII)
 _MIN_BYTES, _MAX_BYTES = GIB, 1024 * GIB
 _MAX_SHOWN_LENGTH = 40
 _HINT = "name a card, or a size such as 24GiB"
+_BYTES_PER_THREAD = 2 * KIB
+_LAZY_BYTES_PER_THREAD = KIB // 2
+_OTHER_KERNELS_BYTES = 64 * MIB
+_ESTIMATE_ERROR_DIVISOR = 8
+REPORTED: Mapping[str, tuple[int, str]] = {
+    "NVIDIA GeForce RTX 3090": (
+        256 * MIB,
+        "torch 2.7 with driver 610, https://github.com/invoke-ai/InvokeAI/issues/9413",
+    ),
+    "NVIDIA GeForce RTX 4090": (428 * MIB, "an empty program, driver 580; 384 MiB for an idle torch elsewhere"),
+    "NVIDIA RTX 6000 Ada Generation": (426 * MIB, "torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053"),
+}
+"""By the driver's name of the card, the context that nvidia-smi showed before any other work, and the source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,22 +205,6 @@ def _read(row: Mapping[str, str]) -> Card:
         aliases=tuple(filter(None, row["aliases"].split("|"))),
         nominal_gb=int(row["size_gb"]) if row["size_gb"] else None,
     )
-
-
-_BYTES_PER_THREAD = 2 * KIB
-_LAZY_BYTES_PER_THREAD = KIB // 2
-_OTHER_KERNELS_BYTES = 64 * MIB
-_ESTIMATE_ERROR_DIVISOR = 8
-
-REPORTED: Mapping[str, tuple[int, str]] = {
-    "NVIDIA GeForce RTX 3090": (
-        256 * MIB,
-        "torch 2.7 with driver 610, https://github.com/invoke-ai/InvokeAI/issues/9413",
-    ),
-    "NVIDIA GeForce RTX 4090": (428 * MIB, "an empty program, driver 580; 384 MiB for an idle torch elsewhere"),
-    "NVIDIA RTX 6000 Ada Generation": (426 * MIB, "torch 2.10, https://github.com/unslothai/unsloth-zoo/pull/1053"),
-}
-"""By the driver's name of the card, the context that nvidia-smi showed before any other work, and the source."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,8 @@ import torch
 from autoaccum.errors import UsageError
 
 _MISSING = object()
+CUDNN = {(2, 11): 91_900, (2, 15): 92_600}
+"""cuDNN of each release's default wheel (its Requires-Dist); a release in between has that of the older one."""
 
 
 @contextmanager
@@ -82,10 +84,6 @@ def patch_hashes(numbering: ObjectNumbers, stack: ExitStack) -> None:
 
     for kind in (torch.Tensor, torch.nn.Module):
         stack.enter_context(patched(kind, "__hash__", number_of))
-
-
-CUDNN = {(2, 11): 91_900, (2, 15): 92_600}
-"""cuDNN of each release's default wheel (its Requires-Dist); a release in between has that of the older one."""
 
 
 def torch_release() -> tuple[int, int]:

@@ -25,6 +25,9 @@ from autoaccum.devices.simulated.trace_records import Trace, Workspace
 from autoaccum.units import format_bytes
 
 _NOTHING: Mapping[int, Hashable] = {}
+_BEST_FIRST: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
+_MAX_REPEATS = 8
+"""The updates after which an allocator has settled, or never does: few of those observed took longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,11 +277,6 @@ class SizedTrace:
         return self.trace.phases[max(index, 0)][1]
 
 
-_WORSE: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
-_MAX_REPEATS = 8
-"""The updates after which an allocator has settled, or never does: few of those observed took longer."""
-
-
 class Replayer:
     """Replays traces on one card under one release of PyTorch."""
 
@@ -344,7 +342,7 @@ class Replayer:
         """Return the trial of an update from the traces of its parts: the worst outcome, the highest peaks."""
         trials = [self.trial(trace, limit_bytes) for trace in traces]
         return dataclasses.replace(
-            max(trials, key=lambda trial: _WORSE.index(trial.outcome)),
+            max(trials, key=lambda trial: _BEST_FIRST.index(trial.outcome)),
             peak_allocated_bytes=max(trial.peak_allocated_bytes or 0 for trial in trials),
             peak_reserved_bytes=max(trial.peak_reserved_bytes or 0 for trial in trials),
         )

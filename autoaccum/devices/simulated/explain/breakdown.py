@@ -20,6 +20,9 @@ from autoaccum.workload.module_names import distinct_names, mask_numbers
 _STAGES: dict[Phase, int] = {"batch": 0, "forward": 1, "backward": 2}
 _BACKWARD = 2
 _WITHIN_RECOMPUTATION: tuple[Role, ...] = ("recomputed", "workspace")
+_MAX_MODULES = 10
+_ATTENTION_OPS: Final = ("_attention", "aten._softmax", "aten._safe_softmax")
+"""Parts of operator names that show how attention is computed; such blocks are listed separately."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +174,6 @@ class MemoryBreakdown:
         ]
 
 
-_MOST = 10
-
-
 def module_shares(
     breakdown: MemoryBreakdown, event: int, growth: tuple[SizedTrace, SizedTrace] | None = None
 ) -> list[ModuleShare]:
@@ -204,7 +204,7 @@ def module_shares(
     )
 
 
-def largest_shares(shares: Iterable[ModuleShare], most: int = _MOST) -> tuple[ModuleShare, ...]:
+def largest_shares(shares: Iterable[ModuleShare], most: int = _MAX_MODULES) -> tuple[ModuleShare, ...]:
     """Return the largest shares, in descending order."""
     return tuple(sorted(shares, key=lambda share: -share.bytes)[:most])
 
@@ -242,10 +242,6 @@ def _multiply(share: ModuleShare, name: str, count: int) -> ModuleShare:
         categories={category: held * count for category, held in share.categories.items()},
         bytes_per_sample=None if share.bytes_per_sample is None else share.bytes_per_sample * count,
     )
-
-
-_ATTENTION_OPS: Final = ("_attention", "aten._softmax", "aten._safe_softmax")
-"""Parts of operator names that show how attention is computed; such blocks are listed separately."""
 
 
 def holdings_at(breakdown: MemoryBreakdown, event: int) -> tuple[Holding, ...]:

@@ -15,6 +15,10 @@ from autoaccum.devices.simulated.trace_records import Trace
 _TIMELINE_POINTS = 400
 _TOLERANCE = 0.001
 """The share of the peak by which the last update may differ from it and still be drawn in its place."""
+_CURVE_POINTS = 12
+_EVENTS_FOR_LEAST = 120_000
+_BEYOND = 1.2
+"""The multiple of the budget to which the curve extends, so that it is seen to cross the budget."""
 
 
 def make_timeline(
@@ -56,12 +60,6 @@ def _phases(phases: Sequence[tuple[int, Phase]], start: int, length: int) -> tup
     for index, phase in later:
         found[index // length] = phase
     return tuple(next(run) for _, run in groupby(found.items(), key=itemgetter(1)))
-
-
-_CURVE_POINTS = 12
-_EVENTS_FOR_LEAST = 120_000
-_BEYOND = 1.2
-"""The multiple of the budget to which the curve extends, so that it is seen to cross the budget."""
 
 
 def curve_points(

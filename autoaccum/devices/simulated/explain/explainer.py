@@ -36,6 +36,8 @@ from autoaccum.units import format_bytes
 _EXPANDABLE_SEGMENTS = SuggestedChange(
     "expandable_segments", "segments that grow in place of fixed ones (PYTORCH_ALLOC_CONF=expandable_segments:True)"
 )
+_MAX_FORECAST_SECONDS = 60.0
+_PROBE_SIZE = 2
 
 
 class Deadline:
@@ -212,10 +214,6 @@ def _saving(change: Change) -> tuple[float, float]:
     return -change.saved_bytes, change.least_bytes
 
 
-_MAX_SECONDS = 60.0
-_PROBE_SIZE = 2
-
-
 def forecast_peaks(
     memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int, limit_seconds: float | None = None
 ) -> Forecast:
@@ -227,7 +225,7 @@ def forecast_peaks(
     traces = TraceCache(lambda: make_tracer(card), share)
     try:
         replayer = _replayer_of(card)
-        trace = traces.extrapolate(_PROBE_SIZE, min(_MAX_SECONDS, limit_seconds or _MAX_SECONDS))
+        trace = traces.extrapolate(_PROBE_SIZE, min(_MAX_FORECAST_SECONDS, limit_seconds or _MAX_FORECAST_SECONDS))
     except AutoaccumError as error:
         return _no_forecast(error.message)
     finally:

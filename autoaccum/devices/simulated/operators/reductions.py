@@ -26,6 +26,13 @@ from autoaccum.devices.simulated.operators.workspaces import (
 )
 from autoaccum.devices.simulated.trace_records import Workspace
 
+_HALF = ("torch.float16", "torch.bfloat16")
+_MAX_THREADS = 512
+_WARP = 32
+_LEAST_VALUES, _MOST_VALUES = 16, 256
+_CHUNK = 65_536
+_MOST_32_BIT = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -106,14 +113,6 @@ def _sorted(dimensions: list[_Dimension]) -> list[_Dimension]:
             dimensions[earlier], dimensions[later] = dimensions[later], dimensions[earlier]
             later = earlier
     return dimensions
-
-
-_HALF = ("torch.float16", "torch.bfloat16")
-_MAX_THREADS = 512
-_WARP = 32
-_LEAST_VALUES, _MOST_VALUES = 16, 256
-_CHUNK = 65_536
-_MOST_32_BIT = 2**31 - 1
 
 
 def reduction(numbers: Numbers, card: Card, torch_version: tuple[int, int]) -> Estimate:

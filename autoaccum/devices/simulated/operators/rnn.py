@@ -30,6 +30,9 @@ _RESERVE = 3
 _MEASURED_PERCENT, _GUESSED_PERCENT, _PLAIN_PERCENT = 25, 50, 100
 """The share by which the reserve may be off: as it was measured with an older cuDNN; with dropout, a projection or a
 second direction, which were not measured; for a plain RNN, which was not measured at all."""
+DROPOUT_STATE_BYTES = (2 << 20) + 512
+"""The random state that cuDNN keeps after the first dropout between layers ("slightly over 2MB", cudnn/RNN.cpp)."""
+_STATE = "cuDNN's dropout"
 
 
 class RnnOptions(NamedTuple):
@@ -191,11 +194,6 @@ class _Pack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0].new_zeros(ctx.shape), None
-
-
-DROPOUT_STATE_BYTES = (2 << 20) + 512
-"""The random state that cuDNN keeps after the first dropout between layers ("slightly over 2MB", cudnn/RNN.cpp)."""
-_STATE = "cuDNN's dropout"
 
 
 def install(library: torch.library.Library, stack: ExitStack) -> None:

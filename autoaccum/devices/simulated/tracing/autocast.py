@@ -65,6 +65,11 @@ _FP32 = torch.float32
 _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 """Keys that are excluded while an autocast kernel calls its operator."""
 _copy = torch.ops.aten._to_copy.default
+_HALF = torch.float16
+"""RNNs run in fp16 even if the autocast dtype is bf16, as a run of the binaries of 2.11 and 2.15 shows."""
+_KEY = "AutocastCUDA"
+_aten: Any = torch.ops.aten
+Kernel = Callable[..., Any]
 
 
 def is_eligible(tensor: Tensor) -> bool:
@@ -113,10 +118,6 @@ class CastCache:
         )
 
 
-_HALF = torch.float16
-"""RNNs run in fp16 even if the autocast dtype is bf16, as a run of the binaries of 2.11 and 2.15 shows."""
-
-
 def make_rnn_kernel(casts: CastCache) -> Callable[..., Any]:
     """Return the autocast kernel of `_cudnn_rnn`, which casts the weights at every call and caches none."""
     operator = torch.ops.aten._cudnn_rnn.default
@@ -144,12 +145,6 @@ def flatten(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         pieces = torch.split_with_sizes(flat, sizes)
         parts = [piece.view(weight.shape).detach() for piece, weight in zip(pieces, weights, strict=True)]
     return flat, [part.copy_(weight) for part, weight in zip(parts, weights, strict=True)]
-
-
-_KEY = "AutocastCUDA"
-_aten: Any = torch.ops.aten
-
-Kernel = Callable[..., Any]
 
 
 def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:

@@ -26,6 +26,9 @@ _ATTRIBUTE = "_autoaccum_known"
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _OVERWRITES = frozenset({_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default})
+_MAX_HOST_COPY_ELEMENTS = 1 << 17
+"""Enough for one weight for each token of a large vocabulary."""
+_HOST_COPY = "_autoaccum_host_copy"
 
 
 def values_of(tensor: Tensor) -> Tensor | None:
@@ -278,11 +281,6 @@ def _is_deterministic(func: Any) -> bool:
     if name.startswith(("empty", "new_empty", "resize", "set_")) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     return bool(func.namespace == "aten")
-
-
-_MAX_HOST_COPY_ELEMENTS = 1 << 17
-"""Enough for one weight for each token of a large vocabulary."""
-_HOST_COPY = "_autoaccum_host_copy"
 
 
 def save_host_copy(moved: Tensor, origin: Tensor) -> None:

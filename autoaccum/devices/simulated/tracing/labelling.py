@@ -24,6 +24,7 @@ from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.trial_run import TrialRun
 
 _LEAF_NODE = "AccumulateGrad"
+_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 def walk_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -116,9 +117,6 @@ class ModuleTracker:
     def _record_running(self) -> None:
         self._numbers.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
         self._running.append(self._stack[-1][0] if self._stack else 0)
-
-
-_TABLES = ("_parameters", "_buffers", "_modules")
 
 
 class BlockLabeller:

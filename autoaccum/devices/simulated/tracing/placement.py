@@ -30,6 +30,8 @@ from autoaccum.workload.spec import Workload
 
 _INITIALISE = "run one sample through the model in model(), before it is returned"
 _REPLACED_BY = "_autoaccum_replaced_by"
+T = TypeVar("T")
+_ZIP = b"PK\x03\x04"
 
 
 def convert_module(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -93,9 +95,6 @@ def _replacement(tensor: Tensor) -> Any:
     return None if reference is None else reference()
 
 
-T = TypeVar("T")
-
-
 def with_host_batches(workload: Workload) -> Workload:
     """Return the workload with batches that are checked to be on the CPU, where loss weights are counted."""
     return dataclasses.replace(workload, batch=partial(_batch_on_host, workload.batch))
@@ -154,9 +153,6 @@ def _build_lazily(mode: FakeCudaMode, build: Callable[..., T], *args: Any) -> T:
         return build(*args)
     finally:
         mode.lazy = False
-
-
-_ZIP = b"PK\x03\x04"
 
 
 def patch_torch_load(stack: ExitStack) -> None:

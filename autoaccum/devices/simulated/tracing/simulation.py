@@ -40,6 +40,12 @@ CUDA_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
 would run the composite kernel, which allocates temporaries."""
 _METAS: Any = torch._meta_registrations
 _GROUPED_MM = _METAS._meta_grouped_mm_common
+COMPILED = (
+    "the model is compiled (torch.compile), but its eager step is predicted: compiled, it usually takes less memory"
+)
+_META = torch.device("meta")
+_AS_TENSOR, _TENSOR = torch.as_tensor, torch.tensor
+_NATIVE_GENERATOR: Any = torch.Generator
 
 
 def _register_cuda_kernels(library: torch.library.Library, stack: ExitStack) -> None:
@@ -125,14 +131,6 @@ class _NoTensor:
 
 def _is_of(kind: str, tensor: FakeTensor) -> bool:
     return tensor.device.type == kind
-
-
-COMPILED = (
-    "the model is compiled (torch.compile), but its eager step is predicted: compiled, it usually takes less memory"
-)
-_META = torch.device("meta")
-_AS_TENSOR, _TENSOR = torch.as_tensor, torch.tensor
-_NATIVE_GENERATOR: Any = torch.Generator
 
 
 def patch_functions(notices: dict[str, None], stack: ExitStack) -> None:

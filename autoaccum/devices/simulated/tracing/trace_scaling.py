@@ -16,12 +16,11 @@ from typing import NamedTuple
 from autoaccum.devices.simulated.trace_records import Trace, Workspace
 from autoaccum.errors import AutoaccumError
 
+_HINT = "trace this size"
+
 
 class NotAffineError(AutoaccumError):
     """The traces are not affine in the micro-batch, so each size has to be traced."""
-
-
-_HINT = "trace this size"
 
 
 class _Affine(NamedTuple):
