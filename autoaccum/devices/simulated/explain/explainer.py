@@ -91,7 +91,7 @@ class Explainer:
                 other memory each time.
         """
         trace = max(made, key=self.replayer.peak_bytes)
-        labelled = self._labelled(trace, deadline)
+        labelled = self.traces.call(LabelParts(parts=trace.parts), deadline.left_seconds)
         if detail:
             labelled = self._repeatable(trace, labelled, deadline)
         breakdown = MemoryBreakdown(labelled, self.replayer.with_sizes(labelled.trace))
@@ -113,9 +113,6 @@ class Explainer:
             moments=phase_peaks(breakdown) if detail else (),
         )
 
-    def _labelled(self, trace: Trace, deadline: Deadline) -> LabelledTrace:
-        return self.traces.call(LabelParts(parts=trace.parts), deadline.left_seconds)
-
     def _repeatable(self, trace: Trace, labelled: LabelledTrace, deadline: Deadline) -> LabelledTrace:
         """Return the trace that repeats; the first one may differ, by what the workload keeps for later calls.
 
@@ -124,7 +121,7 @@ class Explainer:
         """
         if labelled.trace == trace:
             return labelled
-        again = self._labelled(trace, deadline)
+        again = self.traces.call(LabelParts(parts=trace.parts), deadline.left_seconds)
         if again.trace != labelled.trace:
             once, twice = (format_bytes(self.replayer.peak_bytes(each.trace)) for each in (labelled, again))
             took = "the same memory in other pieces" if once == twice else f"other memory ({once}, then {twice})"
