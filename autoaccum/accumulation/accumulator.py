@@ -40,13 +40,7 @@ from autoaccum.accumulation.out_of_memory import (
     release_memory,
     shrink,
 )
-from autoaccum.accumulation.plan_check import (
-    PlanLike,
-    check_plan,
-    choose_ceiling,
-    choose_objective,
-    choose_option,
-)
+from autoaccum.accumulation.plan_check import PlanLike, check_plan, choose_ceiling, choose_objective, choose_option
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.schedule import check_multiple, split_evenly
 from autoaccum.accumulation.state_hash import ForwardSideEffects, batch_versions

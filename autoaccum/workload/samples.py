@@ -36,10 +36,7 @@ class LongestBatches:
     """
 
     def __init__(
-        self,
-        samples: Sequence[Any],
-        collate: Callable[[list[Any]], Any] | None,
-        batching: Batching | None = None,
+        self, samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None, batching: Batching | None = None
     ) -> None:
         self._samples, self._collate, self._batching = samples, collate, batching
 
