@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.plan_check import current_facts
+from autoaccum.accumulation.argument_checks import current_facts
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError

@@ -14,12 +14,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from autoaccum.accumulation.argument_checks import (
+    PlanLike,
     check_clip_norm,
     check_model,
     check_optimizer,
+    check_plan,
     check_precision,
     check_scheduler,
     checked_micro_batch,
+    choose_ceiling,
+    choose_objective,
+    choose_option,
 )
 from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
@@ -40,7 +45,6 @@ from autoaccum.accumulation.out_of_memory import (
     release_memory,
     shrink,
 )
-from autoaccum.accumulation.plan_check import PlanLike, check_plan, choose_ceiling, choose_objective, choose_option
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.schedule import check_multiple, split_evenly
 from autoaccum.accumulation.state_hash import ForwardSideEffects, batch_versions
@@ -313,9 +317,8 @@ class Accumulator:
         messages += [] if side_effects is None else side_effects.warnings()
         if versions is not None:
             self._has_accumulated = True
-            rounds = buffers is not None and not self._in_fp32
             messages += [*load_balancing_warning(self._model), *versions.warnings()]
-            messages += [rounding_warning(trained)] if rounds else []
+            messages += [rounding_warning(trained)] if buffers is not None and not self._in_fp32 else []
             if text := ignored_labels_warning(self._objective, self._model, parts):
                 warn_caller(text, WeightingWarning)
         for text in messages:
@@ -382,11 +385,8 @@ class Accumulator:
         return [*self._model.modules(), *(() if criterion is None else criterion.modules())]
 
     def _parameters(self) -> list[Tensor]:
-        criterion = self._objective.criterion_module
-        everything: list[Tensor] = [*self._model.parameters(), *optimizer_parameters(self._optimizer)]
-        if criterion is not None:
-            everything.extend(criterion.parameters())
-        return list({id(parameter): parameter for parameter in everything}.values())
+        of_modules = [parameter for module in self._modules() for parameter in module.parameters(recurse=False)]
+        return list({id(one): one for one in (*of_modules, *optimizer_parameters(self._optimizer))}.values())
 
     def _begin_phase(self, phase: StepPhase) -> None:
         self._interrupts.deliver()
@@ -431,6 +431,4 @@ def _drop_gradients(parameters: Iterable[Tensor]) -> None:
 
 def _read(scalars: Sequence[Tensor]) -> list[float]:
     """Read scalars of any dtype and device in one transfer."""
-    device = scalars[0].device
-    values = torch.stack([scalar.to(device) for scalar in scalars]).tolist()
-    return [float(value) for value in values]
+    return [float(value) for value in torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()]

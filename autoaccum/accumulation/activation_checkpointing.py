@@ -130,12 +130,9 @@ def _repeated_in(parent: nn.Module) -> list[type]:
 def _is_block(module: nn.Module) -> bool:
     runs = type(module).forward is not nn.Module.forward  # A ModuleList does not.
     in_children = any(True for child in module.children() for _ in child.parameters())
-    return runs and any(True for _ in module.parameters()) and (in_children or not _is_layer(type(module)))
-
-
-def _is_layer(kind: type) -> bool:
-    """Return whether `kind` is a layer of PyTorch's or a subclass of one."""
-    return any(one.__module__.startswith("torch.nn.modules.") and one is not nn.Module for one in kind.__mro__)
+    bases = [kind for kind in type(module).__mro__ if kind is not nn.Module]
+    is_layer = any(kind.__module__.startswith("torch.nn.modules.") for kind in bases)
+    return runs and any(True for _ in module.parameters()) and (in_children or not is_layer)
 
 
 def _length(module: nn.Module, repeated: Set[type]) -> int:

@@ -55,9 +55,7 @@ def has_weight(weight: Weights) -> bool:
 
 
 def _share(weight: float, total: float, reduction: Reduction) -> float:
-    if weight == 0:
-        return 0.0
-    return weight / total if reduction == "mean" else 1.0
+    return 0.0 if weight == 0 else weight / total if reduction == "mean" else 1.0
 
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -158,18 +156,12 @@ class Backpropagation:
             if compares_samples(loss, self._model, part):
                 warn_caller(COMPARES_SAMPLES)
         self._on_phase("backward")
-        self._backward(loss)
+        if loss.requires_grad:
+            torch.autograd.backward(loss if self._scaler is None else self._scaler.scale(loss))
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
         """Run the forward of a part and return the terms of its loss."""
         return self._objective.terms(self._model, part)
-
-    def _backward(self, loss: Tensor) -> None:
-        if not loss.requires_grad:
-            return
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        torch.autograd.backward(loss)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
@@ -179,7 +171,5 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 def model_device(model: nn.Module) -> torch.device:
     """Return the device of the first parameter of `model`, or else of its first buffer, or else the CPU."""
-    tensor: Tensor | None = next(model.parameters(), None)
-    if tensor is None:
-        tensor = next(model.buffers(), None)
+    tensor = next((one for tensors in (model.parameters(), model.buffers()) for one in tensors), None)
     return torch.device("cpu") if tensor is None else tensor.device

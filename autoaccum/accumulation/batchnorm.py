@@ -16,7 +16,6 @@ from autoaccum.errors import UsageError
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-_SCRIPTED = tuple(kind.__name__ for kind in BATCHNORMS)
 
 
 def named_modules(model: nn.Module, criterion: nn.Module | None = None) -> Iterator[tuple[str, nn.Module]]:
@@ -47,8 +46,9 @@ def batchnorm_names(model: nn.Module, criterion: nn.Module | None = None) -> lis
 
 def frozen_warning(model: nn.Module, criterion: nn.Module | None = None) -> str | None:
     """Return a warning if `batchnorm="frozen"` would normalise by running statistics that were never estimated."""
-    norms = [norm for norm in find_batchnorms(model, criterion) if _is_readable(norm.running_mean)]
-    if not norms or not all(map(_is_initial, norms)):
+    norms = [norm for norm in find_batchnorms(model, criterion) if is_readable(norm.running_mean)]
+    trained = [one.get_buffer("running_mean").any() or (one.get_buffer("running_var") != 1).any() for one in norms]
+    if not norms or any(trained):
         return None
     return (
         'batchnorm="frozen" normalises by running statistics, and these were never estimated (mean 0, variance 1):'
@@ -73,12 +73,10 @@ def uncompiled() -> AbstractContextManager[object]:
 
 def is_scripted(module: nn.Module) -> bool:
     """Return whether `module` is a BatchNorm compiled by TorchScript."""
-    return isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in _SCRIPTED
+    names = [kind.__name__ for kind in BATCHNORMS]
+    return isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in names
 
 
-def _is_readable(tensor: Tensor | None) -> bool:
+def is_readable(tensor: Tensor | None) -> bool:
+    """Return whether the values of a running statistic can be read."""
     return tensor is not None and is_plain_tensor(tensor) and not tensor.is_meta
-
-
-def _is_initial(norm: _BatchNorm) -> bool:
-    return not norm.get_buffer("running_mean").any() and bool((norm.get_buffer("running_var") == 1).all())

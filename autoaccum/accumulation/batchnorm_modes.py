@@ -15,13 +15,13 @@ from autoaccum.accumulation.batchnorm import (
     STATISTICS,
     check_frozen,
     frozen_warning,
+    is_readable,
     is_scripted,
     named_modules,
     uncompiled,
 )
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.gradients import GradientBuffers
-from autoaccum.accumulation.transaction import is_plain_tensor
 from autoaccum.errors import UsageError
 from autoaccum.options import BatchNormMode
 from autoaccum.workload.objective import Weights
@@ -53,13 +53,10 @@ class _Moments:
             return
         dtype = torch.float32 if mean.device.type == "mps" else torch.float64
         part_mean, squares = mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1)
-        if self.count:
-            self._merge(count, part_mean, squares)
-        else:
+        if not self.count:
             self.count, self.mean, self.squares = count, part_mean, squares
-
-    def _merge(self, count: int, mean: Tensor, squares: Tensor) -> None:
-        total, difference = self.count + count, mean - self.mean
+            return
+        total, difference = self.count + count, part_mean - self.mean
         self.mean.add_(difference, alpha=count / total)
         self.squares.add_(squares).add_(difference.square_(), alpha=self.count * count / total)
         self.count = total
@@ -280,7 +277,7 @@ def _watch_statistics(norms: Mapping[str, nn.Module]) -> Callable[[], list[str]]
         (path, module, buffer, buffer.clone())
         for path, module in norms.items()
         for buffer in (getattr(module, name) for name in STATISTICS)
-        if buffer is not None and is_plain_tensor(buffer) and not buffer.is_meta
+        if is_readable(buffer)
     ]
 
     def find_changed() -> list[str]:

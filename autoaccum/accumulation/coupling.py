@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from autoaccum.checks import join_words
 
 WHOLE_MODEL = "the model itself"
-"""The name of the outermost module in messages."""
 
 COMPARES_SAMPLES = (
     "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a time, so that the"

@@ -14,14 +14,9 @@ from autoaccum.accumulation.coupling import list_names
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.pytree import tensors
 
-_NODES = 200
-"""The number of autograd nodes, from the loss on, among which a table is looked for; behind them is the model."""
-
-_LEAST = 5
-"""The least number of samples that is looked for; smaller numbers are too often the size of something else."""
-
-_VIEWS = 4
-"""The most views of each sample, in a table of all views by all views."""
+_NODES, _LEAST, _VIEWS = 200, 5, 4
+"""Limits of the search for a table: autograd nodes from the loss on (behind them is the model), samples (a smaller
+number is too often the size of something else), and views of each sample."""
 
 
 def compares_samples(loss: Tensor, model: nn.Module, part: Any) -> bool:

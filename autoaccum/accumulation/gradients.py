@@ -64,14 +64,12 @@ class GradientBuffers:
     def __init__(self, parameters: Sequence[Tensor], *, in_fp32: bool = True) -> None:
         self.share = 1.0
         self._in_fp32 = in_fp32
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._parameters: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
         self._sums: dict[Tensor, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> GradientBuffers:
-        leaf: Any
-        for leaf in self._parameters:
-            self._handles.append(leaf.register_post_accumulate_grad_hook(self._collect))
+        self._handles = [one.register_post_accumulate_grad_hook(self._collect) for one in self._parameters]
         return self
 
     def __exit__(
@@ -79,7 +77,6 @@ class GradientBuffers:
     ) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def values(self) -> list[Tensor]:
         """Return the sums so far as dense tensors that may be changed in place."""
@@ -124,16 +121,12 @@ def rounding_warning(parameters: Iterable[Tensor]) -> str:
 
 def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Return the gradients of `parameters`, or the values of sparse ones, as tensors that may be changed in place."""
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
+    filled: list[Any] = [parameter for parameter in parameters if parameter.grad is not None]
+    for parameter in filled:
         if parameter.grad.is_sparse:
             parameter.grad = parameter.grad.coalesce()
-            gradients.append(parameter.grad.values())
-        else:
-            gradients.append(parameter.grad)
-    return gradients
+    gradients = [parameter.grad for parameter in filled]
+    return [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
 def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> Tensor:
@@ -151,12 +144,8 @@ def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> Tensor:
         norms.append(torch.nn.utils.get_total_norm(others))
     norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
     if clip_norm != float("inf"):
-        torch.nn.utils.clip_grads_with_norm_([_holder(gradient) for gradient in gradients], clip_norm, norm)
+        holders = [gradient.detach() for gradient in gradients]  # PyTorch's clipping takes tensors with a `.grad`.
+        for holder, gradient in zip(holders, gradients, strict=True):
+            holder.grad = gradient
+        torch.nn.utils.clip_grads_with_norm_(holders, clip_norm, norm)
     return norm
-
-
-def _holder(gradient: Tensor) -> Tensor:
-    """Return a view of `gradient` that has it as its `.grad`, the form that PyTorch's clipping takes."""
-    holder = gradient.detach()
-    holder.grad = gradient
-    return holder

@@ -62,9 +62,6 @@ def calling_line() -> str | None:
     return None
 
 
-_RNNS = frozenset(["lstm", "gru", "rnn_tanh", "rnn_relu"])
-
-
 @contextmanager
 def unfused_kernels() -> Iterator[None]:
     """On a GPU, run attention and RNNs without fused kernels, so that their dropout is an operator of its own.
@@ -86,7 +83,7 @@ class RnnsWithoutCudnn(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call `func`, without cuDNN if it is an RNN."""
-        if getattr(func, "__name__", "") not in _RNNS:
+        if getattr(func, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
             return func(*args, **(kwargs or {}))
         with torch.backends.cudnn.flags(enabled=False):
             return func(*args, **(kwargs or {}))
@@ -186,23 +183,15 @@ class RandomCallMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run `func`, and handle the call if it drew random numbers."""
         result = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            call = _read_call(func, args, kwargs or {}, result)
+            arguments = {argument.name: argument.default_value for argument in func._schema.arguments}
+            arguments |= {**dict(zip(list(arguments), args, strict=False)), **(kwargs or {})}
+            outputs = result if isinstance(result, tuple | list) else (result,)
+            tensors = tuple(value for value in outputs if isinstance(value, Tensor))
+            call = RandomCall(CallSite(str(func.overloadpacket), calling_line()), arguments, tensors)
             if call.is_random:
                 with torch.no_grad():
                     self._handle(call)
         return result
-
-
-def _read_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> RandomCall:
-    schema = func._schema.arguments
-    bound = {argument.name: argument.default_value for argument in schema}
-    bound.update(zip((argument.name for argument in schema), args, strict=False))
-    outputs = result if isinstance(result, tuple | list) else (result,)
-    tensors = tuple(value for value in outputs if isinstance(value, Tensor))
-    return RandomCall(CallSite(str(func.overloadpacket), calling_line()), {**bound, **kwargs}, tensors)
-
-
-_SEED = 0
 
 
 @contextmanager
@@ -219,31 +208,27 @@ def neutral_rng() -> Iterator[set[tuple[str, int]]]:
         A set that is filled with the call sites that draw indices, and the range of the indices.
     """
     state = RngState(initialized_cuda_devices())
-    torch.manual_seed(_SEED)
-    random.seed(_SEED)
-    np.random.seed(_SEED)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     ranges: set[tuple[str, int]] = set()
 
     def handle(call: RandomCall) -> None:
         if call.index_range is not None:
             ranges.add((str(call.site), call.index_range))
-        _make_neutral(call)
+        if call.op == "aten.native_dropout":
+            call.replace([torch.ones_like(call.outputs[1])])
+        elif "noise" in call.arguments:
+            middle = (call.arguments["lower"] + call.arguments["upper"]) / 2
+            call.replace([torch.where(call.arguments["noise"] == 1, 1.0, middle)])
+        elif call.op.rstrip("_") in _NEUTRAL_VALUES:
+            call.outputs[0].copy_(torch.as_tensor(_NEUTRAL_VALUES[call.op.rstrip("_")](call.arguments)))
 
     try:
         with unfused_kernels(), RandomCallMode(handle):
             yield ranges
     finally:
         state.restore()
-
-
-def _make_neutral(call: RandomCall) -> None:
-    if call.op == "aten.native_dropout":
-        call.replace([torch.ones_like(call.outputs[1])])
-    elif "noise" in call.arguments:
-        middle = (call.arguments["lower"] + call.arguments["upper"]) / 2
-        call.replace([torch.where(call.arguments["noise"] == 1, 1.0, middle)])
-    elif call.op.rstrip("_") in _NEUTRAL_VALUES:
-        call.outputs[0].copy_(torch.as_tensor(_NEUTRAL_VALUES[call.op.rstrip("_")](call.arguments)))
 
 
 def _bernoulli(arguments: Mapping[str, Any]) -> Any:

@@ -48,7 +48,8 @@ def find_used_modules(objective: Objective, model: nn.Module | None, *functions:
     modules, _ = find_reachable([function for function in used if function is not None])
     roots = [root for root in (model, objective.criterion_module) if root is not None]
     excluded = {id(module) for root in roots for module in root.modules()}
-    return {name: module for name, module in modules.items() if id(module) not in excluded and _holds_tensors(module)}
+    others = {name: module for name, module in modules.items() if id(module) not in excluded}
+    return {name: module for name, module in others.items() if [*module.parameters(), *module.buffers()]}
 
 
 def find_auxiliary_modules(workload: Workload) -> dict[str, nn.Module]:
@@ -152,10 +153,6 @@ def code_names(code: CodeType) -> Iterator[str]:
 def tensor_hooks(tensor: torch.Tensor) -> tuple[Any, Any]:
     """Return the mappings of a tensor's hooks: of `register_hook` and of `register_post_accumulate_grad_hook`."""
     return getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None)
-
-
-def _holds_tensors(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
 def _values(mapping: Any) -> list[Any]:

@@ -48,7 +48,11 @@ class HostRngReplay:
         if index not in self._starts:
             now = host_rng_states(generators)
             self._starts[index] = now if self._sequential else next(iter(self._starts.values()), now)
-        _set_host_states(generators, self._starts[index])
+        python, numpy, *others = self._starts[index]
+        random.setstate(python)
+        np.random.set_state(numpy)
+        for generator, state in zip(generators, others, strict=False):  # A run without a model copy has fewer.
+            set_generator_state(generator, state)
 
     def finish(self) -> None:
         """End the part that began last, if there is one."""
@@ -65,13 +69,6 @@ def host_generators(generators: Iterable[Generator]) -> list[Generator]:
 def host_rng_states(generators: Sequence[Generator]) -> list[Any]:
     """Return the states of Python's and NumPy's global generators and of `generators`."""
     return [random.getstate(), np.random.get_state(), *map(generator_state, generators)]
-
-
-def _set_host_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    for generator, state in zip(generators, states[2:], strict=False):  # Runs without a copy of the model have fewer.
-        set_generator_state(generator, state)
 
 
 class ReplayMismatch(Exception):  # noqa: N818 -- no failure of a command: the comparison continues with a neutral RNG
@@ -205,7 +202,11 @@ class RngRecording:
     def replay_whole(self) -> Iterator[None]:
         """Replay joined values in the full run within it; call `end_part` before the update if that draws, too."""
         parts = [self.calls_by_part.get(index, []) for index in range(len(self._sizes))]
-        with self._replaying(0, lambda call: self._replay_joined(parts, call), max(map(len, parts), default=0)):
+
+        def replay(call: RandomCall) -> None:
+            call.replace(join_recorded(call, [self._next_recorded(calls, call) for calls in parts], self._sizes))
+
+        with self._replaying(0, replay, max(map(len, parts), default=0)):
             yield
 
     @contextmanager
@@ -243,9 +244,6 @@ class RngRecording:
     def _record(self, call: RandomCall) -> None:
         values = () if call.is_fused else tuple(value.detach().clone() for value in call.random_values)
         self.calls_by_part[self._part].append(RecordedCall(call.site, call.index_range, call.is_fused, values))
-
-    def _replay_joined(self, parts: Sequence[Sequence[RecordedCall]], call: RandomCall) -> None:
-        call.replace(join_recorded(call, [self._next_recorded(calls, call) for calls in parts], self._sizes))
 
     def _replay(self, calls: Sequence[RecordedCall], call: RandomCall) -> None:
         recorded = self._next_recorded(calls, call)

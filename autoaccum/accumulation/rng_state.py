@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, TypeAlias
@@ -32,7 +32,7 @@ class RngState:
         }
         self._devices = [device for device in devices if device.type not in ("cpu", "meta")]
         self.states |= {str(device): device_rng_state(device) for device in self._devices}
-        self._restorers = [generator_restorer(generator) for generator in generators]
+        self._generators = [(generator, generator_state(generator)) for generator in generators]
 
     def restore(self) -> None:
         """Restore the state of every generator."""
@@ -41,8 +41,8 @@ class RngState:
         torch.set_rng_state(self.states["torch"])
         for device in self._devices:
             set_device_rng_state(device, self.states[str(device)])
-        for restore in self._restorers:
-            restore()
+        for generator, state in self._generators:
+            set_generator_state(generator, state)
 
 
 def module_generators(modules: Iterable[nn.Module]) -> list[Generator]:
@@ -72,12 +72,6 @@ def generator_state(generator: Generator) -> Any:
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return None if isinstance(generator, random.SystemRandom) else generator.getstate()
-
-
-def generator_restorer(generator: Generator) -> Callable[[], None]:
-    """Return a function that restores `generator` to its present state."""
-    state = generator_state(generator)
-    return lambda: set_generator_state(generator, state)
 
 
 def set_generator_state(generator: Generator, state: Any) -> None:

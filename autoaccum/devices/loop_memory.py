@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
+from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
-from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree

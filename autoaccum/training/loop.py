@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.coupling_probe import SAMPLES, probe_model
-from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.accumulation.reachable_objects import find_python_attributes, find_reachable
 from autoaccum.accumulation.rng_state import derive_seed
 from autoaccum.accumulation.step_result import StepResult

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autoaccum.accumulation.plan_check import check_plan, differences, plan_facts, unwrap_model
+from autoaccum.accumulation.argument_checks import check_plan, differences, plan_facts, unwrap_model
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.plan_record import Plan

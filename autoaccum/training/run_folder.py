@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from autoaccum.accumulation.plan_check import unwrap_model
+from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import Checkpoints, portable, write_file
 from autoaccum.training.fit_events import Evaluated, Notice, Updated

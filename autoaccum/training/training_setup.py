@@ -15,11 +15,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, Subset
 
-from autoaccum.accumulation.argument_checks import check_model, check_optimizer, check_precision, check_scheduler
+from autoaccum.accumulation.argument_checks import (
+    check_model,
+    check_optimizer,
+    check_precision,
+    check_scheduler,
+    choose_objective,
+    unwrap_model,
+)
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
 from autoaccum.accumulation.gradients import choose_scaler
-from autoaccum.accumulation.plan_check import choose_objective, unwrap_model
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, find_used_modules
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.checks import describe_type

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.plan_check import unwrap_model
+from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.rng_state import capture_rng_state, restore_rng_state
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.errors import UsageError, first_line

@@ -14,8 +14,17 @@ from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.errors import WorkloadError
 from autoaccum.planning.device_choice import check_device
 from autoaccum.tuning.tune_request import Budget, TuneRequest
-from autoaccum.tuning.tuning_child_requests import ContinueTraining, Describe, LoadForTuning, TimeUpdate, Train
-from autoaccum.tuning.tuning_result import FinalState, Outcome, Setting, WorkloadFacts
+from autoaccum.tuning.tuning_result import (
+    ContinueTraining,
+    Describe,
+    FinalState,
+    LoadForTuning,
+    Outcome,
+    Setting,
+    TimeUpdate,
+    Train,
+    WorkloadFacts,
+)
 
 _LEAVE_SECONDS = 5.0
 """A finished child may exit by itself, so that the workload's exit handlers run."""

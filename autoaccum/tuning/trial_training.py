@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
+from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.plan_check import unwrap_model
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.checks import type_name

@@ -14,15 +14,15 @@ from autoaccum.devices.child.connection import ParentConnection, serve
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.requests import Request, read_request
 from autoaccum.options import Options
-from autoaccum.tuning.tuning_child_requests import (
+from autoaccum.tuning.tuning_result import (
     ContinueTraining,
     Describe,
     LoadForTuning,
     TimeUpdate,
     Train,
     TrainingProgress,
+    WorkloadFacts,
 )
-from autoaccum.tuning.tuning_result import WorkloadFacts
 
 if TYPE_CHECKING:
     from autoaccum.tuning.trial_training import UpdateTimer

@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from autoaccum.accumulation.argument_checks import check_unsharded
-from autoaccum.accumulation.plan_check import unwrap_model
+from autoaccum.accumulation.argument_checks import check_unsharded, unwrap_model
 from autoaccum.accumulation.reachable_objects import find_reachable, find_user_methods, on_device, tensor_hooks
 from autoaccum.accumulation.rng_replay import host_generators
-from autoaccum.accumulation.rng_state import Generator, generator_restorer, module_generators
+from autoaccum.accumulation.rng_state import Generator, generator_state, module_generators, set_generator_state
 from autoaccum.accumulation.state_hash import PlainAttributes
 from autoaccum.accumulation.transaction import ModuleState, TorchState
 from autoaccum.checks import type_name
@@ -125,7 +124,7 @@ class Fixture:
         """Enter a run: set its precision, disable compiling, and restore outside modules and generators at its end."""
         with ExitStack() as stack:
             for generator in self.generators:
-                stack.callback(generator_restorer(generator))
+                stack.callback(set_generator_state, generator, generator_state(generator))
             for state in self._restored:
                 stack.callback(state.restore)
             stack.enter_context(on_device(self.outside.values(), self.device))

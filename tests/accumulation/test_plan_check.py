@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.plan_check import current_facts, differences, plan_facts, storage_bytes
+from autoaccum.accumulation.argument_checks import current_facts, differences, plan_facts, storage_bytes
 from autoaccum.devices.base import Trial
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import UsageError

@@ -11,7 +11,7 @@ import pytest
 from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
-from autoaccum.accumulation.plan_check import plan_facts
+from autoaccum.accumulation.argument_checks import plan_facts
 from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.explanation import Forecast
 from autoaccum.devices.simulated.allocator.replay import least_capacity, replay

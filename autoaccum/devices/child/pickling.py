@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.argument_checks import unwrap_optimizer
-from autoaccum.accumulation.plan_check import unwrap_model
+from autoaccum.accumulation.argument_checks import unwrap_model, unwrap_optimizer
 from autoaccum.checks import type_name
 from autoaccum.errors import UsageError, first_line
 from autoaccum.workload.spec import Workload
