@@ -86,12 +86,7 @@ def make_case(
     Raises:
         UsageError: An option is not valid.
     """
-    return Case(
-        workload=workload,
-        target_batch=target_batch,
-        micro_batch=micro_batch,
-        options=Options(**options),
-    )
+    return Case(workload=workload, target_batch=target_batch, micro_batch=micro_batch, options=Options(**options))
 
 
 def case_name(case: Case) -> str:

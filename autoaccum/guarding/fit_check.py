@@ -11,16 +11,9 @@ from typing import Any
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.explanation import Holding
-from autoaccum.errors import (
-    AutoaccumError,
-    DoesNotFitError,
-    UsageError,
-)
+from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, check_case, make_case
-from autoaccum.guarding.guard_result import (
-    Measurement,
-    Tolerance,
-)
+from autoaccum.guarding.guard_result import Measurement, Tolerance
 from autoaccum.guarding.lock import read_lock
 from autoaccum.guarding.measuring import measure, request_of
 from autoaccum.guarding.project import Project, find_project
@@ -76,11 +69,9 @@ def _message(case: Case, measured: Measurement) -> str:
     if measured.least_bytes is not None:
         unlimited = f"{format_bytes(measured.peak_bytes)} without a limit"
         needed = f"at least {format_bytes(measured.least_bytes)} ({unlimited})"
-    bound = (
-        f"the limit is {case.options.memory}"
-        if case.options.memory
-        else f"{format_bytes(measured.limit_bytes)} are available"
-    )
+    bound = f"{format_bytes(measured.limit_bytes)} are available"
+    if case.options.memory:
+        bound = f"the limit is {case.options.memory}"
     fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"
     parts = format_parts(measured.micro_batches)
     return (

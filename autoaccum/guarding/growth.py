@@ -73,10 +73,7 @@ def _comparable_moment(before: Measurement, now: Measurement) -> Moment:
         category: count for category, count in before.categories.items() if category != "unused"
     }
     return Moment(
-        phase=cast("Phase", before.phase),
-        held_bytes=before.held_bytes or 0,
-        categories=held,
-        holdings=before.holdings,
+        phase=cast("Phase", before.phase), held_bytes=before.held_bytes or 0, categories=held, holdings=before.holdings
     )
 
 

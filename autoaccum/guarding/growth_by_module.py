@@ -33,11 +33,6 @@ class Difference:
     now: tuple[Holding, ...] = ()
 
     @property
-    def kinds(self) -> set[str]:
-        """The class names of the module, before and now."""
-        return {holding.kind for holding in (*self.before, *self.now) if holding.kind}
-
-    @property
     def parts(self) -> list[str]:
         """The parts of its path."""
         return self.module.split(".") if self.module else []
@@ -169,7 +164,8 @@ class _Names:
         the module around several that have no common name; the name of the whole model is empty.
         """
         rows = list(rows)
-        if depth > 1 and len({kind for row in rows if len(row.parts) == depth for kind in row.kinds}) > 1:
+        held = [holding for row in rows if len(row.parts) == depth for holding in (*row.before, *row.now)]
+        if depth > 1 and len({holding.kind for holding in held if holding.kind}) > 1:
             depth -= rows[0].parts[depth - 1].isdecimal()
         names = list(dict.fromkeys(".".join(row.parts[:depth]) for row in rows))
         if len(names) == 1:

@@ -129,11 +129,8 @@ def _in_order(holdings: Iterable[Holding]) -> tuple[Holding, ...]:
         alike = dataclasses.replace(holding, bytes=0)
         sizes[alike] = sizes.get(alike, 0) + holding.bytes
     joined = (dataclasses.replace(alike, bytes=size) for alike, size in sizes.items())
-    return tuple(sorted(joined, key=_place))
-
-
-def _place(holding: Holding) -> tuple[object, ...]:
-    return CATEGORIES.index(holding.category), natural(holding.module), holding.kind, holding.dtype, holding.op
+    rank = CATEGORIES.index
+    return tuple(sorted(joined, key=lambda one: (rank(one.category), natural(one.module), one.kind, one.dtype, one.op)))
 
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:

@@ -165,9 +165,7 @@ def _read_project(folder: Path, table: Any) -> Project:
     if not isinstance(named, str) or not named.strip():
         raise UsageError(f"lock in {folder / _SETTINGS} is {named!r}", hint=f'name a file, such as "{LOCK_NAME}"')
     project = Project(
-        folder=folder,
-        lock=folder / named,
-        tolerance=None if tolerance is None else parse_tolerance(tolerance),
+        folder=folder, lock=folder / named, tolerance=None if tolerance is None else parse_tolerance(tolerance)
     )
     return dataclasses.replace(project, cases=tuple(_read_cases(project, table.get("guard", []))))
 

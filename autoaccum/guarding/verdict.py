@@ -45,11 +45,6 @@ class _Quantity:
         """True if it shrank by more than the tolerance."""
         return not self.tolerance.allows(self.now_bytes, self.before_bytes, self.spread_bytes)
 
-    @property
-    def change(self) -> str:
-        """The change in percent, with a sign."""
-        return percent(self.growth_bytes, self.before_bytes, sign=True)
-
 
 class _Comparison:
     """The memory of an update, before and now.
@@ -195,7 +190,8 @@ def _add_least_budget(comparison: _Comparison, grown: str) -> str:
     if not least.growth_bytes or (grown and not untold):
         return grown
     closely = "less" if least.growth_bytes > 0 else "more"
-    text = f"least budget {signed_bytes(least.growth_bytes)} ({least.change}): the allocator packs it {closely} closely"
+    change = _change(least.growth_bytes, least.before_bytes)
+    text = f"least budget {change}: the allocator packs it {closely} closely"
     return "; ".join(filter(None, (text, grown)))
 
 

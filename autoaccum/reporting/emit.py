@@ -90,11 +90,8 @@ def module_name(path: str) -> str:
     importable = name.isidentifier() and not keyword.iskeyword(name)
     if file.suffix == ".py" and importable and name not in _RESERVED_NAMES:
         return name
-    why = (
-        f"would hide the module {name}"
-        if name in _RESERVED_NAMES and importable
-        else "cannot be imported under that name"
-    )
+    hides = importable and name in _RESERVED_NAMES
+    why = f"would hide the module {name}" if hides else "cannot be imported under that name"
     raise UsageError(f"the emitted {file.name} {why}", hint="take a name such as train_step.py")
 
 
@@ -132,8 +129,6 @@ def _template_values(plan: Plan, recipe: Mapping[str, Any]) -> dict[str, Any]:
     precision = str(plan.workload.get("precision", "fp32"))
     sums_wide = bool(recipe["half"]) and plan.iter_size > 1 and plan.workload.get("accumulate_in") != "parameters"
     moved = _changed(form, "part", cut=False)
-    names_moved = not has_call and moved != "part.to(device)"
-    inputs = _inputs(form) if has_call else []
     given = _entries(form)[0] if has_call else ""
     kind = next(iter(given)) if isinstance(given, Mapping) else ""
     return {
@@ -147,10 +142,10 @@ def _template_values(plan: Plan, recipe: Mapping[str, Any]) -> dict[str, Any]:
         "batch_type": _type_of(form),
         "rows": {name: _rows_in(form, name) for name in ("batch", "part")},
         "cut_code": _changed(form, "batch", cut=True),
-        "inputs": inputs,
+        "inputs": _inputs(form) if has_call else [],
         "stars": {"dict": "**", "mapping": "**", "": ""}.get(kind, "*"),
         "moved_code": moved,
-        "names_moved": names_moved,
+        "names_moved": not has_call and moved != "part.to(device)",
         "origin": _wrapped(_origin(plan)),
         "room": _wrapped("; ".join(describe_extra_memory(plan)), _ROOM) if describe_extra_memory(plan) else "",
         "warnings": [_wrapped(warning, "- ", "  ") for warning in plan.warnings],

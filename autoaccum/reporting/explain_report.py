@@ -10,7 +10,7 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.explanation import Change, Explanation, ModuleShare
-from autoaccum.reporting.console import make_table, one_line, print_table
+from autoaccum.reporting.console import make_table, one_line, print_line, print_table
 from autoaccum.units import format_bytes, percent, signed_bytes
 
 _NONE = "-"
@@ -25,11 +25,11 @@ def print_explanation(console: Console, explanation: Explanation, measured_bytes
         measured_bytes: The peak of real trials, printed next to the predicted one.
     """
     for line in _heading(explanation, measured_bytes):
-        line.plain = one_line(line.plain)
-        console.print(line, soft_wrap=True)
-    for table in _tables(explanation):
-        console.print()
-        print_table(console, table)
+        print_line(console, line)
+    for table in (_categories(explanation), _modules(explanation.modules), _changes(explanation.changes)):
+        if table.rows:
+            console.print()
+            print_table(console, table)
 
 
 def _heading(explanation: Explanation, measured_bytes: int | None) -> Iterator[Text]:
@@ -39,14 +39,6 @@ def _heading(explanation: Explanation, measured_bytes: int | None) -> Iterator[T
     yield Text(f"{explanation.card}, micro-batches of {format_parts(explanation.parts)}: {peak}{measured}")
     of = f" of {explanation.module}" if explanation.module else ""
     yield Text(f"the peak is in {explanation.phase}, at {explanation.op or 'what is there from the start'}{of}")
-
-
-def _tables(explanation: Explanation) -> Iterator[Table]:
-    yield _categories(explanation)
-    if explanation.modules:
-        yield _modules(explanation.modules)
-    if explanation.changes:
-        yield _changes(explanation.changes)
 
 
 def _categories(explanation: Explanation) -> Table:

@@ -40,7 +40,8 @@ def print_fit(console: Console, result: FitResult, *, last: Updated | None, comm
 
 def fit_rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, Text]]:
     """Yield the rows of the table: name and value."""
-    yield "updates", Text(_made(result))
+    epochs = f" in {counted(result.epochs, 'epoch')}" if result.epochs else ""
+    yield "updates", Text(f"{result.updates}{epochs}, {result.samples:,} samples")
     if result.loss is not None:
         yield "loss", Text(f"{result.loss:.6g} in the last update", "bold green")
     if result.evaluation is not None:
@@ -51,7 +52,7 @@ def fit_rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, 
     if result.oom_retries:
         yield "OOM retries", Text(f"{result.oom_retries}, in smaller micro-batches")
     if result.skipped:
-        yield "skipped", Text(f"{_count(result.skipped, 'update')}, not finite", "yellow")
+        yield "skipped", Text(f"{counted(result.skipped, 'update')}, not finite", "yellow")
     yield "time", Text(format_seconds(result.seconds))
     paths = {
         "resumed from": result.resumed_from,
@@ -104,11 +105,6 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
     }
 
 
-def _made(result: FitResult) -> str:
-    epochs = f" in {_count(result.epochs, 'epoch')}" if result.epochs else ""
-    return f"{result.updates}{epochs}, {result.samples:,} samples"
-
-
 def _micro_batch(result: FitResult, last: Updated) -> str:
     plan = result.plan
     if plan is None or last.micro_batch == plan.micro_batch:
@@ -116,7 +112,8 @@ def _micro_batch(result: FitResult, last: Updated) -> str:
     return f"{last.micro_batch} in the last update, planned were {plan.micro_batch}"
 
 
-def _count(number: int, word: str) -> str:
+def counted(number: int, word: str) -> str:
+    """Count things: 1 trial, 30 trials."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
@@ -149,7 +146,7 @@ class TrainingProgress(Progress):
         self._seconds_between = _REDRAW_SECONDS if console.can_redraw else _LINE_SECONDS
         self._next_drawn = 0.0
         self._line = UpdateLine()
-        self._shown: fit_events.Updated | None = None
+        self._shown: Updated | None = None
 
     def notify(self, event: Any) -> None:
         """Show one event, of training or of planning."""

@@ -29,12 +29,7 @@ class Progress:
     """
 
     def __init__(
-        self,
-        console: PlainConsole,
-        *,
-        quiet: bool = False,
-        outlives_console: bool = False,
-        auto_refresh: bool = True,
+        self, console: PlainConsole, *, quiet: bool = False, outlives_console: bool = False, auto_refresh: bool = True
     ) -> None:
         self.console, self.quiet = console, quiet
         self._outlives_console, self._auto_refresh = outlives_console, auto_refresh

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.reporting.console import PlainConsole, make_table, one_line, path_value, print_rows, relative_path
-from autoaccum.reporting.fit_report import format_seconds
+from autoaccum.reporting.fit_report import counted, format_seconds
 from autoaccum.reporting.plan_report import PlanProgress
 from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Notice
@@ -117,11 +117,6 @@ def _speed_words(speed: Speed) -> tuple[str, str]:
     known = (speed.samples_per_second, speed.low or 0.0, speed.high or 0.0)
     rate, low, high = (f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in known)
     return rate, f"{low} to {high} in the middle half of {counted(speed.updates, 'update')}"
-
-
-def counted(number: int, word: str) -> str:
-    """Count things: 1 trial, 30 trials."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def print_tuning(

@@ -62,8 +62,7 @@ def verdict(found: Verification, *, verbose: bool = False) -> Text:
     if found.equivalent:
         more = "" if verbose or not found.notes else f"; -v shows {len(found.notes)} note{'s' * (len(found.notes) > 1)}"
         return Text.assemble(
-            ("equivalent", "bold green"),
-            f": the accumulated update is the full batch's, {_how_equal(found)}{more}",
+            ("equivalent", "bold green"), f": the accumulated update is the full batch's, {_how_equal(found)}{more}"
         )
     apart = [one for one in found.comparisons if not one.equal]
     worst = max((one for one in apart[0].differences if not one.equal), key=_urgency)

@@ -256,12 +256,8 @@ class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs = {**kwargs, "dtype": _WIDE[kwargs["dtype"]]}
         given = {tensor.dtype for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
         if not func._schema.is_mutable and not given.isdisjoint(_WIDE) and not given.isdisjoint(_WIDE.values()):
-            args, kwargs = tree_map_only(Tensor, _wide, (args, kwargs))
+            args, kwargs = tree_map_only(Tensor, lambda one: one.to(_WIDE.get(one.dtype, one.dtype)), (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(_WIDE.get(tensor.dtype, tensor.dtype))
 
 
 def _unscale(gradients: Sequence[Tensor], found_infinite: Tensor, inverse_scale: Tensor) -> None:

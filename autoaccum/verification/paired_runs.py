@@ -246,7 +246,12 @@ class PairedRuns:
         draws = RngRecording(self.sizes, host=host)
         seed_everything()
         with draws.record():
-            accumulated = self._record_parts(draws, ablation)
+            run = UpdateRun(self.fixture, ablation)
+            accumulated = run.accumulated(self.batch, self.parts, draws.begin_part, draws.end_part)
+            for index, part in enumerate(self.parts):
+                if index not in draws.calls_by_part:  # It has no weight and did not run; the full batch draws for it.
+                    unweighed = UpdateRun(self.fixture, replace(ablation, weights=None, sum_losses=False))
+                    unweighed.part(part, partial(draws.begin_part, index))
         ends = set(host.ends)
         seed_everything()
         try:
@@ -257,15 +262,6 @@ class PairedRuns:
         # If generators continue over parts, a shuffle of all samples takes as many numbers as those of the parts.
         is_matched = not sequential and ends == {host.ends[-1]} and not self.fixture.keeps_generators
         return Pair(full, accumulated, draws, is_neutral=False, uses_host_rng=uses_host_rng and not is_matched)
-
-    def _record_parts(self, draws: RngRecording, ablation: Ablation) -> UpdateResult:
-        run = UpdateRun(self.fixture, ablation)
-        outcome = run.accumulated(self.batch, self.parts, draws.begin_part, draws.end_part)
-        for index, part in enumerate(self.parts):
-            if index not in draws.calls_by_part:  # It has no weight and did not run; the full batch draws for it too.
-                unweighed = UpdateRun(self.fixture, replace(ablation, weights=None, sum_losses=False))
-                unweighed.part(part, partial(draws.begin_part, index))
-        return outcome
 
     def _full(self, ablation: Ablation, draws: RngRecording) -> tuple[UpdateResult, bool]:
         """Return the full update, and whether Python's or NumPy's generators may have been used."""

@@ -62,7 +62,13 @@ def run_verification(
     """
     check_launch()
     began = time.monotonic()
-    target, micro = _read_sizes(target_batch, micro_batch)
+    target = read_count(target_batch, "target_batch")
+    micro = -(-target // 4) if micro_batch is None else read_count(micro_batch, "micro_batch")
+    if micro >= target:
+        raise UsageError(
+            f"micro_batch is {micro}, target_batch {target}: nothing accumulates",
+            hint=f"give a target batch of at least {2 * micro}" if target == 1 else "give a smaller micro-batch",
+        )
     if options.device == "auto":
         raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
     check_device(options.device)
@@ -77,17 +83,6 @@ def run_verification(
         tried, reference = _prepare(workload, live or {}, options, accumulate, target)
         from_file = isinstance(workload, (str, os.PathLike))
         return StateRestorer(tried, at_once=True).run(work)
-
-
-def _read_sizes(target_batch: Any, micro_batch: Any) -> tuple[int, int]:
-    target = read_count(target_batch, "target_batch")
-    micro = -(-target // 4) if micro_batch is None else read_count(micro_batch, "micro_batch")
-    if micro >= target:
-        raise UsageError(
-            f"micro_batch is {micro}, target_batch {target}: nothing accumulates",
-            hint=f"give a target batch of at least {2 * micro}" if target == 1 else "give a smaller micro-batch",
-        )
-    return target, micro
 
 
 def _prepare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 from autoaccum.accumulation.backpropagation import has_weight
@@ -94,7 +94,7 @@ class Verifier:
         if self._prepared.workload.accumulate_in == "parameters":
             unseen = ' (not visible in float64: precision="fp32" keeps their dtypes)'
             rounded = 'accumulate_in is "parameters": gradients of half-precision parameters are rounded with each part'
-            self._note([rounded + (unseen if self._precision == "fp64" else "")])
+            self._note(rounded + (unseen if self._precision == "fp64" else ""))
         double = self._float64_runs(runs)
         self._double = None if double is None else double.fixture
         tolerances = find_tolerances(runs, precision=self._precision, samples=target, float64_runs=double)
@@ -120,7 +120,7 @@ class Verifier:
             failure = error
         self._precision = "fp32"
         runs = self._runs_in("fp32", sizes)
-        self._note([f"verified in float32, since in float64 the workload does not run ({first_line(failure.message)})"])
+        self._note(f"verified in float32, since in float64 the workload does not run ({first_line(failure.message)})")
         return runs
 
     def _float64_runs(self, runs: PairedRuns) -> PairedRuns | None:
@@ -179,7 +179,7 @@ class Verifier:
                 hint = "where samples come in groups of N, give --multiple-of N"
                 raise WorkloadError(error.message, hint=hint, user_traceback=error.user_traceback) from error
             why = "BatchNorm cannot run a single sample" if is_single else first_line(error.message)
-            self._note([f"the shorter window of {format_parts(sizes)} was left out: {why}"])
+            self._note(f"the shorter window of {format_parts(sizes)} was left out: {why}")
         else:
             self._compare_both(runs, "last", tolerances)
 
@@ -196,11 +196,14 @@ class Verifier:
         known = self._is_explained(found)
         self._comparisons.append(found)
         self._notify(Compared(found))
-        self._note_neutral_rng(runs, method)
+        if runs.mismatch is not None:
+            whose = "the Accumulator's" if method == "accumulator" else "accumulate()'s"
+            where = f"in the full batch's update and in {whose} by {format_parts(runs.sizes)}"
+            self._note(f"random numbers were replaced by neutral values, {where}: {runs.mismatch}")
         loose = [name for name in runs.full().terms if name not in runs.full().connected]
         if loose:
             why = "it is detached, or a constant"
-            self._note([f"{list_names(loose)} of the loss has no gradient, in the full batch and in parts: {why}"])
+            self._note(f"{list_names(loose)} of the loss has no gradient, in the full batch and in parts: {why}")
         if not found.equal and not known:
             self._diagnose(runs, found, tolerances)
 
@@ -215,7 +218,7 @@ class Verifier:
         try:
             causes = find_causes(*self._repeat_in_float64(runs, comparison, tolerances))
         except (WorkloadError, NotMeasuredError) as error:
-            self._note([f"the search for the cause failed: {first_line(error.message)}"])
+            self._note(f"the search for the cause failed: {first_line(error.message)}")
             return
         if not any(cause.proved for cause in causes) and runs.depends_on_host_rng():
             raise NotMeasuredError(
@@ -238,19 +241,14 @@ class Verifier:
         bounds = find_tolerances(double, precision="fp64", samples=sum(runs.sizes))
         found, bounds = _compared(double, comparison.method, comparison.window, bounds)
         if found.equal:
-            self._note([f"in float64 there is no such difference: it is due to {self._precision}"])
+            self._note(f"in float64 there is no such difference: it is due to {self._precision}")
             return runs, comparison, tolerances
-        self._note(["the causes were searched for in float64"])
+        self._note("the causes were searched for in float64")
         return double, found, bounds
 
-    def _note_neutral_rng(self, runs: PairedRuns, method: Method) -> None:
-        if runs.mismatch is not None:
-            whose = "the Accumulator's" if method == "accumulator" else "accumulate()'s"
-            where = f"in the full batch's update and in {whose} by {format_parts(runs.sizes)}"
-            self._note([f"random numbers were replaced by neutral values, {where}: {runs.mismatch}"])
-
-    def _note(self, notes: Sequence[str]) -> None:
-        self._notes += [note for note in notes if note not in self._notes]
+    def _note(self, note: str) -> None:
+        if note not in self._notes:
+            self._notes.append(note)
 
     def _record(self, runs: PairedRuns, tolerances: Tolerances, began: float) -> Verification:
         workload, objective = self._prepared.workload, self._prepared.workload.objective
