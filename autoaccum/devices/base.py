@@ -101,7 +101,7 @@ class TrialSettings:
         return self.options.trial_limit or TRIAL_LIMIT_SECONDS
 
     def to_request(self) -> dict[str, Any]:
-        """Return the fields of a request to load the workload (`devices.trial_requests.LoadWorkload`)."""
+        """Return the fields of a request to load the workload (`devices.trial_record.LoadWorkload`)."""
         return {
             "reference": self.reference,
             "share": self.share,

@@ -15,8 +15,7 @@ from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess, start_child
 from autoaccum.devices.child.requests import Ready, Reply, Request
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.trial_record import TrialMeasurement, record_death, record_trial
-from autoaccum.devices.trial_requests import Inspect, LoadWorkload, RunTrial
+from autoaccum.devices.trial_record import Inspect, LoadWorkload, RunTrial, TrialMeasurement, record_death, record_trial
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import MIB
 

@@ -18,8 +18,7 @@ from autoaccum.devices.child.import_paths import check_loaded
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, warm_up
-from autoaccum.devices.trial_record import TrialMeasurement
-from autoaccum.devices.trial_requests import Inspect, Inspected, Loaded, LoadWorkload, RunTrial
+from autoaccum.devices.trial_record import Inspect, Inspected, Loaded, LoadWorkload, RunTrial, TrialMeasurement
 from autoaccum.devices.trial_run import run_trial, seed_everything
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
@@ -29,7 +28,7 @@ from autoaccum.workload.spec import Workload
 
 
 class TrialChild:
-    """Handles the requests of `trial_requests`, one after the other."""
+    """Handles the requests of `trial_record`, one after the other."""
 
     def __init__(self) -> None:
         self._workload: Workload | None = None

@@ -26,7 +26,7 @@ from autoaccum.devices.simulated.trace_records import (
     Trace,
     Workspace,
 )
-from autoaccum.devices.trial_requests import Inspect, Inspected
+from autoaccum.devices.trial_record import Inspect, Inspected
 from autoaccum.units import MIB
 
 Sizes = Callable[[int], int]

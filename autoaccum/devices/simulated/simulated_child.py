@@ -49,7 +49,7 @@ from autoaccum.devices.simulated.tracing.recorder import OnAllocation
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.devices.simulated.unsupported import as_workload_error, reads_missing_host_value
 from autoaccum.devices.trial_child import TrialChild, load_requested
-from autoaccum.devices.trial_requests import Inspect, Inspected, Loaded
+from autoaccum.devices.trial_record import Inspect, Inspected, Loaded
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.workload.spec import Workload
 

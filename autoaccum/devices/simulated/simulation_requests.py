@@ -12,7 +12,7 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.child_device import LoadedChild
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
-from autoaccum.devices.trial_requests import LoadWorkload, PartsRequest
+from autoaccum.devices.trial_record import LoadWorkload, PartsRequest
 
 CHECKPOINT: Final = "checkpoint"
 """The name of the change that run blocks again in backward."""

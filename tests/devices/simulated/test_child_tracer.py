@@ -11,7 +11,7 @@ from asking import make_settings
 
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts, Tracer
-from autoaccum.devices.trial_requests import Inspect
+from autoaccum.devices.trial_record import Inspect
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"

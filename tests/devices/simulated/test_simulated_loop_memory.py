@@ -13,7 +13,7 @@ from autoaccum.devices.child.failures import Failure
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import fit_affine_trace
-from autoaccum.devices.trial_requests import Inspect
+from autoaccum.devices.trial_record import Inspect
 
 SAMPLES, WIDTH, CLASSES = 32, 64, 500
 LOGITS = 4 * SAMPLES * CLASSES

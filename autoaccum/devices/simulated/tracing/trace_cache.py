@@ -16,7 +16,7 @@ from autoaccum.devices.simulated.tracing.trace_scaling import (
     fit_affine_trace,
     grows_quadratically,
 )
-from autoaccum.devices.trial_requests import Inspect
+from autoaccum.devices.trial_record import Inspect
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 
 _SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)

@@ -15,7 +15,7 @@ from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
-from autoaccum.devices.trial_requests import Inspect
+from autoaccum.devices.trial_record import Inspect
 
 ROWS, COLUMNS = 100_000, 64
 TABLE = ROWS * COLUMNS * 4

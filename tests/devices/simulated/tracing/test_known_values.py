@@ -19,7 +19,7 @@ from autoaccum.devices.simulated.simulation_requests import TraceParts
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.devices.simulated.unsupported import UnknownValueError
-from autoaccum.devices.trial_requests import Inspect
+from autoaccum.devices.trial_record import Inspect
 
 IDS = torch.tensor([[5, 3, 0, 2], [1, 0, 0, 7], [4, 4, 4, 4]])
 

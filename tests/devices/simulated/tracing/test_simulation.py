@@ -22,7 +22,7 @@ from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.simulation import CUDA_KERNELS, simulate
 from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
-from autoaccum.devices.trial_requests import Inspect
+from autoaccum.devices.trial_record import Inspect
 from autoaccum.errors import UsageError
 from autoaccum.serialization import read_record
 
