@@ -123,15 +123,6 @@ class ChildDevice(Device, ABC):
         self._limit_bytes: int | None = None
         self.resets_peak = True
 
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """A short name, which also tells the child its device."""
-
-    @abstractmethod
-    def describe(self) -> Mapping[str, Any]:
-        """Return the plan's record of the device."""
-
     @abstractmethod
     def _choose_budget(self, facts: Mapping[str, Any]) -> int:
         """Return the budget in bytes, from the facts of the first child's meter."""

@@ -48,11 +48,6 @@ class Cgroup:
         reclaimable = sum(stat.get(prefix + name, 0) for name in _RECLAIMABLE)
         return max(0, int(usage or 0) - reclaimable)
 
-    def oom_kills(self) -> int | None:
-        """Return how many processes of this group the kernel has killed for lack of memory; None if it does not say."""
-        name = "memory.events" if self.version == 2 else "memory.oom_control"
-        return _read_table(self.directory / name).get("oom_kill")
-
 
 def read_host_memory(root: Path = _ROOT) -> AvailableMemory:
     """Return the total and the free memory, by the tightest of the machine and its cgroups, without swap.
@@ -85,9 +80,12 @@ def count_oom_kills(root: Path = _ROOT) -> int:
     memory (`__oom_kill_process` in the kernel's mm/oom_kill.c), and other containers do not change it. Otherwise it is
     that of `/proc/vmstat`.
     """
+    kills = _read_table(root / "proc/vmstat").get("oom_kill", 0)
     own = next(memory_cgroups(root), None)
-    kills = own.oom_kills() if own is not None else None
-    return kills if kills is not None else _read_table(root / "proc/vmstat").get("oom_kill", 0)
+    if own is None:
+        return kills
+    name = "memory.events" if own.version == 2 else "memory.oom_control"
+    return _read_table(own.directory / name).get("oom_kill", kills)
 
 
 def memory_cgroups(root: Path = _ROOT) -> Iterator[Cgroup]:
@@ -127,7 +125,6 @@ def _read_table(path: Path, *, unit: int = 1) -> dict[str, int]:
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
 
 
 @dataclass(frozen=True)
@@ -177,7 +174,7 @@ def read_process_memory() -> ProcessMemory:
 def reset_peak() -> bool:
     """Reset VmHWM (proc_pid_clear_refs(5), the value 5); return False if the kernel does not allow it."""
     try:
-        _CLEAR_REFS.write_text(_RESET_PEAK, encoding="ascii")
+        _CLEAR_REFS.write_text("5", encoding="ascii")
     except OSError:
         return False
     return True

@@ -110,7 +110,7 @@ def next_size(
     if trials >= _MAX_EXTRAPOLATED_TRIALS:
         return Guess(largest_fit * _FIRST_STEP if first_fail is None else (largest_fit + first_fail) // 2)
     if largest_fit not in peaks:
-        middle = largest_fit * _FIRST_STEP if first_fail is None else _geometric_mean(largest_fit, first_fail)
+        middle = largest_fit * _FIRST_STEP if first_fail is None else math.isqrt(largest_fit * first_fail)
         return Guess(clamp_between(middle, largest_fit, first_fail))
     # With a constant part of at least 0 bytes, memory cannot grow faster than the size does.
     safe = int(_SAFE_SHARE * largest_fit * limit_bytes / max(peaks[largest_fit], 1))
@@ -124,7 +124,7 @@ def next_size(
             size = max(min(size, _MAX_JUMP * largest_fit), safe)
             return Guess(clamp_between(size, largest_fit, first_fail), ceiling)
     if line is None:
-        size = _FIRST_STEP if first_fail is None else _geometric_mean(largest_fit, first_fail)
+        size = _FIRST_STEP if first_fail is None else math.isqrt(largest_fit * first_fail)
         return Guess(clamp_between(max(size, safe), largest_fit, first_fail))
     ceiling, uncertainty = line.ceiling(limit_bytes)
     size = _halving_size(line, ceiling, uncertainty * widening, safe, largest_fit, first_fail)
@@ -179,10 +179,6 @@ def _steepest_line(points: list[tuple[int, int]]) -> _Line:
 def _line_through(start: tuple[int, int], end: tuple[int, int], noise: float) -> _Line:
     samples = end[0] - start[0]
     return _Line(start, end, (end[1] - start[1]) / samples, noise * math.hypot(start[1], end[1]) / samples, noise)
-
-
-def _geometric_mean(low: int, high: int) -> int:
-    return math.isqrt(low * high)
 
 
 def _cauchy_cdf(x: float) -> float:

@@ -68,11 +68,6 @@ class PlanRequest:
         return self.options.multiple_of or 1
 
     @property
-    def has_limit(self) -> bool:
-        """Whether a limit on trials or time may end the search before it knows the largest size."""
-        return self.max_trials is not None or self.options.time_limit is not None
-
-    @property
     def load_limit_seconds(self) -> float | None:
         """The seconds that loading and checking the workload may take; None: as long as every trial."""
         limit = self.options.time_limit

@@ -73,7 +73,13 @@ def make_setup(
     if isinstance(resolved, str):
         settings = dataclasses.replace(settings, reference=resolved)
     elif options.gpu is None:
-        return _make_in_place(resolved, settings)
+        from autoaccum.devices.in_place import InPlaceDevice
+
+        check_device(options.device)
+        device = InPlaceDevice(
+            resolved, share=request.share, device=options.device, memory=options.memory, reserve=options.reserve
+        )
+        return PlanSetup(device, f"{resolved.name} (in this process)", isolated=False)
     else:
         options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are pickled with the workload.
         reference = f"{resolved.name} (made in code)"
@@ -118,17 +124,6 @@ def _pickle(workload: Workload | LiveObjects) -> str:
     if isinstance(workload, LiveObjects):
         return pack(workload.as_workload(), workload.model, workload.live_optimizer)
     return pack(workload)
-
-
-def _make_in_place(workload: Workload | LiveObjects, settings: TrialSettings) -> PlanSetup:
-    from autoaccum.devices.in_place import InPlaceDevice
-
-    options = settings.options
-    check_device(options.device)
-    device = InPlaceDevice(
-        workload, share=settings.share, device=options.device, memory=options.memory, reserve=options.reserve
-    )
-    return PlanSetup(device, f"{workload.name} (in this process)", isolated=False)
 
 
 def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Options, verb: str) -> LiveObjects:

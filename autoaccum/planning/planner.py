@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
@@ -18,14 +19,7 @@ from autoaccum.devices.explanation import (
     PredictingDevice,
     Prediction,
 )
-from autoaccum.errors import (
-    AutoaccumError,
-    DoesNotFitError,
-    NotMeasuredError,
-    UsageError,
-    WorkloadError,
-    first_line,
-)
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.planning.next_size import Predict
 from autoaccum.planning.plan_events import (
     Explained,
@@ -88,24 +82,20 @@ def make_plan(
 def plan_on_device(
     setup: PlanSetup, request: PlanRequest, *, on_event: Listener | None = None, started: float | None = None
 ) -> Plan:
-    """Plan on a device that is already made; the caller closes it.
+    """Plan as `make_plan`, on a device that is already made; the caller closes it.
 
-    Args:
-        setup: The workload's name and the device.
-        request: The target batch, the options, and the limits of the search.
-        on_event: Called with each record of `autoaccum.planning.plan_events`.
-        started: The start of the time limit, by `time.monotonic`; now when None.
-
-    Raises:
-        UsageError, WorkloadError, DoesNotFitError, NotMeasuredError: As `autoaccum.plan`.
+    The time limit begins at `started`, by `time.monotonic`, or else now.
     """
     check_explainable(setup, request)
     planner = _Planner.inspect(setup, request, on_event or (lambda event: None), started)
     forecast = planner.forecast_peaks()
     proved = planner.search_and_prove(forecast)
-    prediction = planner.predict(proved)
+    device = setup.device
+    prediction = device.predict(proved.trial.parts) if isinstance(device, PredictingDevice) else None
     least_bytes, least_notes = planner.find_least_bytes(proved, prediction)
-    explanation, explanation_notes = planner.explain(proved)
+    explanation, explanation_notes = explain_memory(
+        setup, planner.request, proved.trial.parts, planner.limits, planner.notify
+    )
     inspection, schedule = planner.inspection, proved.schedule
     more_notes = (*forecast.notes, *least_notes, *explanation_notes)
     return Plan.of_schedule(
@@ -115,11 +105,11 @@ def plan_on_device(
         largest_fit=proved.largest_fit,
         capped=proved.capped,
         stopped=proved.stopped,
-        limit_bytes=setup.device.limit_bytes,
+        limit_bytes=device.limit_bytes,
         peak_bytes=peak_bytes(proved.trial),
         least_bytes=least_bytes,
         band_bytes=None if prediction is None else prediction.band_bytes,
-        device=setup.device.describe(),
+        device=device.describe(),
         environment=inspection.environment,
         workload=describe_workload(inspection, setup.reference),
         trials=tuple(planner.runner.trials),
@@ -198,7 +188,7 @@ class _Planner:
         return isinstance(self.setup.device, PredictingDevice)
 
     def forecast_peaks(self) -> Forecast:
-        """CorrectedForecast the peaks of all sizes, unless so few sizes or trials are left that it would save none.
+        """Forecast the peaks of all sizes, unless so few sizes or trials are left that it would save none.
 
         Predicted trials use the same traces as a forecast, so a limit on trials is no reason to leave it out there.
         """
@@ -218,16 +208,12 @@ class _Planner:
         Where the trace of the schedule refutes the prediction from other sizes, the search is repeated without the
         forecast; not under a limit, which might end the second search too early.
         """
-        search_again = self.predicts and not self.request.has_limit
+        has_limit = self.request.max_trials is not None or self.request.options.time_limit is not None
+        search_again = self.predicts and not has_limit
         try:
             return self._prove(self._search(forecast.peak_bytes), search_again=search_again)
         except _ScheduleRefuted as refuted:
             return self._prove(self._search(None), refuted=(str(refuted),))
-
-    def predict(self, proved: _ProvedSchedule) -> Prediction | None:
-        """Return the band and the least budget of a predicted schedule; None for a measured one."""
-        device = self.setup.device
-        return device.predict(proved.trial.parts) if isinstance(device, PredictingDevice) else None
 
     def find_least_bytes(
         self, proved: _ProvedSchedule, prediction: Prediction | None
@@ -244,10 +230,6 @@ class _Planner:
         )
         return found, () if note is None else (note,)
 
-    def explain(self, proved: _ProvedSchedule) -> tuple[Explanation | None, tuple[str, ...]]:
-        """Explain the memory of the schedule, if requested: see `explain_memory`."""
-        return explain_memory(self.setup, self.request, proved.trial.parts, self.limits, self.notify)
-
     def _search(self, predict: Predict | None) -> SearchResult:
         return search(
             self.runner.try_size,
@@ -256,7 +238,7 @@ class _Planner:
             needs=self._memory_needs,
             least_size=self.inspection.least_size,
             multiple_of=self.inspection.multiple_of,
-            fresh_trial=self.runner.try_in_fresh_process if self.setup.isolated else None,
+            fresh_trial=partial(self.runner.try_size, fresh=True) if self.setup.isolated else None,
             predict=predict,
         )
 
@@ -364,17 +346,9 @@ def check_explainable(setup: PlanSetup, request: PlanRequest) -> None:
 def explain_memory(
     setup: PlanSetup, request: PlanRequest, parts: tuple[int, ...], limits: SearchLimits, notify: Listener
 ) -> tuple[Explanation | None, tuple[str, ...]]:
-    """Explain the memory of `parts`; whatever prevents that becomes a note, since the schedule is proved already.
+    """Return the explanation of the memory of `parts`, if requested, and notes on what is missing.
 
-    Args:
-        setup: The workload's name and the device.
-        request: Says whether an explanation or a picture is wanted.
-        parts: The parts of the trial that proved the schedule.
-        limits: The limit on time.
-        notify: Called with the whole report, for pictures.
-
-    Returns:
-        The explanation for the plan, if requested, and notes on what is missing.
+    Whatever prevents it becomes a note, since the schedule is proved already. `notify` gets the whole report.
     """
     device = setup.device
     if not (request.explain or request.picture) or not isinstance(device, ExplainingDevice):

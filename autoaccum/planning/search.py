@@ -8,7 +8,7 @@ from typing import Literal
 
 from autoaccum.devices.base import Trial
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.planning.next_size import CorrectedForecast, Guess, Predict, next_size
+from autoaccum.planning.next_size import CorrectedForecast, Predict, next_size
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     does_not_fit_error,
@@ -22,7 +22,6 @@ from autoaccum.planning.plan_messages import (
 
 Stop = Literal["time", "trials"]
 """The limit that ended a search before it knew the largest size."""
-
 
 _MAX_FAILED_FORECASTS = 2
 """The number of forecast sizes that may fail before the search starts with the smallest size."""
@@ -167,7 +166,8 @@ def _run_first_size(history: TrialHistory, bounds: _Bounds, least_size: int) -> 
         DoesNotFitError: The smallest size does not run.
     """
     while bounds.forecast is not None and len(history.trials) < _MAX_FAILED_FORECASTS:
-        guess = bounds.forecast.next_size({}, 0, history.smallest_fail, widening=1.0, trials=0)
+        smallest_fail = min((t.micro_batch for t in history.trials if not t.ran), default=None)
+        guess = bounds.forecast.next_size({}, 0, smallest_fail, widening=1.0, trials=0)
         size = 0 if guess is None else min(guess.size, bounds.cap) // bounds.step * bounds.step
         if size <= least_size:
             break
@@ -180,30 +180,20 @@ def _run_first_size(history: TrialHistory, bounds: _Bounds, least_size: int) -> 
 def _narrow_down(history: TrialHistory, bounds: _Bounds) -> None:
     """Run trials until the largest size that ran is the cap, or the next one failed."""
     widening = 1.0
+    sample_bytes = None if bounds.needs is None else bounds.needs.sample_bytes
     while history.largest_fit < bounds.cap and history.first_fail != history.largest_fit + bounds.step:
-        guess = None
+        guess, trials = None, len(history.trials)
+        tried = history.peaks, history.largest_fit, history.first_fail
         if bounds.forecast is not None:
-            guess = bounds.forecast.next_size(
-                history.peaks, history.largest_fit, history.first_fail, widening=widening, trials=len(history.trials)
-            )
+            guess = bounds.forecast.next_size(*tried, widening=widening, trials=trials)
         # The trial that probably ends the search runs in a fresh process: a failure in a used one would be repeated.
         ends_it = guess is not None and bounds.round_down(guess.size, history) == history.largest_fit + bounds.step
-        guess = guess or _extrapolate(history, bounds, widening)
+        guess = guess or next_size(
+            *tried, bounds.limit_bytes, widening=widening, trials=trials, sample_bytes=sample_bytes
+        )
         size = bounds.round_down(guess.size, history)
         history.run(size, fresh=ends_it or history.leftovers_matter)
         widening = guess.widen(widening, fits=size <= history.largest_fit)
-
-
-def _extrapolate(history: TrialHistory, bounds: _Bounds, widening: float) -> Guess:
-    return next_size(
-        history.peaks,
-        history.largest_fit,
-        history.first_fail,
-        bounds.limit_bytes,
-        widening=widening,
-        trials=len(history.trials),
-        sample_bytes=None if bounds.needs is None else bounds.needs.sample_bytes,
-    )
 
 
 class TrialHistory:
@@ -250,11 +240,6 @@ class TrialHistory:
         """The smallest size above `largest_fit` that does not fit; None when none was tried."""
         failed = [t.micro_batch for t in self.valid_trials if not self.fits(t) and t.micro_batch > self.largest_fit]
         return min(failed, default=None)
-
-    @property
-    def smallest_fail(self) -> int | None:
-        """The smallest size that did not run."""
-        return min((t.micro_batch for t in self.trials if not t.ran), default=None)
 
     @property
     def valid_trials(self) -> list[Trial]:

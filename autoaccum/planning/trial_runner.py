@@ -89,10 +89,6 @@ class TrialRunner:
             self._limits.seconds_left(None, confirmation)
         return trial
 
-    def try_in_fresh_process(self, size: int) -> Trial:
-        """Run the same trial in a process that has run none before."""
-        return self.try_size(size, fresh=True)
-
     def confirm(self, schedule: Schedule) -> Trial:
         """Run the parts that prove a schedule (`Schedule.trial_parts`) from a clean state, without limits.
 
@@ -154,7 +150,7 @@ def find_least_budget(
     step = max(_RESOLUTION_BYTES, int(_FIRST_STEP_SHARE * limit_bytes))
     budget = limit_bytes - step if peak_bytes is None else min(max(peak_bytes, 1), limit_bytes - _RESOLUTION_BYTES)
     try:
-        while runs - fails > _resolution(runs):
+        while runs - fails > max(_RESOLUTION_BYTES, int(_RESOLUTION_SHARE * runs)):
             tried = trial(budget)
             if tried.outcome == "error":
                 return runs, f"the search for the least budget ended at {format_bytes(budget)}: {tried.message}"
@@ -163,20 +159,13 @@ def find_least_budget(
             else:
                 fails = budget
             step *= 2
-            budget = _next(runs, fails, limit_bytes, step)
+            budget = (runs + fails) // 2
+            if not fails:
+                budget = max(budget, runs - step)
+            elif runs == limit_bytes:
+                budget = min(budget, fails + step)
     except NotMeasuredError as error:
         return runs, f"the search for the least budget ended at {format_bytes(budget)}: {error.message}"
     except SearchStopped as stop:
         return runs, f"{stop} ended the search for the least budget: it may run with less than that"
     return runs, None
-
-
-def _next(runs: int, fails: int, limit_bytes: int, step: int) -> int:
-    middle = (runs + fails) // 2
-    if not fails:
-        return max(middle, runs - step)
-    return min(middle, fails + step) if runs == limit_bytes else middle
-
-
-def _resolution(budget_bytes: int) -> int:
-    return max(_RESOLUTION_BYTES, int(_RESOLUTION_SHARE * budget_bytes))

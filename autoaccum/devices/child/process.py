@@ -23,14 +23,7 @@ from typing import Any
 
 from autoaccum.devices.child.failures import ChildDied, Failure, JobFailed
 from autoaccum.devices.child.import_paths import Checkout, ImportPaths
-from autoaccum.devices.child.requests import (
-    Prepare,
-    Reply,
-    Request,
-    read_reply,
-    request_message,
-    to_json,
-)
+from autoaccum.devices.child.requests import Prepare, Reply, Request, read_reply, request_message, to_json
 from autoaccum.devices.host_memory import count_oom_kills
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.serialization import read_record
@@ -39,11 +32,7 @@ from autoaccum.units import MIB
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 """The folder that `autoaccum` was imported from; the child imports the same."""
 
-_MALLOC_SETTINGS = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "65536",
-}
+_MALLOC_SETTINGS = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 _INSIDE = "AUTOACCUM_INSIDE_CHILD"
 """Set in every child: a script that plans at its top level and is its own workload would start children without end."""
 
