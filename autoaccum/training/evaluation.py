@@ -56,7 +56,9 @@ class EvaluationData:
 
     def check_not_shared(self, trained_on: Any) -> None:
         """Raise a UsageError if training reads the same stream: it would miss what an evaluation reads."""
-        for own, other in ((self._data, trained_on), (_underlying_data(self._data), _underlying_data(trained_on))):
+        read = (self._data, trained_on)
+        underlying = [data.dataset if isinstance(data, DataLoader) else data for data in read]
+        for own, other in (read, underlying):
             if own is other and hasattr(own, "load_state_dict"):
                 raise UsageError(
                     f"evaluation and training read the same {type(own).__name__}, which stores its position",
@@ -75,11 +77,6 @@ class EvaluationData:
             generator=torch.Generator().manual_seed(seed),
         )
         return iter(Reader(loader))
-
-
-def _underlying_data(data: Any) -> Any:
-    """Return the dataset of a DataLoader; other data as it is."""
-    return data.dataset if isinstance(data, DataLoader) else data
 
 
 class EvaluationMetrics:
@@ -126,18 +123,15 @@ class EvaluationMetrics:
 
     def values(self) -> dict[str, float]:
         """Return the metrics by name. A term without any weight is NaN, and does not count in `loss`."""
-        found = {name: self._value(name) for name in self._sums}
+        found = {name: math.nan for name in self._sums}
+        for name, weight in self._weights.items():
+            if weight != 0:
+                found[name] = self._sums[name] if self._is_sum else self._sums[name] / weight
         if self._evaluate is not None:
             return found
         weighty = [found[name] for name, weight in self._weights.items() if weight > 0]
         total = sum(weighty) if weighty else math.nan
         return {"loss": total} if len(found) == 1 else {**found, "loss": total}
-
-    def _value(self, name: str) -> float:
-        weight = self._weights[name]
-        if weight == 0:
-            return math.nan
-        return self._sums[name] if self._is_sum else self._sums[name] / weight
 
     def _numbers(self, returned: Any) -> dict[str, float]:
         named = returned if isinstance(returned, Mapping) else {self._name: returned}
@@ -166,8 +160,7 @@ class Evaluation:
     so the number of evaluations does not affect the training.
 
     Args:
-        objective: The loss, which is evaluated if there is no `evaluate`.
-        evaluate: The workload's `evaluate(model, batch)`: a number, or several by name, averaged over samples.
+        objective, evaluate: As for `EvaluationMetrics`.
         micro_batch: The largest micro-batch to begin with.
         loss_modules: Modules that the loss uses, such as the criterion: their state is restored as well.
         seed: The seed for reading and evaluating.
@@ -213,7 +206,8 @@ class Evaluation:
             if score.samples == 0:
                 raise WorkloadError("the evaluation data has no samples", hint="give some, or no evaluation data")
         except Exception as error:
-            failed = EvaluationFailed(update, _reason(error), out_of_memory=_is_out_of_memory(error))
+            out_of_memory = isinstance(error, DoesNotFitError) or find_out_of_memory(error) is not None
+            failed = EvaluationFailed(update, _reason(error), out_of_memory)
             clear_frames(error)
         if failed is None:
             return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
@@ -261,17 +255,13 @@ class Evaluation:
         before = Transaction(modules, parameters, generators=module_generators(modules))
         try:
             model.eval()
-            _seed({tensor.device: None for tensor in (*parameters, *model.buffers())}, self._seed)
+            seed_generators(self._seed)
+            for device in {tensor.device for tensor in (*parameters, *model.buffers())}:
+                if device.type not in ("cpu", "meta"):
+                    torch.get_device_module(device).default_generators[device.index].manual_seed(self._seed)
             yield
         finally:
             before.rollback()
-
-
-def _seed(devices: Iterable[torch.device], seed: int) -> None:
-    seed_generators(seed)
-    for device in devices:
-        if device.type not in ("cpu", "meta"):
-            torch.get_device_module(device).default_generators[device.index].manual_seed(seed)
 
 
 def _check_can_shrink(error: Exception, size: int) -> None:
@@ -285,10 +275,6 @@ def _check_can_shrink(error: Exception, size: int) -> None:
             raise DoesNotFitError("not even one sample at a time fits: out of memory") from error
     finally:
         del error  # Its traceback holds this frame.
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, DoesNotFitError) or find_out_of_memory(error) is not None
 
 
 def _reason(error: Exception) -> str:
@@ -364,7 +350,11 @@ class Evaluator:
             return
         done = self._evaluation.run(self._components.model, progress.update)
         if isinstance(done, Evaluated) and self._components.averages is not None:
-            done = _merge_averaged(done, self._evaluation.run(self._components.averages.model, progress.update))
+            averaged = self._evaluation.run(self._components.averages.model, progress.update)
+            if isinstance(averaged, Evaluated):
+                values = {**done.values, **{f"ema_{name}": value for name, value in averaged.values.items()}}
+                averaged = Evaluated(done.update, values, done.samples, done.seconds + averaged.seconds)
+            done = averaged
         progress.evaluated_at = progress.update
         if isinstance(done, Evaluated):
             progress.evaluation = dict(done.values)
@@ -378,10 +368,3 @@ class Evaluator:
         """Continue from a `state`."""
         if self._evaluation is not None and "micro_batch" in state:
             self._evaluation.micro_batch = min(self._evaluation.micro_batch, state["micro_batch"])
-
-
-def _merge_averaged(done: Evaluated, averaged: Evaluated | EvaluationFailed) -> Evaluated | EvaluationFailed:
-    if isinstance(averaged, EvaluationFailed):
-        return averaged
-    values = {**done.values, **{f"ema_{name}": value for name, value in averaged.values.items()}}
-    return Evaluated(done.update, values, done.samples, done.seconds + averaged.seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoaccum.accumulation.argument_checks import unwrap_model
@@ -12,7 +12,6 @@ from autoaccum.accumulation.coupling import Coupling
 from autoaccum.accumulation.coupling_probe import SAMPLES, probe_model
 from autoaccum.accumulation.reachable_objects import find_python_attributes, find_reachable
 from autoaccum.accumulation.rng_state import derive_seed
-from autoaccum.accumulation.step_result import StepResult
 from autoaccum.accumulation.transaction import TorchState
 from autoaccum.errors import AutoaccumError
 from autoaccum.training.checkpoints import CheckpointWriter
@@ -68,7 +67,9 @@ class Loop:
         source.part_size, source.multiple_of = choice.micro_batch, choice.multiple_of
         source.interruptible = signals.interruptible
         source.saves_position = folder is not None
-        self.goal = Goal(request.epochs, request.steps, _updates_per_epoch(source, request.target_batch))
+        samples = source.samples_per_epoch
+        used = None if samples is None else samples - samples % source.multiple_of
+        self.goal = Goal(request.epochs, request.steps, None if used is None else -(-used // request.target_batch))
         self.stepper = Stepper(request, components, choice, self.progress, signals.check, notifier.notify)
         self._evaluator = self._make_evaluator(request, setup)
         store = None if folder is None else folder.checkpoints
@@ -150,11 +151,20 @@ class Loop:
         return whole
 
     def _check_coupling(self, window: Window) -> None:
-        """Check for batch coupling in the first window of several parts."""
-        if not self._has_checked_coupling and len(window.parts) > 1:
-            self._has_checked_coupling = True
-            known = None if self.choice.plan is None else self.choice.plan.coupling
-            _warn_of_coupling(self.components, known, window.parts, self._notifier.notify)
+        """Warn of batch coupling in the first window of several parts, as the plan or an experiment on a copy finds it.
+
+        The experiment may run the model itself, a teacher, or their generators; all of them are restored.
+        """
+        if self._has_checked_coupling or len(window.parts) < 2:
+            return
+        self._has_checked_coupling = True
+        components = self.components
+        known = None if self.choice.plan is None else self.choice.plan.coupling
+        found = known or _probe_coupling(components, _take_samples(window.parts))
+        # The Accumulator itself warns of BatchNorm layers, in more detail.
+        already_warned = () if components.batchnorm == "frozen" else batchnorm_names(components.model)
+        for sentence in found.warnings(already_warned):
+            self._notifier.notify(Notice(sentence))
 
     def _update(self, window: Window, began: float) -> None:
         learning_rate = self.stepper.learning_rate
@@ -164,17 +174,14 @@ class Loop:
         self.progress.count(window.samples, result)
         self.stepper.after_update(result)
         seconds = time.perf_counter() - began
-        self._notifier.notify(self._updated(result, learning_rate, window.samples / seconds))
-
-    def _updated(self, result: StepResult, learning_rate: float | None, samples_per_second: float) -> Updated:
-        return Updated(
+        updated = Updated(
             update=self.progress.update,
             epoch=self.progress.epoch + 1,
             samples=self.progress.samples,
             loss=result.loss,
             grad_norm=result.grad_norm,
             learning_rate=learning_rate,
-            samples_per_second=samples_per_second,
+            samples_per_second=window.samples / seconds,
             peak_bytes=self.stepper.peak_bytes(),
             micro_batches=len(result.micro_batches),
             micro_batch=max(result.micro_batches),
@@ -182,10 +189,12 @@ class Loop:
             updated=result.updated,
             terms=result.terms if len(result.terms) > 1 else None,
         )
+        self._notifier.notify(updated)
 
     def _end_epoch(self) -> None:
         ended = EpochEnded(self.progress.epoch + 1, self.progress.update, self.progress.epoch_samples)
-        self.progress.end_epoch()
+        self.progress.epoch += 1
+        self.progress.epoch_samples = 0
         if not self.goal.is_reached(self.progress):
             self._source.start_epoch(self.progress.epoch)
         self._notifier.notify(ended)
@@ -207,25 +216,6 @@ class Loop:
                 interruptible=self._signals.interruptible,
             )
         return Evaluator(evaluation, components, request, self.progress, self._notifier.notify)
-
-
-def _updates_per_epoch(source: Source, target_batch: int) -> int | None:
-    samples = source.samples_per_epoch
-    return None if samples is None else -(-(samples - samples % source.multiple_of) // target_batch)
-
-
-def _warn_of_coupling(
-    components: TrainingComponents, known: Coupling | None, parts: Sequence[Any], notify: Callable[[Any], None]
-) -> None:
-    """Warn of anything that couples the samples of an update: as the plan found, or by an experiment on a copy.
-
-    The experiment may run the model itself, a teacher, or their generators; all of them are restored.
-    """
-    found = known or _probe_coupling(components, _take_samples(parts))
-    # The Accumulator itself warns of BatchNorm layers, in more detail.
-    already_warned = () if components.batchnorm == "frozen" else batchnorm_names(components.model)
-    for sentence in found.warnings(already_warned):
-        notify(Notice(sentence))
 
 
 def _take_samples(parts: Sequence[Any]) -> Any:

@@ -44,6 +44,8 @@ class MapStyleSource(WindowSource):
         else:
             self._sampler = loader.batch_sampler
             self.samples_per_epoch = _samples_per_epoch(self._sampler)
+        # Lists of a custom batch sampler stay together.
+        self._chooses_parts = type(self._sampler) is BatchSampler
         collate = settings.collate if loader is None else loader.collate_fn
         self._collate = default_collate if collate is None else collate
         self._loader: DataLoader[Any] = DataLoader(
@@ -143,11 +145,6 @@ class MapStyleSource(WindowSource):
                 yield PartRequest(self._epoch, position, part)
                 position += len(part)
 
-    @property
-    def _chooses_parts(self) -> bool:
-        """True if parts may be cut freely; lists of a custom batch sampler stay together."""
-        return type(self._sampler) is BatchSampler
-
     def _begin(self, epoch: int) -> None:
         if not self._loader.persistent_workers:
             self.close()
@@ -157,9 +154,7 @@ class MapStyleSource(WindowSource):
         self._windows = _windows(self._sampler, self._user_loader, self._settings, epoch)
 
     def _read_parts(self, reader: Reader) -> tuple[list[Any], list[int]]:
-        room = self._settings.target_batch
-        parts: list[Any] = []
-        sizes: list[int] = []
+        parts, sizes, room = [], list[int](), self._settings.target_batch
         while room > 0 and (part := reader.read()) is not END:
             size, self._digest = self._sizes.popleft()
             parts.append(self._check_collated(part, size))

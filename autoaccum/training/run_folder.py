@@ -64,11 +64,6 @@ class RunFolder:
             raise UsageError(f"{self.path} cannot be written to ({reason})", hint=_OTHER_FOLDER) from None
         self.checkpoints = Checkpoints(folder, keep)
 
-    @property
-    def plan_path(self) -> Path:
-        """The path of the run's plan."""
-        return self.path / "plan.json"
-
     def write_weights(self, model: nn.Module, name: str = "model.pt") -> Path:
         """Write the weights as a plain `state_dict`, whole or not at all, and return the path.
 

@@ -71,7 +71,10 @@ class Ceiling:
             self._last_fit, self.patience = None, self._usual_patience
         if self._last_fit is not None or self.largest == self.planned or self._stable_updates < self.patience:
             return None
-        return self._raise()
+        self._last_fit, self._stable_updates = self.largest, 0
+        halfway = (self.largest + self.planned + 1) // 2
+        self.largest = self.planned if (self.planned - halfway) * _NEAR < self.planned else halfway
+        return self.largest
 
     def state(self) -> dict[str, int | None]:
         """Return the state for `restore`, as plain values."""
@@ -99,12 +102,6 @@ class Ceiling:
             return None
         self.largest = fitted
         return fitted
-
-    def _raise(self) -> int:
-        self._last_fit, self._stable_updates = self.largest, 0
-        halfway = (self.largest + self.planned + 1) // 2
-        self.largest = self.planned if (self.planned - halfway) * _NEAR < self.planned else halfway
-        return self.largest
 
 
 class Stepper(StepObserver):
@@ -213,10 +210,7 @@ class Stepper(StepObserver):
             self._notify(Skipped(self._progress.update, self._skip_reason))
 
     def peak_bytes(self) -> int | None:
-        """Return the peak memory of this update; None if unknown.
-
-        On a GPU: the most that PyTorch's allocator reserved. On the CPU: the most that the process has ever held.
-        """
+        """Return the peak memory of this update, as `Updated` describes it."""
         device = self._components.device
         if device.type == "cuda":
             return torch.cuda.max_memory_reserved(device)

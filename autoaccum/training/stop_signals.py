@@ -75,7 +75,11 @@ class StopSignals:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal."""
         if os.getpid() != self._process:
-            self._end_child(number)
+            if number == signal.SIGTERM or self.requested is not None:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            else:
+                self.requested = number
         elif self.requested is None:
             self.requested, self._requested_at = number, time.monotonic()
             if self._is_interruptible:
@@ -128,13 +132,6 @@ class StopSignals:
         finally:
             self._is_interruptible = False
         self.check()
-
-    def _end_child(self, number: int) -> None:
-        if number != signal.SIGTERM and self.requested is None:
-            self.requested = number
-            return
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
 
 
 def _end_by(number: int) -> BaseException:

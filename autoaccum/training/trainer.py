@@ -95,7 +95,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             log = stack.enter_context(MetricsLog(folder.path, progress.update, progress.evaluated_at, notify))
             notifier.listeners.append(log.on_event)
             if choice.plan is not None:
-                choice.plan.save(folder.plan_path, force=True)
+                choice.plan.save(folder.path / "plan.json", force=True)
         if checkpoint is not None:
             restore_training_rng(checkpoint.record["training"], components)
             checkpoint = None  # Frees host memory as large as model and optimizer.

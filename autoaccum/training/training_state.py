@@ -59,11 +59,6 @@ class Progress:
         self.applied += result.updated
         self.loss = result.loss
 
-    def end_epoch(self) -> None:
-        """Count an epoch."""
-        self.epoch += 1
-        self.epoch_samples = 0
-
 
 @dataclass(frozen=True)
 class Goal:
@@ -270,15 +265,10 @@ def _describe_tensor(value: Any) -> str:
 def _changed_groups(then: Any, now: Any, saved: Any) -> list[str]:
     found: dict[str, None] = {}
     for old, new, current in zip(then, now, saved, strict=True):
-        found |= {
-            f"{key} was {_format_value(old[key])}, is {_format_value(new[key])}": None
-            for key in _changed(old, new, current)
-        }
+        for key in _changed(old, new, current):
+            was, now_is = (f"{it:.6g}" if isinstance(it, float) else str(it) for it in (old[key], new[key]))
+            found[f"{key} was {was}, is {now_is}"] = None
     return list(found)
-
-
-def _format_value(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _changed(then: Mapping[str, Any], now: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
