@@ -112,7 +112,7 @@ def test_a_confirmation_that_contradicts_goes_down_and_says_so() -> None:
     assert plan.trials[-1].fresh
     assert plan.trials[-1].outcome == "ok"
     assert any("was traced and does not fit (oom), although" in warning for warning in plan.warnings)
-    assert any("is not what those of 2, 3, 5 promised" in warning for warning in plan.warnings)
+    assert any("differs from the one that was extrapolated from sizes 2, 3, 5:" in warning for warning in plan.warnings)
 
 
 def test_where_small_sizes_promise_what_large_ones_do_not_keep_the_search_begins_again_by_traces() -> None:
@@ -128,7 +128,7 @@ def test_where_small_sizes_promise_what_large_ones_do_not_keep_the_search_begins
     assert plan.largest_fit % 8 == 0
     assert plan.trials[-1].outcome == "ok"
     assert len(tracer.traced) <= 20
-    assert any("is not what those of 2, 3, 5 promised" in warning for warning in plan.warnings)
+    assert any("differs from the one that was extrapolated from sizes 2, 3, 5:" in warning for warning in plan.warnings)
 
 
 def test_a_card_too_small_for_the_model_is_a_clear_no() -> None:
