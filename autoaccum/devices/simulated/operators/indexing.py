@@ -113,7 +113,7 @@ def _embedding_gradient(call: OperatorCall) -> list[MemoryStep]:
 def _embedding_bag_gradient(call: OperatorCall) -> list[MemoryStep]:
     if call["mode"] == _BAG_OF_MAXIMA:
         return []
-    return _embedding(call["grad"], call["indices"], call["num_weights"], 1)
+    return _embedding(call["grad"], call["indices"], call["num_weights"], least=1)
 
 
 def _embedding(grad: Tensor, indices: Tensor, rows: int, least: int) -> list[MemoryStep]:
