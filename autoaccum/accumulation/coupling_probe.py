@@ -56,7 +56,6 @@ _CHANGES = (0.0, 0.3, 1.0, 2.0, -1.0, -3.0)
 
 _TOLERANCE, _HALF_TOLERANCE, _REPEATABLE = {torch.float64: 1e-8, torch.float32: 5e-5}, 5e-2, 1e-6
 
-
 _TOO_LARGE = Coupling(reason="the model is too large for an experiment beside it")
 _NOT_COPIED = Coupling(reason="the model cannot be copied")
 

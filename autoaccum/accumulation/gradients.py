@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -72,9 +71,7 @@ class GradientBuffers:
         self._handles = [one.register_post_accumulate_grad_hook(self._collect) for one in self._parameters]
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
 

@@ -16,8 +16,6 @@ from typing import TypeVar
 from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 
-_FAR_MORE = 2
-
 
 @dataclass(frozen=True)
 class Schedule:
@@ -209,7 +207,7 @@ def equal_parts_cost(schedule: Schedule, ceiling: int, multiple_of: int = 1) -> 
     >>> equal_parts_cost(make_schedule(256, 100, equal=True), 100)
     """
     uneven = make_schedule(schedule.target_batch, ceiling, world_size=schedule.world_size, multiple_of=multiple_of)
-    if schedule.iter_size < _FAR_MORE * uneven.iter_size:
+    if schedule.iter_size < 2 * uneven.iter_size:
         return None
     return (
         f"equal parts of {sum(schedule.micro_batches)} take {schedule.iter_size} micro-batches per update where "

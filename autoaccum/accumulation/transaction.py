@@ -152,9 +152,8 @@ class TorchState:
         registered = [list(before.values()) for _, before in self._attributes]
         attached = [(one.grad, vars(one), *tensor_hooks(one)) for one in parameters]
         self._copy = StateCopy([tensors, registered, optimizer, attached])
-        self._random = (
-            RngState(initialized_cuda_devices(), [*module_generators(modules), *generators]) if random else None
-        )
+        generators = [*module_generators(modules), *generators]
+        self._random = RngState(initialized_cuda_devices(), generators) if random else None
 
     def restore(self) -> None:
         """Restore everything; call it again if it was interrupted."""

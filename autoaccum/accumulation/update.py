@@ -173,18 +173,10 @@ class Updater:
             self._scheduler.step()
 
     def _signature(self) -> Any:
-        groups = [
-            (
-                [(id(parameter), parameter.grad is not None) for parameter in group["params"]],
-                [
-                    (name, bool(value))
-                    for name, value in group.items()
-                    if value is None or isinstance(value, bool | int | float)
-                ],
-            )
-            for group in self._optimizer.param_groups
-        ]
-        return groups, len(self._optimizer.state)
+        groups, plain = self._optimizer.param_groups, (type(None), int, float)
+        parameters = [[(id(one), one.grad is not None) for one in group["params"]] for group in groups]
+        options = [[(name, bool(value)) for name, value in one.items() if isinstance(value, plain)] for one in groups]
+        return parameters, options, len(self._optimizer.state)
 
 
 def optimizer_parameters(optimizer: Optimizer) -> Sequence[Tensor]:

@@ -165,16 +165,10 @@ class Study:
                 _check_config(stored, config, name)
             # With the seed, the sampler of a second process would repeat earlier draws.
             seed = config["seed"] if is_new else None
-            self.optuna.sampler = (
-                optuna.samplers.RandomSampler(seed=seed)
-                if config["sampler"] == "random"
-                else optuna.samplers.TPESampler(seed=seed)
-            )
-            self.optuna.pruner = (
-                optuna.pruners.NopPruner()
-                if config["pruner"] == "none"
-                else optuna.pruners.SuccessiveHalvingPruner(min_resource=MILESTONES[0], reduction_factor=2)
-            )
+            samplers: dict[str, Any] = {"random": optuna.samplers.RandomSampler, "tpe": optuna.samplers.TPESampler}
+            self.optuna.sampler = samplers[config["sampler"]](seed=seed)
+            halving = optuna.pruners.SuccessiveHalvingPruner(min_resource=MILESTONES[0], reduction_factor=2)
+            self.optuna.pruner = optuna.pruners.NopPruner() if config["pruner"] == "none" else halving
 
     @property
     def name(self) -> str:

@@ -32,7 +32,6 @@ _MOST_SECONDS = 3600.0
 """Limit of loading, or of one update: anything longer hangs."""
 _LEAST_SECONDS = 60.0
 """Least limit of loading, which imports PyTorch."""
-_MODULE = "autoaccum.tuning.tuning_child"
 
 
 class TrialProcesses:
@@ -158,7 +157,7 @@ class TrialProcesses:
         )
 
     def _start(self) -> ChildProcess:
-        return ChildProcess(_MODULE, on_output=self._on_output, measured=False)
+        return ChildProcess("autoaccum.tuning.tuning_child", on_output=self._on_output, measured=False)
 
 
 def _call(process: ChildProcess, request: Request[Reply], limit_seconds: float) -> Reply:

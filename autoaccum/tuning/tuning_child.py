@@ -36,9 +36,10 @@ class TuningChild:
         connection: To the parent, for the requests within a training.
     """
 
+    _workload: Workload
+
     def __init__(self, connection: ParentConnection) -> None:
         self._connection = connection
-        self._workload: Workload | None = None
         self._device, self._target_batch = "auto", 0
         self._timer: UpdateTimer | None = None
 
@@ -71,14 +72,12 @@ class TuningChild:
     def _describe(self, request: Describe) -> WorkloadFacts:
         from autoaccum.tuning.trial_training import describe_workload
 
-        assert self._workload is not None
         return describe_workload(self._workload, self._device, self._target_batch)
 
     @_reply.register
     def _update(self, request: TimeUpdate) -> float:
         from autoaccum.tuning.trial_training import UpdateTimer
 
-        assert self._workload is not None
         if self._timer is None:
             self._timer = UpdateTimer(self._workload, self._device, self._target_batch)
         return self._timer.time(request.micro_batch)
@@ -96,7 +95,6 @@ class TuningChild:
             assert isinstance(answer, ContinueTraining)
             return answer.should_continue
 
-        assert self._workload is not None
         outcome = train_setting(
             self._workload,
             request.setting,

@@ -192,7 +192,7 @@ def _sizes(node: Any, *, top: bool = False) -> dict[int, int]:
     if isinstance(node, CustomBatch):
         return {node.samples: 0}
     if pytree.is_leaf(node):
-        return {_rows(node): 0} if pytree.has_batch_dimension(node) else {_ANY: 0}
+        return {int(node.shape[0]): 0} if pytree.has_batch_dimension(node) else {_ANY: 0}
     children = pytree.children(node)
     if children is None:
         return {} if pytree.contains_tensors(node) else {_ANY: 0}
@@ -227,19 +227,12 @@ def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int, int | None]:
         return (3, 0) if node else (0, 1)
     if not pytree.same_structure(node) or (top and any(pytree.has_batch_dimension(entry) for entry in node)):
         return 0, None  # [x, y], as a DataLoader yields it.
-    if isinstance(node, list) and all(map(_is_numbers, node)) and not (top and not any(node)):
+    are_lists = isinstance(node, list) and all(isinstance(entry, list) for entry in node)
+    if are_lists and all(isinstance(one, int | float) for entry in node for one in entry) and (any(node) or not top):
         return 3, 0  # Token ids before padding.
     if pytree.are_records(node) and not (top and isinstance(node, tuple)):
         return 2, 0
     return 0, 10 if top else 1
-
-
-def _is_numbers(node: Any) -> bool:
-    return isinstance(node, list) and all(isinstance(entry, int | float) for entry in node)
-
-
-def _rows(leaf: Tensor | np.ndarray[Any, Any]) -> int:
-    return int(leaf.shape[0])
 
 
 def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = False) -> list[Any]:
@@ -293,7 +286,7 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, int]]:
     """Yield the path and length of every leaf with a batch dimension; raise for an object that cannot be split."""
     children = None if pytree.is_leaf(node) else pytree.children(node)
     if pytree.has_batch_dimension(node):
-        yield path, _rows(node)
+        yield path, int(node.shape[0])
     elif children is None and not pytree.is_leaf(node) and pytree.contains_tensors(node):
         raise WorkloadError(
             f"{path} is {describe_type(node)}, which cannot be split into samples",

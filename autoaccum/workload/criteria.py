@@ -45,16 +45,6 @@ class Criterion:
         is_batchmean = self.rule == "kl_div" and settings(self.function).get("reduction") == "batchmean"
         return "samples" if self.rule is None or is_batchmean else RULES[self.rule]
 
-    @property
-    def ignore_index(self) -> int:
-        """The class whose targets are ignored, if it counts targets."""
-        return ignored_class(settings(self.function))
-
-    @property
-    def has_class_weights(self) -> bool:
-        """Return whether it weighs each target by its class."""
-        return self.divisor == "targets" and settings(self.function).get("weight") is not None
-
     def loss(self, outputs: Any, targets: Any) -> Any:
         """Return the loss of the model's outputs.
 
@@ -173,11 +163,10 @@ def _find_rule(inner: Any) -> str | None:
 
 
 def _resolve_unknown(criterion: Any, inner: Any, name: str) -> Criterion:
+    of_torch = is_criterion(inner)
     if isinstance(inner, nn.Module):
-        is_torchs = "forward" not in vars(inner) and type(inner).forward.__module__ in _TORCHS_OWN
-    else:
-        is_torchs = is_criterion(inner)
-    if is_torchs:
+        of_torch = "forward" not in vars(inner) and type(inner).forward.__module__ in _OF_TORCH
+    if of_torch:
         raise WorkloadError(
             f"{name} is not a criterion of outputs and targets that autoaccum supports",
             hint="write a loss(model, batch) that calls it",
@@ -212,7 +201,7 @@ CLASSES: Mapping[type[nn.Module], str] = {
     # New in torch 2.13.
     **({nn.LinearCrossEntropyLoss: "cross_entropy"} if hasattr(nn, "LinearCrossEntropyLoss") else {}),
 }
-_TORCHS_OWN = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
+_OF_TORCH = ("torch.nn.modules.loss", "torch.nn.modules.adaptive")
 
 
 def describe_divisor(rule: str, options: Mapping[str, Any]) -> str:

@@ -193,7 +193,11 @@ def import_file(path: Path) -> ModuleType:
     root = _package_root(path)
     if root is None:
         with _importing(path.name, [path.parent]):
-            return _run(_PREFIX + path.stem.replace(".", "_"), path)
+            name = _PREFIX + path.stem.replace(".", "_")
+            spec: Any = importlib.util.spec_from_file_location(name, path)
+            sys.modules[name] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            return module
     dotted = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
     with _importing(path.name, [root], [path.parent]):
         return importlib.import_module(dotted)
@@ -216,16 +220,6 @@ def import_dotted(name: str) -> ModuleType:
             f"there is no module {missing!r}",
             hint=f"give a file such as model.py, or a module that can be imported from {Path.cwd()}",
         ) from None
-
-
-def _run(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @contextmanager
@@ -259,11 +253,8 @@ def _translate(error: BaseException, label: str) -> BaseException:
         shown = "".join(traceback.format_exception_only(error)).rstrip()
         hint = "correct the syntax error"
         return WorkloadError(f"{line} is not valid Python ({error.msg})", hint=hint, user_traceback=shown)
-    if isinstance(error, SystemExit):
-        return blame_workload(
-            error, f"importing {label}", hint='put code that runs as a script under if __name__ == "__main__"'
-        )
-    return blame_workload(error, f"importing {label}")
+    guard = 'put code that runs as a script under if __name__ == "__main__"'
+    return blame_workload(error, f"importing {label}", hint=guard if isinstance(error, SystemExit) else None)
 
 
 def _package_root(path: Path) -> Path | None:

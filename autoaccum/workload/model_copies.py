@@ -87,10 +87,19 @@ def copy_model(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def prepare_copy(model: nn.Module) -> None:
-    """Put a copy into training mode and fill its constant weights with noise."""
+    """Put a copy into training mode and add noise to constant weights.
+
+    A head that starts at zero, for one, gives all samples the same loss.
+    """
     if not model.training:
         model.train()
-    _break_ties(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            is_matrix = parameter.ndim > 1 and parameter.is_floating_point()
+            if is_matrix and bool((parameter == parameter.flatten()[:1]).all()):
+                noise = torch.randn(parameter.shape, generator=generator) * 0.02
+                parameter.add_(noise.to(parameter.device, parameter.dtype))
 
 
 def is_large(model: nn.Module) -> bool:
@@ -106,20 +115,6 @@ def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
         return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
     return map_tensors(batch, cast)
-
-
-def _break_ties(model: nn.Module) -> None:
-    """Add noise to constant weights, such as a head that starts at zero, which gives all samples the same loss."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if (
-                parameter.ndim > 1
-                and parameter.is_floating_point()
-                and bool((parameter == parameter.flatten()[:1]).all())
-            ):
-                noise = torch.randn(parameter.shape, generator=generator) * 0.02
-                parameter.add_(noise.to(parameter.device, parameter.dtype))
 
 
 def objective_in_float64(objective: Objective) -> Objective:

@@ -59,7 +59,8 @@ class ModelLoss:
         if isinstance(outputs, Mapping):
             self.access, loss = '["loss"]', outputs.get("loss")
         elif isinstance(outputs, tuple | list) and not hasattr(outputs, "loss"):
-            self.access, loss = "[0]", outputs[0] if outputs and _is_scalar(outputs[0]) else None
+            first = outputs[0] if outputs else None
+            self.access, loss = "[0]", first if isinstance(first, Tensor) and first.ndim == 0 else None
         else:
             self.access, loss = ".loss", getattr(outputs, "loss", None)
         if loss is None:
@@ -147,10 +148,6 @@ def _named(batch: Any) -> Mapping[str, Any]:
     if isinstance(batch, Mapping):
         return batch
     raise WorkloadError(f"neither loss nor criterion is given, and the batch is {describe_type(batch)}", hint=_HINT)
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 0
 
 
 def _computes_loss(module: nn.Module) -> bool:

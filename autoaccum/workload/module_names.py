@@ -67,7 +67,8 @@ def compact_names(names: Iterable[str]) -> list[tuple[str, list[str]]]:
     for name in dict.fromkeys(names):
         by_text.setdefault(tuple(_NUMBER.split(name)), []).append(name)
     pieces = (list(piece) for group in by_text.values() for piece in _pieces(group))
-    return [(_pattern([_escape_braces(name) for name in piece]), piece) for piece in pieces]
+    escaped = str.maketrans(_BRACES)
+    return [(_pattern([name.translate(escaped) for name in piece]), piece) for piece in pieces]
 
 
 def expand_name(pattern: str) -> list[str]:
@@ -82,10 +83,6 @@ def expand_name(pattern: str) -> list[str]:
     parts = re.split(r"\{(.*?)\}", pattern)  # Every second part was in braces.
     choices = [_numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
     return ["".join(chosen) for chosen in product(*choices)]
-
-
-def _escape_braces(name: str) -> str:
-    return re.sub(r"[{}]", lambda brace: _BRACES[brace[0]], name)
 
 
 def _columns(names: Sequence[str]) -> list[tuple[str, ...]]:

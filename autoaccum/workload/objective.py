@@ -93,7 +93,10 @@ class Objective:
         Raises:
             WorkloadError: The batch is not such a pair.
         """
-        return _call_model(model, _inputs_and_targets(unwrap_batch(batch))[0])
+        inputs = _inputs_and_targets(unwrap_batch(batch))[0]
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
     def weight(self, batch: Any) -> Weights:
         """Return the number that the mean over `batch` divides by, or one number for each term of the loss.
@@ -196,15 +199,15 @@ def match_weights(weights: Weights, names: Collection[str]) -> dict[str, float]:
 
 
 def _check_sum(objective: Objective) -> Objective:
-    if objective.reduction == "sum":
-        if objective.weight_function is not None:
-            raise WorkloadError(
-                "the loss is a sum, so its parts need no weight, but weight is given",
-                hint='remove weight, or make the loss a mean with reduction="mean"',
-            )
-        name = "" if objective.criterion is None else f" ({objective.criterion.name})"
-        return Objective("sum", f"nothing: the loss is a sum{name}", objective.criterion, objective.loss_function)
-    return objective
+    if objective.reduction == "mean":
+        return objective
+    if objective.weight_function is not None:
+        raise WorkloadError(
+            "the loss is a sum, so its parts need no weight, but weight is given",
+            hint='remove weight, or make the loss a mean with reduction="mean"',
+        )
+    name = "" if objective.criterion is None else f" ({objective.criterion.name})"
+    return Objective("sum", f"nothing: the loss is a sum{name}", objective.criterion, objective.loss_function)
 
 
 def _check_loss_function(loss: Any) -> None:
@@ -232,14 +235,6 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
         f"with a criterion a batch is (inputs, targets), this one is {describe_type(batch)}{count}",
         hint="return such a pair from batch(size), or write loss(model, batch)",
     )
-
-
-def _call_model(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    if isinstance(inputs, tuple | list):
-        return model(*inputs)
-    return model(inputs)
 
 
 def _check_terms(terms: Mapping[str, Any]) -> None:

@@ -96,19 +96,14 @@ def call_factory(optimizer: Any, params: list[nn.Parameter]) -> Optimizer:
     Raises:
         WorkloadError: It makes no optimizer, several, or one that needs a closure.
     """
-    factory = find_optimizer(optimizer or "AdamW") if optimizer is None or isinstance(optimizer, str) else optimizer
-    return _checked(_construct(factory, params) if isinstance(factory, type) else factory(params))
-
-
-def _construct(optimizer: Callable[..., Any], params: list[nn.Parameter]) -> Any:
+    is_named = optimizer is None or isinstance(optimizer, str)
+    factory: Any = find_optimizer(optimizer or "AdamW") if is_named else optimizer
     try:
-        return optimizer(params)
+        made = factory(params)
     except (TypeError, ValueError) as error:
-        name = getattr(optimizer, "__name__", optimizer)
-        raise WorkloadError(f"{name}(params) failed ({error})", hint=_FACTORY) from error
-
-
-def _checked(made: Any) -> Optimizer:
+        if not isinstance(factory, type):
+            raise
+        raise WorkloadError(f"{factory.__name__}(params) failed ({error})", hint=_FACTORY) from error
     if not isinstance(made, Optimizer):
         raise WorkloadError(f"optimizer(params) returned {describe_type(made)}, not an optimizer", hint=_FACTORY)
     if needs_closure(type(made)):
@@ -184,16 +179,14 @@ def scheduler_follows_rate(make_optimizer: Callable[[], Optimizer], make_schedul
 
 
 def _rates(optimizer: Optimizer) -> list[float]:
-    return [_rate(optimizer, number) for number in range(len(optimizer.param_groups))]
-
-
-def _rate(optimizer: Optimizer, number: int) -> float:
-    rate = optimizer.param_groups[number].get("lr")
-    try:
-        return float(rate)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
-        state = f"has lr={rate!r}" if "lr" in optimizer.param_groups[number] else "has no lr"
-        raise WorkloadError(
-            f"parameter group {number} of {type_name(optimizer)} {state}, so that no learning rate can be set",
-            hint="use an optimizer whose groups have a number as lr",
-        ) from None
+    rates: list[float] = []
+    for number, group in enumerate(optimizer.param_groups):
+        try:
+            rates.append(float(group["lr"]))
+        except (KeyError, TypeError, ValueError, RuntimeError):
+            state = f"has lr={group['lr']!r}" if "lr" in group else "has no lr"
+            raise WorkloadError(
+                f"parameter group {number} of {type_name(optimizer)} {state}, so that no learning rate can be set",
+                hint="use an optimizer whose groups have a number as lr",
+            ) from None
+    return rates

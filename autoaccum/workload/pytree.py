@@ -20,20 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 
-_PLAIN = (
-    str,
-    bytes,
-    bytearray,
-    int,
-    float,
-    complex,
-    bool,
-    type(None),
-    np.generic,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-)
+_PLAIN = (str, bytes, bytearray, int, float, complex, type(None), np.generic, torch.Size, torch.dtype, torch.device)
 _DEPTH = 4
 """How many levels of an unknown object are searched for tensors."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from autoaccum.checks import type_name
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, is_samples
-from autoaccum.workload.criteria import Criterion
+from autoaccum.workload.criteria import ignored_class, settings
 from autoaccum.workload.module_names import is_quotable
 from autoaccum.workload.objective import Objective
 
@@ -37,17 +37,21 @@ def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: I
         batch: A small batch.
         terms: The names of the terms of the loss.
     """
-    criterion, weight = objective.criterion, objective.weight(batch)
+    criterion, weight, own = objective.criterion, objective.weight(batch), objective.model_loss
+    code = own.code(batch) if own is not None and objective.uses_model_weight else None
+    # The buffers of a compiled module have other names.
+    is_module = objective.criterion_module is not None and not hasattr(objective.criterion_module, "_orig_mod")
+    half = {p.dtype for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)}
     return {
         "divisor": find_divisor(objective, batch),
-        "ignore_index": None if criterion is None else criterion.ignore_index,
+        "ignore_index": None if criterion is None else ignored_class(settings(criterion.function)),
         "call": None if criterion is None else "one",
-        "own": _describe_model_loss(objective, batch),
-        "is_module": criterion is not None and _is_bare_module(criterion.function),
+        "own": None if own is None else {"loss": own.access, "weight": code},
+        "is_module": is_module,
         "terms": [] if list(terms) == ["loss"] else list(terms),
         "weights": list(weight) if isinstance(weight, dict) else [],
         "batch": describe_form(batch, batch_size(batch)),
-        "half": sorted({_name(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype in _HALF}),
+        "half": sorted(str(dtype).removeprefix("torch.") for dtype in half),
     }
 
 
@@ -59,51 +63,26 @@ def find_divisor(objective: Objective, batch: Any) -> Divisor:
         return "samples"
     if objective.weight_function is not None:
         return "weight"
-    return "samples" if objective.criterion is None else _criterion_divisor(objective.criterion, batch[1])
-
-
-def _describe_model_loss(objective: Objective, batch: Any) -> dict[str, str | None] | None:
-    own = objective.model_loss
-    if own is None:
-        return None
-    return {"loss": own.access, "weight": own.code(batch) if objective.uses_model_weight else None}
-
-
-_HALF = (torch.float16, torch.bfloat16)
-
-
-def _criterion_divisor(criterion: Criterion, targets: Any) -> Divisor:
-    # Rows of a tensor have equally many elements, and class probabilities ignore no target.
-    if criterion.divisor != "targets" or not isinstance(targets, Tensor) or targets.is_floating_point():
-        return "samples"
-    return "class weights" if criterion.has_class_weights else "targets"
-
-
-def _is_bare_module(function: Any) -> bool:
-    """Return whether `function` is a module that is not compiled: its buffers have their own names."""
-    return isinstance(function, nn.Module) and not hasattr(function, "_orig_mod")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    criterion = objective.criterion
+    if criterion is None or criterion.divisor != "targets":
+        return "samples"  # Rows of a tensor have equally many elements.
+    if not isinstance(batch[1], Tensor) or batch[1].is_floating_point():
+        return "samples"  # Class probabilities ignore no target.
+    return "class weights" if settings(criterion.function).get("weight") is not None else "targets"
 
 
 Form: TypeAlias = "str | Mapping[str, Any]"
 
 
-def describe_form(batch: Any, size: int) -> Form:
-    """Return the form of a batch of `size` samples."""
-    return _form(batch, size, top=True)
-
-
-def _form(node: Any, size: int, *, top: bool = False) -> Form:
+def describe_form(node: Any, size: int, *, top: bool = True) -> Form:
+    """Return the form of a batch of `size` samples, or of a part of its structure unless `top`."""
     if isinstance(node, pytree.CustomBatch):
         return "own"
     if isinstance(node, Tensor) and pytree.has_batch_dimension(node):
         return "tensor"
     if isinstance(node, Mapping) and all(map(is_quotable, node)):
         kind = "dict" if type(node) in (dict, OrderedDict, defaultdict) else "mapping"
-        return {kind: {name: _form(child, size) for name, child in node.items()}}
+        return {kind: {name: describe_form(child, size, top=False) for name, child in node.items()}}
     if type(node) in (list, tuple) and not is_samples(node, size, top=top):
-        return {type_name(node): [_form(child, size) for child in node]}
+        return {type_name(node): [describe_form(child, size, top=False) for child in node]}
     return "other"

@@ -41,14 +41,11 @@ def user_line(error: BaseException, *, library: bool = False) -> str | None:
     if not frames:
         return None
     own = [frame for frame in frames if "site-packages" not in frame.filename]
-    user, last = (_format_frame(frame) for frame in ((own or frames)[-1], frames[-1]))
-    if not library or user == last:
-        return user
-    return f"{last}, called from {user}"
-
-
-def _format_frame(frame: traceback.FrameSummary) -> str:
-    return f"{name_line(frame.filename, frame.lineno or 0)[0]} (`{frame.line}`)"
+    user, last = (
+        f"{name_line(frame.filename, frame.lineno or 0)[0]} (`{frame.line}`)"
+        for frame in ((own or frames)[-1], frames[-1])
+    )
+    return user if not library or user == last else f"{last}, called from {user}"
 
 
 def name_line(filename: str, number: int) -> tuple[str, bool]:
@@ -127,12 +124,8 @@ def is_autoaccum_file(filename: str) -> bool:
 @cache
 def is_user_file(filename: str) -> bool:
     """Return whether the file belongs to the user or to their libraries, not to autoaccum, PyTorch or Python."""
-    if filename.startswith("<frozen "):
-        return False
     path = str(Path(filename).resolve()) if not filename.startswith("<") else filename
-    if any(path.startswith(root + "/") for root in (_OWN, _TORCH)):
-        return False
-    return not _is_python(path)
+    return not any(path.startswith(root + "/") for root in (_OWN, _TORCH)) and not _is_python(path)
 
 
 def _is_python(filename: str) -> bool:

@@ -192,20 +192,17 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     """
     if objective.reduction == "sum" or objective.criterion is not None or objective.weight_function is not None:
         return None
-    marked = {path for part in parts for path, leaf in find_leaves(part) if _is_marked(leaf)}
+    labels = [(path, one) for part in parts for path, one in find_leaves(part) if _is_integer(one) and one.ndim > 1]
+    marked = {path for path, leaf in labels if bool((leaf == IGNORED).any())}
     if not marked:
         return None
     path, inferred = min(sorted(marked), key=path_rank), infer_divisor(model)
     divisor = f"labels != {IGNORED}" if inferred == "samples" else inferred
-    labels = [dict(find_leaves(part)).get(path) for part in parts]
-    counted = [label_mask(each, divisor).flatten(1).sum(1) for each in labels if isinstance(each, Tensor)]
+    found = [dict(find_leaves(part)).get(path) for part in parts]
+    counted = [label_mask(each, divisor).flatten(1).sum(1) for each in found if isinstance(each, Tensor)]
     if inferred == "samples" and len(set(torch.cat(counted).tolist())) < 2:
         return None
     return (
         f"{path} has ignored entries ({IGNORED}), but parts are weighted by their samples, not by the other entries:"
         f" the likely right weight is: def weight(batch): return {label_code(path, divisor)}"
     )
-
-
-def _is_marked(leaf: Any) -> bool:
-    return _is_integer(leaf) and leaf.ndim > 1 and bool((leaf == IGNORED).any())

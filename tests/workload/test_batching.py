@@ -133,7 +133,7 @@ def test_is_planned_and_verified(kind: str) -> None:
     found = autoaccum.plan(made, target_batch=10, max_micro_batch=4, device="cpu")
     assert found.micro_batches == (4, 3, 3)
     assert autoaccum.verify(made).equivalent
-    with pytest.raises(UsageError, match=r"cut by the workload's own split\(batch, sizes\)"):
+    with pytest.raises(UsageError, match=r"split by the workload's own split\(batch, sizes\)"):
         emit_wrapper(found)
 
 
