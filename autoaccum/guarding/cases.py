@@ -126,7 +126,11 @@ def check_case(case: Case, *, partial: bool = False) -> Case:
     """
     options = case.options
     if not partial or case.workload:
-        _check_workload(case.workload)
+        if not isinstance(case.workload, str) or not case.workload.strip() or case.workload.startswith(":"):
+            hint = "write model.py, model.py:name or package.module:name"
+            raise UsageError(f"the workload is {case.workload!r}", hint=hint)
+        if not case.workload.isprintable():  # Nor are bytes that are not UTF-8.
+            raise UsageError(f"the name {case.workload!r} cannot be written in a lock", hint="rename the file")
     if options.device != "auto" and not _DEVICE.fullmatch(str(options.device)):
         raise UsageError(f"the device is {options.device!r}", hint="take cpu, cuda or cuda:N")
     if not isinstance(options.optimizer, str | None):
@@ -175,11 +179,3 @@ def _from_here(workload: str, folder: Path) -> str:
     if not (folder / target).exists():
         return workload
     return f"{Path(os.path.relpath(folder / target)).as_posix()}{colon}{name}"
-
-
-def _check_workload(workload: Any) -> None:
-    if not isinstance(workload, str) or not workload.strip() or workload.startswith(":"):
-        hint = "write model.py, model.py:name or package.module:name"
-        raise UsageError(f"the workload is {workload!r}", hint=hint)
-    if not workload.isprintable():  # Nor are bytes that are not UTF-8.
-        raise UsageError(f"the name {workload!r} cannot be written in a lock", hint="rename the file")

@@ -69,9 +69,7 @@ def _comparable_moment(before: Measurement, now: Measurement) -> Moment:
         for moment in before.moments:
             if moment.phase == now.phase:
                 return moment
-    held: dict[Category, int] = {
-        category: count for category, count in before.categories.items() if category != "unused"
-    }
+    held: dict[Category, int] = {each: size for each, size in before.categories.items() if each != "unused"}
     return Moment(
         phase=cast("Phase", before.phase), held_bytes=before.held_bytes or 0, categories=held, holdings=before.holdings
     )

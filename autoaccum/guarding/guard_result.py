@@ -24,12 +24,7 @@ _SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*", re.ASCII)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The allowed growth, as a fraction or in bytes.
-
-    Attributes:
-        fraction: The fraction, such as 0.01 for 1 %; None where `bytes` is given.
-        bytes: The bytes; None where `fraction` is given.
-    """
+    """The allowed growth: a fraction, such as 0.01 for 1 %, or bytes; the other one is None."""
 
     fraction: float | None = 0.01
     bytes: int | None = None
@@ -39,13 +34,7 @@ class Tolerance:
         return f"{100 * (self.fraction or 0):g} %" if self.bytes is None else format_bytes(self.bytes)
 
     def allows(self, before_bytes: int, now_bytes: int, spread_bytes: int = 0) -> bool:
-        """Return whether a growth is within the tolerance.
-
-        Args:
-            before_bytes: The bytes before.
-            now_bytes: The bytes now.
-            spread_bytes: The spread of equal runs, allowed on top of the tolerance.
-        """
+        """Return whether a growth is within the tolerance, plus the spread of equal runs."""
         allowed = int(before_bytes * (self.fraction or 0)) if self.bytes is None else self.bytes
         return now_bytes - before_bytes <= allowed + spread_bytes
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from autoaccum.checks import read_seconds
 from autoaccum.devices.child.import_paths import Checkout
@@ -108,7 +107,8 @@ def guard(
     if found:
         before = _entries(project, fresh=force)  # Another process may have written it meanwhile.
         write_lock(project.lock, {**before, **found})
-    lock = _from_here(project.lock)
+    relative = os.path.relpath(project.lock)
+    lock = str(project.lock) if relative.startswith("..") else relative
     return Report(verdicts=verdicts, against=lock, tolerance=allowed, updated=lock if found else None)
 
 
@@ -217,9 +217,3 @@ class _CaseRunner:
             hint=hint,
             traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
         )
-
-
-def _from_here(path: Path) -> str:
-    """Return a path as it is shown: relative to the current folder if it is inside."""
-    shown = os.path.relpath(path)
-    return str(path) if shown.startswith("..") else shown

@@ -68,7 +68,12 @@ def measure(
     with task.setup.device:
         found = measure_simulated(task) if simulated else measure_by_runs(task)
     if micro_batches is None and not found.fits:
-        raise _too_large(found)
+        largest = f"take {found.largest}, the largest that fits, or give no size to have it planned"
+        none = "not even a micro-batch of 1 fits: take another card, or a smaller model"
+        raise DoesNotFitError(
+            f"micro-batch {found.micro_batch} does not fit: {describe_shortfall(found)}",
+            hint=largest if found.largest else none,
+        )
     if not simulated and case.options.memory is None and not found.capped:
         free = precise_bytes(found.limit_bytes)
         warning = f"the largest fit depends on the {free} that were free: give a fixed budget by --memory"
@@ -272,17 +277,6 @@ def _settings(described: Mapping[str, Any], environment: Mapping[str, Any]) -> d
 
 def _variables(values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: values[name] for name in names if name in values}
-
-
-def _too_large(measurement: Measurement) -> DoesNotFitError:
-    """Return the error for a requested size that does not fit."""
-    largest = measurement.largest
-    return DoesNotFitError(
-        f"micro-batch {measurement.micro_batch} does not fit: {describe_shortfall(measurement)}",
-        hint=f"take {largest}, the largest that fits, or give no size to have it planned"
-        if largest
-        else "not even a micro-batch of 1 fits: take another card, or a smaller model",
-    )
 
 
 def describe_shortfall(measurement: Measurement) -> str:

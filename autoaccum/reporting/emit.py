@@ -35,10 +35,7 @@ _ALTERNATIVES = "write loss(model, batch) and weight(batch), or train with autoa
 def check_emittable(*, world_size: int = 1, batchnorm: str = "micro", recipe: Mapping[str, Any] | None = None) -> None:
     """Refuse plans for which no file can be emitted, as early as possible: before any trial.
 
-    Args:
-        world_size: Ranks that share the target batch.
-        batchnorm: The planned mode.
-        recipe: `Inspection.recipe`, if it is known yet.
+    `recipe` is that of the `Inspection`, if it is known yet.
 
     Raises:
         UsageError: Several ranks, BatchNorm statistics over several parts, or a batch or criterion that cannot be
@@ -99,11 +96,7 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
     """Return the text of a `train_step.py`: one update from a batch of any size, in the plan's micro-batches.
 
     It is plain PyTorch, formatted and typed, with what this plan needs: the weighting of its loss, its precision, the
-    structure of its batches.
-
-    Args:
-        plan: The plan.
-        module: The name from `module_name`, for the example in the docstring.
+    structure of its batches. `module` is the name from `module_name`, for the example in its docstring.
 
     Raises:
         UsageError: As from `check_emittable`.

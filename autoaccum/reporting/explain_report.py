@@ -17,13 +17,7 @@ _NONE = "-"
 
 
 def print_explanation(console: Console, explanation: Explanation, measured_bytes: int | None = None) -> None:
-    """Print an explanation; its numbers are labelled as predicted.
-
-    Args:
-        console: The console.
-        explanation: The explanation.
-        measured_bytes: The peak of real trials, printed next to the predicted one.
-    """
+    """Print an explanation, labelled as predicted, with the measured peak of real trials next to the predicted one."""
     for line in _heading(explanation, measured_bytes):
         print_line(console, line)
     for table in (_categories(explanation), _modules(explanation.modules), _changes(explanation.changes)):

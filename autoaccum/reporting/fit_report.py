@@ -24,13 +24,9 @@ SCHEMA = 2
 
 
 def print_fit(console: Console, result: FitResult, *, last: Updated | None, command: Sequence[str]) -> None:
-    """Print the result of a training, and the exact next commands.
+    """Print the result of a training, and the exact next commands; `command` continues the training.
 
-    Args:
-        console: The console.
-        result: The result.
-        last: The last update of a whole batch that this call made, else its last update; None when it made none.
-        command: The command that continues the training.
+    `last` is the last update of a whole batch that this call made, else its last update; None when it made none.
     """
     print_rows(console, fit_rows(result, last=last))
     console.print()
@@ -47,7 +43,10 @@ def fit_rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, 
     if result.evaluation is not None:
         yield "evaluation", Text(format_values(result.evaluation), "bold green")
     if last is not None:
-        yield "micro-batch", Text(_micro_batch(result, last))
+        size = str(last.micro_batch)
+        if result.plan is not None and last.micro_batch != result.plan.micro_batch:
+            size += f" in the last update, planned were {result.plan.micro_batch}"
+        yield "micro-batch", Text(size)
         yield "iter_size", Text(f"{last.micro_batches}")
     if result.oom_retries:
         yield "OOM retries", Text(f"{result.oom_retries}, in smaller micro-batches")
@@ -103,13 +102,6 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
         "planned_micro_batch": None if result.plan is None else result.plan.micro_batch,
         "warnings": list(result.warnings),
     }
-
-
-def _micro_batch(result: FitResult, last: Updated) -> str:
-    plan = result.plan
-    if plan is None or last.micro_batch == plan.micro_batch:
-        return str(last.micro_batch)
-    return f"{last.micro_batch} in the last update, planned were {plan.micro_batch}"
 
 
 def counted(number: int, word: str) -> str:
@@ -227,11 +219,7 @@ def sentence(event: Any) -> str:
 
 
 class UpdateLine:
-    """The line that shows a running training.
-
-    Attributes:
-        last: The last update; None before the first.
-    """
+    """The line that shows a running training; `last` is its last update, None before the first."""
 
     def __init__(self) -> None:
         self.last: fit_events.Updated | None = None

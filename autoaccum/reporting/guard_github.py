@@ -82,7 +82,10 @@ def annotation_lines(report: Report, folder: Path, environment: Mapping[str, str
     for verdict in sorted(relevant, key=lambda one: list(OUTCOMES).index(one.outcome)):
         where = _find_definition(verdict.case.workload, folder, environment)
         title = f"{_TITLE}: {OUTCOMES[verdict.outcome][0]}, {case_name(verdict.case)}"
-        yield command("error" if verdict.exit_code else "notice", _message(verdict), **where, title=title)
+        way_out = ": ".join(filter(None, (verdict.hint, verdict.command)))
+        lines = [one_line(line) for line in (verdict.explanation, *verdict.reasons, way_out) if line]
+        message = "\n".join(lines) or OUTCOMES[verdict.outcome][0]
+        yield command("error" if verdict.exit_code else "notice", message, **where, title=title)
 
 
 def error_annotation(error: AutoaccumError) -> str:
@@ -167,12 +170,6 @@ def _body(verdict: Verdict) -> Iterator[str]:
 def _escape_characters(text: str, keep: str = "") -> str:
     shown = "".join(letter if letter.isprintable() or letter in keep else " " for letter in text)
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", shown)
-
-
-def _message(verdict: Verdict) -> str:
-    way_out = ": ".join(filter(None, (verdict.hint, verdict.command)))
-    lines = [verdict.explanation, *verdict.reasons, way_out]
-    return "\n".join(one_line(line) for line in lines if line) or OUTCOMES[verdict.outcome][0]
 
 
 def _harmless_line(line: str) -> str:

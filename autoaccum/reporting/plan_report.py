@@ -93,10 +93,8 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
         ran = "still ran" if plan.kind == "measured" else "would still run"
         yield "least budget", Text(f"{format_bytes(plan.least_bytes)}, where the schedule {ran}")
     if plan.band_bytes is not None:
-        yield (
-            "band",
-            Text(f"{format_bytes(plan.band_bytes)} either way, of what is needed and of what the card has free"),
-        )
+        band = format_bytes(plan.band_bytes)
+        yield "band", Text(f"{band} either way, of what is needed and of what the card has free")
     if extra := describe_extra_memory(plan):
         yield "along with", Text("; ".join(extra))
     if plan.workload.get("worst_of") is not None:

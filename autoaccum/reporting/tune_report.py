@@ -238,12 +238,7 @@ _TRIAL = "{:>5}  {:<13}  {:>9}  {:>8}  {}"
 
 
 class TuneProgress(PlanProgress):
-    """Shows the progress of a study and of its planning; an error of the console ends the drawing, not the study.
-
-    Args:
-        console: The console, usually on stderr.
-        quiet: Draw only warnings.
-    """
+    """Shows the progress of a study and of its planning; an error of the console ends the drawing, not the study."""
 
     _space: SearchSpace
     _finished = _trials = 0

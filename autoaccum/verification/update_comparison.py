@@ -233,7 +233,9 @@ def find_tolerances(runs: _Runs, *, precision: str, samples: int, float64_runs: 
         relative = least * math.sqrt(samples)
         words = f"8 unit roundoffs of {precision} times the root of the number of samples, as float64 does not run"
     else:
-        distance = _distance(runs.full(Ablation(neutral_rng=True)), float64_runs.full(Ablation(neutral_rng=True)))
+        neutral = Ablation(neutral_rng=True)
+        loss, gradients, *_ = compare(float64_runs.full(neutral), runs.full(neutral), Tolerances(relative=1.0))
+        distance = max(loss.error, gradients.error)
         if not _MARGIN * distance < 1:
             raise NotMeasuredError(
                 f"the full batch's own gradient in {precision} is {distance:.0%} off that in float64, so rounding hides"
@@ -292,12 +294,6 @@ def allow_optimizer_spread(tolerances: Tolerances, runs: _Runs, other: UpdateRes
         apart = (exact(after[name]) - exact(one)).abs() + _roundoff(one)
         update[name] = torch.maximum(update[name], apart) if name in update else apart
     return dataclasses.replace(tolerances, update=update)
-
-
-def _distance(rounded: UpdateResult, exactly: UpdateResult) -> float:
-    """Return the error of the loss or of the gradients against float64, whichever is larger."""
-    loss, gradients, *_ = compare(exactly, rounded, Tolerances(relative=1.0))
-    return max(loss.error, gradients.error)
 
 
 def _shifted(gradient: Tensor | None, shift: float, generator: torch.Generator) -> Tensor | None:

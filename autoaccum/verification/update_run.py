@@ -319,9 +319,7 @@ class _PartObserver(StepObserver):
 class MicroBatches(list[Any]):
     """A list that reports which part a loop uses: when it is read, or when the model is called with its tensors.
 
-    Args:
-        parts: The micro-batches.
-        take: Called with the index of each part that is used.
+    `take` is called with the index of each part that is used.
     """
 
     def __init__(self, parts: Sequence[Any], take: Callable[[int], None]) -> None:

@@ -193,7 +193,9 @@ class Verifier:
 
     def _compare(self, runs: PairedRuns, method: Method, window: Window, tolerances: Tolerances) -> None:
         found, tolerances = _compared(runs, method, window, tolerances)
-        known = self._is_explained(found)
+        # Where the whole window differs too, with known causes, the shorter one has the same.
+        whole = [one for one in self._comparisons if one.method == found.method == "accumulator"]
+        known = any(cause.kind != "unknown" for cause in self._causes) and bool(whole) and not whole[0].equal
         self._comparisons.append(found)
         self._notify(Compared(found))
         if runs.mismatch is not None:
@@ -206,12 +208,6 @@ class Verifier:
             self._note(f"{list_names(loose)} of the loss has no gradient, in the full batch and in parts: {why}")
         if not found.equal and not known:
             self._diagnose(runs, found, tolerances)
-
-    def _is_explained(self, found: Comparison) -> bool:
-        """Return whether the whole window differs too, with known causes: the shorter one then has the same."""
-        whole = [one for one in self._comparisons if one.method == found.method == "accumulator"]
-        known = [cause for cause in self._causes if cause.kind != "unknown"]
-        return bool(whole and known) and not whole[0].equal
 
     def _diagnose(self, runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> None:
         self._notify(Diagnosing(comparison))

@@ -92,10 +92,8 @@ class Experiment:
     def pair(self, ablation: Ablation) -> tuple[UpdateResult, UpdateResult] | None:
         """Return the full and the accumulated update; None where the user's code raises under this ablation."""
         try:
-            full = self.runs.full(ablation)
-            return full, self.runs.accumulated(ablation) if self.method == "accumulator" else self.runs.user_loop(
-                ablation
-            )
+            accumulate = self.runs.accumulated if self.method == "accumulator" else self.runs.user_loop
+            return self.runs.full(ablation), accumulate(ablation)
         except AutoaccumError:
             return None
 

@@ -78,12 +78,8 @@ def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
     if found is not None:
         return _causes(experiment, found)
     if coupling.loss and (mixed := _mixed_terms(experiment)) is not None:
-        known = coupling_causes(experiment, replace(coupling, loss=False))
-        return (
-            *known,
-            mixed,
-            *_observed_state(experiment),
-        )  # Two divisors in one loss only look like samples that are mixed.
+        # Two divisors in one loss only look like samples that are mixed.
+        return *coupling_causes(experiment, replace(coupling, loss=False)), mixed, *_observed_state(experiment)
     seen = (*coupling_causes(experiment, coupling), *_observed_state(experiment))
     if experiment.moved_parameters or any(cause.kind in ("coupled loss", "coupled model") for cause in seen):
         return seen
@@ -143,11 +139,8 @@ def _combine(
 def _explain(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...] | None:
     if experiment.rounding > _COARSE:
         return None
-    return (
-        explain_loop(experiment, ablation)
-        if experiment.method == "accumulate"
-        else explain_weighting(experiment, ablation)
-    )
+    explain = explain_loop if experiment.method == "accumulate" else explain_weighting
+    return explain(experiment, ablation)
 
 
 def _causes(experiment: Experiment, found: _Found) -> tuple[Cause, ...]:
@@ -182,9 +175,8 @@ def _remaining_cause(experiment: Experiment, coupling: Coupling) -> Cause:
     """Return the cause that remains when all coupling is known: terms that need different weights, or unknown."""
     known = None if coupling.loss else _mixed_terms(experiment)
     if known is None and not coupling.modules and experiment.rounding <= _COARSE:
-        known = explain_whole(
-            experiment, replace(_base_ablation(experiment), neutral_rng=bool(experiment.runs.rng_sites))
-        )
+        ablation = replace(_base_ablation(experiment), neutral_rng=bool(experiment.runs.rng_sites))
+        known = explain_whole(experiment, ablation)
     return known or _unknown_cause(experiment, "no experiment makes both updates equal", coupling)
 
 

@@ -220,12 +220,7 @@ _LEAST_SCALE = 2.0**8
 
 @dataclass(frozen=True)
 class SplitFactors:
-    """The factors by which a loop multiplied the parts of one window.
-
-    Attributes:
-        factors: The factor of each part's gradient.
-        shares: The right factors.
-    """
+    """The factors by which a loop multiplied the gradients of a window's parts, and the right ones, their shares."""
 
     factors: tuple[float, ...]
     shares: tuple[float, ...]
@@ -260,9 +255,7 @@ def _shares_grow(ratios: Sequence[float]) -> bool:
 def find_mistake(split: SplitFactors, other: SplitFactors | None = None) -> LoopMistake | None:
     """Name what is wrong with the factors; None where they are the shares.
 
-    Args:
-        split: The window as it was accumulated.
-        other: The same window in another number of parts: it shows whether a divisor is fixed or counts the parts.
+    `other`, the same window in another number of parts, shows whether a divisor is fixed or counts the parts.
 
     >>> find_mistake(SplitFactors((1.0, 1.0), (0.5, 0.5)))
     'undivided'

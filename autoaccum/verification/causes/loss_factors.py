@@ -28,11 +28,9 @@ _LEAST_DISTINCT = 1e-5
 
 @dataclass(frozen=True)
 class Factors:
-    """The combination of parts that comes closest to a gradient.
+    """The factors of the parts that come closest to a gradient.
 
-    Attributes:
-        values: The factor of each part.
-        residual: The largest error of the combination, relative to the gradient's largest entry.
+    `residual` is the largest error of that combination, relative to the gradient's largest entry.
     """
 
     values: tuple[float, ...]
