@@ -64,10 +64,10 @@ class DelayedSignals:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: deliver it, or have it wait."""
-        if not self._is_open:
+        if self._is_open:
+            self._handle(number, frame)
+        else:
             self._waiting[number] = frame
-            return
-        self._handle(number, frame)
 
     def _deliver(self) -> None:
         while self._waiting:

@@ -58,7 +58,12 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
         accumulator = make_accumulator(workload, model, made, size)
         with collect_warnings() as said:
             first = accumulator.step(batch)
-            _check_finite(first.loss, size)
+            if not math.isfinite(first.loss):
+                raise WorkloadError(
+                    f"the loss of batch({size}) is {first.loss}",
+                    hint="training on it would destroy the model: look for a division by zero, log(0), or a mean over"
+                    " nothing",
+                )
             update_bytes = meter.read().peak_reserved_bytes
             accumulator.step_parts([batch, batch])
         workload, found_multiple = detect_multiple(workload, model, share)
@@ -191,14 +196,6 @@ def find_least_size(workload: Workload, model: nn.Module) -> int:
     if isinstance(raised, ValueError) and "more than 1 value per channel" in str(raised):
         return 2  # torch/nn/functional.py, _verify_batch_size
     raise raised
-
-
-def _check_finite(loss: float, size: int) -> None:
-    if not math.isfinite(loss):
-        raise WorkloadError(
-            f"the loss of batch({size}) is {loss}",
-            hint="training on it would destroy the model: look for a division by zero, log(0), or a mean over nothing",
-        )
 
 
 def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int | None:

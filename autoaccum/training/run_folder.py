@@ -82,9 +82,7 @@ class RunFolder:
         if self._lock is not None:
             if not self.checkpoints.paths():  # Training never started: leave nothing behind.
                 with suppress(OSError):
-                    for created in self._created[
-                        :1
-                    ]:  # `checkpoints`, under the lock: the next process creates it again.
+                    for created in self._created[:1]:  # `checkpoints`: the next process creates it again.
                         created.rmdir()
                     (self.path / _LOCK).unlink(missing_ok=True)
                     for created in self._created[1:]:

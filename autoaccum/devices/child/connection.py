@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,11 +45,6 @@ class ParentConnection:
         self._pid = os.getpid()
         self._connection: Connection[Any, Any] = Connection(descriptor)
 
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        """Yield messages until the parent closes its end."""
-        while (request := self.read()) is not None:
-            yield request
-
     def read(self) -> Mapping[str, Any] | None:
         """Wait for the next message; return None if the parent has closed its end."""
         try:
@@ -72,7 +67,7 @@ class ParentConnection:
 
 def serve(connection: ParentConnection, handle: Callable[[Request[Any]], Any]) -> None:
     """Reply to requests until the parent closes its end; `handle` returns a reply, or a `Failure` in place of it."""
-    for message in connection:
+    while (message := connection.read()) is not None:
         connection.reply(handle(read_request(message)))
 
 

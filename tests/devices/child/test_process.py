@@ -22,7 +22,7 @@ import os, signal, subprocess, sys, time
 from autoaccum.devices.child.connection import ParentConnection
 lifeline = ParentConnection(sys.argv[1:])
 def answer(**reply): lifeline.answer(reply)
-for request in lifeline:
+while (request := lifeline.read()) is not None:
 """
 
 Start = Callable[..., ChildProcess]
