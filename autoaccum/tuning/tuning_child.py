@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class TuningChild:
-    """Handles the requests of `tuning_child_requests`, one after the other; `LoadForTuning` comes first.
+    """Handles the requests of `tuning_result`, one after the other; `LoadForTuning` comes first.
 
     Args:
         connection: To the parent, for the requests within a training.
