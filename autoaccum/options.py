@@ -77,7 +77,7 @@ class OptionArguments(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to run a workload; None means the workload's own value, or the default of the machine.
+    """Options of a run; None means the workload's own value, or the default of the machine.
 
     Attributes:
         optimizer: A name in `torch.optim`; for live objects also an optimizer, or a function that makes one.

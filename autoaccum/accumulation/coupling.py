@@ -20,7 +20,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Coupling:
-    """What is known about batch coupling: whether a sample's gradient depends on the others of its batch.
+    """A finding on batch coupling: whether a sample's gradient depends on the others of its batch.
 
     Attributes:
         modules: The modules whose own computation depends on the other samples, in the order of their calls.

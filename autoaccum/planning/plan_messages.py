@@ -25,7 +25,7 @@ _LESS_MEMORY = "a smaller model, --precision bf16, activation checkpointing, or 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNeeds:
-    """What is known of a workload's memory before any trial.
+    """The known parts of a workload's memory before any trial.
 
     Attributes:
         least_bytes: The bytes that every size needs: the parameters.

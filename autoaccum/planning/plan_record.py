@@ -26,7 +26,7 @@ _AGAIN = "plan again with `autoaccum plan`"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How one update of `target_batch` samples is run, and the trials that proved it.
+    """The schedule of one update of `target_batch` samples, and the trials that proved it.
 
     Attributes:
         kind: `measured` by real trials, or `predicted`.

@@ -1,4 +1,4 @@
-"""What is to be planned: numbers and options, checked before anything starts."""
+"""The request for a plan: numbers and options, checked before anything starts."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ class _Planner:
 
     @property
     def predicts(self) -> bool:
-        """Whether trials are predicted rather than run."""
+        """True if trials are predicted rather than run."""
         return isinstance(self.setup.device, PredictingDevice)
 
     def forecast_peaks(self) -> Forecast:

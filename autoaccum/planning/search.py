@@ -248,13 +248,13 @@ class TrialHistory:
 
     @property
     def leftovers_matter(self) -> bool:
-        """Whether a size that failed in a used process ran in a fresh one."""
+        """True if a size that failed in a used process ran in a fresh one."""
         refuted = {t.micro_batch for t in self.trials if not t.fresh and not t.ran}
         return any(t.fresh and t.ran and t.micro_batch in refuted for t in self.trials)
 
     @property
     def first_fail_is_stale(self) -> bool:
-        """Whether the failure right above the largest fit comes only from one process that had run trials before."""
+        """True if the failure right above the largest fit comes only from one process that had run trials before."""
         tried = [t for t in self.trials if t.micro_batch == self.first_fail]
         return self._fresh_trial is not None and len(tried) == 1 and not tried[0].fresh
 

@@ -102,7 +102,7 @@ class PairedRuns:
 
     @cached_property
     def rng_mixes_samples(self) -> bool | None:
-        """Whether random numbers mix samples; None where that is unknown, see the function `rng_mixes_samples`."""
+        """True if random numbers mix samples, None if that is unknown; see the function `rng_mixes_samples`."""
         return rng_mixes_samples(self.fixture, self.batch)
 
     def full(self, ablation: Ablation = UNCHANGED) -> UpdateResult:

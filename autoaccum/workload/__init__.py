@@ -1,1 +1,1 @@
-"""What is trained: the user's model, batches and loss, and the number that the mean in the loss divides by."""
+"""The workload to train: the user's model, batches and loss, and the number that the mean in the loss divides by."""

@@ -1,1 +1,1 @@
-"""Where the memory of a traced step goes, and what would change that."""
+"""Explanations of where the memory of a traced step goes, and of what would change that."""
