@@ -1,1 +1,1 @@
-"""HOW MUCH fits."""
+"""Planning: search for the largest micro-batch that fits, and keep it as a plan."""

@@ -1,1 +1,1 @@
-"""Is the accumulated gradient the full batch's, and if not, why."""
+"""Verification: compare the accumulated update with the full batch's, and find the causes of a difference."""
