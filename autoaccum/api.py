@@ -1,6 +1,6 @@
-"""The public functions `plan`, `fit`, `verify`, `tune` and `guard`: each makes its request and calls its room.
+"""The public functions `plan`, `fit`, `verify`, `tune` and `guard`: each makes its request and calls its package.
 
-Rooms are imported on the first call, so that importing this module loads neither torch nor optuna.
+Packages are imported on the first call, so that importing this module loads neither torch nor optuna.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from autoaccum.errors import UsageError
 from autoaccum.options import Options
 
 if TYPE_CHECKING:
@@ -350,7 +351,7 @@ def tune(
         pruner: `halving` (at a quarter and at half of the budget), or `none`.
         heartbeat: Seconds between a trial's heartbeats, by which Optuna detects killed trials; unused by a journal.
         progress: Draw progress on stderr.
-        on_event: Called with each event of `autoaccum.tuning.tuning_result`.
+        on_event: Called with each event of `autoaccum.tuning.tuning_result`, and with warnings (`fit_events.Notice`).
         options: Fields of `autoaccum.options.Options`: `device`, `memory` and `reserve` (of the plan), `precision`,
             `batchnorm`, `multiple_of`, `optimizer`, `time_limit` (no trial of the search starts later) and
             `trial_limit`.
@@ -444,6 +445,10 @@ def guard(
     from autoaccum.guarding.guard_run import guard as run_guard
     from autoaccum.guarding.project import find_project
 
+    if isinstance(gpus, str) or (gpus and "gpu" in options):
+        raise UsageError("gpus is one name, or gpu is given too", hint="give gpu=NAME or gpus=[NAME, ...]")
+    if lock is not None and baseline is not None:
+        raise UsageError("both lock and baseline are given", hint="a baseline is compared without a lock: give one")
     time_limit = options.pop("time_limit", None)
     cards = gpus or (options.get("gpu"),)
     reference = "" if workload is None else os.fspath(workload)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
+from autoaccum.errors import UsageError
 from autoaccum.training.fit_request import FitRequest
 
 
@@ -35,3 +37,16 @@ def test_it_is_drawn_on_stderr_alone(progress: bool, capfd: pytest.CaptureFixtur
     told = capfd.readouterr()
     assert told.out == ""
     assert ("training Linear on cpu: 8 samples per update" in told.err) is progress
+
+
+def test_a_guard_locks_compares_and_refuses_what_contradicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = ["import torch", "model = torch.nn.Linear(4, 2)", "criterion = torch.nn.MSELoss()"]
+    lines += ["def batch(size): return torch.zeros(size, 4), torch.zeros(size, 2)", ""]
+    (tmp_path / "model.py").write_text("\n".join(lines))
+    autoaccum.guard("model.py", gpus=["rtx3090", "t4"], target_batch=8, update=True)
+    report = autoaccum.guard()
+    assert (report.exit_code, len(report.verdicts)) == (0, 2)
+    for wrong in ({"gpus": "t4"}, {"gpus": ["t4"], "gpu": "t4"}, {"lock": "a.lock", "baseline": "HEAD"}):
+        with pytest.raises(UsageError, match="given"):
+            autoaccum.guard("model.py", target_batch=8, **wrong)

@@ -69,12 +69,12 @@ class Accumulator:
     parameters are summed in float32 and rounded once. The norm, that of the optimizer's parameters, is measured and
     clipped once per update. A batch may be on any device.
 
-    A step is all or nothing. If it raises before the optimizer starts to write, or during the first update, everything
-    is restored: weights, buffers, optimizer, scaler, scheduler, random states, modes and `.grad`. If memory ran out,
-    the batch is then repeated in smaller micro-batches (`recovery.shrink`) with a warning, and `micro_batch` stays at
-    the smaller size. The first update is protected by a copy in host memory; later ones allocate their temporary memory
-    in advance instead. Should one of those still fail half-way, UpdateInterrupted ends the training. Ctrl-C takes
-    effect between forward, backward and update; a second Ctrl-C takes effect at once.
+    A step is all or nothing. If it raises before the optimizer starts to write, or during the first update,
+    everything is restored: weights, buffers, optimizer, scaler, scheduler, random states, modes and `.grad`. If
+    memory ran out, the batch is then repeated in smaller micro-batches (`out_of_memory.shrink`) with a warning, and
+    `micro_batch` stays at the smaller size. The first update is protected by a copy in host memory; later ones
+    allocate their temporary memory in advance instead. Should one of those still fail half-way, UpdateInterrupted
+    ends the training. Ctrl-C takes effect between forward, backward and update; a second Ctrl-C takes effect at once.
 
     >>> import torch
     >>> from torch.nn import Linear, MSELoss
@@ -259,7 +259,7 @@ class Accumulator:
             else:
                 warn_caller(
                     f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
-                    f" repeated in micro-batches of at most {ceiling}, and so are later ones"
+                    f" repeated in micro-batches of at most {ceiling}, and later ones use no more"
                 )
 
     def _attempt(

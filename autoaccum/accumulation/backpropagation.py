@@ -156,12 +156,19 @@ class Backpropagation:
             if compares_samples(loss, self._model, part):
                 warn_caller(COMPARES_SAMPLES)
         self._on_phase("backward")
-        if loss.requires_grad:
-            torch.autograd.backward(loss if self._scaler is None else self._scaler.scale(loss))
+        self._backward(loss)
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
         """Run the forward of a part and return the terms of its loss."""
         return self._objective.terms(self._model, part)
+
+    def _backward(self, loss: Tensor) -> None:
+        """Run the backward of a scaled loss, which is released when this returns, as training loops do."""
+        if not loss.requires_grad:
+            return
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        torch.autograd.backward(loss)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

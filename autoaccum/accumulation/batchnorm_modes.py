@@ -53,10 +53,13 @@ class _Moments:
             return
         dtype = torch.float32 if mean.device.type == "mps" else torch.float64
         part_mean, squares = mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1)
-        if not self.count:
+        if self.count:
+            self._merge(count, part_mean, squares)
+        else:
             self.count, self.mean, self.squares = count, part_mean, squares
-            return
-        total, difference = self.count + count, part_mean - self.mean
+
+    def _merge(self, count: int, mean: Tensor, squares: Tensor) -> None:
+        total, difference = self.count + count, mean - self.mean
         self.mean.add_(difference, alpha=count / total)
         self.squares.add_(squares).add_(difference.square_(), alpha=self.count * count / total)
         self.count = total

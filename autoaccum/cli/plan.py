@@ -79,7 +79,7 @@ def command(
     `loss(model, batch)` or `criterion`; optional are `optimizer(params)`, `precision`, `weight(batch)`, which is
     the divisor of a mean other than over samples, and most of the flags below by name.
 
-    Each trial makes two updates in a process of its own, by the Accumulator that trains. Trials grow until memory
+    Each trial makes two updates in a child process, by the Accumulator that trains. Trials grow until memory
     runs out. The plan is the largest micro-batch that ran, and the fewest of them that make up the batch; a last
     trial in a fresh process confirms that schedule. The gradient of its updates is the full batch's, so the
     learning rate stays.
@@ -91,7 +91,7 @@ def command(
     What the outcomes of trials mean:
       ok      it ran
       tight   it ran only because the allocator released its cache and retried
-      no fit  it ran out of memory, in the phase named
+      oom     it ran out of memory, in the phase named; "no fit" where it is predicted
 
     What the lines of the plan mean:
       micro-batch   the most samples run at once

@@ -21,7 +21,7 @@ class DelayedSignals:
     first. Only the main thread receives signals; in other threads this does nothing.
 
     Attributes:
-        at_once: Within a window, signals also interrupt an update of the Accumulator (`recovery.DelayedInterrupts`).
+        at_once: Within a window, signals also interrupt an update (`out_of_memory.DelayedInterrupts`).
         delivered: Whether a signal has ended the job: its handler raised.
     """
 

@@ -66,7 +66,7 @@ _LEAST = (2, 11)
 def read_torch_release() -> tuple[int, int]:
     """Return the major and minor version of the installed torch.
 
-    Inside of a simulation, `kernels.release.torch_release` asks the one that runs.
+    Inside of a simulation, `torch_patches.torch_release` asks the one that runs.
 
     Raises:
         UsageError: torch is not installed, or too old for simulations.

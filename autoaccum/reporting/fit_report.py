@@ -118,7 +118,7 @@ _LINE_SECONDS = 10.0
 
 
 class TrainingProgress(Progress):
-    """Draws a training's fit_events, and the planner's before it starts.
+    """Draws a training's events, and the planner's before it starts.
 
     On a terminal one line is redrawn, at most four times a second and by no thread of its own. Elsewhere a line is
     written every ten seconds, and at the end.

@@ -233,7 +233,7 @@ class PlanProgress(Progress):
             self.say(f"confirming {format_parts(self._schedule.micro_batches)} {how}", "dim")
         if event.limit_bytes is not None and not self._seeks_least:
             self._seeks_least = True
-            self.say("searching the least budget at which this still runs", "dim")
+            self.say("searching for the least budget at which this still runs", "dim")
         within = "" if event.limit_bytes is None else f" within {format_bytes(event.limit_bytes)}"
         doing = "predicting" if self._predicted else f"trial {event.number}:"
         self.show(f"{doing} micro-batch {_sizes(event.parts, event.confirming)}{within} ...")

@@ -190,4 +190,4 @@ class VerificationProgress(Progress):
         elif isinstance(event, Compared):
             self.show("comparing a shorter window ...")
         elif isinstance(event, Diagnosing):
-            self.show(f"{format_parts(event.comparison.micro_batches)} differ: searching the cause ...")
+            self.show(f"{format_parts(event.comparison.micro_batches)} differ: searching for the cause ...")

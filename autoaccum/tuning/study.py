@@ -240,7 +240,7 @@ def read_trial(trial: FrozenTrial) -> Row:
         losses=tuple((at, trial.intermediate_values[at]) for at in MILESTONES if at in trial.intermediate_values),
         samples=int(attributes.get("samples", 0)),
         seconds=attributes.get("seconds"),
-        oom_retries=int(attributes.get("oom_retries", 0)),
+        oom_retries=int(attributes.get("oom_retries", attributes.get("shortages", 0))),
         repeats=trial.system_attrs.get("failed_trial"),
         confirms=attributes.get("confirms"),
         own=bool(attributes.get("own")),

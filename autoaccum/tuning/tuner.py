@@ -43,7 +43,8 @@ Output = Callable[[str], None]
 def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: Output | None = None) -> Tuning:
     """Run the trials that the study still lacks, and rank them all; `autoaccum.tune` documents the arguments.
 
-    `on_event` receives every event of `tuning_result` and the planner's; `on_output` what the workload prints.
+    `on_event` receives every event of `tuning_result`, the planner's, and warnings (`fit_events.Notice`);
+    `on_output` receives what the workload prints.
 
     Raises:
         AutoaccumError: As in `autoaccum.tune`.

@@ -176,4 +176,4 @@ def test_a_coupled_custom_batch_suggests_to_check_split_first() -> None:
     kind = KINDS["packed"]
     wrong = {**kind, "split": lambda batch, sizes: [split_packed(batch, [size])[0] for size in sizes]}
     found = autoaccum.verify(Workload(**wrong), target_batch=6, micro_batch=2)
-    assert found.causes[0].change.startswith("see first that split(batch, sizes) returns each sample once")
+    assert found.causes[0].change.startswith("check first that split(batch, sizes) returns each sample once")

@@ -7,10 +7,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import autoaccum
 from autoaccum.errors import NotMeasuredError
 from autoaccum.workload.module_names import split_reference
 
-_OWN = Path(__file__).resolve().parents[1]
+_OWN = Path(autoaccum.__file__).resolve().parent
 """autoaccum's own modules, which are never taken from a checkout."""
 
 

@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+import autoaccum
 from autoaccum.devices.child.failures import ChildDied, Failure, JobFailed
 from autoaccum.devices.child.import_paths import Checkout, ImportPaths
 from autoaccum.devices.child.requests import Prepare, Reply, Request, read_reply, request_message, to_json
@@ -29,7 +30,7 @@ from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.serialization import read_record
 from autoaccum.units import MIB
 
-PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+PACKAGE_ROOT = Path(autoaccum.__file__).resolve().parents[1]
 """The folder that `autoaccum` was imported from; the child imports the same."""
 
 _MALLOC_SETTINGS = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}

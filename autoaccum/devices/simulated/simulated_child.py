@@ -151,7 +151,7 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode) -> tup
 
 
 class SimulatedChild:
-    """Handles the requests of `simulated.tracer`, and `Inspect`, one after the other; `LoadOnCard` comes first."""
+    """Handles the requests of `simulation_requests`, and `Inspect`, one after the other; `LoadOnCard` comes first."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()

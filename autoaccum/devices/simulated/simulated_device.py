@@ -83,7 +83,7 @@ class SimulatedDevice(Device):
     of its parts in an allocator of that capacity: the outcome is `ok` if the replay succeeds, `tight` if every update
     would have to release cached memory and retry, and `oom` if it fails. Peaks come from a replay without a limit.
     Traces of larger sizes are extrapolated from small ones where all sizes are affine in the batch. A fresh trial is
-    traced with its own parts (`Trial.fresh`); with more than two parts, each pair of consecutive parts is traced.
+    traced with its own parts (`Trial.fresh`); with more than two, the pairs with the smallest part are traced.
 
     Args:
         make_tracer: Starts a process that traces the workload on the card.

@@ -15,7 +15,7 @@ from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.trial_record import LoadWorkload, PartsRequest
 
 CHECKPOINT: Final = "checkpoint"
-"""The name of the change that run blocks again in backward."""
+"""The name of the change that runs blocks again in backward."""
 
 
 @dataclass(frozen=True, kw_only=True)

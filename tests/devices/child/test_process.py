@@ -14,7 +14,7 @@ import pytest
 
 from autoaccum.devices.child import process
 from autoaccum.devices.child.failures import ChildDied
-from autoaccum.devices.child.process import PACKAGE_ROOT, ChildProcess
+from autoaccum.devices.child.process import PACKAGE_ROOT, ChildProcess, child_environment
 from autoaccum.errors import UsageError
 
 PREAMBLE = """
@@ -162,3 +162,8 @@ def test_a_child_starts_no_children_of_its_own(start: Start) -> None:
     reply = child.ask({}, 20)
     assert reply["kind"] == UsageError.__name__
     assert '__name__ == "__main__"' in reply["text"]
+
+
+def test_a_child_finds_the_autoaccum_of_its_parent_without_an_installation() -> None:
+    assert (PACKAGE_ROOT / "autoaccum" / "__init__.py").is_file()
+    assert child_environment()["PYTHONPATH"].split(os.pathsep)[0] == str(PACKAGE_ROOT)

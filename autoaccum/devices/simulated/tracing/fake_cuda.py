@@ -108,7 +108,7 @@ def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": check_index,
-        "stream": nullcontext,
+        "stream": lambda stream: nullcontext(stream),  # noqa: PLW0108  # Its parameter has a name in PyTorch.
         "get_device_name": _of_card(card.title),
         "get_device_capability": _of_card(card.capability),
         "get_device_properties": _of_card(_properties(card)),

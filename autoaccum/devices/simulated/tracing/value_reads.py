@@ -66,7 +66,7 @@ def read_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = Fal
 
 def unknown_value_error(tensor: Tensor) -> UnknownValueError:
     """Return the error for reading `tensor`."""
-    text = f"a value is read from a tensor of shape {tuple(tensor.shape)} that was computed on the card"
+    text = f"a value is read from a tensor of shape {tuple(tensor.shape)} that is on the card"
     return UnknownValueError(text, on_host=tensor.device.type == "cpu")
 
 
