@@ -50,7 +50,7 @@ def test_the_least_budget_and_the_training_step_beside_the_plan(folder: Path) ->
     assert plan.least_bytes == pytest.approx(plan.peak_bytes, abs=4 * MIB), "malloc needs what it holds"
     below = [t.limit_bytes for t in plan.trials if t.limit_bytes is not None and not t.ran]
     assert max(b for b in below if b is not None) >= plan.least_bytes - 2 * MIB
-    assert "searching the least budget at which this still runs\n" in done.stderr
+    assert "searching for the least budget at which this still runs\n" in done.stderr
     assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in done.stdout
     assert f"MICRO_BATCH = {plan.micro_batch}  #" in (folder / "train_step.py").read_text()
 

@@ -78,7 +78,7 @@ def test_trials_of_other_budgets_show_the_budget() -> None:
             progress.notify(TrialStarted(number, PROOF.parts, False, limit_bytes))
             progress.notify(TrialFinished(number, replace(PROOF, limit_bytes=limit_bytes), False))
     text = file.getvalue()
-    assert text.count("searching the least budget at which this still runs\n") == 1
+    assert text.count("searching for the least budget at which this still runs\n") == 1
     assert "trial 5: micro-batch 43 within 150 MiB ..." in text
     assert "    300 MiB  ok         200 MiB     1.0 s\n" in text
 
