@@ -155,7 +155,7 @@ def _triple(sparse: Tensor) -> Tensor:
     return sparse.mul_(3)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_modes_of_scripted_modules_are_restored() -> None:
     scripted: Any = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Dropout()))
     scripted.train()
