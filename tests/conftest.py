@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import command
 from hypothesis import settings
+from warm_children import nurseries, warm_children
 
 from autoaccum.planning.device_choice import has_nvidia_gpu
+
+__all__ = ["command", "nurseries", "warm_children"]
 
 # Set before torch is imported, here and in child processes: on few cores, the threads of several test processes
 # would wait for each other.

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, autoaccum
-
-from autoaccum.cli import main
+from command_line import ROOT, Done
 
 GOOD = """
 import torch
@@ -70,8 +68,8 @@ CASES = [
         "budget smaller than one sample",
         r"micro-batch 1",
         1,
-        extra="criterion = None\ndef loss(m, b): return m(b[0].repeat_interleave(1_000_000, 0)).relu().exp().mean()",
-        flags="--target-batch 4 --memory 20MiB",
+        extra="criterion = None\ndef loss(m, b): return m(b[0].repeat_interleave(300_000, 0)).relu().exp().mean()",
+        flags="--target-batch 4 --memory 6MiB",
     ),
 ]
 
@@ -86,9 +84,10 @@ def snapshot(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def check(case: Case, code: object, stdout: str, stderr: str) -> None:
-    assert code == case.code, stderr
-    assert stdout == ""
+def check(case: Case, done: Done) -> None:
+    stderr = done.stderr
+    assert done.returncode == case.code, stderr
+    assert done.stdout == ""
     errors = [line for line in stderr.splitlines() if re.match("error: ", line, re.IGNORECASE)]
     assert len(errors) == 1, stderr
     assert re.search(case.says, errors[0]), errors[0]
@@ -102,16 +101,10 @@ def check(case: Case, code: object, stdout: str, stderr: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_bad_input(
-    case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input(case: Case, folder: Path, command: Callable[..., Done]) -> None:
     (folder / "model.py").write_text(GOOD + case.extra)
     before = snapshot(folder)
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    with pytest.raises(SystemExit) as leaving:
-        main(["plan", case.reference, *case.flags.split()])
-    check(case, leaving.value.code, *capfd.readouterr())
+    check(case, command(folder, "plan", case.reference, *case.flags.split()))
     assert snapshot(folder) == before
 
 
@@ -124,24 +117,19 @@ def test_bad_input(
     ],
     ids=lambda words: words.split()[0] + words.split()[-1],
 )
-def test_a_batch_without_values(
-    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_batch_without_values(words: str, folder: Path, command: Callable[..., Done]) -> None:
     shapeless = "torch.randn(size, 4), torch.empty(size, dtype=torch.long"
     extra = f"def batch(size): return {shapeless}, device='meta')\ndataset = [batch(1)] * 8"
     case = Case(
         "meta", r"holds a tensor on the meta device, which has no values: give a tensor on the CPU", extra=extra
     )
     (folder / "model.py").write_text(GOOD + case.extra)
-    monkeypatch.chdir(folder)
-    with pytest.raises(SystemExit) as leaving:
-        main(words.split())
-    check(case, leaving.value.code, *capfd.readouterr())
+    check(case, command(folder, *words.split()))
 
 
-def test_a_workload_may_print_and_json_stays_clean(folder: Path) -> None:
+def test_a_workload_may_print_and_json_stays_clean(folder: Path, command: Callable[..., Done]) -> None:
     (folder / "model.py").write_text(GOOD.replace("return nn.", "print('hello from model')\n    return nn."))
-    done = autoaccum(folder, "plan", "model.py", "--target-batch", "4", "--memory", "200MiB", "--json")
+    done = command(folder, "plan", "model.py", "--target-batch", "4", "--memory", "200MiB", "--json")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("{")
     assert "hello from model" not in done.stdout
