@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import textwrap
 import threading
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from command_line import command
+from example_counts import FULL
 from hypothesis import settings
 from warm_children import nurseries, warm_children
 
@@ -25,15 +27,21 @@ __all__ = ["command", "nurseries", "warm_children"]
 # would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Hundreds of child processes import the package: compile it once, also where a container says not to.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A background job of a shell ignores SIGINT, and nohup ignores SIGHUP; child processes would inherit that.
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # CI runs the same examples for every change; elsewhere each run tries others.
-settings.register_profile("shared-machine", deadline=None, print_blob=True)
-settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "shared-machine")
+for name, examples in (("push", 15), ("full", FULL)):
+    settings.register_profile(
+        name, max_examples=examples, deadline=None, print_blob=True, derandomize=bool(os.environ.get("CI"))
+    )
+settings.load_profile("push")
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +83,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect `gpu` tests without a card, `without_gpu` tests with one, and `no_table` tests."""
+    """Begin with slow files; deselect `gpu` without a card, `without_gpu` with one, and `no_table` tests."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)  # What runs last is short, so that all workers end together.
     unmeasured = [item for item in items if item.get_closest_marker("no_table")]
     if unmeasured:
         items[:] = [item for item in items if item not in unmeasured]

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from example_counts import count_examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_locks import Lock, a_case, a_lock, a_measurement, cases, holdings, locks
@@ -18,7 +19,7 @@ from autoaccum.guarding.cases import Case, case_name
 from autoaccum.guarding.lock import fold, group_of, read_lock, write_lock
 from autoaccum.units import MIB
 
-SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=count_examples(50))
 LOCK = a_lock(a_case(), a_case("other.py"))
 ANEW = "autoaccum guard --update --force"
 WAY_OUT = f": restore it from git, or write it anew by `{ANEW}`"
@@ -48,12 +49,12 @@ class TestSound:
         assert written(tmp_path, dict(shuffled)) == text
         assert written(tmp_path, again) == text
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=count_examples(50))
     @given(given=st.lists(cases(), unique=True, max_size=8))
     def test_no_two_cases_are_called_alike(self, given: list[Case]) -> None:
         assert len({case_name(case) for case in given}) == len(given)
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=count_examples(50))
     @given(rows=st.lists(holdings(), min_size=1, max_size=12))
     def test_folding_keeps_the_sum_and_what_matters_and_is_done_once(self, rows: list[Holding]) -> None:
         whole = a_measurement(*rows)
@@ -148,7 +149,7 @@ class TestDamaged:
             " pip install -U autoaccum"
         )
 
-    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
+    @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=count_examples(100))
     @given(data=st.data())
     def test_a_damaged_byte_or_line_never_makes_another_lock(
         self, tmp_path: Path, text: str, data: st.DataObject

@@ -7,6 +7,7 @@ from statistics import mean
 from typing import Any, Literal
 
 import pytest
+from example_counts import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -158,7 +159,7 @@ def test_monotone_fits_with_any_peaks(ceiling: int, cap: int, seed: int) -> None
     assert len(result.trials) <= 14 + math.log(ceiling, 4) + math.log2(max(cap, 2)) + 3
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count_examples(300), deadline=None)
 @given(
     outcomes=st.lists(st.sampled_from(["ok", "tight", "oom"]), min_size=1, max_size=40),
     cap=st.integers(1, 60),

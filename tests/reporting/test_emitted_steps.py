@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from example_counts import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -165,7 +166,7 @@ def test_the_gradient_is_the_full_batch_s(case: str, emit: Any) -> None:
     work = workload(case)
     module = emit(work, target=18, ceiling=6)
 
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=count_examples(12), deadline=None)
     @given(size=st.integers(1, 25), seed=st.integers(0, 99))
     def holds(size: int, seed: int) -> None:
         torch.manual_seed(seed)
@@ -186,7 +187,7 @@ def test_the_gradient_is_the_full_batch_s(case: str, emit: Any) -> None:
 
 
 @given(size=st.integers(1, 500), ceiling=st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_examples(60), deadline=None)
 def test_parts_are_the_schedule_s(even: ModuleType, size: int, ceiling: int) -> None:
     vars(even)["MICRO_BATCH"] = ceiling
     batch = torch.arange(size), torch.arange(size)

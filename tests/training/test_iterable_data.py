@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from example_counts import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_data import (
@@ -119,7 +120,7 @@ class DrawnOnce(DrawingBatches):
         return super().__iter__()
 
 
-@settings(max_examples=50)
+@settings(max_examples=count_examples(50))
 @given(sizes=st.lists(st.integers(1, 12), min_size=1, max_size=12), target=st.integers(1, 15), part=st.integers(1, 20))
 def test_windows_hold_every_sample_once_in_order(sizes: list[int], target: int, part: int) -> None:
     for data in (DrawingBatches(sizes), DrawingStream(sum(sizes))):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 
+from example_counts import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,7 +38,7 @@ def test_it_stays_between_one_and_what_was_planned(planned: int, patience: int, 
     assert all(1 <= largest <= planned for _, largest in run(Ceiling(planned, patience=patience), limits))
 
 
-@settings(max_examples=30)
+@settings(max_examples=count_examples(30))
 @given(SIZES, st.data())
 def test_a_smaller_limit_that_stays_costs_few_retries(planned: int, data: st.DataObject) -> None:
     limit = data.draw(st.integers(1, planned))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from example_counts import count_examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -315,7 +316,7 @@ def batches_and_sizes(draw: st.DrawFn) -> tuple[Any, list[int]]:
     return {"x": torch.rand(total, 2), "nested": draw(pytrees(total))}, sizes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=count_examples(150), deadline=None)
 @given(batches_and_sizes())
 def test_joining_the_parts_gives_the_batch(case: tuple[Any, list[int]]) -> None:
     batch, sizes = case

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from example_counts import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_allocator import ReferenceAllocator, ReferenceOutOfMemoryError
@@ -64,7 +65,7 @@ def check(made: CachingAllocator, live: list[Block], capacity: int | None) -> No
     assert capacity is None or made.peak_reserved_bytes <= capacity
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=count_examples(150), deadline=None)
 @given(steps=steps, capacity=capacities, kind=kinds)
 def test_nothing_overlaps_and_nothing_is_lost(
     steps: list[tuple[bool, int, int]], capacity: int | None, kind: AllocatorSettings
@@ -85,7 +86,7 @@ def test_nothing_overlaps_and_nothing_is_lost(
     assert made.reserved_bytes == made.allocated_bytes == 0, "everything can be released"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=count_examples(100), deadline=None)
 @given(steps=steps)
 def test_the_best_fit_is_the_smallest_block_that_fits(steps: list[tuple[bool, int, int]]) -> None:
     made, live = CachingAllocator(), list[Block]()
@@ -131,7 +132,7 @@ def compare(steps: list[tuple[bool, int, int]], capacity: int | None, kind: Allo
         assert (fast.peak_reserved_bytes, fast.peak_allocated_bytes) == (slow.peak_reserved, slow.peak_allocated)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=count_examples(300), deadline=None)
 @given(steps=steps, capacity=capacities, kind=kinds)
 def test_a_slow_model_gives_the_same_statistics(
     steps: list[tuple[bool, int, int]], capacity: int | None, kind: AllocatorSettings

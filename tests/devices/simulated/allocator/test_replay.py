@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from example_counts import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_allocator import ReferenceAllocator, ReferenceOutOfMemoryError
@@ -157,7 +158,7 @@ kinds = st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_examples(60), deadline=None)
 @given(seed=st.integers(0, 10**6), blocks=st.integers(1, 60), kind=kinds)
 def test_the_least_capacity_is_enough_and_a_byte_less_is_not(seed: int, blocks: int, kind: AllocatorSettings) -> None:
     events, sizes = random_trace(random.Random(seed), blocks)
@@ -170,7 +171,7 @@ def test_the_least_capacity_is_enough_and_a_byte_less_is_not(seed: int, blocks: 
     assert replay(events, sizes, capacity=least, settings=kind).peak_reserved_bytes == least
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=count_examples(60), deadline=None)
 @given(seed=st.integers(0, 10**6), kind=kinds, share=st.floats(0.3, 1.1))
 def test_a_result_holds_for_the_whole_range_of_capacities(seed: int, kind: AllocatorSettings, share: float) -> None:
     events, sizes = random_trace(random.Random(seed), 40)
@@ -193,7 +194,7 @@ def test_a_refused_optional_block_is_left_out() -> None:
     assert replay(events, sizes, capacity=40 * MIB, optional={1: "workspace"}).failed_at == 3
 
 
-@settings(max_examples=100)
+@settings(max_examples=count_examples(100))
 @given(st.integers(0, 10**6), st.sampled_from((AllocatorSettings(), EXPANDABLE)))
 def test_the_least_capacity_leaves_optional_blocks_out(seed: int, kind: AllocatorSettings) -> None:
     events, sizes = random_trace(random.Random(seed), 60)

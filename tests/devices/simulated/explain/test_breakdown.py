@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, get_args
 
 import pytest
+from example_counts import count_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up_card import most_held
@@ -147,7 +148,7 @@ def labelled_traces(draw: st.DrawFn) -> LabelledTrace:
     return LabelledTrace(trace=trace, modules=modules, origins=origins, owners=owners)
 
 
-@settings(max_examples=200)
+@settings(max_examples=count_examples(200))
 @given(labelled_traces(), st.integers(1, 50))
 def test_categories_and_modules_add_up_at_every_event(found: LabelledTrace, points: int) -> None:
     sizes = [size for size in found.trace.sizes if isinstance(size, int)]
