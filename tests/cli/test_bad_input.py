@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, Done
+from command_line import ROOT, Command, Done
 
 GOOD = """
 import torch
@@ -101,7 +101,7 @@ def check(case: Case, done: Done) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_bad_input(case: Case, folder: Path, command: Callable[..., Done]) -> None:
+def test_bad_input(case: Case, folder: Path, command: Command) -> None:
     (folder / "model.py").write_text(GOOD + case.extra)
     before = snapshot(folder)
     check(case, command(folder, "plan", case.reference, *case.flags.split()))
@@ -117,7 +117,7 @@ def test_bad_input(case: Case, folder: Path, command: Callable[..., Done]) -> No
     ],
     ids=lambda words: words.split()[0] + words.split()[-1],
 )
-def test_a_batch_without_values(words: str, folder: Path, command: Callable[..., Done]) -> None:
+def test_a_batch_without_values(words: str, folder: Path, command: Command) -> None:
     shapeless = "torch.randn(size, 4), torch.empty(size, dtype=torch.long"
     extra = f"def batch(size): return {shapeless}, device='meta')\ndataset = [batch(1)] * 8"
     case = Case(
@@ -127,7 +127,7 @@ def test_a_batch_without_values(words: str, folder: Path, command: Callable[...,
     check(case, command(folder, *words.split()))
 
 
-def test_a_workload_may_print_and_json_stays_clean(folder: Path, command: Callable[..., Done]) -> None:
+def test_a_workload_may_print_and_json_stays_clean(folder: Path, command: Command) -> None:
     (folder / "model.py").write_text(GOOD.replace("return nn.", "print('hello from model')\n    return nn."))
     done = command(folder, "plan", "model.py", "--target-batch", "4", "--memory", "200MiB", "--json")
     assert done.returncode == 0, done.stderr

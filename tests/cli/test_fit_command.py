@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from command_line import Done, autoaccum, environment
+from command_line import Command, environment
 from torch import nn
 
 from autoaccum.cli import main
@@ -62,15 +63,12 @@ dataset = Slow()
 FIT = ("fit", "model.py", "--target-batch", "32", "--run-dir", "run", "--epochs", "2", "--device", "cpu")
 
 
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "autoaccum", *FIT, *words]
+@pytest.fixture
+def run(command: Command) -> Command:
+    return lambda folder, *words, **extra: command(folder, *FIT, *words, **extra)
 
 
-def run(folder: Path, *words: str, **extra: str) -> Done:
-    return autoaccum(folder, *FIT, *words, **extra)
-
-
-def test_an_average_of_the_weights_is_kept_evaluated_and_saved(folder: Path) -> None:
+def test_an_average_of_the_weights_is_kept_evaluated_and_saved(folder: Path, run: Command) -> None:
     words = ["--keeps", "ema", "--ema-decay", "0.9", "--worst-of", "20", "--accumulate-in", "parameters"]
     done = run(folder, "--micro-batch", "8", *words)
     assert done.returncode == 0, done.stderr
@@ -84,7 +82,7 @@ def test_an_average_of_the_weights_is_kept_evaluated_and_saved(folder: Path) -> 
     assert "ema_decay was 0.9, is None" in other.stderr
 
 
-def test_a_run_that_plans_trains_and_is_gone_on_with(folder: Path) -> None:
+def test_a_run_that_plans_trains_and_is_gone_on_with(folder: Path, run: Command, command: Command) -> None:
     done = run(folder, "--memory", "200MiB", "--seed", "1")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -99,23 +97,15 @@ def test_a_run_that_plans_trains_and_is_gone_on_with(folder: Path) -> None:
     assert "\x1b" not in done.stdout + done.stderr
     offered = next(line for line in lines if " fit model.py " in line)
     assert "--run-dir run --epochs 4 --device cpu --memory 200MiB --seed 1" in offered
-    again = subprocess.run(
-        offered.strip().replace("python ", f"{sys.executable} ", 1)
-        if offered.strip().startswith("python ")
-        else offered,
-        shell=True,
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = shlex.split(offered)
+    again = command(folder, *words[words.index("fit") :])
     assert again.returncode == 0, again.stderr
     assert "updates      12 in 4 epochs, 384 samples\n" in again.stdout
     assert "resumed from run/checkpoints/checkpoint-00000006.pt\n" in again.stdout
 
 
-def test_json_alone_on_stdout_quiet_and_warnings_once(folder: Path) -> None:
+@pytest.mark.filterwarnings("default:careful")
+def test_json_alone_on_stdout_quiet_and_warnings_once(folder: Path, run: Command) -> None:
     (folder / "model.py").write_text(
         MODEL + "\ndef loss(model, batch):\n    print('a step')\n    warnings.warn('careful')\n"
         "    return nn.functional.cross_entropy(model(batch[0]), batch[1])\n\ndel criterion\n"
@@ -129,7 +119,7 @@ def test_json_alone_on_stdout_quiet_and_warnings_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_an_exception_of_the_users_code_is_shown_as_theirs(folder: Path, workers: str) -> None:
+def test_an_exception_of_the_users_code_is_shown_as_theirs(folder: Path, workers: str, run: Command) -> None:
     (folder / "model.py").write_text(MODEL + SLOW)
     done = run(folder, "--micro-batch", "10", "--workers", workers, BREAK="1")
     assert (done.returncode, done.stdout) == (2, "")
@@ -142,7 +132,7 @@ def test_an_exception_of_the_users_code_is_shown_as_theirs(folder: Path, workers
     assert (frames == ["__getitem__"]) if workers == "0" else (frames[-1] == "__getitem__")
 
 
-def test_a_loss_that_is_no_number_is_a_clear_no(folder: Path) -> None:
+def test_a_loss_that_is_no_number_is_a_clear_no(folder: Path, run: Command) -> None:
     (folder / "model.py").write_text(MODEL + SLOW)
     done = run(folder, "--micro-batch", "10", NAN="1")
     assert (done.returncode, done.stdout) == (1, "")
@@ -150,17 +140,18 @@ def test_a_loss_that_is_no_number_is_a_clear_no(folder: Path) -> None:
     assert re.match(r"error: update 1: .* nan, the update was not made: ", done.stderr.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "how"),
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended")],
 )
 def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
-    folder: Path, number: signal.Signals, code: int, how: str
+    folder: Path, number: signal.Signals, code: int, how: str, run: Command
 ) -> None:
     (folder / "model.py").write_text(MODEL + SLOW)
     words = ("--micro-batch", "10", "--workers", "2" if number == signal.SIGTERM else "0", "--checkpoint-every", "1")
     with subprocess.Popen(
-        command(*words),
+        [sys.executable, "-m", "autoaccum", *FIT, *words],
         cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from command_line import Done, autoaccum, environment
+from command_line import Command, environment
 
 from autoaccum import api
 from autoaccum.cli import main
@@ -47,12 +47,11 @@ def loss(model, batch):
 """
 
 
-def run(folder: Path, *words: str) -> Done:
-    return autoaccum(folder, "plan", "model.py", "--memory", "200MiB", *words)
+WORDS = ("plan", "model.py", "--memory", "200MiB")
 
 
-def test_the_answer_for_a_person(folder: Path) -> None:
-    done = run(folder, "--target-batch", "96", "--max-micro-batch", "40", "-o", "plan.json")
+def test_the_answer_for_a_person(folder: Path, command: Command) -> None:
+    done = command(folder, *WORDS, "--target-batch", "96", "--max-micro-batch", "40", "-o", "plan.json")
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert plan.micro_batches == (32, 32, 32)
@@ -69,17 +68,17 @@ def test_the_answer_for_a_person(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["model.py", "plan.json"]
 
 
-def test_json_alone_on_stdout_and_quiet(folder: Path) -> None:
-    done = run(folder, "--target-batch", "1", "--json", "-q")
+def test_json_alone_on_stdout_and_quiet(folder: Path, command: Command) -> None:
+    done = command(folder, *WORDS, "--target-batch", "1", "--json", "-q")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["target_batch"] == 1
     assert Plan.from_json(done.stdout).micro_batches == (1,)
     assert all(line.startswith("warning: ") for line in done.stderr.splitlines())
 
 
-def test_memory_that_is_really_out(folder: Path) -> None:
+def test_memory_that_is_really_out(folder: Path, command: Command) -> None:
     (folder / "model.py").write_text(MODEL.replace("size, 64)", "size, 16384)[:, :64]"))
-    done = run(folder, "--target-batch", "8192")
+    done = command(folder, *WORDS, "--target-batch", "8192")
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.splitlines()[-1].startswith("error: micro-batch 1 needs more memory than there is, 200 MiB are")
@@ -179,7 +178,9 @@ def on_a_terminal(folder: Path) -> str:
     return b"".join(chunks).decode()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_an_end_from_outside_leaves_no_orphan(folder: Path, number: signal.Signals, code: int) -> None:
     (folder / "model.py").write_text(MODEL + SLOW)
     words = [sys.executable, "-m", "autoaccum", "plan", "model.py", "--memory", "200MiB", "--target-batch", "8"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from command_line import Done, autoaccum
+from command_line import Command
 
 from autoaccum.planning.plan_record import Plan
 
@@ -30,12 +30,9 @@ criterion = nn.MSELoss()
 """
 
 
-def run(folder: Path, *words: str) -> Done:
-    return autoaccum(folder, "plan", "model.py", *words, COLUMNS="80")
-
-
-def test_a_table_after_the_plans_and_a_file_that_keeps_it(folder: Path) -> None:
-    done = run(folder, "--target-batch", "256", "--gpu", "rtx3090", "--memory", "1GiB", "--explain", "-o", "plan.json")
+def test_a_table_after_the_plans_and_a_file_that_keeps_it(folder: Path, command: Command) -> None:
+    words = ["--target-batch", "256", "--gpu", "rtx3090", "--memory", "1GiB", "--explain", "-o", "plan.json"]
+    done = command(folder, "plan", "model.py", *words, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert plan.explanation is not None

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from command_line import Done, autoaccum
+from command_line import Command, autoaccum
 
 from autoaccum.planning.plan_record import Plan
 
@@ -26,13 +26,9 @@ def loss(model, batch):
 """
 
 
-def run(folder: Path, *words: str, code: str | None = None) -> Done:
-    return autoaccum(folder, "plan", "model.py", *words, code=code, COLUMNS="200")
-
-
-def test_a_table_a_plan_and_a_step(folder: Path) -> None:
+def test_a_table_a_plan_and_a_step(folder: Path, command: Command) -> None:
     words = ["--target-batch", "256", "--gpu", "RTX 3090", "--memory", "1GiB", "-o", "plan.json", "--emit", "step.py"]
-    done = run(folder, *words, "-v")
+    done = command(folder, "plan", "model.py", *words, "-v", COLUMNS="200")
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert plan.kind == "predicted"
@@ -58,7 +54,8 @@ try:
 finally:
     assert not {"torch", "numpy"} & set(sys.modules)
 """
-    done = run(folder, "--target-batch", "16", "--gpu", "24GiB", "--json", "-q", code=code)
+    words = ["--target-batch", "16", "--gpu", "24GiB", "--json", "-q"]
+    done = autoaccum(folder, "plan", "model.py", *words, code=code)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert (record["kind"], record["device"]["name"], record["device"]["card"]) == (
@@ -69,8 +66,8 @@ finally:
     assert Plan.from_json(done.stdout).micro_batches == (16,)
 
 
-def test_a_card_too_small_for_the_model(folder: Path) -> None:
-    done = run(folder, "--target-batch", "16", "--gpu", "rtx4090", "--memory", "20MiB")
+def test_a_card_too_small_for_the_model(folder: Path, command: Command) -> None:
+    done = command(folder, "plan", "model.py", "--target-batch", "16", "--gpu", "rtx4090", "--memory", "20MiB")
     assert done.returncode == 1
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]

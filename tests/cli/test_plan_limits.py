@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from command_line import Done, autoaccum
+from command_line import Command
 
 from autoaccum.cli import main
 from autoaccum.planning.plan_record import Plan
@@ -27,12 +27,11 @@ criterion = nn.CrossEntropyLoss()
 """
 
 
-def run(folder: Path, *words: str) -> Done:
-    return autoaccum(folder, "plan", "model.py", "--memory", "64MiB", "--target-batch", "40000", *words)
+WORDS = ("plan", "model.py", "--memory", "64MiB", "--target-batch", "40000")
 
 
-def test_few_trials_are_marked(folder: Path) -> None:
-    done = run(folder, "--max-trials", "2", "-o", "plan.json", "-v")
+def test_few_trials_are_marked(folder: Path, command: Command) -> None:
+    done = command(folder, *WORDS, "--max-trials", "2", "-o", "plan.json", "-v")
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert (plan.stopped, len(plan.trials)) == ("trials", 3)
@@ -41,8 +40,8 @@ def test_few_trials_are_marked(folder: Path) -> None:
     assert f"the limit of 2 trials ended the search: no size above {plan.largest_fit}" in said
 
 
-def test_the_least_budget_and_the_training_step_beside_the_plan(folder: Path) -> None:
-    done = run(folder, "--max-micro-batch", "1000", "--least", "-o", "plan.json", "--emit", "train_step.py")
+def test_the_least_budget_and_the_training_step_beside_the_plan(folder: Path, command: Command) -> None:
+    done = command(folder, *WORDS, "--max-micro-batch", "1000", "--least", "-o", "plan.json", "--emit", "train_step.py")
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert plan.least_bytes is not None
@@ -63,25 +62,24 @@ Path("pids").open("a").write(f"{os.getpid()} ")
 
 
 @pytest.mark.parametrize(
-    ("words", "file", "doing"),
+    ("words", "file"),
     [
-        ("plan --device cpu --time-limit 1", "while True: pass", "loading the workload"),
-        ("tune --time-limit 1", "time.sleep(1e9)", "loading the workload"),
-        ("guard --gpu 24GiB --time-limit 1 --update", "while True: pass", "loading the workload"),
+        ("plan --device cpu --time-limit 1", "while True: pass"),
+        ("tune --time-limit 1", "time.sleep(1e9)"),
+        ("guard --gpu 24GiB --time-limit 1 --update", "time.sleep(1e9)"),
     ],
 )
 def test_what_does_not_end_is_ended_and_named(
-    folder: Path, words: str, file: str, doing: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, words: str, file: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "model.py").write_text(MODEL + ENDLESS + file)
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr("autoaccum.planning.plan_request._MIN_LOAD_SECONDS", 3.0)
-    monkeypatch.setattr("autoaccum.tuning.trial_processes._LEAST_SECONDS", 15.0)
+    monkeypatch.setattr("autoaccum.planning.plan_request._MIN_LOAD_SECONDS", 2.0)
+    monkeypatch.setattr("autoaccum.tuning.trial_processes._LEAST_SECONDS", 5.0)
     name, *rest = words.split()
-    result = CliRunner().invoke(main, [name, "model.py", "--target-batch", "8", *rest])
-    assert result.exit_code == 3, result.stderr
-    said = " ".join((result.stdout + result.stderr).split())
-    assert f"{doing} " in said
+    done = command(folder, name, "model.py", "--target-batch", "8", *rest)
+    assert done.returncode == 3, done.stderr
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "loading the workload " in said
     assert re.search(r" took longer than [\d.]+ s, and was ended", said)
     assert "Traceback" not in said
     pids = (folder / "pids").read_text().split()

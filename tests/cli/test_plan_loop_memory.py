@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from command_line import Done, autoaccum
+from command_line import Command
 
 MODEL = """
 import torch
@@ -28,13 +28,9 @@ criterion = nn.CrossEntropyLoss()
 """
 
 
-def run(folder: Path, *words: str) -> Done:
-    return autoaccum(folder, "plan", "model.py", "--memory", "64MiB", "--target-batch", "8", *words)
-
-
-def test_all_of_it_is_planned_and_offered_again(folder: Path) -> None:
+def test_all_of_it_is_planned_and_offered_again(folder: Path, command: Command) -> None:
     words = ["--keeps", "ema", "--keeps", "outputs", "--evaluation-batch", "6", "--worst-of", "10"]
-    done = run(folder, *words, "-v")
+    done = command(folder, "plan", "model.py", "--memory", "64MiB", "--target-batch", "8", *words, "-v")
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert (

@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from command_line import Done, autoaccum
+from command_line import Command
 from pictured_plans import usual
 
 from autoaccum.cli.outputs import Outputs
@@ -33,17 +33,13 @@ def loss(model, batch):
 GPU = ("--target-batch", "64", "--gpu", "rtx3090", "--memory", "1GiB")
 
 
-def run(folder: Path, *words: str, code: str | None = None) -> Done:
-    return autoaccum(folder, "plan", "model.py", *words, code=code, COLUMNS="200")
-
-
 def texts(path: Path) -> list[str]:
     root = ElementTree.fromstring(path.read_bytes())
     return [element.text or "" for element in root.iter() if element.tag.endswith("text")]
 
 
-def test_a_simulated_card_shows_where_its_memory_goes(folder: Path) -> None:
-    done = run(folder, *GPU, "--plot", "memory.svg", "-o", "plan.json")
+def test_a_simulated_card_shows_where_its_memory_goes(folder: Path, command: Command) -> None:
+    done = command(folder, "plan", "model.py", *GPU, "--plot", "memory.svg", "-o", "plan.json")
     assert done.returncode == 0, done.stderr
     assert "\npicture in memory.svg\n" in done.stdout
     plan, said = Plan.load(folder / "plan.json"), texts(folder / "memory.svg")
@@ -55,9 +51,10 @@ def test_a_simulated_card_shows_where_its_memory_goes(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["memory.svg", "model.py", "plan.json"]
 
 
-def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path) -> None:
-    words = ["--target-batch", "2", "--device", "cpu", "--memory", "600MiB", "--json", "-q"]
-    done = run(folder, *words, "--plot", "memory.png")
+def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path, command: Command) -> None:
+    (folder / "model.py").write_text(MODEL.replace("1024", "16").replace("4096", "16"))
+    words = ["--target-batch", "2", "--device", "cpu", "--memory", "100MiB", "--json", "-q"]
+    done = command(folder, "plan", "model.py", *words, "--plot", "memory.png")
     assert done.returncode == 0, done.stderr
     plan = Plan.from_json(done.stdout)
     assert json.loads(done.stdout)["explanation"] is None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from command_line import ROOT, Done, autoaccum
+from command_line import ROOT, Command
 
 from autoaccum.cli import main
 
@@ -48,10 +48,6 @@ def invoke(*words: str) -> Result:
     return CliRunner().invoke(main, ["verify", *words])
 
 
-def run(folder: Path, *words: str, **extra: str) -> Done:
-    return autoaccum(folder, "verify", *words, **extra)
-
-
 def test_equivalent_is_zero_and_one_line() -> None:
     result = invoke("model.py", "--optimizer", "SGD", "--micro-batch", "5")
     assert result.exit_code == 0, result.stderr
@@ -65,8 +61,8 @@ def test_equivalent_is_zero_and_one_line() -> None:
     assert list(Path.cwd().iterdir()) == [Path.cwd() / "model.py"]
 
 
-def test_not_equivalent_is_one_and_names_the_cause(folder: Path) -> None:
-    done = run(folder, "model.py:normed", "--target-batch", "8", "-q")
+def test_not_equivalent_is_one_and_names_the_cause(folder: Path, command: Command) -> None:
+    done = command(folder, "verify", "model.py:normed", "--target-batch", "8", "-q")
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("not equivalent: the gradients are off by ")
     assert "cause        batchnorm: " in done.stdout

@@ -14,6 +14,8 @@ from autoaccum.cli import main
 
 ROOT = Path(__file__).parents[2]
 Done = subprocess.CompletedProcess[str]
+Command = Callable[..., Done]
+"""What the fixture `command` returns: called with a folder, words, and variables of the environment."""
 _OUTSIDE = ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "PYTORCH")
 
 
@@ -38,9 +40,7 @@ def autoaccum(folder: Path, *words: str, code: str | None = None, **extra: str) 
 
 
 @pytest.fixture
-def command(
-    warm_children: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., Done]:
+def command(warm_children: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
     """Run it in this process; what its children write is captured, too."""
 
     def run(folder: Path, *words: str, **extra: str) -> Done:
