@@ -44,6 +44,19 @@ for name, examples in (("push", 15), ("full", FULL)):
 settings.load_profile("push")
 
 
+_FROZEN = pytest.StashKey[int]()
+
+
+@pytest.fixture(autouse=True)
+def light_collections(request: pytest.FixtureRequest) -> None:
+    """Leave what has been imported out of collections of garbage: with all of PyTorch, each would take 0.1 s."""
+    imported = len(sys.modules)
+    if imported > request.config.stash.get(_FROZEN, 0) + 50:
+        gc.collect()
+        gc.freeze()
+        request.config.stash[_FROZEN] = imported
+
+
 @pytest.fixture(autouse=True)
 def no_feeders() -> None:
     """End the queue threads of an earlier test's DataLoader workers: trials in place refuse to run with threads."""

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -32,14 +30,6 @@ class Stateful(nn.Module):
         noise += torch.rand(1, generator=self.generator).item()
         outputs: Tensor = self.second(torch.tanh(self.first(x)))
         return outputs + 0.0 * noise
-
-
-@pytest.fixture(autouse=True)
-def light_collections() -> Iterator[None]:
-    # What pytest and torch have loaded is not garbage: looking through it would cost 80 ms per retry.
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import planted_causes as planted
@@ -19,14 +17,6 @@ from autoaccum.errors import WorkloadError
 from autoaccum.verification.verification_result import Verification
 
 CRITERION = nn.CrossEntropyLoss()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_collections() -> Iterator[None]:
-    """Every verification collects garbage, which takes longer than the rest with all that tests have imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def classes(model: Any, **more: Any) -> Workload:
