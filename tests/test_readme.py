@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import environment
 from torch import nn
+from warm_children import WarmPython
 
 from autoaccum.devices.base import Trial
 from autoaccum.devices.simulated.cards import all_cards
@@ -127,10 +126,10 @@ assert not optimizer.state
 """
 
 
-def test_what_is_there_already_is_planned_as_it_is() -> None:
+def test_what_is_there_already_is_planned_as_it_is(warm_python: WarmPython) -> None:
     """In a process of its own: pytest's has threads, which a limit on its memory would reach."""
     script = LIVE.format(block=block("autoaccum.plan(model=model"))
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = warm_python(ROOT, "-c", script, environment=environment())
     assert done.returncode == 0, done.stderr
 
 
@@ -145,13 +144,10 @@ assert result.plan is not None
 """
 
 
-def test_one_call_trains(tmp_path: Path) -> None:
+def test_one_call_trains(tmp_path: Path, warm_python: WarmPython) -> None:
     """In a process of its own, as above."""
     script = FIT.format(block=block("import autoaccum\n\nresult = "))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    done = warm_python(tmp_path, "-c", script, environment=environment())
     assert done.returncode == 0, done.stderr
     made = {path.name for path in (tmp_path / "runs" / "a").iterdir()}
     assert {"metrics.jsonl", "plan.json", "checkpoints", "model.pt"} <= made

@@ -168,7 +168,7 @@ def test_paths_lead_to_the_checkout_and_an_environments_stay(tmp_path: Path) -> 
 
 
 def test_each_side_is_measured_by_its_own_code_and_never_compared_with_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_children: None
 ) -> None:
     clone, case = tmp_path / "clone", make_case(workload="train.py", gpu="rtx3090", target_batch=8)
     commit(clone, {"train.py": MODEL, "src/helper.py": "WIDTH = 64\n"})

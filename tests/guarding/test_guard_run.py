@@ -280,6 +280,7 @@ guard([Case()], project, update=True, on_output=lambda line: print(line, flush=T
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_and_writes_nothing(tmp_path: Path) -> None:
     (tmp_path / "hangs.py").write_text("import time\nprint('loading')\ntime.sleep(600)\n")
     process = subprocess.Popen(

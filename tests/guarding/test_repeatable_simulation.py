@@ -106,6 +106,7 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return ask
 
 
+@pytest.mark.slow
 def test_sets_cycles_threads_folders_and_orders_change_nothing(told: Callable[..., Any]) -> None:
     """Two processes, neither of which lays its objects where the other does."""
     found = [

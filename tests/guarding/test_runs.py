@@ -129,7 +129,9 @@ LINEAR = """
 """
 
 
-def test_runs_on_the_cpu(write_workload: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_on_the_cpu(
+    write_workload: Callable[[str], str], monkeypatch: pytest.MonkeyPatch, warm_children: None
+) -> None:
     monkeypatch.setattr(measuring, "RUNS", 2)
     case = make_case(workload="model.py", device="cpu", target_batch=512, micro_batch=256, memory="256MiB")
     found = measure(case, Checkout(Path(write_workload(LINEAR)).parent))

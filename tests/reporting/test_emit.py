@@ -110,6 +110,7 @@ def test_is_formatted(written: Path) -> None:
     call("-m", "ruff", "check", *options, ".", cwd=written)
 
 
+@pytest.mark.slow
 def test_is_typed(written: Path) -> None:
     cache = f"--cache-dir={ROOT / '.mypy_cache'}"  # Kept, since reading torch takes most of the time.
     call("-m", "mypy", "--strict", "--python-version=3.10", cache, ".", cwd=written)
@@ -236,7 +237,9 @@ print([train_step(net, optimizer, criterion, batch(size), clip_norm=1.0) for siz
 """
 
 
-def test_a_real_plan_s_file_trains_where_there_is_no_autoaccum_and_so_does_the_plan(tmp_path: Path) -> None:
+def test_a_real_plan_s_file_trains_where_there_is_no_autoaccum_and_so_does_the_plan(
+    tmp_path: Path, warm_children: None
+) -> None:
     (tmp_path / "workload.py").write_text(FILE, encoding="utf-8")
     plan = plan_by_trials(tmp_path / "workload.py", target_batch=8, device="cpu", max_micro_batch=3)
     assert plan.micro_batches == (3, 3, 2)

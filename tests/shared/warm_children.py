@@ -17,18 +17,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+WarmPython = Callable[..., "subprocess.CompletedProcess[str]"]
 _LIBC = ctypes.CDLL(None)
 _MOST_BYTES = 200_000
+_PASSED = "@"
 
 
 class Nursery:
@@ -43,8 +46,11 @@ class Nursery:
             self._process = subprocess.Popen(words, env=dict(environment), pass_fds=[theirs.fileno()], **how)
 
     def copy(self, words: Sequence[str], about: Mapping[str, Any], descriptors: Sequence[int]) -> int:
-        """Return the id of a copy that runs `python -m` with `words`; it is a child of this process."""
-        request = json.dumps({"words": words, "parent": os.getpid(), **about}).encode()
+        """Return the id of a copy that runs `python` with `words`; it is a child of this process.
+
+        Its stdout and stderr are the first two `descriptors`; the word `_PASSED` is the number of the third.
+        """
+        request = json.dumps({"words": list(words), "parent": os.getpid(), **about}).encode()
         with self._lock:
             # The copy's parent in between ends at once, so that the kernel makes it a child of this process.
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -66,27 +72,34 @@ class Copy:
     def __init__(
         self, nursery: Nursery, words: Sequence[str], *, stdout: int, cwd: Path, env: Mapping[str, str], fd: int
     ) -> None:
+        words = [_PASSED if word == str(fd) else word for word in words]
         self.stdout: FileIO | None = None
         theirs = stdout
         if stdout == subprocess.PIPE:
             ours, theirs = os.pipe()
             self.stdout = FileIO(ours)
-        module, connection, parent = words
-        assert int(connection) == fd
         stderr = theirs if stdout == subprocess.PIPE else 2
         try:
             about = {"cwd": str(cwd), "environment": dict(env)}
-            self.pid = nursery.copy([module, parent], about, [fd, theirs, stderr])
+            self.pid = nursery.copy(words, about, [theirs, stderr, fd])
         finally:
             if stdout == subprocess.PIPE:
                 os.close(theirs)
 
     def wait(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        while os.waitpid(self.pid, os.WNOHANG)[0] == 0:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a copy", timeout)
-            time.sleep(0.002)
+        _wait(self.pid, timeout)
+
+
+def _wait(pid: int, timeout: float) -> int:
+    """Return the exit code of a copy."""
+    deadline = time.monotonic() + timeout
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            raise subprocess.TimeoutExpired("a copy", timeout)
+        time.sleep(0.002)
 
 
 @pytest.fixture(scope="session")
@@ -109,11 +122,29 @@ def warm_children(nurseries: dict[bool, Nursery]) -> Iterator[None]:
             nurseries[measured] = Nursery(env, measured=measured)
         assert command[:2] == [sys.executable, "-m"]
         (descriptor,) = how["pass_fds"]
-        return Copy(nurseries[measured], command[2:], stdout=how["stdout"], cwd=how["cwd"], env=env, fd=descriptor)
+        return Copy(nurseries[measured], command[1:], stdout=how["stdout"], cwd=how["cwd"], env=env, fd=descriptor)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
         yield
+
+
+@pytest.fixture(scope="module")
+def warm_python(nurseries: dict[bool, Nursery]) -> WarmPython:
+    """Run a script or code in a copy: called with a folder, what follows `python`, and the whole environment."""
+    from autoaccum.devices.child.process import child_environment
+
+    def run(folder: Path, *words: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        if False not in nurseries:
+            nurseries[False] = Nursery(child_environment(measured=False), measured=False)
+        about = {"cwd": str(folder), "environment": dict(environment)}
+        with TemporaryFile("w+") as stdout, TemporaryFile("w+") as stderr:
+            code = _wait(nurseries[False].copy(words, about, [stdout.fileno(), stderr.fileno()]), 240)
+            stdout.seek(0)
+            stderr.seek(0)
+            return subprocess.CompletedProcess(words, code, stdout.read(), stderr.read())
+
+    return run
 
 
 def main(descriptor: int, kind: str) -> None:
@@ -157,22 +188,31 @@ def _import(kind: str) -> None:
 
 def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[int]) -> None:
     """Be what was requested, once the copy between is gone."""
-    module, parent = about["words"]
-    while os.getppid() != int(parent):
+    while os.getppid() != about["parent"]:
         time.sleep(0.001)
     os.setsid()
     requests.send(str(os.getpid()).encode())
     requests.close()
-    connection, *streams = descriptors
-    for number, stream in enumerate(streams, start=1):
-        os.dup2(stream, number)
-    for stream in streams:
-        os.close(stream)
+    stdout, stderr, *passed = descriptors
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    os.close(stdout)
+    os.close(stderr)
     os.environ.clear()
     os.environ.update(about["environment"])
     os.chdir(about["cwd"])
-    sys.argv = [module, str(connection), parent]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    first, *rest = (str(passed[0]) if word == _PASSED else word for word in about["words"])
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, "")
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = [first, *rest]
+        sys.path.insert(0, str(Path(first).resolve().parent))
+        runpy.run_path(first, run_name="__main__")
 
 
 if __name__ == "__main__":
