@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import Command, environment
+from warm_children import WarmPython
 
 from autoaccum.planning.plan_record import Plan
 
@@ -28,15 +27,6 @@ COMMANDS = {
 }
 
 
-def run(command: str) -> subprocess.CompletedProcess[str]:
-    program, *arguments = shlex.split(command)
-    start = [sys.executable, "-m", "autoaccum"] if program == "autoaccum" else [sys.executable]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [*start, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=240
-    )
-
-
 def test_there_are_examples_and_each_says_how_it_is_used() -> None:
     assert len(EXAMPLES) >= 4
     assert len(COMMANDS) == 2 * len(EXAMPLES) - len(LOOPS)
@@ -47,22 +37,24 @@ def test_examples_fit_on_one_screen(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "command"), sorted(c for c in COMMANDS if c[1].startswith("python") and c[0] not in FITTED)
+    ("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("python") and c[0] not in FITTED)
 )
-def test_examples_train(name: str, command: str) -> None:
+def test_examples_train(name: str, line: str, warm_python: WarmPython) -> None:
     if name in LOOPS and importlib.util.find_spec(LOOPS[name]) is None:
         pytest.skip(f"{LOOPS[name]} is not installed: its example is not run")
-    done = run(command)
+    done = warm_python(ROOT, *shlex.split(line)[1:], environment=environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), f"{name} prints what it does"
     assert "nan" not in done.stdout
 
 
-@pytest.mark.parametrize(("name", "command"), sorted(c for c in COMMANDS if c[1].startswith("autoaccum plan")))
-def test_examples_are_planned(name: str, command: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("autoaccum plan")))
+def test_examples_are_planned(name: str, line: str, command: Command, tmp_path: Path) -> None:
     written = tmp_path / "plan.json"
-    done = run(f"{command} -o {written}")
+    done = command(ROOT, *shlex.split(line)[1:], "-o", str(written))
     assert done.returncode == 0, done.stderr
     plan = Plan.load(written)
     assert 1 <= plan.micro_batch < plan.target_batch, f"{name}'s budget should bind, or it shows nothing"

@@ -104,6 +104,7 @@ def run(project: Path, name: str, **further: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_the_steps_lock_and_fail(project: Path) -> None:
     unlocked = run(project, "Compare with the lock")
     assert unlocked.returncode == 3, unlocked.stderr
@@ -124,6 +125,7 @@ def test_the_steps_lock_and_fail(project: Path) -> None:
     assert "**regressed**" in (project / "summary.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_a_branch_adds_is_reported_without_a_lock_and_nothing_is_left_behind(project: Path) -> None:
     repository = project / "repository"
     (repository / "train.py").write_text(MODEL.replace("512", "262144"))

@@ -55,6 +55,14 @@ def test_is_asked_by_the_name_that_a_plan_has(assert_fits):
 def test_is_asked_for_nothing(assert_fits):
     assert_fits(None, gpu="rtx3090", micro_batch=2)
 """
+WARM = """
+import pytest
+from warm_children import nurseries, warm_children
+
+@pytest.fixture(autouse=True)
+def warm(warm_children):
+    pass
+"""
 UNUSED = """
 import sys
 
@@ -80,7 +88,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_pytest(folder: Path, installed: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(installed), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(installed), str(ROOT), str(ROOT / "tests/shared"), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-W", "error", "-p", "no:cacheprovider", "--rootdir", str(folder), *words],
         cwd=folder,
@@ -93,8 +101,8 @@ def run_pytest(folder: Path, installed: Path, *words: str) -> subprocess.Complet
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> str:
-    """What pytest says of `TESTS`, in two workers, in a project whose model grew since it was locked."""
+def outcome(tmp_path_factory: pytest.TempPathFactory, installed: Path, warm_children: None) -> str:
+    """What pytest says of `TESTS`, in a worker, in a project whose model grew since it was locked."""
     folder = tmp_path_factory.mktemp("project")
     model, tests = folder / "model.py", folder / "tests"
     tests.mkdir()
@@ -104,8 +112,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory, installed: Path) -> str:
     model.write_text(f"WIDTH = 4096\n{MODEL}")
     (tests / "beside.py").write_text(f"WIDTH = 64\n{MODEL}")
     (tests / "raises.py").write_text(f"WIDTH = 64\n{MODEL}".replace("return randn", "return 1 / 0, randn"))
+    (tests / "conftest.py").write_text(WARM)
     (tests / "test_them.py").write_text(TESTS)
-    done = run_pytest(folder, installed, "-n", "2", "-q", "-rA")
+    done = run_pytest(folder, installed, "-n", "1", "-q", "-rA")
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from guarded_project import BASE, REFACTORINGS, REGRESSIONS, Edits, Regression, edited
 from in_process_tracer import InProcessTracer
 
@@ -27,6 +28,29 @@ CASE = make_case(workload="train.py", gpu="rtx3090", micro_batch=32)
 """Two micro-batches of 32 samples on a card that has room for far more: nothing is searched for."""
 PLANNED = make_case(workload="train.py", gpu="rtx3090", target_batch=256, memory="512MiB")
 Measure = Callable[[Edits], Measurement]
+
+
+EVERY_PUSH = {
+    "an activation kept in a list across updates",
+    "a wider layer",
+    "momentum",
+    "an EMA",
+    "a GELU by hand",
+    "outputs kept by the loop",
+    "one more head",
+    "modules and classes renamed",
+    "children renamed in another order of the alphabet",
+    "functions in place of modules",
+}
+"""One of each kind of what grows, and of what is only written in another way."""
+
+
+def marked(name: str, value: object) -> ParameterSet:
+    return pytest.param(value, id=name, marks=[] if name in EVERY_PUSH else pytest.mark.slow)
+
+
+def test_those_of_every_push_are_there() -> None:
+    assert {regression.name for regression in REGRESSIONS} | set(REFACTORINGS) >= EVERY_PUSH
 
 
 def measure_here(
@@ -69,7 +93,7 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
     return measured
 
 
-@pytest.mark.parametrize("regression", REGRESSIONS, ids=lambda regression: regression.name)
+@pytest.mark.parametrize("regression", [marked(regression.name, regression) for regression in REGRESSIONS])
 def test_what_takes_more_is_caught_and_reported(regression: Regression, measure: Measure, tmp_path: Path) -> None:
     before, now = measure(regression.start), measure(regression.edits)
     for known in (before, as_locked(before, tmp_path)):
@@ -95,7 +119,7 @@ def test_a_tolerance_above_the_growth_lets_it_pass(measure: Measure) -> None:
     assert compare(CASE, measure(()), now, Tolerance(0.5)).outcome == "within"
 
 
-@pytest.mark.parametrize("name", REFACTORINGS)
+@pytest.mark.parametrize("name", [marked(name, name) for name in REFACTORINGS])
 def test_what_takes_the_same_passes(name: str, measure: Measure, tmp_path: Path) -> None:
     better = "improved" if name == "a residual added in place" else "within"  # Held in fewer segments.
     check_same(measure(REFACTORINGS[name]), as_locked(measure(()), tmp_path), better)
