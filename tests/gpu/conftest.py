@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from warm_children import Nursery, warmed
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """The CPU, or the first card with an empty cache."""
+def place(request: pytest.FixtureRequest, nurseries: dict[bool, Nursery]) -> Iterator[torch.device]:
+    """The CPU, with warm children, or the first card with an empty cache."""
     if request.param == "cpu":
-        yield torch.device("cpu")
+        with warmed(nurseries):
+            yield torch.device("cpu")
         return
     torch.cuda.set_device(0)
     yield torch.device("cuda", 0)

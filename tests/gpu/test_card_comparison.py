@@ -42,7 +42,10 @@ def test_the_least_lies_between_what_failed_and_what_ran(needed: int, slack: flo
         assert least.ran_bytes - least.failed_bytes <= max(2 * GRAIN_BYTES, guess * TOLERANCE + GRAIN_BYTES)
 
 
-@pytest.mark.parametrize("case", [Case("gpt", "bf16_adamw_foreach", 8), Case("lstm", "fp32_sgd", 64)])
+@pytest.mark.usefixtures("warm_children")
+@pytest.mark.parametrize(
+    "case", [pytest.param(Case("gpt", "bf16_adamw_foreach", 8), marks=pytest.mark.slow), Case("lstm", "fp32_sgd", 64)]
+)
 def test_the_same_card_once_more_is_measured_as_predicted(case: Case) -> None:
     predicted = predict(trace_case(case, CARD), CARD)
     settings = TrialSettings(reference=case.reference, share=2 * case.size)

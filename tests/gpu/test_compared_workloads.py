@@ -17,6 +17,8 @@ from tests.gpu.cases import CASES, FOLDER
 
 NAMES = {file: sorted({case.name for case in CASES if case.file == file}) for file in {case.file for case in CASES}}
 
+SLOW = pytest.mark.slow
+
 
 @contextmanager
 def loaded(reference: str) -> Iterator[SimulatedChild]:
@@ -37,7 +39,7 @@ def trace(child: SimulatedChild, size: int) -> Trace:
     return traced
 
 
-@pytest.mark.parametrize("file", sorted(NAMES))
+@pytest.mark.parametrize("file", [file if file == "lstm" else pytest.param(file, marks=SLOW) for file in sorted(NAMES)])
 def test_all_of_a_family_can_be_traced(file: str) -> None:
     for name in NAMES[file]:
         with loaded(f"{FOLDER / file}.py:{name}") as child:

@@ -152,6 +152,7 @@ def test_is_planned_and_verified_in_place(graphs: dict[str, Any]) -> None:
     assert (verified.precision, [one.micro_batches for one in verified.comparisons]) == ("fp64", [(3, 2, 2), (3, 2)])
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_file_is_planned_on_the_cpu_and_for_a_card_and_verified(home: Path) -> None:
     measured = autoaccum.plan(str(home), target_batch=12, max_micro_batch=5, device="cpu", memory="1GiB")
     assert measured.micro_batches == (4, 4, 4)

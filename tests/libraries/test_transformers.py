@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import Command
 from peft import LoraConfig, get_peft_model
 from tiny_transformers import SIZES, WORDS, bert, gpt2, llama
 from torch import Tensor, nn
@@ -133,16 +132,15 @@ dataset = [{"input_ids": torch.randint(0, 50, (8,)), "labels": torch.tensor(inde
 """
 
 
-def test_a_file_is_verified_planned_and_trained_by_the_commands(tmp_path: Path) -> None:
+def test_a_file_is_verified_planned_and_trained_by_the_commands(tmp_path: Path, command: Command) -> None:
     (tmp_path / "model.py").write_text(FILE)
     commands = (
         "verify model.py --target-batch 4 --json",
         "plan model.py --target-batch 4 --max-micro-batch 2 --memory 512MiB --device cpu -o plan.json",
         "fit model.py --target-batch 4 --plan plan.json --steps 2 --device cpu --run-dir run --json",
     )
-    for command in commands:
-        arguments = [sys.executable, "-m", "autoaccum", *command.split()]
-        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    for words in commands:
+        done = command(tmp_path, *words.split())
         assert done.returncode == 0, done.stderr
         assert "Python attributes" not in done.stderr
     assert json.loads(done.stdout)["updates"] == 2

@@ -136,6 +136,7 @@ def test_labels_that_do_not_count_are_told_of_by_the_class_of_the_model() -> Non
         accumulator.step(text(4))
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_plan_without_a_loss_and_the_step_it_emits(tmp_path: Path) -> None:
     from autoaccum.reporting.emit import emit_wrapper
     from autoaccum.reporting.plan_report import accumulator_line
@@ -158,6 +159,7 @@ def test_a_plan_without_a_loss_and_the_step_it_emits(tmp_path: Path) -> None:
         assert torch.allclose(one, another, atol=1e-6)
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_predicted_plan_warns_of_ignored_labels_and_emits_nothing_wrong(tmp_path: Path) -> None:
     from autoaccum.reporting.emit import emit_wrapper
 

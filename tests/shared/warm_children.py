@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
@@ -111,8 +112,8 @@ def nurseries() -> Iterator[dict[bool, Nursery]]:
         nursery.close()
 
 
-@pytest.fixture(scope="module")
-def warm_children(nurseries: dict[bool, Nursery]) -> Iterator[None]:
+@contextmanager
+def warmed(nurseries: dict[bool, Nursery]) -> Iterator[None]:
     """Have every child that is started in this process be a copy."""
     from autoaccum.devices.child import process
 
@@ -126,6 +127,13 @@ def warm_children(nurseries: dict[bool, Nursery]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
+        yield
+
+
+@pytest.fixture(scope="module")
+def warm_children(nurseries: dict[bool, Nursery]) -> Iterator[None]:
+    """Have every child that tests of the module start be a copy."""
+    with warmed(nurseries):
         yield
 
 
