@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import environment
 from truths.language_models import find_architecture
 from truths.scores import Predicted, Scored, Verdict, class_of, format_misses, format_scores, score
 from truths.tables import RTX3090, RTX4060, TABLES, V100
+from warm_children import WarmPython
 
 GIB, MIB = 1 << 30, 1 << 20
 ACCURACY = Path(__file__).with_name("accuracy.py")
@@ -170,8 +170,8 @@ def test_a_report_has_classes_by_name_then_all_and_names_what_was_skipped() -> N
     assert [line.split(" (")[0] for line in format_misses(done)] == ["timm_rtx3090 resnet50 224 1 64 96"]
 
 
-def test_missing_tables_are_said_and_skipped(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(ACCURACY), str(tmp_path)], capture_output=True, text=True, check=False)
+def test_missing_tables_are_said_and_skipped(tmp_path: Path, warm_python: WarmPython) -> None:
+    done = warm_python(tmp_path, str(ACCURACY), str(tmp_path), environment=environment())
     assert done.returncode == 3
     *missing, last = done.stderr.splitlines()
     assert missing == [f"{tmp_path / f'{name}.csv'} is missing: skipped" for name in TABLES]

@@ -69,9 +69,9 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(tmp_path: Path, mon
     (tmp_path / "slow").touch()
     more = ("--trials", "2", "--confirm", "0")
     with start(tmp_path, *more) as killed:
-        wait_for_trial(tmp_path / "tune.db", 0)
+        wait_until(tmp_path / "tune.db", BEGUN.format(1))
         with start(tmp_path, *more) as interrupted:
-            wait_for_trial(tmp_path / "tune.db", 1)
+            wait_until(tmp_path / "tune.db", BEGUN.format(2))
             os.kill(killed.pid, signal.SIGKILL)
             os.kill(interrupted.pid, signal.SIGINT)
             _, stderr = interrupted.communicate(timeout=60)
@@ -79,7 +79,7 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(tmp_path: Path, mon
     assert "throughput was measured for this study before" in stderr
     assert stderr.endswith("interrupted: finished trials are kept, and the same command goes on\n")
     (tmp_path / "slow").unlink()
-    time.sleep(4)  # With the start, twice the heartbeat: Optuna takes the killed trial for dead.
+    wait_until(tmp_path / "tune.db", SILENT)
     with start(tmp_path, *more, "--json", "-o", "best.json", "--plot", "pics") as process:
         stdout, stderr = process.communicate(timeout=300)
     assert (process.returncode, "Traceback" in stderr) == (0, False), stderr
@@ -100,19 +100,24 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(tmp_path: Path, mon
     assert fitted.updates == 2
 
 
-def wait_for_trial(storage: Path, number: int) -> None:
-    """Wait until the study's file names who runs that trial."""
+BEGUN = "select count(*) >= {} from trial_user_attributes where key = 'seed'"
+"""As many trials have somebody who runs them."""
+SILENT = "select (julianday('now') - julianday(max(heartbeat))) * 86400 > 7 from trial_heartbeats"
+"""More than twice the heartbeat has gone by since the last one: Optuna takes the killed trial for dead."""
+
+
+def wait_until(storage: Path, condition: str) -> None:
+    """Wait until a condition is true in the study's file."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         with (
             suppress(sqlite3.OperationalError),
             closing(sqlite3.connect(f"file:{storage}?mode=ro", uri=True)) as known,
         ):
-            (begun,) = known.execute("select count(*) from trial_user_attributes where key = 'seed'").fetchone()
-            if begun > number:
+            if known.execute(condition).fetchone() == (1,):
                 return
         time.sleep(0.2)
-    raise AssertionError(f"trial {number} has not begun")
+    raise AssertionError(f"it never became true: {condition}")
 
 
 class Stand:
