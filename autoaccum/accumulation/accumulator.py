@@ -272,10 +272,11 @@ class Accumulator:
         """
         transaction = None
         try:
-            parameters = self._parameters()
-            transaction = Transaction(self._modules(), parameters, generators=self._generators, scaler=self._scaler)
+            modules = self._modules()
+            parameters = self._parameters(modules)
+            transaction = Transaction(modules, parameters, generators=self._generators, scaler=self._scaler)
             _drop_gradients(parameters)
-            result = self._update(batches, cuts, retries, transaction)
+            result = self._update(batches, cuts, retries, transaction, modules)
             _drop_gradients(parameters)
             return result
         except BaseException as error:
@@ -286,7 +287,12 @@ class Accumulator:
             del failure  # the traceback holds this frame
 
     def _update(
-        self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int, transaction: Transaction
+        self,
+        batches: Sequence[Any],
+        cuts: Sequence[tuple[int, ...]],
+        retries: int,
+        transaction: Transaction,
+        modules: Sequence[nn.Module],
     ) -> StepResult:
         self._begin_phase("batch")
         parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
@@ -294,7 +300,7 @@ class Accumulator:
         shares = make_shares([self._objective.weight(part) for part in parts], self._objective.reduction)
         if not any(map(has_weight, shares)):
             return StepResult(math.nan, sum(sizes), sizes, None, retries, updated=False, terms={})
-        record, buffers = self._accumulate(parts, shares)
+        record, buffers = self._accumulate(parts, shares, modules)
         self._begin_phase("clip")
         loss, terms, norm = self._measure(record, buffers)
         if self._check_finite:
@@ -305,13 +311,15 @@ class Accumulator:
         updated = self._updater.run(transaction)
         return StepResult(loss, sum(sizes), sizes, norm, retries, updated, terms)
 
-    def _accumulate(self, parts: Sequence[Any], shares: Sequence[Weights]) -> tuple[LossRecord, GradientBuffers | None]:
+    def _accumulate(
+        self, parts: Sequence[Any], shares: Sequence[Weights], modules: Sequence[nn.Module]
+    ) -> tuple[LossRecord, GradientBuffers | None]:
         accumulates = sum(map(has_weight, shares)) > 1
         trained = optimizer_parameters(self._optimizer)
         buffers = GradientBuffers(trained, in_fp32=self._in_fp32) if accumulates and needs_buffers(trained) else None
         side_effects = ForwardSideEffects(self._model, parts) if self._is_first else None
         versions = BufferVersions(self._model) if accumulates and not self._has_accumulated else None
-        messages = [] if self._has_warned else self._backpropagation.warnings(accumulates=accumulates)
+        messages = [] if self._has_warned else self._backpropagation.warnings(modules, accumulates=accumulates)
         record = self._backpropagation.run(parts, shares, buffers)
         self._has_warned, self._is_first = self._has_warned or bool(messages), False
         messages += [] if side_effects is None else side_effects.warnings()
@@ -381,11 +389,24 @@ class Accumulator:
         return error
 
     def _modules(self) -> list[nn.Module]:
-        criterion = self._objective.criterion_module
-        return [*self._model.modules(), *(() if criterion is None else criterion.modules())]
+        """Return all modules of the model and the criterion, in the order of `modules()`.
 
-    def _parameters(self) -> list[Tensor]:
-        of_modules = [parameter for module in self._modules() for parameter in module.parameters(recurse=False)]
+        Nothing is kept from step to step, so that a changed model is seen. `modules()` itself is a generator within a
+        generator for each level of the model, and takes several times as long.
+        """
+        criterion = self._objective.criterion_module
+        queue: list[nn.Module | None] = [criterion, self._model]
+        found: dict[nn.Module, None] = {}
+        while queue:
+            module = queue.pop()
+            if module is not None and module not in found:
+                found[module] = None
+                if module._modules:
+                    queue.extend(reversed(module._modules.values()))
+        return list(found)
+
+    def _parameters(self, modules: Iterable[nn.Module]) -> list[Tensor]:
+        of_modules = [one for module in modules for one in module._parameters.values() if one is not None]
         return list({id(one): one for one in (*of_modules, *optimizer_parameters(self._optimizer))}.values())
 
     def _begin_phase(self, phase: StepPhase) -> None:

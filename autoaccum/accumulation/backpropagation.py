@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.batchnorm import batchnorm_names
+from autoaccum.accumulation.batchnorm import batchnorm_names, normalises_by_batch
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES, list_names
 from autoaccum.accumulation.first_step_checks import compares_samples
 from autoaccum.accumulation.gradients import GradientBuffers
@@ -111,6 +111,7 @@ class Backpropagation:
         self._scaler = scaler
         self._on_phase = on_phase
         self._check_loss = self._has_checked_loss = False
+        self._device = model_device(model)
 
     def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
         """Run `parts` one by one; each one's backward frees its graph.
@@ -119,24 +120,28 @@ class Backpropagation:
         """
         record = LossRecord()
         self._check_loss = not self._has_checked_loss and sum(map(has_weight, shares)) > 1
-        device = model_device(self._model)
+        self._device = model_device(self._model)
         with torch.enable_grad(), nullcontext() if buffers is None else buffers:
             for part, share in zip(parts, shares, strict=True):
                 if has_weight(share):
                     self._on_phase("batch")
-                    self._run_part(move_batch(part, device), share, buffers, record)
+                    self._run_part(move_batch(part, self._device), share, buffers, record)
         return record
 
-    def warnings(self, *, accumulates: bool) -> list[str]:
-        """Return warnings about BatchNorm; there are none unless the step `accumulates` several parts."""
-        names = batchnorm_names(self._model, self._criterion) if accumulates else []
+    def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
+        """Return warnings about BatchNorm among `modules`, which are all there are.
+
+        There are none unless the step `accumulates` several parts.
+        """
+        is_concerned = accumulates and any(map(normalises_by_batch, modules))
+        names = batchnorm_names(self._model, self._criterion) if is_concerned else []
         return [f"BatchNorm normalises by the micro-batch in {list_names(names)}: {self._consequence}"] if names else []
 
     def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
         self._on_phase("forward")
         # An autocast of the user's around the whole loop would keep the weights that it cast before an update.
         torch.clear_autocast_cache()
-        with autocast(self._precision, model_device(self._model)):
+        with autocast(self._precision, self._device):
             terms = self._terms(part)
         torch.clear_autocast_cache()
         shares = match_weights(weights, terms)

@@ -36,12 +36,13 @@ def batchnorm_names(model: nn.Module, criterion: nn.Module | None = None) -> lis
 
     Those are the ones in training mode, and those without running statistics.
     """
-    return [
-        name
-        for name, module in named_modules(model, criterion)
-        if (isinstance(module, BATCHNORMS) or is_scripted(module))
-        and (getattr(module, "running_mean", None) is None or module.training)
-    ]
+    return [name for name, module in named_modules(model, criterion) if normalises_by_batch(module)]
+
+
+def normalises_by_batch(module: nn.Module) -> bool:
+    """Return whether `module` is a BatchNorm that now normalises by the batch (see `batchnorm_names`)."""
+    is_batchnorm = isinstance(module, BATCHNORMS) or is_scripted(module)
+    return is_batchnorm and (getattr(module, "running_mean", None) is None or module.training)
 
 
 def frozen_warning(model: nn.Module, criterion: nn.Module | None = None) -> str | None:
@@ -73,8 +74,9 @@ def uncompiled() -> AbstractContextManager[object]:
 
 def is_scripted(module: nn.Module) -> bool:
     """Return whether `module` is a BatchNorm compiled by TorchScript."""
-    names = [kind.__name__ for kind in BATCHNORMS]
-    return isinstance(module, torch.jit.ScriptModule) and getattr(module, "original_name", "") in names
+    if not isinstance(module, torch.jit.ScriptModule):
+        return False
+    return getattr(module, "original_name", "") in [kind.__name__ for kind in BATCHNORMS]
 
 
 def is_readable(tensor: Tensor | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Final, cast
 
@@ -228,7 +228,7 @@ class FrozenBackpropagation(Backpropagation):
         self._is_first = False
         return record
 
-    def warnings(self, *, accumulates: bool) -> list[str]:
+    def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
         """Return a warning if the running statistics were never estimated; they are read at the first step only."""
         warning = frozen_warning(self._model, self._criterion) if self._is_first else None
         return [] if warning is None else [warning]

@@ -102,22 +102,24 @@ class ModuleState:
     """
 
     def __init__(self, modules: Iterable[nn.Module], *, host_bytes: int = 0) -> None:
-        listed = list(modules)
-        self._modes = [(module, module.training) for module in listed]
+        # Lists side by side, not tuples in one, since every step makes them: each tuple would be garbage to collect.
+        self._listed = list(modules)
+        self._modes = [module.training for module in self._listed]
         # Only `_buffers` tells a name that is registered without a tensor from one that is not registered.
-        self._buffers = [(module._buffers, dict(module._buffers)) for module in listed]
-        found = {id(tensor): tensor for _, held in self._buffers for tensor in held.values() if tensor is not None}
+        self._held = [module._buffers for module in self._listed]
+        self._buffers = [dict(held) for held in self._held]
+        found = {id(one): one for before in self._buffers for one in before.values() if one is not None}
         self.buffers = list(found.values())
         self._copies = [TensorCopy(buffer, on_host=tensor_bytes(buffer) > host_bytes) for buffer in self.buffers]
 
     def restore(self) -> None:
         """Restore buffers and modes; this allocates nothing on the buffers' devices."""
-        for held, before in self._buffers:
+        for held, before in zip(self._held, self._buffers, strict=True):
             held.clear()
             held.update(before)
         for copy in self._copies:
             copy.restore()
-        for module, training in self._modes:
+        for module, training in zip(self._listed, self._modes, strict=True):
             module.training = training
 
 
@@ -192,8 +194,10 @@ class Transaction:
         scaler: GradScaler | None = None,
     ) -> None:
         self._modules: ModuleState | None = ModuleState(modules, host_bytes=_SMALL_BYTES)
-        self._gradients = [(parameter, parameter.requires_grad, parameter.grad) for parameter in parameters]
-        devices = dict.fromkeys(tensor.device for tensor in (*parameters, *self._modules.buffers))
+        self._parameters = parameters
+        self._requires_grad = [parameter.requires_grad for parameter in parameters]
+        self._gradients = [parameter.grad for parameter in parameters]
+        devices = dict.fromkeys([tensor.device for tensor in (*parameters, *self._modules.buffers)])
         self._random = RngState(devices, generators)
         self._scaler = scaler
         self._scaler_state: dict[str, Any] = {} if scaler is None else scaler.state_dict()
@@ -219,7 +223,9 @@ class Transaction:
         if self._protected is not None:
             self._protected.restore()
         self._modules.restore()
-        for parameter, requires_grad, gradient in self._gradients:
+        for parameter, requires_grad, gradient in zip(
+            self._parameters, self._requires_grad, self._gradients, strict=True
+        ):
             parameter.requires_grad_(requires_grad)
             parameter.grad = gradient
         if self._scaler is not None:

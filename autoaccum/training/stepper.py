@@ -133,6 +133,7 @@ class Stepper(StepObserver):
     ) -> None:
         self.ceiling = Ceiling(choice.micro_batch)
         self._components, self._progress, self._skip_nonfinite = components, progress, request.skip_nonfinite
+        self._device = components.device
         self._check, self._notify = check, notify
         self._retries = 0
         self._skip_reason: str | None = None
@@ -178,8 +179,8 @@ class Stepper(StepObserver):
             DoesNotFitError: As in `Accumulator.step_parts`, like the other errors.
         """
         self._skip_reason, self._retries = None, 0
-        if self._components.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._components.device)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
         try:
             return self._accumulator.step_parts(parts)
         except NonFiniteError as error:
@@ -211,10 +212,9 @@ class Stepper(StepObserver):
 
     def peak_bytes(self) -> int | None:
         """Return the peak memory of this update, as `Updated` describes it."""
-        device = self._components.device
-        if device.type == "cuda":
-            return torch.cuda.max_memory_reserved(device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if device.type == "cpu" else None
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self._device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if self._device.type == "cpu" else None
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as plain values."""

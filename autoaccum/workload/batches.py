@@ -221,12 +221,14 @@ def _agree(children: list[dict[int, int]]) -> dict[int, int]:
 
 def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int, int | None]:
     """Return the costs of reading a sequence as a record and as samples; None if it cannot be samples."""
+    if top and any(pytree.has_batch_dimension(entry) for entry in node):
+        return 0, None  # [x, y], as a DataLoader yields it.
     if all(pytree.is_value(entry) for entry in node):
         if isinstance(node, tuple) and any(pytree.is_plain(entry) and not isinstance(entry, str) for entry in node):
             return 0, None  # (224, 224) is one value, not two samples.
         return (3, 0) if node else (0, 1)
-    if not pytree.same_structure(node) or (top and any(pytree.has_batch_dimension(entry) for entry in node)):
-        return 0, None  # [x, y], as a DataLoader yields it.
+    if not pytree.same_structure(node):
+        return 0, None
     are_lists = isinstance(node, list) and all(isinstance(entry, list) for entry in node)
     if are_lists and all(isinstance(one, int | float) for entry in node for one in entry) and (any(node) or not top):
         return 3, 0  # Token ids before padding.

@@ -125,6 +125,8 @@ def _structure(entry: Any) -> Any:
 
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """Return the children of a container, each with its path step such as `['x']` or `.x`; None for no container."""
+    if type(node) in (list, tuple):  # First, since nearly all are, and the checks below are slow in every update.
+        return [(f"[{index}]", value) for index, value in enumerate(node)]
     if isinstance(node, CustomBatch):
         return [("", node.value)]
     if isinstance(node, Mapping):

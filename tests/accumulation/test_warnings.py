@@ -72,6 +72,20 @@ def test_batchnorm_is_named_once_and_only_for_several_parts() -> None:
     Accumulator(model, sgd(model), CRITERION, micro_batch=4).step(batch_of(8))
 
 
+def test_a_batchnorm_that_is_added_or_put_into_training_mode_later_is_named() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 3)).double()
+    accumulator = Accumulator(model, sgd(model), CRITERION, micro_batch=4)
+    accumulator.step(batch_of(8))
+    model[1].train()
+    with pytest.warns(UserWarning, match=r"BatchNorm normalises by the micro-batch in 1: "):
+        accumulator.step(batch_of(8))
+    accumulator = Accumulator(model.eval(), sgd(model), CRITERION, micro_batch=4)
+    accumulator.step(batch_of(8))
+    model.append(nn.BatchNorm1d(3).double())
+    with pytest.warns(UserWarning, match=r"BatchNorm normalises by the micro-batch in 3: "):
+        accumulator.step(batch_of(8))
+
+
 def make(model: nn.Module, micro_batch: int) -> Accumulator:
     return Accumulator(
         model, torch.optim.SGD(model.parameters()), lambda m, b: m(b).square().mean(), micro_batch=micro_batch

@@ -1,12 +1,14 @@
-"""autoaccum.fit against a hand-written correct loop, on a small GPT and a convolutional net; and its checkpoints.
+"""Accumulator.step and autoaccum.fit against a hand-written correct loop, on a small GPT and a convolutional net.
 
 Run it with `python tests/benchmarks/fit_overhead.py`.
 
-Both train a model of their own from the same weights, on the same dataset read and shuffled sample by sample, in the
-same micro-batches, with one clip, one update and one loss to log. After each update of fit the loop makes one of its
-own within a callback, whose time is not fit's, so that the machine's moods meet both. The median of the paired ratios
-is printed (aim: 1.03); then that of fit with a run folder, in turns with the former, to which is added what a
-checkpoint takes as a share of the 100 updates between two of them (aim, with over without: 1.02).
+All train a model of their own from the same weights, on the same dataset, in the same micro-batches, with one clip, one
+update and one loss to log. After each update of fit the loop makes one from samples that it reads and shuffles itself;
+then the Accumulator and the loop make one from the same batch, within fit's callback, whose time is not fit's. So each
+update is paired with the loop's that follows it. On one thread, the CPU seconds of this process are counted, which
+other programs change little. The medians of the paired ratios (aims: 1.01 and 1.02) and of the differences are
+printed; then fit's ratio with a run folder, to which is added what a checkpoint takes as a share of the 100 updates
+between two of them (aim, with over without: 1.02).
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from __future__ import annotations
 import argparse
 import copy
 import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from time import process_time
 from typing import Any
 
 import torch
@@ -34,7 +36,7 @@ WARM_UP, ROUNDS, CHECKPOINT_EVERY, UPDATES_BETWEEN = 3, 4, 10, 100
 
 
 class Loop:
-    """A careful hand-written loop around an ordinary DataLoader of micro-batches."""
+    """A careful hand-written loop over micro-batches: of an ordinary DataLoader, or of a batch that it is given."""
 
     def __init__(self, model: nn.Module, dataset: Any, criterion: nn.Module) -> None:
         self.model, self.criterion = model, criterion
@@ -42,13 +44,20 @@ class Loop:
         self.batches = self._endless(DataLoader(dataset, batch_size=MICRO_BATCH, shuffle=True))
         self.losses: list[float] = []
 
-    def step(self) -> None:
-        """One update of the full batch; all parts have as many samples, and each sample as much weight."""
-        parts = TARGET_BATCH // MICRO_BATCH
+    def read_and_step(self) -> None:
+        """One update from samples of its own."""
+        self._update([next(self.batches) for _ in range(TARGET_BATCH // MICRO_BATCH)])
+
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """One update from `batch`."""
+        inputs, targets = batch
+        self._update(list(zip(torch.split(inputs, MICRO_BATCH), torch.split(targets, MICRO_BATCH), strict=True)))
+
+    def _update(self, parts: Sequence[Any]) -> None:
+        """One update; all parts have as many samples, and each sample as much weight."""
         losses = []
-        for _ in range(parts):
-            inputs, targets = next(self.batches)
-            loss = self.criterion(self.model(inputs), targets) / parts
+        for inputs, targets in parts:
+            loss = self.criterion(self.model(inputs), targets) / len(parts)
             torch.autograd.backward(loss)
             losses.append(loss.detach())
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
@@ -64,38 +73,74 @@ class Loop:
 
 @dataclass
 class Pairs:
-    """Seconds of fit's updates and of the loop's, in turns; those of checkpoints apart from both."""
+    """CPU seconds of updates, each with those of the loop's that followed it."""
 
-    loop: Loop
     mine: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
-    checkpoints: list[float] = field(default_factory=list)
-    began: float = 0.0
+
+    def __add__(self, other: Pairs) -> Pairs:
+        return Pairs(self.mine + other.mine, self.theirs + other.theirs)
+
+    @property
+    def ratio(self) -> float:
+        """The median ratio."""
+        return median(mine / theirs for mine, theirs in zip(self.mine, self.theirs, strict=True))
+
+    def __str__(self) -> str:
+        more = median(mine - theirs for mine, theirs in zip(self.mine, self.theirs, strict=True))
+        update = median(self.theirs)
+        return f"{self.ratio:.4f} ({more * 1e3:+.2f} ms of {update * 1e3:.0f}, {len(self.mine)} pairs)"
+
+
+class Turns:
+    """Within a callback of fit, lets the loop and the Accumulator make an update of their own after each of fit's."""
+
+    def __init__(self, workload: Any, model: nn.Module) -> None:
+        self.fit, self.accumulator = Pairs(), Pairs()
+        self.checkpoints: list[float] = []
+        self._batch = workload.batch(TARGET_BATCH)
+        self._loop = Loop(copy.deepcopy(model), workload.dataset, workload.criterion)
+        own = copy.deepcopy(model)
+        self._step = autoaccum.Accumulator(
+            own,
+            torch.optim.AdamW(own.parameters()),
+            workload.criterion,
+            micro_batch=MICRO_BATCH,
+            clip_norm=CLIP_NORM,
+        ).step
+        self._updates, self._began = 0, 0.0
 
     def __call__(self, event: Any) -> None:
         """Hear what fit does."""
-        now = time.perf_counter()
+        seconds = process_time() - self._began
         if isinstance(event, Updated):
-            self.mine.append(now - self.began)
-            self.loop.step()
-            self.theirs.append(time.perf_counter() - now)
+            theirs = seconds_of(self._loop.read_and_step)
+            pair = Pairs(
+                [seconds_of(lambda: self._step(self._batch))], [seconds_of(lambda: self._loop.step(self._batch))]
+            )
+            self._updates += 1
+            if self._updates > WARM_UP:
+                self.fit += Pairs([seconds], [theirs])
+                self.accumulator += pair
         elif isinstance(event, CheckpointWritten):
             self.checkpoints.append(event.seconds)
         elif not isinstance(event, Started):
             return
-        self.began = time.perf_counter()
-
-    @property
-    def ratios(self) -> list[float]:
-        """Fit's time over that of the loop's update that followed it."""
-        return [mine / theirs for mine, theirs in zip(self.mine, self.theirs, strict=True)][WARM_UP:]
+        self._began = process_time()
 
 
-def measure(workload: Any, updates: int, run_dir: str | None = None) -> Pairs:
-    """Train both, in turns."""
+def seconds_of(update: Callable[[], object]) -> float:
+    """CPU seconds of an update."""
+    began = process_time()
+    update()
+    return process_time() - began
+
+
+def measure(workload: Any, updates: int, run_dir: str | None = None) -> Turns:
+    """Train all, in turns."""
     torch.manual_seed(0)
     model = workload.model()
-    pairs = Pairs(Loop(copy.deepcopy(model), workload.dataset, workload.criterion))
+    turns = Turns(workload, model)
     autoaccum.fit(
         model,
         workload.dataset,
@@ -108,20 +153,21 @@ def measure(workload: Any, updates: int, run_dir: str | None = None) -> Pairs:
         run_dir=run_dir,
         checkpoint_every=CHECKPOINT_EVERY,
         progress=False,
-        callbacks=[pairs],
+        callbacks=[turns],
     )
-    return pairs
+    return turns
 
 
 def main() -> None:
     """Measure, and print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=60, help="updates of each kind (default: 60)")
+    parser.add_argument("--updates", type=int, default=100, help="updates of each kind (default: 100)")
     updates = parser.parse_args().updates
+    torch.set_num_threads(1)
     for name, module in MODELS.items():
         workload = load_model(module)
-        bare: list[Pairs] = []
-        kept: list[Pairs] = []
+        bare: list[Turns] = []
+        kept: list[Turns] = []
         for _ in range(ROUNDS):
             bare.append(measure(workload, updates // ROUNDS))
             with tempfile.TemporaryDirectory() as folder:
@@ -129,19 +175,17 @@ def main() -> None:
         report(name, bare, kept)
 
 
-def report(name: str, bare: list[Pairs], kept: list[Pairs]) -> None:
+def report(name: str, bare: list[Turns], kept: list[Turns]) -> None:
     """Print what was measured with one model."""
-    without, with_folder = (median([ratio for pairs in runs for ratio in pairs.ratios]) for runs in (bare, kept))
-    update = median([seconds for pairs in kept for seconds in pairs.theirs[WARM_UP:]])
-    checkpoint = median([seconds for pairs in kept for seconds in pairs.checkpoints])
-    share = checkpoint / (UPDATES_BETWEEN * update)
+    without, with_folder = (sum((turns.fit for turns in runs), Pairs()) for runs in (bare, kept))
+    print(f"{name}: Accumulator.step / loop {sum((turns.accumulator for turns in [*bare, *kept]), Pairs())}")
+    print(f"{name}: fit / loop {without}")
+    checkpoint = median(seconds for turns in kept for seconds in turns.checkpoints)
+    share = checkpoint / (UPDATES_BETWEEN * median(with_folder.theirs))
     print(
-        f"{name}: fit / loop {without:.3f}, {sum(len(pairs.ratios) for pairs in bare)} updates of {update * 1e3:.0f} ms"
-    )
-    print(
-        f"{name}: with a run folder {with_folder:.3f}, and a checkpoint of {checkpoint * 1e3:.0f} ms every"
-        f" {UPDATES_BETWEEN} updates: with / without {(with_folder + share) / without:.3f}, of which the checkpoint"
-        f" {share:.3f}"
+        f"{name}: with a run folder {with_folder.ratio:.4f}, and a checkpoint of {checkpoint * 1e3:.0f} ms every"
+        f" {UPDATES_BETWEEN} updates: with / without {(with_folder.ratio + share) / without.ratio:.4f}, of which the"
+        f" checkpoint {share:.4f}"
     )
 
 
