@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # The first optimizer of a process imports it, which takes longer than a run.
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import random
-import subprocess
-import sys
+import resource
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,38 +204,30 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
 
 # Trouble with the disk.
 
-FULL = """
-import resource, sys, torch
-from pathlib import Path
-from autoaccum.errors import CheckpointError
-from autoaccum.training.checkpoints import Checkpoints
 
-resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
-store = Checkpoints(Path(sys.argv[1]))
-for size in (1, 100_000, 200_000, 10_000_000):
-    try:
-        print(store.write(2 if size > 1 else 1, {"weight": torch.zeros(size)}).name)
-    except CheckpointError as error:
-        print(str(error).rpartition("/")[2])
-print([path.name for path in sorted(store.folder.iterdir())], store.newest(print)[0].name)
-"""
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """A file holds at most 200 kB."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def run(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-
-
+@pytest.mark.usefixtures("full_disk")
 def test_a_full_disk_leaves_the_earlier_ones(tmp_path: Path) -> None:
-    done = run(FULL, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    failed = "checkpoint-00000002.pt cannot be written (File too large): free disk space"
-    name = "checkpoint-00000001.pt"
-    assert done.stdout.splitlines() == [
-        name,
-        *[f"{failed}, and check the folder's permissions"] * 3,
-        f"['{name}'] {name}",
-    ]
+    store = Checkpoints(tmp_path)
+    earlier = store.write(1, {"weight": torch.zeros(1)})
+    failed = (
+        r"checkpoint-00000002.pt cannot be written \(File too large\): free disk space, and check the folder's perm"
+    )
+    for size in (100_000, 200_000, 10_000_000):
+        with pytest.raises(CheckpointError, match=failed):
+            store.write(2, {"weight": torch.zeros(size)})
+    assert [*tmp_path.iterdir()] == [earlier]
+    newest = store.newest(never)
+    assert newest is not None
+    assert newest[0] == earlier
 
 
 @pytest.mark.parametrize("fault", ["changed", "cut"])

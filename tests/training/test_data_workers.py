@@ -105,6 +105,7 @@ class RecordedRows(DrawingRows):
         return super().__getitem__(index)
 
 
+@pytest.mark.slow
 def test_workers_may_be_spawned_and_the_users_init_function_runs() -> None:
     more: dict[str, Any] = {"persistent_workers": True, "timeout": 90, "prefetch_factor": 3}
     spawned = DataLoader(

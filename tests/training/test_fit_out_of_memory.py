@@ -29,7 +29,7 @@ from autoaccum.training.fit_events import CeilingRaised, Evaluated, OutOfMemoryR
 torch.set_num_threads(1)
 MIB = 2**20
 torch.manual_seed(0)
-x = torch.randn(2048, 256, dtype=torch.float64)
+x = torch.randn(1024, 256, dtype=torch.float64)
 data = torch.utils.data.TensorDataset(x, x.roll(1, 1))
 
 def limit(extra):
@@ -39,15 +39,15 @@ def limit(extra):
 
 def run(limited, folder):
     torch.manual_seed(0)
-    model = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.Tanh())]).double()
+    model = nn.Sequential(*[layer for _ in range(2) for layer in (nn.Linear(256, 256), nn.Tanh())]).double()
     events = []
     def listen(event):
         events.append(event)
         if limited and isinstance(event, Updated) and event.update == 3:
-            limit(18 * MIB)
+            limit(5 * MIB)
         if limited and isinstance(event, Updated) and event.update == 8:
             limit(None)
-    result = autoaccum.fit(model, data, target_batch=2048, loss=nn.MSELoss(), optimizer="AdamW", micro_batch=2048,
+    result = autoaccum.fit(model, data, target_batch=1024, loss=nn.MSELoss(), optimizer="AdamW", micro_batch=1024,
                            steps=46, callbacks=[listen], progress=False, run_dir=folder, eval_data=data, eval_every=5)
     return model, result, events
 
@@ -60,7 +60,7 @@ print(json.dumps({
     "oom_retries": result.oom_retries,
     "retry_events": sum(isinstance(event, OutOfMemoryRetry) for event in events),
     "largest": [event.micro_batch for event in updates],
-    "samples": sorted({event.micro_batches * 0 + event.samples - 2048 * (event.update - 1) for event in updates}),
+    "samples": sorted({event.micro_batches * 0 + event.samples - 1024 * (event.update - 1) for event in updates}),
     "raised": [event.micro_batch for event in events if isinstance(event, CeilingRaised)],
     "evaluations": sum(isinstance(event, Evaluated) for event in events),
     "warnings": result.warnings,
@@ -89,9 +89,9 @@ def test_a_limit_lowered_in_mid_run_changes_no_result(tmp_path: Path) -> None:
     seen = json.loads(child.stdout)
     assert seen["error"] < 1e-9
     assert seen["oom_retries"] == seen["retry_events"] >= 1
-    assert seen["samples"] == [2048], "the effective batch is the same in every update"
-    assert seen["largest"][2] == 2048
-    assert seen["largest"][3] < 2048, "with the limit on, it goes on with smaller micro-batches"
+    assert seen["samples"] == [1024], "the effective batch is the same in every update"
+    assert seen["largest"][2] == 1024
+    assert seen["largest"][3] < 1024, "with the limit on, it goes on with smaller micro-batches"
     assert seen["largest"][-1] > seen["largest"][7], "and with larger ones again, long after it was lifted"
     assert seen["raised"]
     assert seen["evaluations"] == 10, "the evaluation under the limit shrinks, too"

@@ -20,7 +20,7 @@ from autoaccum.training.fit_events import Notice, Planning, Started
 
 torch.set_num_threads(1)
 folder = sys.argv[1]
-x = torch.randn(8192, 64)
+x = torch.randn(2048, 64)
 data = torch.utils.data.TensorDataset(x, x.roll(1, 1))
 seen = {"refused": {}}
 
@@ -29,7 +29,7 @@ def build():
     return nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 64))])
 
 def fit(model=None, given=data, **options):
-    settings = dict(target_batch=4096, loss=nn.MSELoss(), steps=3, progress=False, memory="64MiB") | options
+    settings = dict(target_batch=1024, loss=nn.MSELoss(), steps=2, progress=False, memory="20MiB") | options
     return autoaccum.fit(build() if model is None else model, given, **settings)
 
 def refused(name, **options):
@@ -52,14 +52,14 @@ by_number = fit(micro_batch=plan.micro_batch)
 by_file = fit(plan=folder + "/planned/plan.json")
 seen["same"] = len({digest(result) for result in (planned, by_plan, by_number, by_file)})
 events.clear()
-resumed = fit(callbacks=[events.append], run_dir=folder + "/planned", steps=5)
+resumed = fit(callbacks=[events.append], run_dir=folder + "/planned", steps=3)
 seen["resumed"] = [resumed.plan == plan, any(isinstance(event, Planning) for event in events), resumed.updates]
-one = iter([(x[:4096], x[:4096].roll(1, 1))] * 3)
+one = iter([(x[:1024], x[:1024].roll(1, 1))] * 2)
 seen["of an iterator"] = [fit(given=one).updates, next(one, None) is None]
 refused("target", plan=plan, target_batch=512)
 refused("model", plan=plan, model=nn.Linear(64, 64))
 refused("ranks", plan=dataclasses.replace(
-    plan, target_batch=8192, world_size=2, ranks=(plan.micro_batches, plan.micro_batches)))
+    plan, target_batch=2048, world_size=2, ranks=(plan.micro_batches, plan.micro_batches)))
 refused("device", plan=dataclasses.replace(plan, device={**plan.device, "kind": "cuda", "card": "NVIDIA T4"}))
 refused("no file", plan=folder + "/nothing.json")
 refused("too small a budget", memory="1MiB")
@@ -80,20 +80,20 @@ def test_it_plans_in_this_process_and_uses_plans(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     kind, target, micro_batch, iter_size = seen["plan"]
-    assert (kind, target) == ("measured", 4096)
-    assert 1 < micro_batch < 4096, "the budget binds"
-    assert iter_size * micro_batch >= 4096
+    assert (kind, target) == ("measured", 1024)
+    assert 1 < micro_batch < 1024, "the budget binds"
+    assert iter_size * micro_batch >= 1024
     assert seen["saved"]
     assert seen["planning"] == ["Planning", "Started"]
-    assert seen["trials"] >= 3
+    assert seen["trials"] >= 2
     assert seen["same"] == 1, "planning left no trace: the weights are those of a run that was given the number"
-    assert seen["resumed"] == [True, False, 5], "a resumed run keeps its plan"
-    assert seen["of an iterator"] == [3, True], "what was read for the plan is not lost"
+    assert seen["resumed"] == [True, False, 3], "a resumed run keeps its plan"
+    assert seen["of an iterator"] == [2, True], "what was read for the plan is not lost"
     messages = {name: message for name, (_, message) in seen["refused"].items()}
     codes = {name: code for name, (code, _) in seen["refused"].items()}
     assert codes.pop("too small a budget") in (1, 2)
     assert set(codes.values()) == {2}
-    assert "the plan is for updates of 4096 samples, but 512 are requested" in messages["target"]
+    assert "the plan is for updates of 1024 samples, but 512 are requested" in messages["target"]
     assert "the plan is for the model Sequential" in messages["model"]
     assert "here is the model Linear" in messages["model"]
     assert "the plan is for 2 ranks" in messages["ranks"]

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_kills_lose_nothing_with_and_without_workers() -> None:
-    options = ["--kills", "5", "--updates", "20", "--workers", "0", "2"]
+    options = ["--kills", "4", "--updates", "12", "--workers", "0", "2"]
     done = subprocess.run(
         [sys.executable, "tests/benchmarks/soak.py", *options],
         cwd=ROOT,
@@ -24,4 +27,4 @@ def test_kills_lose_nothing_with_and_without_workers() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2
-    assert all(": 0 ended otherwise than one never stopped" in line and int(line.split()[0]) >= 5 for line in lines)
+    assert all(": 0 ended otherwise than one never stopped" in line and int(line.split()[0]) >= 4 for line in lines)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,31 +17,32 @@ from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import NotPortableError
 from autoaccum.training.run_folder import RunFolder
 
-HOLD = """
-import os, sys
-from autoaccum.training.run_folder import RunFolder
-with RunFolder(sys.argv[1]):
-    worker = os.fork()
-    if worker == 0:
-        sys.stdin.read()
-        os._exit(0)
-    print("open", flush=True)
-    os.waitpid(worker, 0)
-"""
+
+def hold(folder: Path, opened: Any, over: Any) -> None:
+    """Be a run with a worker, which outlives it."""
+    with RunFolder(folder):
+        if os.fork() == 0:
+            over.wait(120)
+            os._exit(0)
+        opened.set()
+        signal.pause()
 
 
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 advises against fork.
 def test_a_second_run_is_refused_until_the_first_is_over_and_its_workers_do_not_hold_it(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "open\n"
+    context = multiprocessing.get_context("fork")
+    opened, over = context.Event(), context.Event()
+    first = context.Process(target=hold, args=(tmp_path, opened, over))
+    first.start()
+    try:
+        assert opened.wait(120)
         with pytest.raises(UsageError, match=rf"is in use by process {first.pid} on .*: wait for it, or use"):
             RunFolder(tmp_path)
-        first.send_signal(signal.SIGKILL)
-        first.wait()
-        with RunFolder(tmp_path):
-            pass
+    finally:
+        first.kill()
+        first.join()
+    with RunFolder(tmp_path):
+        over.set()
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 advises against fork.
