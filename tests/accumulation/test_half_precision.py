@@ -215,6 +215,7 @@ def predicted(accumulate_in: str | None) -> Plan:
     return plan(workload, target_batch=64, gpu="rtx4090", max_micro_batch=8, accumulate_in=accumulate_in)
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_the_plan_counts_the_bytes_and_the_step_follows_the_plan() -> None:
     wide, half = predicted(None), predicted("parameters")
     assert wide.peak_bytes is not None

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
-import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from command_line import environment
 from torch import Tensor, nn
+from warm_children import WarmPython
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.out_of_memory import OutOfMemory, find_out_of_memory, is_context_dead
@@ -305,17 +305,8 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds anonymous memory on Linux only")
-def test_a_step_shrinks_and_its_update_is_the_full_batch_s() -> None:
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    child = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+def test_a_step_shrinks_and_its_update_is_the_full_batch_s(tmp_path: Path, warm_python: WarmPython) -> None:
+    child = warm_python(tmp_path, "-c", SCRIPT, environment=environment(), measured=True)
     assert child.returncode == 0, child.stderr
     seen = json.loads(child.stdout)
     assert seen["retries"] >= 1

@@ -197,7 +197,7 @@ def test_listed_modules_are_read() -> None:
 
 
 @pytest.fixture
-def predicted(tmp_path: Path) -> Callable[[str], Plan]:
+def predicted(tmp_path: Path, warm_children: None) -> Callable[[str], Plan]:
     def predict(loss: str) -> Plan:
         path = tmp_path / "model.py"
         path.write_text(HEAD + loss)

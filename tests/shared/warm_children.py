@@ -139,15 +139,20 @@ def warm_children(nurseries: dict[bool, Nursery]) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def warm_python(nurseries: dict[bool, Nursery]) -> WarmPython:
-    """Run a script or code in a copy: called with a folder, what follows `python`, and the whole environment."""
+    """Run a script or code in a copy: called with a folder, what follows `python`, and the whole environment.
+
+    If `measured`, it has the settings of malloc of a measured child: what is freed is given back.
+    """
     from autoaccum.devices.child.process import child_environment
 
-    def run(folder: Path, *words: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        if False not in nurseries:
-            nurseries[False] = Nursery(child_environment(measured=False), measured=False)
+    def run(
+        folder: Path, *words: str, environment: Mapping[str, str], measured: bool = False
+    ) -> subprocess.CompletedProcess[str]:
+        if measured not in nurseries:
+            nurseries[measured] = Nursery(child_environment(measured=measured), measured=measured)
         about = {"cwd": str(folder), "environment": dict(environment)}
         with TemporaryFile("w+") as stdout, TemporaryFile("w+") as stderr:
-            code = _wait(nurseries[False].copy(words, about, [stdout.fileno(), stderr.fileno()]), 240)
+            code = _wait(nurseries[measured].copy(words, about, [stdout.fileno(), stderr.fileno()]), 240)
             stdout.seek(0)
             stderr.seek(0)
             return subprocess.CompletedProcess(words, code, stdout.read(), stderr.read())

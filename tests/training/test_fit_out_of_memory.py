@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import environment
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
+from warm_children import WarmPython
 
 import autoaccum
 from autoaccum.errors import DoesNotFitError
 from autoaccum.training.fit_events import CeilingRaised, OutOfMemoryRetry, Started, Updated
 
 SCRIPT = """
-import json, re, resource, sys
+import json, re, resource, sys, warnings
 from pathlib import Path
 import torch
 from torch import nn
 import autoaccum
 from autoaccum.training.fit_events import CeilingRaised, Evaluated, OutOfMemoryRetry, Updated
 
+warnings.simplefilter("error")
 torch.set_num_threads(1)
 MIB = 2**20
 torch.manual_seed(0)
@@ -69,22 +69,8 @@ print(json.dumps({
 """
 
 
-def test_a_limit_lowered_in_mid_run_changes_no_result(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "OMP_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
-    child = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+def test_a_limit_lowered_in_mid_run_changes_no_result(tmp_path: Path, warm_python: WarmPython) -> None:
+    child = warm_python(tmp_path, "-c", SCRIPT, str(tmp_path), environment=environment(), measured=True)
     assert child.returncode == 0, child.stderr
     seen = json.loads(child.stdout)
     assert seen["error"] < 1e-9

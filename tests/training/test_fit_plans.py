@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from command_line import environment
+from warm_children import WarmPython
+
 SCRIPT = """
 import dataclasses, json, sys
 import torch
@@ -68,15 +67,8 @@ json.dump(seen, sys.stdout)
 """
 
 
-def test_it_plans_in_this_process_and_uses_plans(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+def test_it_plans_in_this_process_and_uses_plans(tmp_path: Path, warm_python: WarmPython) -> None:
+    done = warm_python(tmp_path, "-c", SCRIPT, str(tmp_path), environment=environment())
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     kind, target, micro_batch, iter_size = seen["plan"]

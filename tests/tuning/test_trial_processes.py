@@ -53,7 +53,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def processes(reference: str) -> TrialProcesses:
+def processes(reference: str, warm_children: None) -> TrialProcesses:
     made = TrialProcesses(request_of(reference=reference, device="cpu"))
     facts = made.describe()
     assert (facts.name, facts.model, facts.learning_rate, facts.training_samples) == ("line", "Line", 0.01, 72)
@@ -75,8 +75,8 @@ def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialP
 def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: TrialProcesses, reference: str) -> None:
     killed = train(processes, 7.0)
     assert (killed.state, killed.reason) == ("failed", "its process was ended by SIGKILL")
-    hung = train(TrialProcesses(request_of(reference=reference, device="cpu", trial_limit=8.0)), 8.0)
-    assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (8 s), and was ended")
+    hung = train(TrialProcesses(request_of(reference=reference, device="cpu", trial_limit=4.0)), 8.0)
+    assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (4 s), and was ended")
 
 
 def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(processes: TrialProcesses) -> None:
