@@ -54,11 +54,11 @@ def test_a_study_tries_the_default_rate_first_and_repeats_the_best(file: Path) -
 
 
 def test_one_worker_s_study_is_the_same_for_the_same_seed(tmp_path: Path) -> None:
-    one, again = (search_in(tmp_path / name, request_of())[0] for name in ("one.db", "again.db"))
+    one, again = (search_in(tmp_path / name, request_of())[0] for name in ("one.journal", "again.journal"))
     assert [(row.setting, row.loss, row.losses) for row in one] == [
         (row.setting, row.loss, row.losses) for row in again
     ]
-    gone_on = search_in(tmp_path / "one.db", request_of(trials=9))[0]
+    gone_on = search_in(tmp_path / "one.journal", request_of(trials=9))[0]
     assert gone_on[:6] == one
     assert len({row.setting for row in gone_on}) == 9
 
@@ -76,7 +76,7 @@ def test_an_interrupted_trial_does_not_count_and_the_study_resumes(file: Path) -
 def test_training_that_diverges_is_a_finished_trial_that_does_not_win(tmp_path: Path) -> None:
     space = replace(SPACE, learning_rates=LearningRateRange(1e-3, 1e6), default_learning_rate=1e5)
     workload = line_workload(model=lambda: nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, 1)))
-    rows, _ = search_in(tmp_path / "tune.db", request_of(), space=space, workload=workload)
+    rows, _ = search_in(tmp_path / "tune.journal", request_of(), space=space, workload=workload)
     assert (rows[0].state, rows[0].loss) == ("diverged", None)
     assert "not finite" in str(rows[0].reason) or "nan" in str(rows[0].reason)
     assert len(rows) == 6
@@ -90,18 +90,18 @@ def test_a_trial_that_runs_out_of_memory_is_recorded_and_the_next_one_runs(tmp_p
         built.append(len(built))
         return Greedy(0 if built == [0] else 4)
 
-    rows, _ = search_in(tmp_path / "tune.db", request_of(pruner="none"), workload=line_workload(model=model))
+    rows, _ = search_in(tmp_path / "tune.journal", request_of(pruner="none"), workload=line_workload(model=model))
     assert [row.state for row in rows] == ["out_of_memory"] + ["complete"] * 5
     assert rows[0].loss is None
     assert all(row.oom_retries for row in rows[1:])
 
 
 def test_pruning_is_optuna_s_successive_halving(tmp_path: Path) -> None:
-    rows, _ = search_in(tmp_path / "tune.db", request_of(trials=12))
+    rows, _ = search_in(tmp_path / "tune.journal", request_of(trials=12))
     pruned = [row for row in rows if row.state == "pruned"]
     assert pruned
     assert all(row.losses[-1][0] in (25, 50) and row.loss is None and row.samples < 64 for row in pruned)
-    none, _ = search_in(tmp_path / "all.db", request_of(trials=12, pruner="none"))
+    none, _ = search_in(tmp_path / "all.journal", request_of(trials=4, pruner="none"))
     assert all(row.state == "complete" for row in none)
 
 
@@ -127,12 +127,12 @@ def test_failures_in_a_row_end_a_study_and_single_ones_do_not(tmp_path: Path) ->
 
         return build
 
-    rows, _ = search_in(tmp_path / "one.db", request_of(), workload=line_workload(model=model({2, 4})))
+    rows, _ = search_in(tmp_path / "one.journal", request_of(), workload=line_workload(model=model({2, 4})))
     assert [row.state for row in rows].count("failed") == 2
     assert len(rows) == 6
     counted[0] = 0
     with pytest.raises(WorkloadError, match="each of the last 3 trials failed"):
-        search_in(tmp_path / "three.db", request_of(), workload=line_workload(model=model({2, 3, 4})))
+        search_in(tmp_path / "three.journal", request_of(), workload=line_workload(model=model({2, 3, 4})))
 
 
 def test_no_trial_begins_after_the_limit_on_time(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_no_trial_begins_after_the_limit_on_time(tmp_path: Path) -> None:
 
 def test_batches_and_coupled_micro_batches_are_searched(tmp_path: Path) -> None:
     space = replace(SPACE, target_batches=BatchSizeRange(8, 32), coupled="the loss mixes", micro_batches=(4, 8, 16))
-    rows, _ = search_in(tmp_path / "tune.db", request_of(trials=8), space=space)
+    rows, _ = search_in(tmp_path / "tune.journal", request_of(trials=8), space=space)
     settings = [row.setting for row in rows if row.setting is not None]
     assert len(settings) == 8
     assert {one.target_batch for one in settings} <= {8, 16, 32}
@@ -220,7 +220,9 @@ def test_studies_find_the_learning_rate_that_is_known_to_be_best(tmp_path: Path)
     )
     request = request_of(trials=30, seed=0)
     budget = Budget(quadratic.BUDGET, "samples")
-    rows, _ = search_in(tmp_path / "study.db", request, workload=workload, space=space, budget=budget, confirm=True)
+    rows, _ = search_in(
+        tmp_path / "study.journal", request, workload=workload, space=space, budget=budget, confirm=True
+    )
     best = rank(rows)[0]
     expected = quadratic.expected_loss(best.setting.learning_rate)
     assert expected <= 1.05 * quadratic.expected_loss(quadratic.best_rate())
