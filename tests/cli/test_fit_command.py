@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from command_line import Command, environment
+from command_line import Command, environment, wait_for
 from torch import nn
 
 from autoaccum.cli import main
@@ -161,7 +160,7 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
     ) as process:
         wait_for(folder / "run" / "checkpoints" / "checkpoint-00000001.pt")
         os.killpg(process.pid, number)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout) == (code, ""), stderr
     last = stderr.splitlines()[-1]
     kept = re.fullmatch(rf"{how} after update (\d+): (run/checkpoints/.*); the same command goes on from there", last)
@@ -176,14 +175,6 @@ def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
     assert done.returncode == 0, done.stderr
     assert f"continuing after update {kept[1]}, from {kept[2]}" in done.stderr
     assert "updates      20 in 2 epochs, 640 samples\n" in done.stdout
-
-
-def wait_for(path: Path) -> None:
-    for _ in range(600):
-        if path.exists():
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{path} did not come")
 
 
 USAGE = [

@@ -8,13 +8,12 @@ import pty
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from command_line import Command, environment
+from command_line import Command, environment, wait_for
 
 from autoaccum import api
 from autoaccum.cli import main
@@ -195,20 +194,12 @@ def test_an_end_from_outside_leaves_no_orphan(folder: Path, number: signal.Signa
         wait_for(folder / "child")
         child = int((folder / "child").read_text())
         process.send_signal(number)
-        stdout, stderr = process.communicate(timeout=30)
+        stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == code
     assert stdout == ""
     assert "Traceback" not in stderr
     assert not is_running(child)
     assert sorted(path.name for path in folder.iterdir()) == ["child", "model.py"]
-
-
-def wait_for(path: Path) -> None:
-    for _ in range(600):
-        if path.exists():
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{path} did not come")
 
 
 def is_running(pid: int) -> bool:

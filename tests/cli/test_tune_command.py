@@ -74,7 +74,7 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(tmp_path: Path, mon
             wait_until(tmp_path / "tune.db", BEGUN.format(2))
             os.kill(killed.pid, signal.SIGKILL)
             os.kill(interrupted.pid, signal.SIGINT)
-            _, stderr = interrupted.communicate(timeout=60)
+            _, stderr = interrupted.communicate(timeout=120)
     assert interrupted.returncode == 130
     assert "throughput was measured for this study before" in stderr
     assert stderr.endswith("interrupted: finished trials are kept, and the same command goes on\n")

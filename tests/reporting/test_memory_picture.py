@@ -165,6 +165,6 @@ def test_another_process_gives_the_same_bytes() -> None:
         [sys.executable, "-W", "error", "-c", f"import sys; sys.path[:0] = {sys.path!r}; {code}"],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.stdout == draw_memory(*usual(), "svg")

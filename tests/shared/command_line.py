@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,6 +38,15 @@ def autoaccum(folder: Path, *words: str, code: str | None = None, **extra: str) 
         check=False,
         timeout=300,
     )
+
+
+def wait_for(path: Path) -> None:
+    """Wait for a file, as long as a machine that others use may take to start a process."""
+    for _ in range(2000):
+        if path.exists():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path} did not come")
 
 
 @pytest.fixture
