@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from autoaccum.accumulation.argument_checks import check_unsharded, unwrap_model
 from autoaccum.accumulation.reachable_objects import find_reachable, find_user_methods, on_device, tensor_hooks
@@ -254,10 +254,19 @@ class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _unscale(*args)
         if kwargs.get("dtype") in _WIDE:
             kwargs = {**kwargs, "dtype": _WIDE[kwargs["dtype"]]}
-        given = {tensor.dtype for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        given = {tensor.dtype for tensor in _tensors_in((*args, *kwargs.values()))}
         if not func._schema.is_mutable and not given.isdisjoint(_WIDE) and not given.isdisjoint(_WIDE.values()):
             args, kwargs = tree_map_only(Tensor, lambda one: one.to(_WIDE.get(one.dtype, one.dtype)), (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors among an operator's arguments, and those in lists."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from _tensors_in(argument)
 
 
 def _unscale(gradients: Sequence[Tensor], found_infinite: Tensor, inverse_scale: Tensor) -> None:

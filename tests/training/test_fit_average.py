@@ -20,7 +20,10 @@ from autoaccum.training.checkpoints import read_checkpoint
 from autoaccum.training.fit_events import Evaluated, Updated
 from autoaccum.workload.spec import Workload
 
-pytestmark = pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:BatchNorm normalises by the micro-batch"),
+    pytest.mark.usefixtures("known_coupling"),
+]
 EMA: Any = swa_utils.get_ema_multi_avg_fn
 X = torch.randn(48, 5, generator=torch.Generator().manual_seed(1))
 DATA = TensorDataset(X, X.sum(1).gt(0).long())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Container, Iterable
 from typing import Any
 
 import planted_causes as planted
@@ -318,7 +319,35 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
 """Causes that no ablation proves."""
 
 
-@pytest.mark.parametrize("case", [*PROVED, *UNPROVED])
+AMONG_MANY = {
+    "two losses with different divisors, added up",
+    "two losses of texts, one weight",
+    "GPT, tied, weighted by shifted tokens",
+    "Hugging Face, weighted by all tokens",
+    "experts that are called alike often",
+    "a loop that shares out two terms alike",
+    "a loop that averages means of tokens",
+    "the mean of classes' means",
+    "a mean over words that are hidden at random",
+    "a mean over tokens, said to be a sum",
+    "a mean and a sum, added up",
+    "a norm of one's own in any mode",
+    "a class that its count weighs",
+    "a column that is normalised by the batch",
+    "a teacher that was left in training mode",
+    "a teacher that normalises by the batch",
+    "a variance of the batch in the loss",
+    "CLIP with in-batch negatives",
+    "CLIP that gives all similarities",
+}
+"""Cases that take long, and whose kind of cause others show, too."""
+
+
+def few(cases: Iterable[str], slow: Container[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.slow) if case in slow else case for case in cases]
+
+
+@pytest.mark.parametrize("case", few([*PROVED, *UNPROVED], AMONG_MANY))
 def test_finds_the_one_cause(case: str) -> None:
     workload, kind, where, change = {**PROVED, **UNPROVED}[case]
     verification = found(workload)
@@ -357,7 +386,7 @@ TOGETHER: dict[str, tuple[Workload, set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", TOGETHER)
+@pytest.mark.parametrize("case", few(TOGETHER, TOGETHER.keys() - {"state and BatchNorm", "state and a sum"}))
 def test_finds_all_causes_that_are_needed(case: str) -> None:
     workload, kinds = TOGETHER[case]
     causes = found(workload).causes
@@ -387,7 +416,7 @@ def test_notes_terms_without_a_gradient() -> None:
     assert any("b of the loss has no gradient" in note for note in verification.notes)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", few(["fp32", "bf16"], ["fp32"]))
 def test_finds_causes_behind_rounding(precision: str) -> None:
     (cause,) = found(texts(small.token_loss), precision=precision).causes
     assert cause.kind == "weight"
