@@ -20,6 +20,9 @@ from autoaccum.workload.batches import split_batch
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.spec import Workload
 
+_ENOUGH_UPDATES = 2
+"""In the second one the optimizer has its state: more of them tell no more."""
+
 
 class Counter:
     """Notes the samples of every forward, and closes a window whenever the optimizer steps: what really goes through.
@@ -31,8 +34,11 @@ class Counter:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.updates: list[tuple[int, ...]] = []
         self._window: list[int] = []
-        model.register_forward_pre_hook(lambda model, inputs: self._window.append(len(inputs[0])))
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
         optimizer.register_step_post_hook(self._close)
+
+    def _count(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._window.append(len(next(iter((*inputs, *named.values())))))
 
     def _close(self, *_: Any) -> None:
         self.updates.append(tuple(self._window))
@@ -81,10 +87,11 @@ class Contender:
         self.counter = Counter(model, optimizer)
         return model, optimizer
 
-    def loss(self, outputs: Any, targets: Any) -> torch.Tensor:
-        """The workload's criterion."""
-        assert self.workload.criterion is not None
-        return torch.as_tensor(self.workload.criterion(outputs, targets))
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """The criterion of outputs and targets; models of Hugging Face compute their loss."""
+        if self.workload.criterion is None:
+            return torch.as_tensor(model(**batch).loss)
+        return torch.as_tensor(self.workload.criterion(model(batch[0]), batch[1]))
 
 
 class Autoaccum(Contender):
@@ -140,7 +147,7 @@ class Lightning(Contender):
                 self.model, self.batch_size = contender.workload.build_model(), size
 
             def training_step(self, batch: Any, index: int) -> torch.Tensor:
-                return contender.loss(self.model(batch[0]), batch[1])
+                return contender.loss(self.model, batch)
 
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 optimizer = contender.workload.build_optimizer(self.model)
@@ -170,18 +177,22 @@ class Accelerate(Contender):
         self.accelerator = Accelerator(cpu=True)
 
     def search(self) -> int | None:
-        """The attempts are training runs: the size is known when one of them has made its updates."""
+        """The attempts are training runs: the size is known when one of them has made its second update."""
         from accelerate.utils import find_executable_batch_size
 
         def training_function(batch_size: int) -> int:
-            self.train(batch_size)
+            self.make_updates(batch_size, _ENOUGH_UPDATES)
             return batch_size
 
         found: int = find_executable_batch_size(training_function, starting_batch_size=self.task.target)()
         return found
 
     def train(self, size: int) -> None:
-        """The training function."""
+        """The training function, with all its updates."""
+        self.make_updates(size, self.task.updates)
+
+    def make_updates(self, size: int, updates: int) -> None:
+        """The training function, which ends after some updates."""
         from accelerate.utils import set_seed
 
         self.attempts.append(size)
@@ -192,12 +203,12 @@ class Accelerate(Contender):
         prepared: Any = accelerator.prepare(*self.build(), DataLoader(self.samples, batch_size=size))
         model, optimizer, loader = prepared
         assert self.counter is not None
-        for inputs, targets in loader:
+        for batch in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(self.loss(model(inputs), targets))
+                accelerator.backward(self.loss(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
-            if len(self.counter.updates) == self.task.updates:
+            if len(self.counter.updates) == updates:
                 break
 
 

@@ -8,9 +8,9 @@ the same settings of malloc and threads. It is held to its budget as autoaccum's
 after a warm-up, plus the budget. `trials` are the sizes it tried. `seconds until known` is what a user waits from the
 start of Python on, imports included: for autoaccum until `autoaccum.plan` returns, with the start of all its own
 processes, for Lightning until `scale_batch_size` returns, for accelerate until the first of its attempts, which are
-training runs, has made its updates. `trains`: whether that size then makes the updates in
-a fresh process under the same limit, accumulating to the target as each one's documentation has it. `samples per
-update` is counted by hooks on model and optimizer.
+training runs, has made its second update. `trains`: whether that size then makes the updates in a fresh process under
+the same limit, accumulating to the target as each one's documentation has it. `samples per update` is counted by hooks
+on model and optimizer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,30 @@ from autoaccum.devices.child.process import child_environment
 from autoaccum.units import MIB, format_bytes, parse_size
 
 FOLDER = Path(__file__).resolve().parent
-MODELS = {"conv_net": 192 * MIB, "transformer": 192 * MIB}
-"""The budget of each: a little less than half of the target batch fits."""
 
+
+@dataclass(frozen=True)
+class Setting:
+    """What every contender is given with a model.
+
+    Attributes:
+        budget_bytes: A little less than half of the target batch fits.
+        target: Samples per update.
+        updates: How many a training run makes.
+    """
+
+    budget_bytes: int
+    target: int
+    updates: int
+
+
+MODELS = {
+    "conv_net": Setting(192 * MIB, 80, 20),
+    "transformer": Setting(192 * MIB, 80, 20),
+    "resnet50": Setting(1024 * MIB, 36, 5),
+    "bert_base": Setting(2252 * MIB, 24, 3),
+}
 CONTENDERS = ("autoaccum", "Lightning", "accelerate")
-TARGET, UPDATES = 80, 20
 HEADER = (
     *("model", "contender", "trials", "seconds until known", "chosen size"),
     *("trains", "micro-batches", "samples per update"),
@@ -98,20 +117,21 @@ class Result:
 def main() -> None:
     """Run everything, and print the table."""
     options = parse_options()
-    missing = [package for package in ("lightning", "accelerate") if find_spec(package) is None]
+    missing = [package for package in ("lightning", "accelerate", "transformers") if find_spec(package) is None]
     if missing:
-        print(f"{' and '.join(missing)} not installed: pip install -e '.[bench]'", file=sys.stderr)
+        print(f"{', '.join(missing)} not installed: pip install -e '.[bench]'", file=sys.stderr)
         sys.exit(2)
     results: list[Result] = []
     for model in options.model or MODELS:
+        setting = MODELS[model]
         for contender in CONTENDERS:
             print(f"{model}: {contender} …", file=sys.stderr)
             task = Task(
                 contender=contender,
                 workload=str(FOLDER / "models" / f"{model}.py"),
-                budget_bytes=MODELS[model] if options.budget is None else options.budget.resolve(0),
-                target=options.target,
-                updates=options.updates,
+                budget_bytes=setting.budget_bytes if options.budget is None else options.budget.resolve(0),
+                target=options.target or setting.target,
+                updates=options.updates or setting.updates,
             )
             results.append(compete(task, model))
     if options.json:
@@ -119,9 +139,9 @@ def main() -> None:
         return
     print(f"`python {shlex.join(sys.argv)}`", end="\n\n")
     print(format_table(results), end="\n\n")
-    budgets = dict.fromkeys(f"{result.model} {format_bytes(result.task.budget_bytes)}" for result in results)
-    print(f"- target batch {options.target}, budget {', '.join(budgets)}; torch {version('torch')}, ", end="")
-    print(f"Python {platform.python_version()}")
+    given = {result.model: f"{result.task.target} in {format_bytes(result.task.budget_bytes)}" for result in results}
+    print(f"- target batch and budget: {', '.join(f'{model} {asked}' for model, asked in given.items())}; ", end="")
+    print(f"torch {version('torch')}, Python {platform.python_version()}")
     for sentence in [*describe_ceilings(results), *verdicts(results)]:
         print(f"- {sentence}")
 
@@ -131,8 +151,8 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=MODELS, help="one of them only; may be repeated")
     parser.add_argument("--budget", type=parse_size, help="memory, such as 256MiB (default: one for each model)")
-    parser.add_argument("--target", type=int, default=TARGET, help=f"samples per update (default: {TARGET})")
-    parser.add_argument("--updates", type=int, default=UPDATES, help=f"of a training run (default: {UPDATES})")
+    parser.add_argument("--target", type=int, help="samples per update (default: one for each model)")
+    parser.add_argument("--updates", type=int, help="of a training run (default: a number for each model)")
     parser.add_argument("--json", action="store_true", help="everything that was measured, instead of the table")
     return parser.parse_args()
 

@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from contenders import Counter
+from contenders import Contender, Counter
 from peer_child import Done, Task
 from peers import Result, describe_ceilings, format_table, run_child, verdicts
 from torch import nn
+from torch.utils.data import default_collate
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.workload.loading import load_workload
 
-MODELS = sorted(Path(__file__).with_name("models").glob("*.py"))
+LARGE = ("bert_base", "resnet50")
+MODELS = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in LARGE else [])
+    for path in sorted(Path(__file__).with_name("models").glob("*.py"))
+]
 TASK = Task(contender="nobody", workload="none.py", budget_bytes=2**20, target=96, updates=2)
 
 
@@ -94,14 +99,17 @@ def test_samples_are_counted_where_they_pass_whatever_a_contender_says() -> None
     assert counter.updates == [(4, 3, 3), (3,)]
 
 
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-def test_every_model_gives_peers_the_samples_it_gives_autoaccum(path: Path) -> None:
+@pytest.mark.parametrize("path", MODELS)
+def test_every_model_gives_peers_the_samples_it_gives_autoaccum_and_a_loss(path: Path) -> None:
     workload = load_workload(str(path))
-    (inputs, targets), dataset = workload.build_batch(3), workload.dataset
-    assert workload.criterion is not None
-    for index in range(3):
-        torch.testing.assert_close(dataset[index], (inputs[index], targets[index]))
-    assert workload.criterion(workload.build_model()(inputs), targets).ndim == 0
+    batch = default_collate([workload.dataset[index] for index in range(3)])
+    torch.testing.assert_close(batch, type(batch)(workload.build_batch(3)))
+    model = workload.build_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    counter = Counter(model, optimizer)
+    assert Contender(workload, TASK).loss(model, batch).ndim == 0
+    optimizer.step()
+    assert counter.updates == [(3,)]
 
 
 def test_a_child_that_dies_is_a_failure_with_its_last_words() -> None:
