@@ -35,7 +35,8 @@ dataset = [sentence(int(length)) for length in lengths]
 
 def model() -> nn.Module:
     """110 million parameters."""
-    return BertForMaskedLM(config)
+    made: nn.Module = BertForMaskedLM(config)
+    return made
 
 
 def batch(size: int) -> dict[str, Tensor]:

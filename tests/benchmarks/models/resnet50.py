@@ -14,7 +14,8 @@ dataset = [{"pixel_values": image, "labels": label} for image, label in zip(imag
 
 def model() -> nn.Module:
     """`ResNetConfig` has the widths and depths of ResNet-50."""
-    return ResNetForImageClassification(ResNetConfig(num_labels=CLASSES))
+    made: nn.Module = ResNetForImageClassification(ResNetConfig(num_labels=CLASSES))
+    return made
 
 
 def batch(size: int) -> dict[str, Tensor]:
