@@ -27,7 +27,11 @@ TARGET, MICRO_BATCH, RATE = 12, 5, 0.1
 # Theirs: Lightning warns of loaders without workers, and uses what torch deprecates.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("lightning", "accelerate", "torch.jit")
-] + [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+] + [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 
 @pytest.fixture(scope="module")

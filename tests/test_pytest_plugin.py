@@ -126,11 +126,13 @@ def told_of(test: str, outcome: str) -> str:
     return re.sub(r"^\[gw\d\].*\n", "", found[1])
 
 
+@pytest.mark.slow
 def test_what_fits_passes_and_the_rest_fails(outcome: str) -> None:
     assert "6 failed, 1 passed" in outcome
     assert re.search(r"PASSED .*TestIt::test_fits", outcome)
 
 
+@pytest.mark.slow
 def test_a_failure_says_what_is_needed_and_where_it_goes(outcome: str) -> None:
     told = told_of("test_does_not", outcome)
     first, *rest = told.splitlines()
@@ -143,6 +145,7 @@ def test_a_failure_says_what_is_needed_and_where_it_goes(outcome: str) -> None:
     assert "Traceback" not in told
 
 
+@pytest.mark.slow
 def test_what_cannot_be_measured_fails_with_its_sentence(outcome: str) -> None:
     told = told_of("test_raises", outcome)
     assert "raises.py" in told

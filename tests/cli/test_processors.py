@@ -60,6 +60,7 @@ print(json.dumps(told))
 SAID = "could not create a primitive descriptor for the LSTM forward propagation primitive"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="ONEDNN_MAX_CPU_ISA is of x86 processors")
 def test_an_operation_without_a_kernel_is_told_with_the_way_out(tmp_path: Path, command: Command) -> None:
     (tmp_path / "model.py").write_text(MODEL)

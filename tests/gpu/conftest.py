@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from warm_children import Nursery, warmed
+from warm_children import Nurseries, warmed
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def place(request: pytest.FixtureRequest, nurseries: dict[bool, Nursery]) -> Iterator[torch.device]:
+def place(request: pytest.FixtureRequest, nurseries: Nurseries) -> Iterator[torch.device]:
     """The CPU, with warm children, or the first card with an empty cache."""
     if request.param == "cpu":
         with warmed(nurseries):

@@ -142,6 +142,7 @@ def check_same(now: Measurement, locked: Measurement, better: str = "within") ->
     )
 
 
+@pytest.mark.slow
 def test_a_largest_size_that_fell_is_reported_next_to_what_grew(tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     for folder in (old, new):

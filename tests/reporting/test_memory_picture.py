@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from xml.etree import ElementTree
 
@@ -25,9 +26,9 @@ NAMES = list(CASES)
 Case = tuple[Plan, MemoryReport | None]
 
 
-@pytest.fixture(params=NAMES)
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+@cache
+def picture(name: str) -> bytes:
+    return draw_memory(*CASES[name], "svg")
 
 
 def texts(svg: bytes) -> list[str]:
@@ -41,9 +42,10 @@ def drawn(case: Case) -> Figure:
     return figure
 
 
-def test_says_what_it_shows(case: Case) -> None:
-    planned, known = case
-    said = texts(draw_memory(planned, known, "svg"))
+@pytest.mark.parametrize("name", NAMES)
+def test_says_what_it_shows(name: str) -> None:
+    planned, known = CASES[name]
+    said = texts(picture(name))
     assert sum(text.endswith(f": {format_bytes(planned.limit_bytes)}") for text in said) >= 1
     assert f"micro-batch {planned.micro_batch}" in said
     if planned.peak_bytes is not None:
@@ -72,11 +74,11 @@ def test_says_what_it_shows(case: Case) -> None:
     ],
 )
 def test_says_how_it_is(name: str, text: str) -> None:
-    assert text in texts(draw_memory(*CASES[name], "svg"))
+    assert text in texts(picture(name))
 
 
 def test_what_a_person_wrote_is_no_markup() -> None:
-    said = texts(draw_memory(*CASES["odd names"], "svg"))
+    said = texts(picture("odd names"))
     assert any(text.startswith("Net$x_1$ \u6a21\u578b  on card card") and text.endswith("...") for text in said), said
 
 
@@ -113,7 +115,7 @@ def test_a_far_limit_does_not_press_the_rest_into_a_strip() -> None:
     planned, known = CASES["limit far above"]
     shown = drawn((planned, known))
     assert all(axes.get_ylim()[1] < planned.limit_bytes / 2 for axes in shown.axes)
-    assert any(text.startswith("limit, far above") for text in texts(draw_memory(planned, known, "svg")))
+    assert any(text.startswith("limit, far above") for text in texts(picture("limit far above")))
 
 
 # --- colours --------------------------------------------------------------------------------------------------------
@@ -135,9 +137,10 @@ def contrast(one: str, other: str) -> float:
 STYLED = re.compile(r"(?:fill|stroke): (#[0-9a-f]{6})")
 
 
-def test_every_colour_is_seen_on_both_panels(case: Case) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_every_colour_is_seen_on_both_panels(name: str) -> None:
     """Text 4.5, graphics 3 (WCAG 2.2, 1.4.3 and 1.4.11): here all of it can be read, for areas bear text."""
-    svg = draw_memory(*case, "svg").decode()
+    svg = picture(name).decode()
     style, drawing = svg.split("@media (prefers-color-scheme: dark) {")[1].split("</style>", 1)
     used = set(STYLED.findall(drawing))
     assert len(used) > 4

@@ -11,7 +11,6 @@ import gc
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from typing import Any
 
 import pytest
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 WarmPython = Callable[..., "subprocess.CompletedProcess[str]"]
 _LIBC = ctypes.CDLL(None)
 _MOST_BYTES = 200_000
@@ -103,24 +102,36 @@ def _wait(pid: int, timeout: float) -> int:
         time.sleep(0.002)
 
 
+class Nurseries(dict[bool, Nursery]):
+    """By whether their copies are measured; each is started when it is first needed."""
+
+    def __init__(self) -> None:
+        from autoaccum.devices.child.process import child_environment
+
+        super().__init__()
+        self._environments = {measured: child_environment(measured=measured) for measured in (False, True)}
+
+    def __missing__(self, measured: bool) -> Nursery:
+        self[measured] = Nursery(self._environments[measured], measured=measured)
+        return self[measured]
+
+
 @pytest.fixture(scope="session")
-def nurseries() -> Iterator[dict[bool, Nursery]]:
-    """Those of this test process, by whether their copies are measured; each is started when it is first needed."""
-    known: dict[bool, Nursery] = {}
+def nurseries() -> Iterator[Nurseries]:
+    """Those of this test process, in the environment that it had before any test changed it."""
+    known = Nurseries()
     yield known
     for nursery in known.values():
         nursery.close()
 
 
 @contextmanager
-def warmed(nurseries: dict[bool, Nursery]) -> Iterator[None]:
+def warmed(nurseries: Nurseries) -> Iterator[None]:
     """Have every child that is started in this process be a copy."""
     from autoaccum.devices.child import process
 
     def start(command: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Copy:
         measured = "MALLOC_ARENA_MAX" in env
-        if measured not in nurseries:
-            nurseries[measured] = Nursery(env, measured=measured)
         assert command[:2] == [sys.executable, "-m"]
         (descriptor,) = how["pass_fds"]
         return Copy(nurseries[measured], command[1:], stdout=how["stdout"], cwd=how["cwd"], env=env, fd=descriptor)
@@ -131,25 +142,22 @@ def warmed(nurseries: dict[bool, Nursery]) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def warm_children(nurseries: dict[bool, Nursery]) -> Iterator[None]:
+def warm_children(nurseries: Nurseries) -> Iterator[None]:
     """Have every child that tests of the module start be a copy."""
     with warmed(nurseries):
         yield
 
 
 @pytest.fixture(scope="module")
-def warm_python(nurseries: dict[bool, Nursery]) -> WarmPython:
+def warm_python(nurseries: Nurseries) -> WarmPython:
     """Run a script or code in a copy: called with a folder, what follows `python`, and the whole environment.
 
     If `measured`, it has the settings of malloc of a measured child: what is freed is given back.
     """
-    from autoaccum.devices.child.process import child_environment
 
     def run(
         folder: Path, *words: str, environment: Mapping[str, str], measured: bool = False
     ) -> subprocess.CompletedProcess[str]:
-        if measured not in nurseries:
-            nurseries[measured] = Nursery(child_environment(measured=measured), measured=measured)
         about = {"cwd": str(folder), "environment": dict(environment)}
         with TemporaryFile("w+") as stdout, TemporaryFile("w+") as stderr:
             code = _wait(nurseries[measured].copy(words, about, [stdout.fileno(), stderr.fileno()]), 240)
@@ -161,8 +169,7 @@ def warm_python(nurseries: dict[bool, Nursery]) -> WarmPython:
 
 
 def main(descriptor: int, kind: str) -> None:
-    """Import what children of that kind need; then be copied until the other end is closed."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    """Import what children of that kind need; then be copied until the other end is closed, as by the tests' end."""
     sys.path[0] = str(Path(__file__).parents[2])
     _import(kind)
     requests = socket.socket(fileno=descriptor)
