@@ -3,12 +3,12 @@
 Run it with `python tests/benchmarks/fit_overhead.py`.
 
 All train a model of their own from the same weights, on the same dataset, in the same micro-batches, with one clip, one
-update and one loss to log. After each update of fit the loop makes one from samples that it reads and shuffles itself;
-then the Accumulator and the loop make one from the same batch, within fit's callback, whose time is not fit's. So each
-update is paired with the loop's that follows it. On one thread, the CPU seconds of this process are counted, which
-other programs change little. The medians of the paired ratios (aims: 1.01 and 1.02) and of the differences are
-printed; then fit's ratio with a run folder, to which is added what a checkpoint takes as a share of the 100 updates
-between two of them (aim, with over without: 1.02).
+update and one loss to log. After each update of fit a loop makes one from samples that it reads and shuffles itself;
+then the Accumulator and another loop make one from the same batch, either first in turns, within fit's callback, whose
+time is not fit's. So each update is paired with a loop's beside it. On one thread, the CPU seconds of this process are
+counted, which other programs change little. The medians of the paired ratios (aims: 1.01 and 1.02) and of the
+differences are printed; then fit's ratio with a run folder, to which is added what a checkpoint takes as a share of
+the 100 updates between two of them (aim, with over without: 1.02).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Loop:
 
 @dataclass
 class Pairs:
-    """CPU seconds of updates, each with those of the loop's that followed it."""
+    """CPU seconds of updates, each with those of the loop's beside it."""
 
     mine: list[float] = field(default_factory=list)
     theirs: list[float] = field(default_factory=list)
@@ -99,7 +99,8 @@ class Turns:
         self.fit, self.accumulator = Pairs(), Pairs()
         self.checkpoints: list[float] = []
         self._batch = workload.batch(TARGET_BATCH)
-        self._loop = Loop(copy.deepcopy(model), workload.dataset, workload.criterion)
+        # A loop for each: one that ran twice as often would find more of its weights in the processor's caches.
+        self._loops = [Loop(copy.deepcopy(model), workload.dataset, workload.criterion) for _ in range(2)]
         own = copy.deepcopy(model)
         self._step = autoaccum.Accumulator(
             own,
@@ -114,14 +115,14 @@ class Turns:
         """Hear what fit does."""
         seconds = process_time() - self._began
         if isinstance(event, Updated):
-            theirs = seconds_of(self._loop.read_and_step)
-            pair = Pairs(
-                [seconds_of(lambda: self._step(self._batch))], [seconds_of(lambda: self._loop.step(self._batch))]
-            )
+            theirs = seconds_of(self._loops[0].read_and_step)
+            turns = [self._step, self._loops[1].step]
+            order = turns if self._updates % 2 else turns[::-1]
+            taken = {update: seconds_of(update, self._batch) for update in order}
             self._updates += 1
             if self._updates > WARM_UP:
                 self.fit += Pairs([seconds], [theirs])
-                self.accumulator += pair
+                self.accumulator += Pairs(*([taken[update]] for update in turns))
         elif isinstance(event, CheckpointWritten):
             self.checkpoints.append(event.seconds)
         elif not isinstance(event, Started):
@@ -129,10 +130,10 @@ class Turns:
         self._began = process_time()
 
 
-def seconds_of(update: Callable[[], object]) -> float:
+def seconds_of(update: Callable[..., object], *batch: Any) -> float:
     """CPU seconds of an update."""
     began = process_time()
-    update()
+    update(*batch)
     return process_time() - began
 
 
