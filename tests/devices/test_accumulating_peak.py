@@ -14,8 +14,10 @@ from autoaccum.devices.child.process import child_environment
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.units import MIB
 
-WIDTH = 1024
-SIZE = 2048
+pytestmark = pytest.mark.usefixtures("warm_children")
+
+WIDTH = 512
+SIZE = 1024
 BATCH_BYTES = 2 * SIZE * WIDTH * 4
 PARAMETER_BYTES = 4 * WIDTH * (WIDTH + 1) * 4
 

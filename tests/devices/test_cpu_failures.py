@@ -18,6 +18,8 @@ from autoaccum.devices.cpu import CpuDevice
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import MIB
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 MISBEHAVING = """
     import mmap, os, signal, sys, time
     import torch

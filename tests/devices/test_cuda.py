@@ -138,6 +138,7 @@ def test_a_mig_slice_is_queried_by_the_name_that_made_it_visible(visible: str | 
     assert choose_name(None, visible) == (None if name == "abc" else name)
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.without_gpu
 def test_without_a_card_a_plan_is_refused_in_one_sentence(write_workload: Any) -> None:
     reference = write_workload("""
@@ -159,6 +160,7 @@ def test_without_a_card_a_plan_is_refused_in_one_sentence(write_workload: Any) -
         device.inspect()
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_peaks_are_forecast_by_a_simulation_of_this_very_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the trials need the card; what it is comes from the report."""
     settings = TrialSettings(reference=str(EXAMPLES / "digits_cnn.py"), share=256)
@@ -173,6 +175,7 @@ def test_peaks_are_forecast_by_a_simulation_of_this_very_card(monkeypatch: pytes
     assert peaks == sorted(set(peaks), key=lambda peak: peak or 0)
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_what_cannot_be_simulated_has_no_forecast_and_says_why(
     monkeypatch: pytest.MonkeyPatch, write_workload: Any
 ) -> None:

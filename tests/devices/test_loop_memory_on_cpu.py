@@ -13,6 +13,8 @@ from autoaccum.devices.base import Trial
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.units import MIB
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 SIZE, CLASSES, WIDTH = 256, 16_384, 512
 LOGITS = 4 * SIZE * CLASSES
 PARAMETERS = 4 * (WIDTH * CLASSES + CLASSES)

@@ -221,6 +221,8 @@ def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[in
     os.environ.clear()
     os.environ.update(about["environment"])
     os.chdir(about["cwd"])
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
     first, *rest = (str(passed[0]) if word == _PASSED else word for word in about["words"])
     if first == "-m":
         sys.argv = rest

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 from memory_errors import OutOfMemoryAt
 from torch import Tensor, nn
+from warm_children import WarmPython
 
 from autoaccum.accumulation.accumulator import StepResult
 from autoaccum.accumulation.state_hash import state_digest
@@ -148,11 +148,8 @@ print(json.dumps(found))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="RLIMIT_DATA holds anonymous memory on Linux only")
-def test_real_out_of_memory_errors() -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+def test_real_out_of_memory_errors(tmp_path: Path, warm_python: WarmPython) -> None:
+    done = warm_python(tmp_path, "-c", SCRIPT, environment=os.environ)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert [one["outcome"] for one in found] == ["oom"] * 5, found

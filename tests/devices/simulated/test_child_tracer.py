@@ -14,6 +14,8 @@ from autoaccum.devices.simulated.simulation_requests import LabelParts, TracePar
 from autoaccum.devices.trial_record import Inspect
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 Make = Callable[..., Tracer]
 

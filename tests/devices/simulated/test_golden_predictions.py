@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm_children import WarmPython
 
 GOLDEN = Path(__file__).parent / "golden"
 RECORDED = GOLDEN / f"torch-{torch.__version__}.json"
@@ -19,15 +19,9 @@ REFERENCE = "2.13.0"
 EXPECTED: dict[str, Any] = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
 
 
-@pytest.fixture(scope="module")
-def predicted() -> dict[str, Any]:
-    """All of them by one fresh process."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, str(GOLDEN / "record.py")]
-    made = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert made.returncode == 0, made.stderr
-    found: dict[str, Any] = json.loads(made.stdout)
-    return found
+WORKLOADS = {pair.partition(" on ")[0] for pair in EXPECTED}
+QUICK = {"lstm_fp32", "mlp_held", "mlp_one_by_one", "mlp_sgd", "penalised", "tables_sparse"}
+LANGUAGE = {name for name in WORKLOADS if name.startswith(("gpt", "llama", "masked", "encoder"))}
 
 
 def test_this_torch_is_recorded() -> None:
@@ -36,6 +30,17 @@ def test_this_torch_is_recorded() -> None:
     assert len(EXPECTED) == 40, f"{RECORDED} is to be written by golden/record.py --write"
 
 
-@pytest.mark.parametrize("pair", EXPECTED)
-def test_a_prediction_is_the_recorded_one(pair: str, predicted: dict[str, Any]) -> None:
-    assert predicted[pair] == EXPECTED[pair]
+@pytest.mark.parametrize(
+    "workloads",
+    [
+        pytest.param(QUICK, id="quick"),
+        pytest.param(LANGUAGE, id="language", marks=pytest.mark.slow),
+        pytest.param(WORKLOADS - QUICK - LANGUAGE, id="others", marks=pytest.mark.slow),
+    ],
+)
+def test_predictions_are_the_recorded_ones(workloads: set[str], warm_python: WarmPython) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    made = warm_python(GOLDEN, "record.py", *workloads, environment=environment)
+    assert made.returncode == 0, made.stderr
+    predicted: dict[str, Any] = json.loads(made.stdout)
+    assert predicted == {pair: found for pair, found in EXPECTED.items() if pair.partition(" on ")[0] in workloads}

@@ -109,6 +109,7 @@ def test_there_is_no_curve_where_traces_are_not_affine() -> None:
     assert all(share.bytes_per_sample is None for share in found.explanation.modules)
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_card_is_explained_in_another_process(write_workload: Callable[[str], str]) -> None:
     workload = write_workload("""
         import torch
