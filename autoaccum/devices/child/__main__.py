@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
+from autoaccum.devices.child.compiler_import import put_off_compiler
 from autoaccum.devices.child.connection import ParentConnection, serve
 from autoaccum.devices.child.requests import Prepare, Ready, Request, find_class, read_request
 
@@ -44,6 +45,7 @@ def _prepare(request: Prepare) -> None:
     request.paths.use()
     if not request.measured:
         gc.disable()
+        put_off_compiler()
     with suppress(Exception):
         find_class(request.handler).prepare()
     if not request.measured:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import singledispatchmethod
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.devices.base import Inspection
+from autoaccum.devices.child.compiler_import import is_put_off
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.environment import describe_environment
@@ -48,7 +50,7 @@ from autoaccum.devices.simulated.tracing.placement import with_copied_criterion,
 from autoaccum.devices.simulated.tracing.recorder import OnAllocation
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.devices.simulated.unsupported import as_workload_error, reads_missing_host_value
-from autoaccum.devices.trial_child import TrialChild, load_requested
+from autoaccum.devices.trial_child import load_requested
 from autoaccum.devices.trial_record import Inspect, Inspected, Loaded
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.workload.spec import Workload
@@ -169,7 +171,9 @@ class SimulatedChild:
         with simulate(card):
             weight = torch.ones(2, 2, device="cuda", requires_grad=True)
             torch.autograd.backward((weight @ weight).sum())
-        TrialChild.prepare()
+            torch.optim.AdamW([weight]).step()
+        if torch.distributed.is_available():
+            import_module("torch.distributed.tensor")  # C++ would, with the first operator within another.
 
     def close(self) -> None:
         """Undo the simulation."""
@@ -253,7 +257,7 @@ class SimulatedChild:
         assert self._workload is not None
         assert self._mode is not None
         failure: BaseException | None = None
-        live = self._mode.recorder.live_storages()
+        live, put_off = self._mode.recorder.live_storages(), is_put_off()
         try:
             workload = with_copied_criterion(self._workload)
             auxiliary = find_auxiliary_modules(workload).values()
@@ -262,9 +266,16 @@ class SimulatedChild:
             with on_device(auxiliary, DEVICE), warnings.catch_warnings():
                 if silent:
                     warnings.simplefilter("ignore")
-                return job(workload, self._mode)
+                done = job(workload, self._mode)
+            if put_off == is_put_off():
+                return done
         except BaseException as error:
             failure = error
+        if failure is None:  # The compiler was imported, and the frames of an import keep tensors alive.
+            self._traces.clear()
+            gc.collect()
+            self._mode.recorder.forget_all_but(live)
+            return self._run(job, about, silent=silent)
         if self._lazy and reads_missing_host_value(failure):
             self._lazy, failure = self._lazy[:-1], None
             gc.collect()

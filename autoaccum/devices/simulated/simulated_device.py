@@ -7,20 +7,22 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
 from autoaccum.devices.explanation import Forecast, MemoryReport, Prediction
-from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, context_memory
-from autoaccum.devices.simulated.explain.explainer import Deadline, Explainer
 from autoaccum.devices.simulated.simulation_requests import Tracer
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MIB, MemorySize, format_bytes
+
+if TYPE_CHECKING:
+    from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 
 
 def _read_supply(card: Card, context: ContextMemory, allowed_bytes: int | None) -> AvailableMemory:
@@ -115,7 +117,7 @@ class SimulatedDevice(Device):
         self._supply = _read_supply(card, self._context, self._settings.allowed_bytes)
         self._limit_bytes = choose_budget(self._supply, memory, reserve, default_reserve=CARD_RESERVE)
         self._traces = TraceCache(make_tracer, share)
-        self._replayer = Replayer(card, self._settings, torch_version)
+        self._torch_version = torch_version
 
     @property
     def name(self) -> str:
@@ -199,6 +201,8 @@ class SimulatedDevice(Device):
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
         """Explain the memory of `parts` after a fresh trial of them; `options` are those of `Explainer.explain`."""
+        from autoaccum.devices.simulated.explain.explainer import Deadline, Explainer
+
         deadline = Deadline(limit_seconds)
         traces = self._traces.traces_of(parts, True, deadline.left_seconds)
         explainer = Explainer(self.name, self._context.bytes, self.limit_bytes, self._traces, self._replayer)
@@ -207,6 +211,12 @@ class SimulatedDevice(Device):
     def close(self) -> None:
         """End the tracer's process, if it runs."""
         self._traces.close()
+
+    @cached_property
+    def _replayer(self) -> Replayer:
+        from autoaccum.devices.simulated.allocator.replay import Replayer  # Later, so that the tracer starts sooner.
+
+        return Replayer(self._card, self._settings, self._torch_version)
 
     def _peak_bytes(self, size: int) -> int | None:
         """Return the peak of a size that can be extrapolated; None for others."""

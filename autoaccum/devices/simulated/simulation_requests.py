@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Final
 
 from autoaccum.devices.base import TrialSettings
@@ -79,5 +80,6 @@ class Tracer(LoadedChild):
     def __init__(self, settings: TrialSettings, card: Card) -> None:
         handler = "autoaccum.devices.simulated.simulated_child:SimulatedChild"
         process = start_child(handler, settings.on_output, measured=False, checkout=settings.checkout)
+        import_module("autoaccum.devices.simulated.allocator.replay")  # While the process imports PyTorch.
         paths, device = ImportPaths.of(settings.checkout), f"the simulated {card.name}"
         super().__init__(settings, LoadOnCard(card=card, device=device, paths=paths, **settings.to_request()), process)

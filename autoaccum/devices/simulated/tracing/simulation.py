@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators.registry import install_kernels
-from autoaccum.devices.simulated.torch_patches import patch_hashes, patched, torch_release
+from autoaccum.devices.simulated.torch_patches import Patches, compiler_unloaded, patch_hashes, patched, torch_release
 from autoaccum.devices.simulated.tracing import autocast
 from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
@@ -73,8 +73,9 @@ def _never_called(*_: Any, **__: Any) -> Any:
 @contextmanager
 def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[FakeCudaMode]:
     """Simulate `card` in this process, preferably one of its own; everything is restored at the end."""
-    with ExitStack() as stack:
-        mode = FakeCudaMode(card, recorder or Recorder())
+    with Patches() as stack:
+        with compiler_unloaded(stack):
+            mode = FakeCudaMode(card, recorder or Recorder())
         _patch_device_queries(stack)
         _hide_fake_tensors(stack)
         patch_torch_cuda(card, mode.recorder, stack)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -46,16 +47,22 @@ class AffineTrace:
     smallest: Trace
     _functions: tuple[tuple[_Affine, ...], ...]
 
+    @cached_property
+    def _growing(self) -> list[tuple[int, tuple[_Affine, ...]]]:
+        """The blocks whose sizes are not the same in all traces, with their functions."""
+        return [(block, each) for block, each in enumerate(self._functions) if any(one.slope for one in each)]
+
     def at(self, size: int) -> Trace:
         """Return the trace at a micro-batch of `size` samples."""
         if size < self.sizes[0]:
             raise NotAffineError(f"{size} samples are fewer than {self.sizes[0]}, the smallest size traced", hint=_HINT)
-        sizes = []
-        for block, (functions, traced) in enumerate(zip(self._functions, self.smallest.sizes, strict=True)):
-            numbers = tuple(function.at(size) for function in functions)
-            if any(number < 0 and function.slope for function, number in zip(functions, numbers, strict=True)):
+        sizes = list(self.smallest.sizes)
+        for block, functions in self._growing:
+            traced = sizes[block]
+            numbers = tuple([intercept + slope * size for intercept, slope in functions])
+            if min(numbers) < 0 and any(function.slope and function.at(size) < 0 for function in functions):
                 raise NotAffineError(f"block {block} would take {min(numbers)} at {size} samples", hint=_HINT)
-            sizes.append(Workspace(traced.rule, numbers) if isinstance(traced, Workspace) else numbers[0])
+            sizes[block] = Workspace(traced.rule, numbers) if isinstance(traced, Workspace) else numbers[0]
         return replace(self.smallest, parts=(size,) * len(self.smallest.parts), sizes=tuple(sizes))
 
 
