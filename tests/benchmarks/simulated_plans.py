@@ -1,8 +1,8 @@
 """Measure time and memory of a plan for a simulated card, compared with importing PyTorch.
 
 `python tests/benchmarks/simulated_plans.py [NAME ...]`: whole commands in fresh processes, three times each, on
-an idle machine. The ratio is to a process that does no more than any planner must: import PyTorch and make an
-optimizer. Then what `--explain` adds, in CPU time of all processes; commands without it and with it take turns.
+an idle machine. The ratio is that of a command without its traces to a process that imports PyTorch and its
+optimizers. Then what `--explain` adds, in CPU time of all processes; commands without it and with it take turns.
 """
 
 from __future__ import annotations
@@ -17,8 +17,16 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from measuring import ROOT, environment
+from measuring import ROOT, environment, seconds_of
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.child.requests import Request
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
+from autoaccum.devices.trial_record import Inspect
+from autoaccum.options import Options
 
 AUTOACCUM = [sys.executable, "-m", "autoaccum"]
 PLANS = {
@@ -26,29 +34,50 @@ PLANS = {
     "gpt2": ("examples/gpt2.py", "256", "rtx4090"),
     "llama_8b": ("tests/shared/workloads/llama_8b.py", "64", "b200"),
 }
-FLOOR = "import torch; torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)"
+FLOOR = "import torch; torch.optim.AdamW"
+SMALL_PARTS = ((5, 5), (3, 3))
+"""What every plan traces after the inspection, to extrapolate from."""
 REPEATS = 3
 _POLL_SECONDS = 0.02
 
 
 def main(names: list[str]) -> None:
     """Print one line for each workload."""
-    floor = statistics.median(run([sys.executable, "-c", FLOOR]).seconds for _ in range(REPEATS))
-    print(f"importing PyTorch and making an optimizer: {floor:.1f} s")
+    floors = [run([sys.executable, "-c", FLOOR]).seconds for _ in range(REPEATS)]
+    print(f"importing PyTorch and its optimizers: {statistics.median(floors):.1f} s")
     for name in names or list(PLANS):
         workload, target, card = PLANS[name]
         words = ["plan", str(ROOT / workload), "--target-batch", target, "--gpu", card, "--json"]
-        rounds = [(run([*AUTOACCUM, *words]), run([*AUTOACCUM, *words, "--explain"])) for _ in range(REPEATS)]
+        rounds, beside = [], []
+        for _ in range(REPEATS):
+            rounds.append((run([*AUTOACCUM, *words]), run([*AUTOACCUM, *words, "--explain"])))
+            floor = run([sys.executable, "-c", FLOOR]).seconds
+            plan = json.loads(rounds[-1][0].printed)
+            traces = trace_seconds(
+                str(ROOT / workload), int(target), card, (plan["micro_batch"], min(plan["micro_batches"]))
+            )
+            beside.append((traces, (rounds[-1][0].seconds - traces) / floor))
         plain, explained = zip(*rounds, strict=True)
         seconds = statistics.median(one.seconds for one in plain)
+        traces, ratio = map(statistics.median, zip(*beside, strict=True))
         most_bytes = max(one.most_bytes for one in plain)
-        ratio = statistics.median(one.cpu_seconds for one in explained)
-        ratio /= statistics.median(one.cpu_seconds for one in plain)
-        plan = json.loads(plain[0].printed)
+        more = statistics.median(one.cpu_seconds for one in explained)
+        more /= statistics.median(one.cpu_seconds for one in plain)
         print(
-            f"{name:<9} on {card:<8} {seconds:5.1f} s ({seconds / floor:.1f} x), {most_bytes / 2**20:4.0f} MiB: "
-            f"{plan['iter_size']} x {plan['micro_batch']}, {len(plan['trials'])} trials; with --explain {ratio:.2f} x"
+            f"{name:<9} on {card:<8} {seconds:5.1f} s, {traces:.1f} s of it traces: the rest {ratio:.2f} x importing, "
+            f"{most_bytes / 2**20:.0f} MiB: {plan['iter_size']} x {plan['micro_batch']}, {len(plan['trials'])} trials, "
+            f"with --explain {more:.2f} x"
         )
+
+
+def trace_seconds(workload: str, target: int, card: str, last: tuple[int, ...]) -> float:
+    """Return the seconds of a plan's traces alone: those of its inspection, of two small sizes, and of its schedule."""
+    tracer = Tracer(TrialSettings(reference=workload, share=target, options=Options(gpu=card)), find_card(card))
+    requests: tuple[Request[Any], ...] = (Inspect(), *(TraceParts(parts=parts) for parts in (*SMALL_PARTS, last)))
+    try:
+        return seconds_of(lambda: [tracer.call(request) for request in requests])
+    finally:
+        tracer.close()
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,15 @@ def _hide_lazily(module: Any) -> Iterator[None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             return (hidden if COMPILER in sys.modules else function)(*args, **kwargs)
 
-        return run
+        return _placed_in(module, run)
 
     module._disable_dynamo, module._autoaccum_lazy = hide_lazily, True
+
+
+def _placed_in(module: Any, function: Any) -> Any:
+    """Return the function as part of a module's file, so that wrong arguments are not taken for a fault of ours."""
+    function.__code__ = function.__code__.replace(co_filename=module.__file__)
+    return function
 
 
 @contextmanager
@@ -90,7 +96,7 @@ def _step_lazily(module: Any) -> Iterator[None]:
             with module.torch.set_grad_enabled(args[0].defaults["differentiable"]):
                 return step(*args, **kwargs)
 
-        return run
+        return _placed_in(module, run)
 
     module._use_grad_for_differentiable = decorate_lazily
 
