@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from command_line import Command
 from small_studies import request_of, search_in, tuning_of
 
 import autoaccum
@@ -64,7 +65,9 @@ def start(folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_two_tuners_are_stopped_and_the_same_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_tuners_are_stopped_and_the_same_command_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "slow").touch()
     more = ("--trials", "2", "--confirm", "0")
@@ -80,10 +83,9 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(tmp_path: Path, mon
     assert stderr.endswith("interrupted: finished trials are kept, and the same command goes on\n")
     (tmp_path / "slow").unlink()
     wait_until(tmp_path / "tune.db", SILENT)
-    with start(tmp_path, *more, "--json", "-o", "best.json", "--plot", "pics") as process:
-        stdout, stderr = process.communicate(timeout=300)
-    assert (process.returncode, "Traceback" in stderr) == (0, False), stderr
-    record = json.loads(stdout)
+    done = command(tmp_path, "tune", *WORDS, *more, "--json", "-o", "best.json", "--plot", "pics")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    record = json.loads(done.stdout)
     first, _, again, _ = record["rows"]
     assert [row["lost"] for row in record["rows"]] == [True, True, False, False]
     assert first["setting"]["learning_rate"] == pytest.approx(0.01)
