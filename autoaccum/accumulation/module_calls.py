@@ -104,29 +104,42 @@ class ModuleCalls:
         for other in growing:  # A part may be padded to a shorter length.
             whole = whole if other == dim else whole.narrow(other, 0, part.shape[other])
         rows = self._rows(whole, part, dim, call) if growing else whole
-        if rows.shape != part.shape or is_close(rows, part) or len(growing) > 1:
+        if rows.shape != part.shape or rows is part or len(growing) > 1 or (not growing and is_close(rows, part)):
             return part
         self._found[responsible] = None
         return rows.clone().requires_grad_().clone() if part.requires_grad else rows.clone()
 
     def _rows(self, whole: Tensor, part: Tensor, dim: int, call: Key) -> Tensor:
-        """Return the whole's rows that equal the part's, or else those of its likely samples."""
+        """Return the part if it equals some rows of the whole, or else the whole's rows of its likely samples."""
         length, total = part.shape[dim], whole.shape[dim]
         first = 0 if self.part == 0 else total - length
         candidates = self._row_indices.setdefault((self.part, call[0], call[2], length, total), [])
         candidates.append(torch.arange(first, first + length, device=whole.device))
+        if self._match(whole, part, dim, candidates):
+            return part
         if total <= _MOST_ROWS:  # In any order: some models sort by length, or flatten with time first.
             wholes, rows = (one.movedim(dim, 0).flatten(1).double().nan_to_num(0.0, 0.0, 0.0) for one in (whole, part))
-            candidates.append(torch.cdist(rows, wholes, compute_mode="donot_use_mm_for_euclid_dist").argmin(1))
-        for indices in candidates:
-            if is_close(found := whole.index_select(dim, indices), part):
-                candidates.insert(0, indices)
-                return found
+            nearest = torch.cdist(rows, wholes, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+            candidates.append(nearest)
+            if is_close(whole.index_select(dim, nearest), part):
+                candidates.insert(0, nearest)
+                return part
         return whole.index_select(dim, candidates[0])
+
+    @staticmethod
+    def _match(whole: Tensor, part: Tensor, dim: int, candidates: list[Tensor]) -> bool:
+        """Move the first candidate whose rows equal the part to the front; return whether there is one."""
+        for indices in candidates:
+            if is_close(whole.index_select(dim, indices), part):
+                candidates.insert(0, indices)
+                return True
+        return False
 
 
 def is_close(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape are equal up to rounding, relative to the median of their entries."""
+    if one.dtype == other.dtype and torch.equal(one, other):  # The median takes longer.
+        return True
     tolerance = _TOLERANCE.get(one.dtype, _HALF_TOLERANCE)
     sizes = one[one.isfinite() & (one != 0)].abs()
     median = float(sizes.median()) if sizes.numel() else 0.0
