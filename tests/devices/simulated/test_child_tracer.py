@@ -63,43 +63,6 @@ def test_a_labelled_trace_is_the_plain_one_with_labels(make: Make) -> None:
     assert tracer.call(TraceParts(parts=(3, 2))) == plain
 
 
-COMPILING = """
-import sys
-import torch
-
-def model():
-    assert made or COMPILER not in sys.modules, "imported with PyTorch, or by an operator"
-    return torch.nn.Linear(8, 4)
-
-def batch(size):
-    return torch.randn(size, 8)
-
-def optimizer(parameters):
-    made_one = torch.optim.SGD(parameters)
-    assert made or COMPILER not in sys.modules, "imported by an optimizer"
-    made.append(True)
-    return made_one
-
-def loss(model, batch):
-    import torch._dynamo
-    import torch._dynamo.utils
-    assert torch.cuda.is_available() and batch.is_cuda
-    assert torch._dynamo is sys.modules[COMPILER]
-    assert torch._dynamo.config is sys.modules[COMPILER + ".config"]
-    return torch.compiler.disable(model)(batch).square().mean()
-
-made, COMPILER = [], "torch._dynamo"
-"""
-
-
-def test_the_compiler_is_imported_where_it_is_used_and_traces_stay_equal(make: Make, tmp_path: Path) -> None:
-    (tmp_path / "compiling.py").write_text(COMPILING)
-    tracer = make(tmp_path / "compiling.py")
-    first, second, third = (tracer.call(TraceParts(parts=parts)) for parts in ((2, 2), (3, 3), (5, 5)))
-    assert first.events == second.events == third.events
-    assert first.phases == second.phases
-
-
 def test_a_bad_file_is_told_at_once(make: Make, tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("import nothing_of_that_name\n")
     with pytest.raises(WorkloadError, match="nothing_of_that_name"):
