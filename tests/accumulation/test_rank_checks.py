@@ -67,6 +67,7 @@ def one_rank(tmp_path: Path) -> object:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_of_one_group_are_refused(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
     ranks = [

@@ -85,8 +85,16 @@ def test_out_of_memory_at_any_allocation_of_a_protected_step_is_undone(
     assert phases == {"batch", "forward", "backward", "clip", "update"}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("updates_before", [0, 1])
+@pytest.mark.parametrize(
+    ("optimizer", "updates_before"),
+    [
+        ("adamw-foreach", 0),
+        ("sgd-momentum", 1),
+        pytest.param("adamw-foreach", 1, marks=pytest.mark.slow),
+        pytest.param("adamw-fused", 0, marks=pytest.mark.slow),
+        pytest.param("adamw-fused", 1, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:out of memory")
 def test_the_repeated_update_is_the_full_batch_s(
     stateful: Any, out_of_memory_at: Any, optimizer: str, updates_before: int
@@ -138,7 +146,7 @@ def test_out_of_memory_in_an_unprotected_update_ends_training(stateful: Any, out
     assert set(outcomes[reserved:]) == {"interrupted"}
 
 
-@pytest.mark.parametrize("optimizer", ["adamw-foreach", "adamw-fused"])
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", pytest.param("adamw-fused", marks=pytest.mark.slow)])
 def test_out_of_memory_at_any_allocation_with_a_scaler_is_undone(
     stateful: Any, out_of_memory_at: Any, optimizer: str
 ) -> None:
@@ -167,7 +175,8 @@ def test_out_of_memory_at_any_allocation_with_a_scaler_is_undone(
         if not injected.fired:
             break
         assert state_digest(model, made, scaler) == before
-        assert accumulator.step(batch).updated
+        if number % 8 == 0:
+            assert accumulator.step(batch).updated
     assert number > 60
 
 
