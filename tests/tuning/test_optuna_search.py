@@ -199,6 +199,7 @@ def test_a_password_is_never_shown() -> None:
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_studies_find_the_learning_rate_that_is_known_to_be_best(tmp_path: Path) -> None:
     """Within 5 % of the least expected loss: all of ten seeds did (torch 2.13.0, Optuna 5.0.0), and one runs here."""
     workload = Workload(
