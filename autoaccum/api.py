@@ -44,6 +44,7 @@ def plan(
     evaluate: Callable[[nn.Module, Any], Any] | None = None,
     max_micro_batch: int | None = None,
     max_trials: int | None = None,
+    ceiling: bool = False,
     least: bool = False,
     explain: bool = False,
     picture: bool = False,
@@ -77,6 +78,8 @@ def plan(
         max_micro_batch: Try no larger size, in samples.
         max_trials: End the search after this many trials. The largest size that ran by then is confirmed by one more
             trial, and `Plan.stopped` is set.
+        ceiling: Find the largest size that fits to the sample. Otherwise the search ends where the next schedule with
+            fewer parts does not fit: for 256 samples any ceiling from 128 to 255 gives 128 + 128.
         least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %. A
             predicted plan always has it.
         explain: Add `Plan.explanation`: the memory at the peak by purpose and by module, and changes that would save
@@ -107,6 +110,7 @@ def plan(
         Options.of("plan", options),
         max_micro_batch=max_micro_batch,
         max_trials=max_trials,
+        ceiling=ceiling,
         least=least,
         explain=explain,
         picture=picture,

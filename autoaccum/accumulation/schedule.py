@@ -131,6 +131,30 @@ def make_schedule(
     return Schedule(tuple(even_parts(share, iter_size) for share in shares))
 
 
+def part_sizes(share: int, most: int, *, equal: bool = False, multiple_of: int = 1) -> list[int]:
+    """Return every size that the largest micro-batch can have, up to `most`, in ascending order.
+
+    Between two of them every ceiling gives the same schedule: 12 samples in parts of at most 6 to 11 are 6 + 6.
+
+    Args:
+        share: The samples per update of the rank with the most, a multiple of `multiple_of`.
+        most: The largest size, in samples.
+        equal: Whether all parts have one size.
+        multiple_of: The number that every part is a multiple of.
+
+    >>> part_sizes(12, 12), part_sizes(12, 5, equal=True), part_sizes(12, 12, multiple_of=4)
+    ([1, 2, 3, 4, 6, 12], [1, 2, 3, 4], [4, 8, 12])
+    """
+    whole = share // multiple_of
+    # Below the square root the sizes of neighbouring numbers of parts differ by at most one, so that there is each.
+    few = range(1, isqrt(whole) + 1)
+    if equal:
+        sizes = {size for count in few if whole % count == 0 for size in (count, whole // count)}
+    else:
+        sizes = {*few, *(-(-whole // count) for count in (*few, few.stop))}
+    return [size * multiple_of for size in sorted(sizes) if size * multiple_of <= most]
+
+
 def check_multiple(samples: int, multiple_of: int, what: str) -> None:
     """Raise UsageError if `samples`, called `what` in messages, is no multiple of `multiple_of`."""
     if samples % multiple_of:

@@ -46,6 +46,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
 @click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger micro-batch.")
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, as --time-limit does.")
 @options("time_limit", "trial_limit")
+@click.option("--ceiling", is_flag=True, help="Find the largest size that fits to the sample; this takes more trials.")
 @click.option("--least", is_flag=True, help="Also measure the smallest budget at which the schedule still runs.")
 @click.option(
     "--explain",
@@ -79,10 +80,10 @@ def command(
     `loss(model, batch)` or `criterion`; optional are `optimizer(params)`, `precision`, `weight(batch)`, which is
     the divisor of a mean other than over samples, and most of the flags below by name.
 
-    Each trial makes two updates in a child process, by the Accumulator that trains. Trials grow until memory
-    runs out. The plan is the largest micro-batch that ran, and the fewest of them that make up the batch; a last
-    trial in a fresh process confirms that schedule. The gradient of its updates is the full batch's, so the
-    learning rate stays.
+    Each trial makes two updates in a child process, by the Accumulator that trains. The first one grows its
+    micro-batches and shows where memory will end. Only sizes with a schedule of their own are tried then: the
+    plan ran, in a fresh process, and a schedule with fewer parts ran out of memory. The gradient of its updates is
+    the full batch's, so the learning rate stays.
 
     With --gpu nothing runs on a card: one training step is traced on tensors without values, and its allocations
     are replayed by a model of PyTorch's allocator in that card's memory. Such a plan is marked `predicted`, with a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
@@ -29,7 +29,8 @@ class Trial:
     """One trial: an update, then an update accumulated over `parts`, by the Accumulator that trains.
 
     Attributes:
-        parts: Micro-batch sizes of the second update, in samples; the first update is by `parts[:1]`.
+        parts: Micro-batch sizes of the last update, in samples. The first update creates the optimizer's state: by
+            `parts[:1]` on a card, where a caching allocator keeps its blocks, by the least size on the CPU.
         outcome: See `Outcome`.
         phase: The phase in which it failed; None if it ran.
         peak_allocated_bytes: The peak of the bytes that tensors held; None if the device does not count them.
@@ -44,6 +45,7 @@ class Trial:
         limit_bytes: The budget it was held to, if that is not the plan's.
         timed_out: Whether it was ended because it took too long.
         crashed: Whether a fault in native code (SIGSEGV, SIGBUS, SIGABRT) ended its process.
+        peaks: The micro-batches of a growing trial that ran: size in samples, and the peak in bytes while it ran.
     """
 
     parts: tuple[int, ...]
@@ -61,6 +63,7 @@ class Trial:
     limit_bytes: int | None = None
     timed_out: bool = False
     crashed: bool = False
+    peaks: tuple[tuple[int, int], ...] = ()
 
     @property
     def micro_batch(self) -> int:
@@ -169,6 +172,17 @@ class Inspection:
     notes: tuple[str, ...] = ()
 
 
+@runtime_checkable
+class GrowingDevice(Protocol):
+    """A device whose trials can measure the peaks of many sizes at once."""
+
+    def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
+        """Run a trial of updates whose micro-batches grow up to `most` samples, while memory allows.
+
+        Its `parts` are those of the last update; its `peaks` are those of all.
+        """
+
+
 class Device(Protocol):
     """A device that runs trials. Use it as a context manager: leaving it ends its processes."""
 
@@ -200,6 +214,7 @@ class Device(Protocol):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
+        last: bool = False,
     ) -> Trial:
         """Run one trial.
 
@@ -208,6 +223,7 @@ class Device(Protocol):
             fresh: Ask for a process that has run no trial before.
             limit_bytes: Hold it to this budget, below the device's own.
             limit_seconds: End it after this time, below the settings' own limit. A trial in place is not ended.
+            last: No trial is expected to follow, so that no process is made ready for one.
         """
 
     def close(self) -> None:

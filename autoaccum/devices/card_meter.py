@@ -33,6 +33,8 @@ class CardMeter:
         make_current: Whether `open` makes the card the one that `cuda` without an index means.
     """
 
+    caches = True
+
     def __init__(self, index: int, *, make_current: bool = False) -> None:
         self._make_current = make_current
         self.device = torch.device("cuda", index)
@@ -78,10 +80,19 @@ class CardMeter:
         """Hold the allocator to the budget, which also counts memory left by loading and by earlier jobs."""
         return card_limit(self._index, budget_bytes)
 
+    def lap(self) -> int | None:
+        """Return the peak of the bytes that tensors held since `start` or the last lap: the cache hides all others."""
+        assert self._peak is not None
+        reading, self._peak = self._peak.lap()
+        return reading.peak_allocated_bytes
+
     def read(self) -> Reading:
         """Return peaks and counters since `start`, even if the context is dead."""
         assert self._peak is not None
         return self._peak.read()
+
+    def rebase(self) -> None:
+        """Do nothing: the limit counts every segment of the allocator."""
 
     def measure_leftover(self) -> int:
         """Return the bytes that the allocator could not release after the last job, in whole segments."""
@@ -190,10 +201,14 @@ def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class CardPeak:
-    """A measurement of the peak on one card, with the allocator's retries at its beginning; made by `start`."""
+    """A measurement of the peak on one card, with the allocator's retries at its beginning; made by `start`.
+
+    `lapped` are the peaks of tensors and of the allocator before the last lap.
+    """
 
     index: int
     retries_before: int
+    lapped: tuple[int, int] = (0, 0)
 
     @classmethod
     def start(cls, index: int) -> CardPeak:
@@ -201,6 +216,13 @@ class CardPeak:
         torch.cuda.current_device()  # Starts CUDA if nothing has yet.
         torch.cuda.reset_peak_memory_stats(index)
         return cls(index, int(torch.cuda.memory_stats(index).get("num_alloc_retries", 0)))
+
+    def lap(self) -> tuple[Reading, CardPeak]:
+        """Return the peaks since the last lap, and a measurement that goes on; the card's own are reset."""
+        reading, now = self.read(), dataclasses.replace(self, lapped=(0, 0)).read()
+        torch.cuda.reset_peak_memory_stats(self.index)
+        peaks = reading.peak_allocated_bytes or 0, reading.peak_reserved_bytes or 0
+        return now, dataclasses.replace(self, lapped=peaks)
 
     def read(self) -> Reading:
         """Return the peaks of tensors and of the allocator, and its retries, since the start.
@@ -212,7 +234,7 @@ class CardPeak:
         stats = torch.cuda.memory_stats(self.index)
         retries = int(stats.get("num_alloc_retries", 0))
         return Reading(
-            peak_allocated_bytes=int(stats.get("allocated_bytes.all.peak", 0)),
-            peak_reserved_bytes=int(stats.get("reserved_bytes.all.peak", 0)),
+            peak_allocated_bytes=max(int(stats.get("allocated_bytes.all.peak", 0)), self.lapped[0]),
+            peak_reserved_bytes=max(int(stats.get("reserved_bytes.all.peak", 0)), self.lapped[1]),
             retries=retries - self.retries_before if retries >= self.retries_before else retries,
         )

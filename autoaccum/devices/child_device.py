@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
 from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
@@ -95,7 +95,6 @@ class LoadedChild:
             raise failure_error(failed.failure, self._owner) from None
 
 
-_LEFTOVER_SHARE, _FIRST_LEFTOVER_SHARE = 0.01, 0.05
 _STANDBY_BYTES = 512 * MIB
 """Host memory that must be free beyond the budget for a standby process: it takes about 230 MiB (torch 2.13), and as
 much again should stay free."""
@@ -104,23 +103,21 @@ much again should stay free."""
 class ChildDevice(Device, ABC):
     """A device that runs its trials in one child at a time.
 
-    The budget is chosen when the first child has loaded the workload. A child is reused while its trials succeed and
-    free their memory (up to `tolerated_leftover_bytes` or 1 % of the budget; 5 % for its first job); after a failure
-    the next trial has a fresh child. While a job runs, a standby process imports PyTorch for the next fresh child, if
-    the host has the memory for it beside the budget. There is none before the budget is chosen.
+    The budget is chosen when the first child has loaded the workload. A child is reused while its trials succeed; what
+    they did not free is less for later ones (`search` repeats failures that may be due to it). After a failure the next
+    trial has a fresh child. While a job runs that others follow, a standby process imports PyTorch for the next fresh
+    child, if the host has the memory for it beside the budget. There is none before the budget is chosen.
 
     Args:
         settings: The settings that all trials share.
     """
-
-    tolerated_leftover_bytes: ClassVar[int]
-    """Memory that a child may fail to free, however small the budget."""
 
     def __init__(self, settings: TrialSettings) -> None:
         self._settings = settings
         self._child: LoadedChild | None = None
         self._standby: ChildProcess | None = None
         self._limit_bytes: int | None = None
+        self._least_size: int | None = None
         self.resets_peak = True
 
     @abstractmethod
@@ -144,9 +141,9 @@ class ChildDevice(Device, ABC):
         """As `Device.inspect`."""
         child = self._use_child()
         self._start_standby()
-        inspected = child.call(Inspect(), limit_seconds)
-        self._end_if_leaking(inspected.leftover_bytes)
-        return inspected.inspection
+        inspection = child.call(Inspect(), limit_seconds)
+        self._least_size = inspection.least_size
+        return inspection
 
     def trial(
         self,
@@ -155,20 +152,45 @@ class ChildDevice(Device, ABC):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
+        last: bool = False,
     ) -> Trial:
         """As `Device.trial`; errors of loading and of choosing the budget are raised."""
         child = self._use_child(fresh=fresh or not self.resets_peak)
+        if not last:
+            self._start_standby()
+        about = {"parts": parts, "limit_bytes": limit_bytes}
+        return self._run(child, about, self._request(parts, limit_bytes, limit_seconds), limit_seconds)
+
+    def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
+        """As `GrowingDevice.grow`; a trial of the least size where a library crashes or the kernel ends the child."""
+        child = self._use_child(fresh=not self.resets_peak)
         self._start_standby()
-        held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
-        about = {"parts": parts, "fresh": child.jobs == 0, "limit_bytes": limit_bytes}
+        least = self._least_size or 1
+        parts = (least, least)
+        request = dataclasses.replace(self._request((least, most), None, limit_seconds), grows=True)
+        trial = self._run(child, {"parts": parts}, request, limit_seconds)
+        if trial.crashed or (trial.outcome == "oom" and not child.alive and not trial.phase):
+            return self.trial(parts, fresh=True, limit_seconds=limit_seconds)
+        return trial
+
+    def _request(self, parts: tuple[int, ...], limit_bytes: int | None, limit_seconds: float | None) -> RunTrial:
+        return RunTrial(
+            parts=parts,
+            limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
+            limit_seconds=min(self._settings.trial_limit_seconds, limit_seconds or math.inf),
+            least=self._least_size,
+        )
+
+    def _run(self, child: LoadedChild, about: dict[str, Any], request: RunTrial, limit_seconds: float | None) -> Trial:
+        """Run a trial and return its record with the known fields `about`; end a child that cannot run another."""
+        about["fresh"] = child.jobs == 0
         try:
-            measured = child.trial(RunTrial(parts=parts, limit_bytes=held_to_bytes), limit_seconds)
+            measured = child.trial(request, limit_seconds)
         except ChildDied as death:
             return record_death(death, about)
-        trial = record_trial(measured, held_to_bytes, about)
+        trial = record_trial(measured, request.limit_bytes, about)
         if not trial.ran:
             child.close()
-        self._end_if_leaking(measured.leftover_bytes)
         return trial
 
     def close(self) -> None:
@@ -218,12 +240,3 @@ class ChildDevice(Device, ABC):
         worker, self._child = self._child, None
         if worker is not None:
             worker.close()
-
-    def _end_if_leaking(self, leftover_bytes: int) -> None:
-        """End a child that did not free the memory of its job, which would leave less to the next.
-
-        The first job may leave more: every process needs modules and compiled kernels once.
-        """
-        share = _FIRST_LEFTOVER_SHARE if self._child is not None and self._child.jobs == 1 else _LEFTOVER_SHARE
-        if leftover_bytes > max(self.tolerated_leftover_bytes, int(self.limit_bytes * share)):
-            self._end_child()

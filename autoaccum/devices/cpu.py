@@ -12,7 +12,7 @@ from autoaccum.devices.budget import AvailableMemory, choose_budget, limit_slack
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError
-from autoaccum.units import MIB, format_bytes
+from autoaccum.units import format_bytes
 
 
 class CpuDevice(ChildDevice):
@@ -47,8 +47,6 @@ class CpuDevice(ChildDevice):
     Raises:
         NotMeasuredError: This is not Linux.
     """
-
-    tolerated_leftover_bytes = 2 * MIB
 
     def __init__(self, settings: TrialSettings) -> None:
         if sys.platform != "linux":
@@ -86,9 +84,10 @@ class CpuDevice(ChildDevice):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
+        last: bool = False,
     ) -> Trial:
         """As `ChildDevice.trial`; a second trial finds out whether a crash was for lack of memory."""
-        trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds)
+        trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds, last=last)
         if not trial.crashed:
             return trial
         held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes

@@ -13,7 +13,7 @@ from autoaccum.devices.card_memory import CardReport
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import Forecast, MemoryReport
 from autoaccum.serialization import read_record
-from autoaccum.units import MIB, MemorySize, format_bytes
+from autoaccum.units import MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.cards import Card
@@ -45,9 +45,6 @@ class CudaDevice(ChildDevice):
             `memory` is given, else 2 % of the free memory, at least 256 MiB.
         index: The card's index among the visible cards.
     """
-
-    tolerated_leftover_bytes = 24 * MIB
-    """One segment of each size: a small tensor keeps its whole segment."""
 
     def __init__(self, settings: TrialSettings, *, index: int = 0) -> None:
         super().__init__(settings)

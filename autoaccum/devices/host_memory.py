@@ -149,10 +149,11 @@ class ProcessMemory:
         they are subtracted: they are neither model nor batch.
         """
         resident = self.peak_bytes - self.file_bytes - before.anonymous_bytes - before.shared_bytes
-        return max(0, resident) + max(0, self._untouched_bytes - before._untouched_bytes)
+        return max(0, resident) + max(0, self.untouched_bytes - before.untouched_bytes)
 
     @property
-    def _untouched_bytes(self) -> int:
+    def untouched_bytes(self) -> int:
+        """The part of the private address space that is not resident."""
         return self.data_bytes - self.anonymous_bytes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,12 @@ from autoaccum.devices.trial_record import Reading
 
 
 class Meter(Protocol):
-    """A meter of one device's memory, in the process that runs a workload there."""
+    """A meter of one device's memory, in the process that runs a workload there.
+
+    `caches` is True if freed memory stays with an allocator, so that a trial has to begin as training does.
+    """
+
+    caches: bool
 
     @property
     def device(self) -> torch.device:
@@ -38,8 +44,14 @@ class Meter(Protocol):
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Return a context in which memory beyond the budget is refused; call `start` before."""
 
+    def lap(self) -> int | None:
+        """Return the peak in bytes since `start` or the last lap; None if it is not known. `read` still knows it."""
+
     def read(self) -> Reading:
         """Return the memory taken since `start`."""
+
+    def rebase(self) -> None:
+        """Let what jobs have left not count against later ones, where that can be told."""
 
     def measure_leftover(self) -> int:
         """Return the bytes that jobs have not freed since the first job; after the first job, since `begin`."""
@@ -48,12 +60,15 @@ class Meter(Protocol):
 class HostMeter:
     """A meter of the host memory that this process takes (`devices.cpu.CpuDevice` says what counts)."""
 
+    caches = False
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
         self._base: ProcessMemory | None = None
         self._after_first_job: ProcessMemory | None = None
         self._resets_peak = reset_peak()
         self._before = read_process_memory()
+        self._lapped_bytes, self._untouched_bytes = 0, self._before.untouched_bytes
 
     def open(self) -> None:
         """Check that the kernel holds a process to the limit.
@@ -72,6 +87,23 @@ class HostMeter:
         """Reset VmHWM, if the kernel allows it."""
         self._resets_peak = reset_peak()
         self._before = read_process_memory()
+        self._lapped_bytes, self._untouched_bytes = 0, self._before.untouched_bytes
+
+    def lap(self) -> int | None:
+        """Return the peak since `start` or the last lap; None if it cannot be reset."""
+        if not self._resets_peak:
+            return None
+        now, before = read_process_memory(), self._before
+        self._lapped_bytes = max(self._lapped_bytes, now.peak_above(before))
+        # What oneDNN has reserved for kernels of other sizes is not this one's.
+        peak = now.peak_above(replace(before, data_bytes=before.anonymous_bytes + self._untouched_bytes))
+        self._untouched_bytes = now.untouched_bytes
+        reset_peak()
+        return peak
+
+    def rebase(self) -> None:
+        """Take the memory that is held now as the baseline: what jobs have left does not count against later ones."""
+        self._base, self._after_first_job = read_process_memory(), None
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Set RLIMIT_DATA for a job to the budget above the baseline.
@@ -92,7 +124,7 @@ class HostMeter:
         before, after = self._before, read_process_memory()
         measured = self._resets_peak or after.peak_bytes > before.peak_bytes
         return Reading(
-            peak_reserved_bytes=after.peak_above(before) if measured else None,
+            peak_reserved_bytes=max(after.peak_above(before), self._lapped_bytes) if measured else None,
             shared_bytes=max(0, after.shared_bytes - before.shared_bytes),
         )
 

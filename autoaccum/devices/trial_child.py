@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.out_of_memory import release_memory
+from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.import_paths import check_loaded
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, warm_up
-from autoaccum.devices.trial_record import Inspect, Inspected, Loaded, LoadWorkload, RunTrial, TrialMeasurement
+from autoaccum.devices.trial_record import Inspect, Loaded, LoadWorkload, RunTrial, TrialMeasurement
 from autoaccum.devices.trial_run import run_trial, seed_everything
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
@@ -65,14 +66,16 @@ class TrialChild:
         return _start(meter)
 
     @handle.register
-    def _inspect(self, request: Inspect) -> Inspected | Failure:
+    def _inspect(self, request: Inspect) -> Inspection | Failure:
         assert self._workload is not None
         assert self._meter is not None
         try:
             inspection = inspect_workload(self._workload, self._share, meter=self._meter)
         except BaseException as error:
             return describe_failure(error, f"an update from a small batch of {self._workload.name}")
-        return Inspected(inspection=inspection, leftover_bytes=_leftover_bytes(self._meter))
+        release_memory()
+        self._meter.rebase()  # It compiled kernels and imported modules that no trial needs.
+        return inspection
 
     @handle.register
     def _trial(self, request: RunTrial) -> TrialMeasurement:
@@ -80,10 +83,14 @@ class TrialChild:
         assert self._workload is not None
         assert self._meter is not None
         release_memory()
-        measured, *_ = run_trial(
-            self._workload, self._share, request.parts, meter=self._meter, limit_bytes=request.limit_bytes
-        )
-        return measured if measured.failure else replace(measured, leftover_bytes=_leftover_bytes(self._meter))
+        measured, *_ = run_trial(self._workload, self._share, request, meter=self._meter)
+        if measured.failure is None:
+            release_memory()
+            if request.grows:
+                self._meter.rebase()
+            else:
+                self._meter.measure_leftover()
+        return measured
 
 
 def load_requested(request: LoadWorkload) -> Workload:
@@ -114,8 +121,3 @@ def _start(meter: Meter) -> Loaded | Failure:
         failure = describe_failure(error, f"starting PyTorch on {meter.device}")
         # None of this is the user's code.
         return failure if failure.blames is None else replace(failure, blames="measurement")
-
-
-def _leftover_bytes(meter: Meter) -> int:
-    release_memory()
-    return meter.measure_leftover()

@@ -58,14 +58,16 @@ class TrialMeasurement:
         reading: The memory that it took.
         failure: The failure that ended it; None: it ran to its end.
         phase: The phase in which it failed.
-        leftover_bytes: Memory that it did not free (`Meter.measure_leftover`); 0 after a failure.
+        parts: The parts of its last update, if its micro-batches grew.
+        peaks: As `Trial.peaks`.
     """
 
     seconds: float
     reading: Reading
     failure: Failure | None = None
     phase: Phase | None = None
-    leftover_bytes: int = 0
+    parts: tuple[int, ...] = ()
+    peaks: tuple[tuple[int, int], ...] = ()
 
 
 def record_trial(measured: TrialMeasurement, limit_bytes: int, about: Mapping[str, Any]) -> Trial:
@@ -77,7 +79,10 @@ def record_trial(measured: TrialMeasurement, limit_bytes: int, about: Mapping[st
         "peak_allocated_bytes": reading.peak_allocated_bytes,
         "allocator_retries": reading.retries,
         "seconds": measured.seconds,
+        "peaks": measured.peaks,
     }
+    if measured.parts:
+        fields["parts"] = measured.parts
     if failure is not None:
         return Trial(phase=measured.phase, **vars(failure), **fields)
     peak, shared = reading.peak_reserved_bytes or 0, reading.shared_bytes
@@ -135,15 +140,7 @@ class LoadWorkload(Request[Loaded]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspected:
-    """An inspection, and the bytes that it did not free."""
-
-    inspection: Inspection
-    leftover_bytes: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inspect(Request[Inspected]):
+class Inspect(Request[Inspection]):
     """Check the workload by an update from a small batch."""
 
     doing = "building the model and checking an update of it"
@@ -151,7 +148,7 @@ class Inspect(Request[Inspected]):
 
 @dataclass(frozen=True, kw_only=True)
 class PartsRequest(Request[Reply]):
-    """A job that is an update by `parts[:1]` and one by all `parts`: micro-batch sizes, in samples."""
+    """A job that is an update, and another one by `parts`: micro-batch sizes, in samples."""
 
     parts: tuple[int, ...]
 
@@ -163,6 +160,12 @@ class PartsRequest(Request[Reply]):
 
 @dataclass(frozen=True, kw_only=True)
 class RunTrial(PartsRequest[TrialMeasurement]):
-    """Run a trial of `parts` under a limit on memory."""
+    """Run a trial of `parts` under a limit on memory; if it `grows`, `parts` are the least size and the largest.
+
+    `limit_seconds` is the time by which it is ended, and `least` the least size that can be trained, if it is known.
+    """
 
     limit_bytes: int
+    limit_seconds: float
+    least: int | None = None
+    grows: bool = False

@@ -1,4 +1,4 @@
-"""One trial: the Accumulator that trains makes an update, then one accumulated over the parts.
+"""One trial: the Accumulator that trains makes an update, then one accumulated over the parts, or over growing parts.
 
 The memory of the loop around it (`devices.loop_memory`) is there, too: held outputs of the last micro-batch, an EMA of
 the weights, which each update enters, and two passes of an evaluation. After the evaluation, one more update by the
@@ -25,15 +25,33 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
+from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
 from autoaccum.devices.meters import Meter
-from autoaccum.devices.trial_record import Reading, TrialMeasurement, without_evaluation_retries
+from autoaccum.devices.trial_record import Reading, RunTrial, TrialMeasurement, without_evaluation_retries
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.spec import Workload
+
+_MOST_GROWN_SHARE, _LEAST_GROWTH = 0.75, 1.25
+"""Sizes grow to three quarters of the expected ceiling, each by a quarter at least."""
+_GROWING_SHARE = 0.25
+"""The part of a trial's time after which sizes grow no more."""
+
+
+class _PartPeak(StepObserver):
+    """Keeps the peak in bytes of the last part of an update, without the optimizer's own."""
+
+    def __init__(self, lap: Callable[[], int | None]) -> None:
+        self._lap = lap
+        self.bytes: int | None = None
+
+    def phase(self, phase: StepPhase) -> None:
+        if phase in ("batch", "clip"):
+            self.bytes = self._lap()
 
 
 class TrialRun:
@@ -41,6 +59,8 @@ class TrialRun:
 
     Attributes:
         made: The model and its optimizer, once they are built.
+        parts: The parts of the last update.
+        peaks: The sizes of growing parts that ran, and the peak in bytes of each.
 
     Args:
         workload: The workload, with the options of the plan.
@@ -71,6 +91,8 @@ class TrialRun:
         self._held = HeldOutputs() if "outputs" in workload.keeps else None
         self._averages: EmaModel | None = None
         self.made: tuple[nn.Module, Optimizer] | None = None
+        self.parts: tuple[int, ...] = ()
+        self.peaks: list[tuple[int, int]] = []
 
     @property
     def phase(self) -> Phase:
@@ -89,8 +111,11 @@ class TrialRun:
         """The held outputs of the last micro-batch, if the loop holds any."""
         return [] if self._held is None else self._held.tensors
 
-    def run(self, parts: Sequence[int]) -> StepResult:
-        """Update by `parts[:1]`, then by all `parts`: gradients and optimizer state are resident as in training.
+    def run(self, parts: Sequence[int], *, least: int | None = None) -> StepResult:
+        """Update once, then by all `parts`: gradients and optimizer state are resident as in training.
+
+        The first update is by `parts[:1]`, or by `least` samples. If it left optimizer state to be made by the last one
+        (an expert without a sample), that is repeated.
 
         Returns:
             The result of the last update.
@@ -99,6 +124,54 @@ class TrialRun:
             WorkloadError: An update was skipped, so that the optimizer would have no state and the peak would differ;
                 or there are no outputs to hold, the weights cannot be copied, or the evaluation fails.
         """
+        accumulator, optimizer, batch = self._prepare(parts)
+        self.parts = tuple(parts)
+        first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
+        small = None if least is None else slice_parts(batch, self._size, (least,))
+        if small is None or not self._update(accumulator, small, may_skip=True).updated:
+            self._update(accumulator, first)
+        if self._workload.evaluation_batch is not None:
+            self._evaluate()
+            self._update(accumulator, first)
+            self._around_evaluation()
+        states = len(optimizer.state)
+        result = self._update(accumulator, last)
+        if least is not None and len(optimizer.state) > states:
+            result = self._update(accumulator, last)
+        synchronize_device(self._device)
+        return result
+
+    def grow(self, least: int, most: int, *, limit_bytes: int, seconds: float, lap: Callable[[], int | None]) -> None:
+        """Make updates whose second micro-batch grows from `least` to `most` samples while memory allows.
+
+        Args:
+            least: The size of the first micro-batch of each update.
+            most: The largest size.
+            limit_bytes: The limit that peaks are compared with.
+            seconds: Stop growing after this time.
+            lap: Returns the peak in bytes since it was last called.
+
+        Raises:
+            WorkloadError: As `run`.
+        """
+        end = time.monotonic() + seconds
+        peak = _PartPeak(lap)
+        accumulator, _, batch = self._prepare((most,), peak)
+        self._update(accumulator, slice_parts(batch, self._size, (least,)), may_skip=True)
+        size: int | None = least
+        while size is not None:
+            self.parts = (least, size)
+            self._update(accumulator, slice_parts(batch, self._size, self.parts))
+            synchronize_device(self._device)
+            if peak.bytes is None:
+                return
+            self.peaks.append((size, peak.bytes))
+            size = None if time.monotonic() > end else next_growing_size(self.peaks, least, most, limit_bytes)
+
+    def _prepare(
+        self, parts: Sequence[int], observer: StepObserver | None = None
+    ) -> tuple[Accumulator, Optimizer, Any]:
+        """Build the model, its optimizer, the batch and the Accumulator."""
         seed_everything()
         self._phase = "model"
         model = move_model(self._workload.build_model(), self._device)
@@ -110,24 +183,18 @@ class TrialRun:
         self._phase = "batch"
         self._size = max(self._share, *parts)
         batch = self._workload.build_batch(self._size)
-        first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
         self._phase = "forward"
         objective = (
             self._workload.objective if self._held is None else hold_outputs(self._workload.objective, self._held)
         )
-        self._accumulator = make_accumulator(self._workload, model, optimizer, max(parts), objective)
-        self._update(self._accumulator, first)
-        if self._workload.evaluation_batch is not None:
-            self._evaluate(model)
-            self._update(self._accumulator, first)
-            self._around_evaluation()
-        result = self._update(self._accumulator, last)
-        synchronize_device(self._device)
-        return result
+        self._accumulator = make_accumulator(self._workload, model, optimizer, max(parts), objective, observer)
+        return self._accumulator, optimizer, batch
 
-    def _update(self, accumulator: Accumulator, window: Sequence[Any]) -> StepResult:
+    def _update(self, accumulator: Accumulator, window: Sequence[Any], *, may_skip: bool = False) -> StepResult:
         self._before_update()
         result = accumulator.step_parts(window)
+        if not result.updated and may_skip:
+            return result
         if not result.updated:
             raise WorkloadError(
                 f"no update was made from batch({self._size})",
@@ -142,10 +209,11 @@ class TrialRun:
             self._averages.update()
         return result
 
-    def _evaluate(self, model: nn.Module) -> None:
+    def _evaluate(self) -> None:
+        assert self.made is not None
         self._phase = "evaluation"
         self._around_evaluation()
-        evaluate(self._workload, model)
+        evaluate(self._workload, self.made[0])
         self._around_evaluation()
         self._phase = "forward"
 
@@ -153,13 +221,12 @@ class TrialRun:
 def run_trial(
     workload: Workload,
     share: int,
-    parts: Sequence[int],
+    request: RunTrial,
     *,
     meter: Meter,
-    limit_bytes: int,
     window: AbstractContextManager[None] | None = None,
 ) -> tuple[TrialMeasurement, list[Reading], BaseException | None]:
-    """Run a trial of `parts` under the limit, which is lifted at the end; `window` is open meanwhile.
+    """Run the requested trial under its limit, which is lifted at the end; `window` is open meanwhile.
 
     Returns:
         The measurements; readings before and after the evaluation, and after the update behind it; what was raised.
@@ -171,17 +238,29 @@ def run_trial(
     failure: BaseException | None = None
     meter.start()
     began = time.perf_counter()
-    with meter.limit(limit_bytes), warnings.catch_warnings():
+    with meter.limit(request.limit_bytes), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # The inspection has shown them.
         try:
             with on_device(find_auxiliary_modules(workload).values(), meter.device), window or nullcontext():
-                trial_run.run(parts)
+                if request.grows:
+                    bounds: dict[str, Any] = {
+                        "limit_bytes": request.limit_bytes,
+                        "seconds": _GROWING_SHARE * request.limit_seconds,
+                    }
+                    trial_run.grow(min(request.parts), max(request.parts), lap=meter.lap, **bounds)
+                else:
+                    trial_run.run(request.parts, least=None if meter.caches else request.least)
         except BaseException as error:
             failure = error
     reading = without_evaluation_retries(meter.read(), evaluation_readings)
-    measured = TrialMeasurement(seconds=time.perf_counter() - began, reading=reading)
+    measured = TrialMeasurement(
+        seconds=time.perf_counter() - began,
+        reading=reading,
+        parts=trial_run.parts if request.grows else (),
+        peaks=tuple(trial_run.peaks),
+    )
     if failure is not None:
-        doing = f"micro-batch {max(parts)}, {trial_run.phase}"
+        doing = f"micro-batch {max(trial_run.parts or request.parts[:1])}, {trial_run.phase}"
         described = describe_failure(failure, doing, at=f"{doing}: ")
         measured = replace(measured, failure=described, phase=trial_run.phase)
     return measured, evaluation_readings, failure
@@ -201,7 +280,12 @@ def synchronize_device(device: torch.device | None) -> None:
 
 
 def make_accumulator(
-    workload: Workload, model: Any, optimizer: Any, micro_batch: int, objective: Objective | None = None
+    workload: Workload,
+    model: Any,
+    optimizer: Any,
+    micro_batch: int,
+    objective: Objective | None = None,
+    observer: StepObserver | None = None,
 ) -> Accumulator:
     """Make the Accumulator that trains by the plan, except that running out of memory ends the trial.
 
@@ -219,7 +303,25 @@ def make_accumulator(
         multiple_of=workload.multiple_of,
         accumulate_in=workload.accumulate_in,
         recover=False,
+        observer=observer,
     )
+
+
+def next_growing_size(peaks: Sequence[tuple[int, int]], least: int, most: int, limit_bytes: int) -> int | None:
+    """Return the size to follow the last of `peaks`, a multiple of `least`; None if larger ones would say little more.
+
+    Sizes double, up to a share of the size at which the line through the last peaks reaches the limit.
+
+    >>> next_growing_size([(1, 20), (2, 30)], 1, 64, 100), next_growing_size([(1, 20), (2, 60)], 1, 64, 100)
+    (4, None)
+    """
+    size, peak = peaks[-1]
+    following = 2 * size
+    if len(peaks) > 1 and peak > peaks[-2][1]:
+        slope = (peak - peaks[-2][1]) / (size - peaks[-2][0])
+        following = min(following, int(_MOST_GROWN_SHARE * (size + (limit_bytes - peak) / slope)))
+    following = min(following - following % least, most)
+    return following if following >= _LEAST_GROWTH * size else None
 
 
 def slice_parts(batch: Any, size: int, parts: Sequence[int]) -> list[Any]:

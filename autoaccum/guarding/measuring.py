@@ -85,7 +85,7 @@ def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
     """Return the request to plan a complete case; without a target batch, for two of its micro-batches."""
     doubled = 2 * (case.micro_batch or 0) * case.options.world_size
     options = dataclasses.replace(case.options, time_limit=time_limit)
-    return PlanRequest(case.target_batch or doubled, options, max_micro_batch=case.micro_batch)
+    return PlanRequest(case.target_batch or doubled, options, max_micro_batch=case.micro_batch, ceiling=True)
 
 
 @dataclass(frozen=True)

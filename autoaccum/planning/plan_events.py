@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import MemoryReport
 
@@ -47,32 +46,23 @@ class TrialStarted:
 
     Attributes:
         number: Its number, counted from 1.
-        parts: Its micro-batches, in samples.
-        confirming: Whether it runs the plan's own schedule from a clean state.
+        parts: Its micro-batches, in samples; if it grows, those of the smallest update.
         limit_bytes: Its budget, where that differs from the plan's.
+        grows: Whether its micro-batches grow.
     """
 
     number: int
     parts: tuple[int, ...]
-    confirming: bool
     limit_bytes: int | None = None
+    grows: bool = False
 
 
 @dataclass(frozen=True)
 class TrialFinished:
-    """A trial ended; the attributes are those of `TrialStarted`."""
+    """The trial with this number ended."""
 
     number: int
     trial: Trial
-    confirming: bool
-
-
-@dataclass(frozen=True)
-class Scheduled:
-    """A schedule was made from the largest size that ran; its confirmation comes next."""
-
-    schedule: Schedule
-    largest_fit: int
 
 
 @dataclass(frozen=True)
@@ -87,5 +77,5 @@ class Explained:
     account: MemoryReport
 
 
-Event = Loading | Inspected | Tracing | TrialStarted | TrialFinished | Scheduled | ExplanationStarted | Explained
+Event = Loading | Inspected | Tracing | TrialStarted | TrialFinished | ExplanationStarted | Explained
 Listener = Callable[[Event], None]

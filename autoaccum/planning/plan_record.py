@@ -144,6 +144,8 @@ class Plan:
             del record[name]
         for trial in record["trials"]:
             del trial["seconds"]
+            if not trial["peaks"]:
+                del trial["peaks"]
         return hashlib.sha256(json.dumps(record, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
     @classmethod

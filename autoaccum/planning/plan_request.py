@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autoaccum.accumulation.schedule import Schedule, even_parts, make_schedule
+from autoaccum.accumulation.schedule import Schedule, even_parts, make_schedule, part_sizes
 from autoaccum.checks import check_flag, read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
@@ -27,6 +28,7 @@ class PlanRequest:
         options: How the workload is to run.
         max_micro_batch: Try no larger size, in samples.
         max_trials: End the search after this many trials; the confirmation comes on top.
+        ceiling: Find the largest size that fits to the sample, rather than the largest whose schedule is another.
         least: Measure the smallest budget at which the schedule still runs.
         explain: Explain the memory at the peak, and what would change it.
         picture: Send the data of a memory picture to listeners, where the device has it.
@@ -40,6 +42,7 @@ class PlanRequest:
     options: Options = field(default_factory=Options)
     max_micro_batch: int | None = None
     max_trials: int | None = None
+    ceiling: bool = False
     least: bool = False
     explain: bool = False
     picture: bool = False
@@ -54,7 +57,7 @@ class PlanRequest:
         self.schedule(self.multiple_of if self.max_micro_batch is None else self.max_micro_batch)
         if self.max_trials is not None:
             read_count(self.max_trials, "max_trials")
-        for flag in ("least", "explain", "picture"):
+        for flag in ("ceiling", "least", "explain", "picture"):
             check_flag(getattr(self, flag), flag)
 
     @property
@@ -78,6 +81,25 @@ class PlanRequest:
         """The largest size worth trying."""
         most = min(self.share, self.max_micro_batch or self.share)
         return most - most % self.multiple_of
+
+    def sizes(self, least_size: int) -> Sequence[int]:
+        """Return the sizes worth trying, from `least_size` to `cap`: those that the largest micro-batch can have.
+
+        Between two of them every ceiling gives the same schedule; they are all sizes if the ceiling is to be found.
+
+        Raises:
+            UsageError: The cap is less than `least_size`.
+        """
+        if self.cap < least_size:
+            raise UsageError(
+                f"the largest micro-batch to try is {self.cap}, the least that can be trained is {least_size}",
+                hint="give a larger one",
+            )
+        each = self.multiple_of
+        if self.ceiling:
+            return range(least_size, self.cap + 1, each)
+        sizes = part_sizes(self.share, self.cap, equal=self.options.equal, multiple_of=each)
+        return [size for size in sizes if size >= least_size]
 
     def with_multiple_of(self, multiple_of: int) -> PlanRequest:
         """Return the request with the `multiple_of` that an inspection found."""

@@ -6,11 +6,10 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
-from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.base import GrowingDevice, Inspection, Trial
 from autoaccum.devices.explanation import (
     ExplainingDevice,
     Explanation,
@@ -20,14 +19,12 @@ from autoaccum.devices.explanation import (
     Prediction,
 )
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
-from autoaccum.planning.next_size import Predict
 from autoaccum.planning.plan_events import (
     Explained,
     ExplanationStarted,
     Inspected,
     Listener,
     Loading,
-    Scheduled,
     Tracing,
 )
 from autoaccum.planning.plan_messages import (
@@ -35,14 +32,12 @@ from autoaccum.planning.plan_messages import (
     all_notes,
     all_warnings,
     describe_workload,
-    does_not_fit_error,
     peak_bytes,
-    trial_error,
 )
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
-from autoaccum.planning.search import SearchResult, SearchStopped, Stop, search
+from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, find_least_budget
 
 if TYPE_CHECKING:
@@ -89,60 +84,34 @@ def plan_on_device(
     check_explainable(setup, request)
     planner = _Planner.inspect(setup, request, on_event or (lambda event: None), started)
     forecast = planner.forecast_peaks()
-    proved = planner.search_and_prove(forecast)
-    device = setup.device
-    prediction = device.predict(proved.trial.parts) if isinstance(device, PredictingDevice) else None
-    least_bytes, least_notes = planner.find_least_bytes(proved, prediction)
-    explanation, explanation_notes = explain_memory(
-        setup, planner.request, proved.trial.parts, planner.limits, planner.notify
-    )
-    inspection, schedule = planner.inspection, proved.schedule
+    result, schedule = planner.search(forecast)
+    device, parts = setup.device, result.trial.parts
+    prediction = device.predict(parts) if isinstance(device, PredictingDevice) else None
+    least_bytes, least_notes = planner.find_least_bytes(result.trial, prediction)
+    explanation, explanation_notes = explain_memory(setup, planner.request, parts, planner.limits, planner.notify)
+    inspection = planner.inspection
+    refuted = [_refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
     more_notes = (*forecast.notes, *least_notes, *explanation_notes)
     return Plan.of_schedule(
         schedule,
         kind="measured" if prediction is None else "predicted",
         multiple_of=inspection.multiple_of,
-        largest_fit=proved.largest_fit,
-        capped=proved.capped,
-        stopped=proved.stopped,
+        largest_fit=result.largest_fit,
+        capped=result.capped,
+        stopped=result.stopped,
         limit_bytes=device.limit_bytes,
-        peak_bytes=peak_bytes(proved.trial),
+        peak_bytes=peak_bytes(result.trial),
         least_bytes=least_bytes,
         band_bytes=None if prediction is None else prediction.band_bytes,
         device=device.describe(),
         environment=inspection.environment,
         workload=describe_workload(inspection, setup.reference),
         trials=tuple(planner.runner.trials),
-        warnings=all_warnings(inspection, schedule, proved.warnings, prediction),
-        notes=all_notes(inspection, schedule, planner.request, proved.largest_fit, prediction, more_notes),
+        warnings=all_warnings(inspection, schedule, (*refuted, *result.warnings), prediction),
+        notes=all_notes(inspection, schedule, planner.request, result.largest_fit, prediction, more_notes),
         coupling=inspection.coupling,
         explanation=explanation,
     )
-
-
-@dataclass(frozen=True)
-class _ProvedSchedule:
-    """A schedule whose own trial ran.
-
-    Attributes:
-        schedule: The schedule.
-        trial: Its trial.
-        largest_fit: The largest size that ran, below any that a confirmation refuted.
-        capped: Whether `largest_fit` is the cap, and no schedule was refuted.
-        stopped: The limit that ended the search early.
-        warnings: Sentences on sizes and schedules that did not run as expected.
-    """
-
-    schedule: Schedule
-    trial: Trial
-    largest_fit: int
-    capped: bool
-    stopped: Stop | None
-    warnings: tuple[str, ...]
-
-
-class _ScheduleRefuted(Exception):
-    """The trace of a schedule does not fit, although the traces of other sizes predict that its ceiling does."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +144,7 @@ class _Planner:
         load_seconds = time.monotonic() - before
         request = request.with_multiple_of(inspection.multiple_of)
         runner = TrialRunner(setup.device, request, notify, limits)
+        runner.least_size = inspection.least_size
         planner = cls(setup, request, inspection, runner, limits, notify)
         if not planner.predicts:  # The confirmation starts a process, which takes most of the load time.
             runner.confirmation_start_seconds = load_seconds
@@ -202,90 +172,42 @@ class _Planner:
         limit = request.options.time_limit
         return device.forecast(limit_seconds=None if limit is None else limit * _FORECAST_TIME_SHARE)
 
-    def search_and_prove(self, forecast: Forecast) -> _ProvedSchedule:
-        """Find the largest size that fits and prove a schedule of it.
+    def search(self, forecast: Forecast) -> tuple[SearchResult, Schedule]:
+        """Find the largest micro-batch that fits, and the schedule of it that ran.
 
-        Where the trace of the schedule refutes the prediction from other sizes, the search is repeated without the
-        forecast; not under a limit, which might end the second search too early.
+        Raises:
+            UsageError, NotMeasuredError, DoesNotFitError: As `search`, or the schedule has parts too small to be
+                trained: because a cap ended the search, because a limit did, or because larger ones do not fit.
         """
-        has_limit = self.request.max_trials is not None or self.request.options.time_limit is not None
-        search_again = self.predicts and not has_limit
-        try:
-            return self._prove(self._search(forecast.peak_bytes), search_again=search_again)
-        except _ScheduleRefuted as refuted:
-            return self._prove(self._search(None), refuted=(str(refuted),))
+        request, isolated = self.request, self.setup.isolated
+        result = search(
+            self.runner.try_size,
+            request.sizes(self.inspection.least_size),
+            limit_bytes=self.setup.device.limit_bytes,
+            needs=self._memory_needs,
+            grow=self.runner.grow if isinstance(self.setup.device, GrowingDevice) else None,
+            predict=forecast.peak_bytes,
+            answer=lambda size: request.schedule(size).micro_batch,
+            isolated=isolated,
+            confirms=isolated or self.predicts,
+        )
+        schedule = request.schedule(result.size)
+        if schedule.smallest_part < self.inspection.least_size:
+            raise _too_small_error(schedule, result.size, self.inspection.least_size, result)
+        return result, schedule
 
-    def find_least_bytes(
-        self, proved: _ProvedSchedule, prediction: Prediction | None
-    ) -> tuple[int | None, tuple[str, ...]]:
+    def find_least_bytes(self, proved: Trial, prediction: Prediction | None) -> tuple[int | None, tuple[str, ...]]:
         """Return the smallest budget, where it is predicted or to be measured, and a note if its search ended early."""
         if prediction is not None:
             return prediction.least_bytes, ()
         if not self.request.least:
             return None, ()
         found, note = find_least_budget(
-            lambda budget: self.runner.try_budget(proved.trial.parts, budget),
+            lambda budget: self.runner.try_budget(proved.parts, budget),
             limit_bytes=self.setup.device.limit_bytes,
-            peak_bytes=peak_bytes(proved.trial),
+            peak_bytes=peak_bytes(proved),
         )
         return found, () if note is None else (note,)
-
-    def _search(self, predict: Predict | None) -> SearchResult:
-        return search(
-            self.runner.try_size,
-            self.request.cap,
-            limit_bytes=self.setup.device.limit_bytes,
-            needs=self._memory_needs,
-            least_size=self.inspection.least_size,
-            multiple_of=self.inspection.multiple_of,
-            fresh_trial=partial(self.runner.try_size, fresh=True) if self.setup.isolated else None,
-            predict=predict,
-        )
-
-    def _prove(
-        self, result: SearchResult, *, search_again: bool = False, refuted: tuple[str, ...] = ()
-    ) -> _ProvedSchedule:
-        """Run a schedule from a clean state; while one fails, go on with a smaller micro-batch.
-
-        Raises:
-            _ScheduleRefuted: The first schedule failed and `search_again` is set.
-            WorkloadError, NotMeasuredError: The trial raised an error of the workload, or of the measurement.
-            DoesNotFitError: No schedule runs, or only one with parts too small to be trained. Such parts raise a
-                UsageError if a cap ended the search, and a NotMeasuredError if a limit did.
-        """
-        accepted = {t.outcome for t in result.trials if t.micro_batch == result.largest_fit and t.ran}
-        ceiling, largest_fit = result.largest_fit, result.largest_fit
-        least_size = self.inspection.least_size
-        failures: list[str] = []
-        while True:
-            schedule = self.request.schedule(ceiling)
-            if schedule.smallest_part < least_size:
-                raise _too_small_error(schedule, ceiling, least_size, result)
-            self.notify(Scheduled(schedule, ceiling))
-            trial = self.runner.confirm(schedule)
-            if trial.outcome == "error":
-                raise trial_error(trial)
-            if trial.outcome == "ok" or trial.outcome in accepted:
-                return _ProvedSchedule(
-                    schedule,
-                    trial,
-                    max(largest_fit, trial.micro_batch),
-                    capped=result.capped and not failures,
-                    stopped=result.stopped,
-                    warnings=(*failures, *refuted, *result.warnings),
-                )
-            failures.append(self._confirmation_warning(schedule, ceiling, trial))
-            if search_again:
-                raise _ScheduleRefuted(failures[0])
-            if schedule.micro_batch == least_size:
-                if trial.outcome == "oom" and not trial.certain:
-                    raise NotMeasuredError(
-                        f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}"
-                    )
-                raise does_not_fit_error(trial, self.setup.device.limit_bytes, self._memory_needs)
-            ceiling = schedule.micro_batch - 1
-            ran = (t.micro_batch for t in self.runner.trials if t.ran and t.micro_batch <= ceiling)
-            largest_fit = max(ran, default=0)
 
     @property
     def _memory_needs(self) -> MemoryNeeds:
@@ -298,15 +220,16 @@ class _Planner:
             predicted=self.predicts,
         )
 
-    def _confirmation_warning(self, schedule: Schedule, ceiling: int, trial: Trial) -> str:
-        """Return the warning about a schedule whose trial failed, or was tight, although its ceiling had run."""
-        tried = f"{format_parts(schedule.micro_batches)} {'{}'} ({trial.outcome}), although {ceiling} "
-        if self.predicts:
-            return tried.format("was traced and does not fit") + "does by traces of other sizes"
-        return (
-            tried.format("did not run again from a clean state")
-            + "ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
-        )
+
+def _refuted_warning(trial: Trial, larger: int, *, predicted: bool) -> str:
+    """Return the warning about parts whose trial failed, or was tight, although `larger` ones had run."""
+    tried = f"{format_parts(trial.parts)} {'{}'} ({trial.outcome}), although {larger} "
+    if predicted:
+        return tried.format("was traced and does not fit") + "does by traces of other sizes"
+    return (
+        tried.format("did not run again from a clean state")
+        + "ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
+    )
 
 
 def _too_small_error(schedule: Schedule, ceiling: int, least_size: int, result: SearchResult) -> AutoaccumError:
@@ -316,9 +239,9 @@ def _too_small_error(schedule: Schedule, ceiling: int, least_size: int, result: 
         f"{schedule.smallest_part}, and this model's BatchNorm needs {least_size}"
     )
     hint = f"take a target batch that micro-batches of {least_size} to {ceiling} add up to"
-    if ceiling == result.largest_fit and result.stopped is not None:
+    if result.stopped is not None:
         return NotMeasuredError(message, hint=f"{hint}, or allow the search more {result.stopped}")
-    if ceiling == result.largest_fit and result.capped:
+    if result.capped:
         return UsageError(message, hint=f"{hint}, or allow larger ones")
     return DoesNotFitError(message, hint=f"{hint}, or more memory")
 

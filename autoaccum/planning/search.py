@@ -1,14 +1,15 @@
-"""Searches for the largest size that runs, in few trials: pure decisions over a function that runs one trial."""
+"""Searches for the largest size that runs, in few trials: pure decisions over functions that run one trial."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from autoaccum.devices.base import Trial
-from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.planning.next_size import CorrectedForecast, Predict, next_size
+from autoaccum.errors import NotMeasuredError
+from autoaccum.planning.next_size import CorrectedForecast, Estimate, Predict, choose_size, estimate_from_peaks
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     does_not_fit_error,
@@ -23,8 +24,10 @@ from autoaccum.planning.plan_messages import (
 Stop = Literal["time", "trials"]
 """The limit that ended a search before it knew the largest size."""
 
-_MAX_FAILED_FORECASTS = 2
-"""The number of forecast sizes that may fail before the search starts with the smallest size."""
+_MAX_ESTIMATED_TRIALS = 12
+"""After this many trials estimates are ignored, and the bracket is halved."""
+_UNSURE = 0.1
+"""A failure that was this probable to run may be due to what other trials left in the process."""
 
 
 class SearchStopped(Exception):
@@ -39,192 +42,235 @@ class SearchStopped(Exception):
         self.stop: Stop = stop
 
 
+class RunTrial(Protocol):
+    """A function that runs one trial."""
+
+    def __call__(self, size: int, *, fresh: bool, last: bool, unlimited: bool) -> Trial:
+        """Run a trial at `size` samples.
+
+        Args:
+            size: The micro-batch.
+            fresh: Run it in a process that has run none before.
+            last: No trial is expected to follow.
+            unlimited: Run it whatever the limits on the search are.
+
+        Raises:
+            SearchStopped: A limit forbids the trial, or ended it.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """The result of a search.
 
     Attributes:
+        size: The size of the answer, in samples.
+        trial: The trial that confirmed it: it ran, in a fresh process where there are processes.
         largest_fit: The largest size that ran, in samples; without the allocator's retries, if any size ran so.
-        first_fail: The next size, which failed (or ran only with retries); None when `capped`. After a `stopped`
-            search, the smallest larger size that failed, if any.
-        capped: The search ended because `largest_fit` is the cap, not because memory ran out.
+        first_fail: The smallest larger size that failed (or ran only with retries); None if none did.
+        capped: The search ended because the largest size worth trying ran, not because memory ran out.
         trials: All trials, in the order they ran.
         warnings: Sentences for the plan.
+        refuted: Trials that failed from a clean state, each with the largest size that had run before.
         stopped: The limit that ended the search early; sizes between `largest_fit` and `first_fail` may fit.
     """
 
+    size: int
+    trial: Trial
     largest_fit: int
     first_fail: int | None
     capped: bool
     trials: tuple[Trial, ...]
     warnings: tuple[str, ...] = ()
+    refuted: tuple[tuple[Trial, int], ...] = ()
     stopped: Stop | None = None
 
 
 def search(
-    trial: Callable[[int], Trial],
-    cap: int,
+    trial: RunTrial,
+    sizes: Sequence[int],
     *,
     limit_bytes: int,
     needs: MemoryNeeds | None = None,
-    least_size: int = 1,
-    multiple_of: int = 1,
-    fresh_trial: Callable[[int], Trial] | None = None,
+    grow: Callable[[int], Trial] | None = None,
     predict: Predict | None = None,
+    answer: Callable[[int], int] | None = None,
+    isolated: bool = True,
+    confirms: bool = True,
 ) -> SearchResult:
-    """Find the largest size up to `cap` that runs, by running it and, unless it is the cap, the next one.
+    """Find the largest of `sizes` that runs, by running it and, unless it is the last, a larger one that fails.
 
-    Where memory does not grow monotonically with the size, the result still ran and the next size still failed;
-    larger sizes are not ruled out, and a warning says so where the trials show it. A `tight` size counts as failed as
-    soon as an `ok` one is known. No size is tried twice, except to confirm an uncertain out-of-memory error, or the
-    last failure if its process had run trials before: what they left behind may have caused it.
+    Where memory does not grow monotonically with the size, the answer still ran and a larger size still failed; other
+    sizes are not ruled out, and a warning says so where the trials show it. A `tight` size counts as failed as soon as
+    an `ok` one is known.
 
     Args:
-        trial: Runs one trial at a size in samples, or raises SearchStopped.
-        cap: The largest size worth trying, in samples.
+        trial: Runs one trial.
+        sizes: The sizes worth trying, in samples, in ascending order; the first is the least that can be trained.
         limit_bytes: The budget of every trial.
-        needs: What is known of the memory of any size, for the error message and the first steps.
-        least_size: The smallest size that can be trained at all, in samples.
-        multiple_of: Try only multiples of this number; `cap` and `least_size` are multiples too.
-        fresh_trial: Runs the same trial in a process that has run none before. None where all trials share one
-            process: an uncertain failure then counts once a smaller size has run after it.
+        needs: What is known of the memory of any size, for the error message and the first estimate.
+        grow: Runs a trial of micro-batches that grow up to the given size while memory allows. The search begins with
+            it where nothing else says which size fits. None where trials are predicted.
         predict: The predicted peak in bytes at a size of at least 2 samples. It decides where the search starts and
             goes while trials confirm it, never where it ends.
+        answer: Returns the size that the plan uses if the given one is the largest that fits, and the same for that
+            again. None: the largest of `sizes` that is not above it.
+        isolated: Whether a failure may be due to what earlier trials left behind in the process.
+        confirms: Whether the answer has to run in a fresh process.
 
     Raises:
-        UsageError: `cap` is less than `least_size`.
         DoesNotFitError: The smallest size ran out of memory.
         WorkloadError: A trial raised an error of the workload.
         NotMeasuredError: A trial raised an error of the measurement, or failed with an uncertain out-of-memory error
-            and no smaller size ran in a fresh process; or the search was stopped before any size had run.
+            and no smaller size ran in a fresh process (or afterwards, where there is one process); or the search was
+            stopped before any size had run.
     """
-    if cap < least_size:
-        raise UsageError(
-            f"the largest micro-batch to try is {cap}, the least that can be trained is {least_size}",
-            hint="give a larger one",
-        )
-    history = TrialHistory(trial, fresh_trial, least_size)
-    forecast = None if predict is None else CorrectedForecast(predict, limit_bytes, cap)
-    bounds = _Bounds(cap, limit_bytes, needs, forecast, multiple_of)
+    history = _History(trial, sizes, limit_bytes, needs, isolated=isolated, confirms=confirms, answer=answer)
+    forecast = None if predict is None else CorrectedForecast(predict, limit_bytes, sizes[-1])
     stop: SearchStopped | None = None
-    try:
-        _run_first_size(history, bounds, least_size)
-        _narrow_down(history, bounds)
-        while history.first_fail_is_stale:
-            history.run(history.largest_fit + multiple_of, fresh=True)
-            _narrow_down(history, bounds)
-        history.confirm_uncertain_failures()
-    except SearchStopped as raised:
-        stop = raised
-    if not any(t.ran for t in history.trials):
-        raise NotMeasuredError(
-            f"{stop} ended the search before a micro-batch of {least_size} had run through",
-            hint="allow more, or take a smaller model",
-        )
-    capped = history.largest_fit == cap
+    refuted: list[tuple[Trial, int]] = []
+    while True:
+        try:
+            if stop is None:
+                _narrow_down(history, grow, forecast)
+        except SearchStopped as raised:
+            stop = raised
+        largest = history.largest_fit
+        if not largest and stop is not None:
+            raise NotMeasuredError(
+                f"{stop} ended the search before a micro-batch of {sizes[0]} had run through",
+                hint="allow more, or take a smaller model",
+            )
+        if not largest:
+            raise does_not_fit_error(history.trials[-1], limit_bytes, needs)
+        size = history.answer(largest)
+        confirmed = history.confirmation(size)
+        uncertain = history.uncertain_failure
+        if confirmed is not None and uncertain is None:
+            return _result(history, size, confirmed, tuple(refuted), stop)
+        final = history.run(size, fresh=confirms, last=True, unlimited=True)
+        if not history.fits(final):
+            refuted.append((final, largest))
+            history.refute(final)
+        elif uncertain is not None and history.uncertain_failure is not None:
+            raise uncertain_oom_error(uncertain)
+
+
+def _narrow_down(history: _History, grow: Callable[[int], Trial] | None, forecast: CorrectedForecast | None) -> None:
+    """Run trials until no size is left between the largest that ran and the first that failed."""
+    sizes, widening = history.sizes, 1.0
+    while True:
+        low, high = history.bracket
+        by_forecast = None if forecast is None else forecast.estimate(history.peaks)
+        estimate = by_forecast or history.estimate()
+        if low + 1 == high:
+            if not history.may_be_leftovers(estimate):
+                return
+            history.run(sizes[high], fresh=True, last=True)
+            continue
+        is_sure = estimate is not None and estimate.is_sure(sizes)
+        if grow is not None and not history.has_grown and by_forecast is None and not is_sure:
+            history.has_grown = True
+            history.keep(grow(sizes[-1]))
+            continue
+        if len(history.trials) >= _MAX_ESTIMATED_TRIALS:
+            size = sizes[(low + high) // 2]
+        else:
+            wide = None if estimate is None else estimate.widened(widening)
+            size = choose_size(sizes[low + 1 : high], history.largest_fit, history.first_fail, wide)
+        index = bisect_left(sizes, size)
+        # What probably ends the search runs in a fresh process: a success is then confirmed, a failure not repeated.
+        if estimate is not None and size <= estimate.ceiling:
+            # The process of the inspection has more memory than others: what it imported does not count any more.
+            fresh = index + 1 == high or sizes[index + 1] > estimate.ceiling or not any(t.fresh for t in history.trials)
+            last = index + 1 == high and history.answer(size) == size and history.isolated == history.confirms
+        else:
+            fresh = estimate is not None and estimate.probability(size) > _UNSURE
+            last = low + 1 == index and history.confirmation(history.answer(history.largest_fit or size)) is not None
+        fresh = history.isolated and (fresh or history.leftovers_matter)
+        trial = history.run(size, fresh=fresh, last=last)
+        if estimate is not None:
+            widening = estimate.widen(widening, size, fits=history.fits(trial))
+
+
+def _result(
+    history: _History, size: int, confirmed: Trial, refuted: tuple[tuple[Trial, int], ...], stop: SearchStopped | None
+) -> SearchResult:
+    largest, first_fail = history.largest_fit, history.first_fail
+    capped = largest == history.sizes[-1]
+    warnings = []
+    if any(t.outcome == "tight" and t.micro_batch == largest for t in history.trials):
+        warnings.append(tight_warning(largest, predicted=history.needs.predicted))
+    if stop is not None and not capped:
+        warnings.append(stop_warning(str(stop), largest, first_fail))
     return SearchResult(
-        largest_fit=history.largest_fit,
-        first_fail=None if capped else history.first_fail,
+        size=size,
+        trial=confirmed,
+        largest_fit=largest,
+        first_fail=None if capped else first_fail,
         capped=capped,
         trials=tuple(history.trials),
-        warnings=(
-            *_warnings(history, None if capped else stop, needs),
-            *non_monotonic_warnings(history.valid_trials),
-        ),
+        warnings=(*warnings, *non_monotonic_warnings(history.valid_trials)),
+        refuted=refuted,
         stopped=None if stop is None or capped else stop.stop,
     )
 
 
-def _warnings(history: TrialHistory, stop: SearchStopped | None, needs: MemoryNeeds | None) -> Iterator[str]:
-    predicted = needs is not None and needs.predicted
-    if any(t.outcome == "tight" and t.micro_batch == history.largest_fit for t in history.trials):
-        yield tight_warning(history.largest_fit, predicted=predicted)
-    if stop is not None:
-        yield stop_warning(str(stop), history.largest_fit, history.first_fail)
-
-
-@dataclass(frozen=True)
-class _Bounds:
-    """The bounds of a search: the largest size, the budget, what is known beforehand, and the step between sizes."""
-
-    cap: int
-    limit_bytes: int
-    needs: MemoryNeeds | None
-    forecast: CorrectedForecast | None
-    step: int
-
-    def round_down(self, size: int, history: TrialHistory) -> int:
-        """Return the multiple at or below `size`, kept between the largest size that fits and the first that fails."""
-        first_fail = self.cap + self.step if history.first_fail is None else history.first_fail
-        return max(history.largest_fit + self.step, min(size - size % self.step, first_fail - self.step))
-
-
-def _run_first_size(history: TrialHistory, bounds: _Bounds, least_size: int) -> None:
-    """Run a first size: one that probably fits by the forecast, or else the smallest.
-
-    Raises:
-        DoesNotFitError: The smallest size does not run.
-    """
-    while bounds.forecast is not None and len(history.trials) < _MAX_FAILED_FORECASTS:
-        smallest_fail = min((t.micro_batch for t in history.trials if not t.ran), default=None)
-        guess = bounds.forecast.next_size({}, 0, smallest_fail, widening=1.0, trials=0)
-        size = 0 if guess is None else min(guess.size, bounds.cap) // bounds.step * bounds.step
-        if size <= least_size:
-            break
-        if history.run(size).ran:
-            return
-    if not history.run(least_size).ran:
-        raise does_not_fit_error(history.trials[-1], bounds.limit_bytes, bounds.needs)
-
-
-def _narrow_down(history: TrialHistory, bounds: _Bounds) -> None:
-    """Run trials until the largest size that ran is the cap, or the next one failed."""
-    widening = 1.0
-    sample_bytes = None if bounds.needs is None else bounds.needs.sample_bytes
-    while history.largest_fit < bounds.cap and history.first_fail != history.largest_fit + bounds.step:
-        guess, trials = None, len(history.trials)
-        tried = history.peaks, history.largest_fit, history.first_fail
-        if bounds.forecast is not None:
-            guess = bounds.forecast.next_size(*tried, widening=widening, trials=trials)
-        # The trial that probably ends the search runs in a fresh process: a failure in a used one would be repeated.
-        ends_it = guess is not None and bounds.round_down(guess.size, history) == history.largest_fit + bounds.step
-        guess = guess or next_size(
-            *tried, bounds.limit_bytes, widening=widening, trials=trials, sample_bytes=sample_bytes
-        )
-        size = bounds.round_down(guess.size, history)
-        history.run(size, fresh=ends_it or history.leftovers_matter)
-        widening = guess.widen(widening, fits=size <= history.largest_fit)
-
-
-class TrialHistory:
-    """Runs the trials of a search, and answers questions about all of them together.
-
-    Args:
-        trial: Runs one trial at a size in samples.
-        fresh_trial: Runs it in a process that has run none before; None where all trials share one process.
-        least_size: The smallest size that can be trained.
-    """
+class _History:
+    """The trials of a search, and what follows from all of them together; the arguments are those of `search`."""
 
     def __init__(
-        self, trial: Callable[[int], Trial], fresh_trial: Callable[[int], Trial] | None, least_size: int
+        self,
+        trial: RunTrial,
+        sizes: Sequence[int],
+        limit_bytes: int,
+        needs: MemoryNeeds | None,
+        *,
+        isolated: bool,
+        confirms: bool,
+        answer: Callable[[int], int] | None,
     ) -> None:
-        self._trial, self._fresh_trial, self._least_size = trial, fresh_trial, least_size
+        self._trial, self._limit_bytes, self.confirms = trial, limit_bytes, confirms
+        self.sizes, self.needs, self.isolated = sizes, needs or MemoryNeeds(), isolated
+        self.answer = answer or (lambda size: sizes[bisect_right(sizes, size) - 1])
         self.trials: list[Trial] = []
+        self.has_grown = False
+        self._tried_fresh: set[int] = set()
+        self._refuted: int | None = None
 
-    def run(self, size: int, *, fresh: bool = False) -> Trial:
-        """Run a trial, in a fresh process on request, and keep it.
+    def run(self, size: int, *, fresh: bool, last: bool, unlimited: bool = False) -> Trial:
+        """Run a trial and keep it; raises as `keep`."""
+        trial = self._trial(size, fresh=fresh, last=last, unlimited=unlimited)
+        if fresh or trial.fresh:
+            self._tried_fresh.add(size)
+        return self.keep(trial)
+
+    def keep(self, trial: Trial) -> Trial:
+        """Keep a trial.
 
         Raises:
             WorkloadError, NotMeasuredError: It ended by an error; or the smallest size failed with an uncertain
                 out-of-memory error.
         """
-        trial = (self._fresh_trial or self._trial)(size) if fresh else self._trial(size)
         self.trials.append(trial)
         if trial.outcome == "error":
             raise trial_error(trial)
-        if not trial.ran and not trial.certain and size == self._least_size:
+        if not trial.ran and not trial.certain and trial.micro_batch == self.sizes[0]:
             raise uncertain_oom_error(trial)
         return trial
+
+    def refute(self, trial: Trial) -> None:
+        """Leave out the size of a trial that failed from a clean state, and all larger ones.
+
+        Raises:
+            DoesNotFitError, NotMeasuredError: It is the smallest size.
+        """
+        if trial.micro_batch > self.sizes[0]:
+            self._refuted = trial.micro_batch
+            return
+        if trial.outcome == "oom" and not trial.certain:
+            raise NotMeasuredError(f"micro-batch {trial.micro_batch} ran and failed: {trial.message or 'no message'}")
+        raise does_not_fit_error(trial, self._limit_bytes, self.needs)
 
     def fits(self, trial: Trial) -> bool:
         """Return whether the trial counts as one that fits: a `tight` one only as long as no other trial is `ok`."""
@@ -232,14 +278,24 @@ class TrialHistory:
 
     @property
     def largest_fit(self) -> int:
-        """The largest size that fits."""
-        return max(t.micro_batch for t in self.trials if self.fits(t))
+        """The largest size that ran, below any that was refuted; 0 when none has."""
+        ran = {trial.micro_batch for trial in self._decisive if self.fits(trial)}
+        ran |= {size for trial in self.trials for size, _ in trial.peaks}
+        return max((size for size in ran if self._refuted is None or size < self._refuted), default=0)
 
     @property
     def first_fail(self) -> int | None:
-        """The smallest size above `largest_fit` that does not fit; None when none was tried."""
-        failed = [t.micro_batch for t in self.valid_trials if not self.fits(t) and t.micro_batch > self.largest_fit]
+        """The smallest size above `largest_fit` that failed; None when none did."""
+        largest = self.largest_fit
+        failed = (t.micro_batch for t in self._decisive if not self.fits(t) and t.micro_batch > largest)
         return min(failed, default=None)
+
+    @property
+    def bracket(self) -> tuple[int, int]:
+        """The indices of the largest of `sizes` that fits, and of the smallest that does not; -1 or the end if none."""
+        first_fail = self.first_fail
+        high = len(self.sizes) if first_fail is None else bisect_left(self.sizes, first_fail)
+        return min(bisect_right(self.sizes, self.largest_fit), high) - 1, high
 
     @property
     def valid_trials(self) -> list[Trial]:
@@ -250,39 +306,54 @@ class TrialHistory:
     def leftovers_matter(self) -> bool:
         """True if a size that failed in a used process ran in a fresh one."""
         refuted = {t.micro_batch for t in self.trials if not t.fresh and not t.ran}
-        return any(t.fresh and t.ran and t.micro_batch in refuted for t in self.trials)
+        return self.isolated and any(t.fresh and t.ran and t.micro_batch in refuted for t in self.trials)
+
+    def may_be_leftovers(self, estimate: Estimate | None) -> bool:
+        """Return whether the first failure came from a used process and is none that the estimate expects."""
+        first_fail, (low, high) = self.first_fail, self.bracket
+        if not self.isolated or first_fail is None or low < 0:
+            return False
+        # A growing trial may have failed between two of the sizes: then the larger one is repeated.
+        if any(first_fail <= size <= self.sizes[high] for size in self._tried_fresh):
+            return False
+        return estimate is None or estimate.probability(first_fail) > _UNSURE
+
+    def confirmation(self, size: int) -> Trial | None:
+        """Return the trial that confirmed `size`, in a fresh process where that counts; None if there is none."""
+        ran = [t for t in self._decisive if t.micro_batch == size and self.fits(t) and not t.peaks]
+        return ran[0] if ran and (ran[0].fresh or not self.confirms) else None
 
     @property
-    def first_fail_is_stale(self) -> bool:
-        """True if the failure right above the largest fit comes only from one process that had run trials before."""
-        tried = [t for t in self.trials if t.micro_batch == self.first_fail]
-        return self._fresh_trial is not None and len(tried) == 1 and not tried[0].fresh
+    def uncertain_failure(self) -> Trial | None:
+        """The smallest failure that may be a bug, if no smaller size ran in a fresh process (or after it)."""
+        uncertain = [t for t in self.trials if not t.ran and not t.certain]
+        if not uncertain:
+            return None
+        failure = min(uncertain, key=lambda t: t.micro_batch)
+        later = [] if self.isolated else self.trials[self.trials.index(failure) + 1 :]
+        since = [*later, *(t for t in self.trials if t.fresh)]
+        return None if any(t.ran and t.micro_batch < failure.micro_batch for t in since) else failure
+
+    def estimate(self) -> Estimate | None:
+        """Return where memory probably reaches the limit, by the peaks, or at first by the inspection's update."""
+        peaks, needs = self.peaks, self.needs
+        if not self.trials and needs.update_bytes is not None and needs.sample_bytes:
+            peaks = {needs.update_samples: needs.update_bytes}
+        return estimate_from_peaks(peaks, self._limit_bytes, sample_bytes=needs.sample_bytes)
+
+    @property
+    def _decisive(self) -> list[Trial]:
+        """The trial that counts of each size: the last one in a fresh process, or else the last."""
+        found: dict[int, Trial] = {}
+        for trial in self.valid_trials:
+            known = found.get(trial.micro_batch)
+            if known is None or trial.fresh or not known.fresh:
+                found[trial.micro_batch] = trial
+        return list(found.values())
 
     @property
     def peaks(self) -> dict[int, int]:
         """Peak bytes by size, of sizes that fit."""
-        ran = [(t.micro_batch, peak_bytes(t)) for t in self.trials if self.fits(t)]
-        return {size: peak for size, peak in ran if peak is not None}
-
-    def confirm_uncertain_failures(self) -> None:
-        """Run the largest fit again if failures may be bugs: some messages mean either that or out of memory.
-
-        Such a failure counts once a smaller size ran in a fresh process.
-
-        Raises:
-            NotMeasuredError: No smaller size did.
-        """
-        uncertain = [t for t in self.trials if not t.ran and not t.certain]
-        if not uncertain:
-            return
-        smallest = min(uncertain, key=lambda t: t.micro_batch)
-        if not self._is_confirmed(smallest):
-            # After a failed trial the next process is a fresh one, so that this trial can confirm it.
-            self.run(self.largest_fit, fresh=True)
-        if not self._is_confirmed(smallest):
-            raise uncertain_oom_error(smallest)
-
-    def _is_confirmed(self, failure: Trial) -> bool:
-        later = self.trials[self.trials.index(failure) + 1 :] if self._fresh_trial is None else []
-        fresh = [trial for trial in self.trials if trial.fresh]
-        return any(trial.ran and trial.micro_batch < failure.micro_batch for trial in (*fresh, *later))
+        grown = {size: peak for trial in self.trials for size, peak in trial.peaks}
+        ran = [(t.micro_batch, peak_bytes(t)) for t in self.trials if self.fits(t) and not t.peaks]
+        return grown | {size: peak for size, peak in ran if peak is not None}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from autoaccum.accumulation.schedule import Schedule
-from autoaccum.devices.base import Device, Trial
+from autoaccum.devices.base import Device, GrowingDevice, Trial
+from autoaccum.devices.explanation import PredictingDevice
 from autoaccum.errors import NotMeasuredError
 from autoaccum.planning.plan_events import Listener, TrialFinished, TrialStarted
 from autoaccum.planning.plan_request import PlanRequest
@@ -65,40 +65,50 @@ class TrialRunner:
 
     Attributes:
         trials: All trials so far, in order.
+        least_size: The smallest size that can be trained.
         confirmation_start_seconds: The time to reserve for the start of the confirmation's process.
     """
 
     def __init__(self, device: Device, request: PlanRequest, notify: Listener, limits: SearchLimits) -> None:
         self._device, self._request, self._notify, self._limits = device, request, notify, limits
         self.trials: list[Trial] = []
+        self.least_size = 1
         self.confirmation_start_seconds = 0.0
 
-    def try_size(self, size: int, *, fresh: bool = False) -> Trial:
-        """Run a trial of the search: two micro-batches of `size` samples.
+    def try_size(self, size: int, *, fresh: bool = False, last: bool = False, unlimited: bool = False) -> Trial:
+        """Run a trial of the search, as `search.RunTrial`.
+
+        It runs the parts of the schedule whose largest is `size`, or else two micro-batches of that size: if it has
+        none, or if it is predicted, since uneven parts have to be traced by themselves.
+        """
+        schedule = self._request.schedule(size)
+        is_own = schedule.micro_batch == size and schedule.smallest_part >= self.least_size
+        scales = isinstance(self._device, PredictingDevice) and not fresh and schedule.iter_size > 1
+        parts = schedule.trial_parts if is_own and not scales else (size, size)
+        return self._search(lambda left: self._run(parts, fresh=fresh, last=last, limit_seconds=left), unlimited)
+
+    def grow(self, most: int) -> Trial:
+        """Run a trial of micro-batches that grow up to `most` samples.
 
         Raises:
             SearchStopped: A limit forbids the trial, or ended it.
         """
+        device = self._device
+        assert isinstance(device, GrowingDevice)
+        parts = (self.least_size, self.least_size)
+        return self._search(lambda left: self._keep(parts, lambda: device.grow(most, limit_seconds=left), grows=True))
+
+    def _search(self, run: Callable[[float | None], Trial], unlimited: bool = False) -> Trial:
+        """Call `run` with the seconds that the limits leave for a trial; None: as many as it takes."""
+        if unlimited:
+            return run(None)
         seconds = [trial.seconds for trial in self.trials if trial.ran]
         confirmation = self.confirmation_start_seconds + max(seconds) if seconds else 0.0
         left = self._limits.seconds_left(len(self.trials), confirmation)
-        # A size of the whole share is one micro-batch per update: nothing accumulates then.
-        parts = (size,) if size == self._request.share else (size, size)
-        trial = self._run(parts, fresh=fresh, limit_seconds=left)
+        trial = run(left)
         if trial.timed_out and left is not None:
             self._limits.seconds_left(None, confirmation)
         return trial
-
-    def confirm(self, schedule: Schedule) -> Trial:
-        """Run the parts that prove a schedule (`Schedule.trial_parts`) from a clean state, without limits.
-
-        The last trial is returned instead, if it was just that.
-        """
-        parts = schedule.trial_parts
-        last = self.trials[-1]
-        if last.fresh and last.outcome == "ok" and last.parts == parts:
-            return last
-        return self._run(parts, fresh=True, confirming=True)
 
     def try_budget(self, parts: tuple[int, ...], limit_bytes: int) -> Trial:
         """Run `parts` from a clean state within `limit_bytes`.
@@ -117,15 +127,25 @@ class TrialRunner:
         parts: tuple[int, ...],
         *,
         fresh: bool,
-        confirming: bool = False,
+        last: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
     ) -> Trial:
+        def run() -> Trial:
+            return self._device.trial(
+                parts, fresh=fresh, last=last, limit_bytes=limit_bytes, limit_seconds=limit_seconds
+            )
+
+        return self._keep(parts, run, limit_bytes)
+
+    def _keep(
+        self, parts: tuple[int, ...], run: Callable[[], Trial], limit_bytes: int | None = None, *, grows: bool = False
+    ) -> Trial:
         number = len(self.trials) + 1
-        self._notify(TrialStarted(number, parts, confirming, limit_bytes))
-        trial = self._device.trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds)
+        self._notify(TrialStarted(number, parts, limit_bytes, grows))
+        trial = run()
         self.trials.append(trial)
-        self._notify(TrialFinished(number, trial, confirming))
+        self._notify(TrialFinished(number, trial))
         return trial
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from autoaccum.accumulation.schedule import Schedule, format_parts
+from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.base import Trial
 from autoaccum.planning import plan_events
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.console import PlainConsole, path_value, print_messages, print_rows
+from autoaccum.reporting.console import path_value, print_messages, print_rows
 from autoaccum.reporting.explain_report import print_explanation
 from autoaccum.reporting.progress import Progress
 from autoaccum.units import MIB, format_bytes
@@ -153,9 +152,11 @@ def _largest_fit(plan: Plan) -> str:
         return f"{plan.largest_fit}, the largest size allowed"
     if plan.stopped is not None:
         return f"{plan.largest_fit}, the largest before the limit on {plan.stopped} ended the search"
-    above = {trial.outcome for trial in plan.trials if trial.micro_batch == plan.largest_fit + 1}
-    why = "does not fit" if "oom" in above else "is tight" if "tight" in above else ""
-    return f"{plan.largest_fit} ({plan.largest_fit + 1} {why})" if why else f"{plan.largest_fit}"
+    above = [trial for trial in plan.trials if trial.micro_batch > plan.largest_fit and trial.limit_bytes is None]
+    if not above:
+        return f"{plan.largest_fit}"
+    first = min(above, key=lambda trial: trial.micro_batch)
+    return f"{plan.largest_fit} ({first.micro_batch} {'does not fit' if first.outcome == 'oom' else 'is tight'})"
 
 
 def _device(plan: Plan) -> str:
@@ -198,12 +199,7 @@ _COLUMNS = "{size:>11}  {outcome:<7}  {peak:>9}  {seconds:>8}"
 class PlanProgress(Progress):
     """Shows planning: one line per trial, and a live line for the trial that runs."""
 
-    _schedule: Schedule | None = None
     _seeks_least = _predicted = False
-
-    def __init__(self, console: PlainConsole, **options: Any) -> None:
-        super().__init__(console, **options)
-        self._tried: set[tuple[int, ...]] = set()
 
     def notify(self, event: plan_events.Event) -> None:
         """Show one event."""
@@ -220,35 +216,29 @@ class PlanProgress(Progress):
             self.show("finding out where the memory goes ...")
         elif isinstance(event, plan_events.Explained):
             self.stop()
-        elif isinstance(event, plan_events.Scheduled):
-            self._schedule = event.schedule
         elif isinstance(event, plan_events.TrialStarted):
             self._begin(event)
         elif isinstance(event, plan_events.TrialFinished):
             self._end(event)
 
     def _begin(self, event: plan_events.TrialStarted) -> None:
-        if event.confirming and self._schedule is not None:
-            how = "by a trace of its own" if self._predicted else "from a clean state"
-            self.say(f"confirming {format_parts(self._schedule.micro_batches)} {how}", "dim")
         if event.limit_bytes is not None and not self._seeks_least:
             self._seeks_least = True
             self.say("searching for the least budget at which this still runs", "dim")
         within = "" if event.limit_bytes is None else f" within {format_bytes(event.limit_bytes)}"
         doing = "predicting" if self._predicted else f"trial {event.number}:"
-        self.show(f"{doing} micro-batch {_sizes(event.parts, event.confirming)}{within} ...")
+        sizes = f"{event.parts[0]} and larger ones" if event.grows else _sizes(event.parts)
+        self.show(f"{doing} micro-batch {sizes}{within} ...")
 
     def _end(self, event: plan_events.TrialFinished) -> None:
         self.stop()
-        line = trial_line(event.trial, confirming=event.confirming, predicted=self._predicted)
-        if not event.confirming and event.trial.limit_bytes is None:
-            if event.trial.fresh and event.trial.parts in self._tried:
-                line.append("  again, in a fresh process", "dim")
-            self._tried.add(event.trial.parts)
+        line = trial_line(event.trial, predicted=self._predicted)
+        if event.trial.fresh and event.trial.ran and event.trial.limit_bytes is None:
+            line.append("  by a trace of its own" if self._predicted else "  from a clean state", "dim")
         self.say(line)
 
 
-def trial_line(trial: Trial, *, confirming: bool = False, predicted: bool = False) -> Text:
+def trial_line(trial: Trial, *, predicted: bool = False) -> Text:
     """Return one trial as a line: size, outcome, peak, seconds, and what went wrong.
 
     A predicted trial that does not fit has a peak as well: what it would take.
@@ -260,7 +250,7 @@ def trial_line(trial: Trial, *, confirming: bool = False, predicted: bool = Fals
     shown = peak is not None and (trial.ran or predicted)
     outcome = _NO_FIT if predicted and trial.outcome == "oom" else trial.outcome
     line = _COLUMNS.format(
-        size=_sizes(trial.parts, confirming) if trial.limit_bytes is None else format_bytes(trial.limit_bytes),
+        size=_trial_sizes(trial) if trial.limit_bytes is None else format_bytes(trial.limit_bytes),
         outcome=outcome,
         peak=format_bytes(peak or 0) if shown else "-",
         seconds=f"{trial.seconds:.1f} s",
@@ -282,6 +272,9 @@ def _headline(event: plan_events.Inspected) -> Text:
     )
 
 
-def _sizes(parts: tuple[int, ...], confirming: bool) -> str:
-    sizes = tuple(dict.fromkeys(parts)) if confirming else parts[:1]
-    return " + ".join(map(str, sizes))
+def _trial_sizes(trial: Trial) -> str:
+    return f"{trial.parts[0]} to {trial.micro_batch}" if len(trial.peaks) > 1 else _sizes(trial.parts)
+
+
+def _sizes(parts: tuple[int, ...]) -> str:
+    return " + ".join(str(part) for part in dict.fromkeys(parts))

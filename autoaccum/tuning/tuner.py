@@ -153,7 +153,7 @@ class _Tuner:
         request, facts = self._processes.request, self._facts
         options = {name: getattr(request.options, name) for name in _PLANNED_WITH}
         options["worst_of"] = None if facts.has_batch else DEFAULT_WORST_OF
-        plan_request = PlanRequest(target_batch, Options(**options), max_micro_batch=most)
+        plan_request = PlanRequest(target_batch, Options(**options), max_micro_batch=most, ceiling=True)
         plan = make_plan(request.reference, plan_request, on_event=self._notify, on_output=self._on_output)
         self._processes.check_unchanged(str(plan.workload.get("digest")))
         return plan

@@ -125,17 +125,6 @@ def test_shared_memory_beyond_the_budget_counts_though_no_limit_stops_it(device:
     assert "shared memory" in trial.message
 
 
-def test_a_process_that_keeps_what_a_trial_took_is_replaced(device: CpuDevice, lines: list[str]) -> None:
-    lines.clear()
-    assert device.trial((1, 1)).outcome == "ok"
-    assert lines == ["a loss of 1"] * 3
-    assert device.trial((10,)).outcome == "ok"
-    after = device.trial((1, 1))
-    assert after.outcome == "ok"
-    assert after.fresh
-    assert not device.trial((1, 1)).fresh
-
-
 def test_an_interrupt_ends_the_child_and_the_device_goes_on(device: CpuDevice) -> None:
     device.trial((1, 1))
     threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()

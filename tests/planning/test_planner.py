@@ -13,7 +13,7 @@ from autoaccum.api import plan
 from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.planning import plan_setup
-from autoaccum.planning.plan_events import Event, Inspected, Loading, Scheduled, TrialFinished, TrialStarted
+from autoaccum.planning.plan_events import Event, Inspected, Loading, TrialFinished, TrialStarted
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
@@ -50,15 +50,12 @@ class ScriptedDevice(Device):
         self.asked: list[tuple[tuple[int, ...], bool]] = []
         self.limits: list[tuple[int | None, float | None]] = []
         self.closed = False
-        self.proofs: list[tuple[int, ...]] = []
-        self._confirming = False
         self._spoilt = True
 
-    def listen(self, event: Event) -> None:
-        if isinstance(event, TrialStarted):
-            self._confirming = event.confirming
-            if event.confirming:
-                self.proofs.append(event.parts)
+    @property
+    def proofs(self) -> list[tuple[int, ...]]:
+        """The parts that were asked for in a fresh process."""
+        return [parts for parts, fresh in self.asked if fresh]
 
     def describe(self) -> Mapping[str, Any]:
         return {"name": "cpu", "kind": "cpu", "total_bytes": 8 * GIB, "limit_by": "RLIMIT_DATA"}
@@ -90,6 +87,7 @@ class ScriptedDevice(Device):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
+        last: bool = False,
     ) -> Trial:
         self.asked.append((parts, fresh))
         self.limits.append((limit_bytes, limit_seconds))
@@ -101,7 +99,7 @@ class ScriptedDevice(Device):
             return Trial(
                 parts=parts, outcome="error", timed_out=True, message="was ended after a while", blames="measurement"
             )
-        outcome = (self._confirms if self._confirming else self._outcome)(max(parts))
+        outcome = (self._confirms if fresh else self._outcome)(max(parts))
         if limit_bytes is not None:
             outcome = "ok" if limit_bytes >= self.needs(max(parts)) else "oom"
         is_fresh, self._spoilt = fresh or self._spoilt, outcome not in ("ok", "tight")
@@ -128,34 +126,42 @@ class ScriptedDevice(Device):
 
 
 def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:
-    return plan_on_device(PlanSetup(device, "model.py"), make_request(target, **request), on_event=device.listen)
+    return plan_on_device(PlanSetup(device, "model.py"), make_request(target, **request))
 
 
 def test_plans() -> None:
     device = ScriptedDevice()
     found = run(device)
     assert (found.micro_batch, found.iter_size, found.micro_batches) == (86, 3, (86, 85, 85))
-    assert (found.largest_fit, found.capped, found.ranks) == (100, False, None)
+    assert (found.largest_fit, found.capped, found.ranks) == (86, False, None)
+    assert {trial.micro_batch for trial in found.trials if trial.outcome == "oom"} == {128}
     assert found.peak_bytes == (100 + 86 * 9) * MIB
     assert found.workload["reference"] == "model.py"
     assert found.device["kind"] == "cpu"
     assert [trial.micro_batch for trial in found.trials] == [max(parts) for parts, _ in device.asked]
-    assert [t.outcome for t in found.trials if t.fresh and t.micro_batch == 101] == ["oom"]
 
 
-def test_confirms_the_largest_and_the_smallest_part_from_a_clean_state() -> None:
+def test_the_ceiling_is_found_to_the_sample() -> None:
     device = ScriptedDevice()
-    run(device)
+    found = run(device, ceiling=True)
+    assert (found.micro_batches, found.largest_fit) == ((86, 85, 85), 100)
+    assert [t.outcome for t in found.trials if t.fresh and t.micro_batch == 101] == ["oom"]
     assert device.asked[-1] == ((86, 85), True)
-    assert all(parts == (parts[0],) * 2 for parts, _ in device.asked[:-1])
-    assert device.proofs == [(86, 85)]
+
+
+def test_trials_run_the_parts_of_schedules_and_the_answer_from_a_clean_state() -> None:
+    device = ScriptedDevice()
+    found = run(device)
+    assert all(parts == make_request(256).schedule(max(parts)).trial_parts for parts, _ in device.asked)
+    proof = next(trial for trial in found.trials if trial.micro_batch == 86)
+    assert (proof.parts, proof.fresh) == ((86, 85), True)
 
 
 def test_a_largest_part_that_follows_on_itself_does_so_in_the_confirmation() -> None:
     """With the gradients of one resident, another of its size takes more than the smallest part does."""
     device = ScriptedDevice()
     assert run(device, 257).micro_batches == (86, 86, 85)
-    assert device.proofs == [(86, 86, 85)]
+    assert (86, 86, 85) in device.proofs
 
 
 def test_the_whole_share_is_one_part() -> None:
@@ -194,12 +200,10 @@ def test_a_last_trial_that_is_the_schedule_in_a_fresh_process_is_its_proof() -> 
 
 def test_a_confirmation_that_fails_goes_down() -> None:
     device = ScriptedDevice(confirms=lambda size: "ok" if size <= 60 else "oom")
-    found = run(device)
-    assert device.proofs == [(86, 85), (64, 64), (52, 51)]
+    found = run(device, ceiling=True)
     assert found.micro_batches == (52, 51, 51, 51, 51)
     assert found.largest_fit < 64
     assert not found.capped
-    assert "86 + 85 + 85 did not run again from a clean state (oom)" in found.warnings[0]
 
 
 def test_a_tight_confirmation_goes_down_unless_all_is_tight() -> None:
@@ -211,7 +215,7 @@ def test_a_tight_confirmation_goes_down_unless_all_is_tight() -> None:
 
 def test_a_confirmation_that_never_runs() -> None:
     with pytest.raises(DoesNotFitError, match="micro-batch 1 needs more memory than there is, 1.0 GiB"):
-        run(ScriptedDevice(confirms=lambda size: "oom"), 8)
+        run(ScriptedDevice(lambda size: "oom"), 8)
 
 
 @pytest.mark.parametrize("confirms", [None, lambda _: "error"])
@@ -232,7 +236,7 @@ def test_the_longest_share_decides() -> None:
 
 
 def test_equal_parts_and_their_cost() -> None:
-    found = run(ScriptedDevice(), 254, equal=True)
+    found = run(ScriptedDevice(), 254, equal=True, ceiling=True)
     assert found.micro_batches == (2,) * 127
     assert any("without --equal it is 85 + 85 + 84" in note for note in found.notes)
     assert not any("--equal" in note for note in run(ScriptedDevice(), 256, equal=True).notes)
@@ -276,26 +280,24 @@ def test_tells_what_it_does() -> None:
     finished = [event for event in events if isinstance(event, TrialFinished)]
     assert [event.trial for event in finished] == list(found.trials)
     assert [event.number for event in started] == list(range(1, len(started) + 1))
-    assert [event.confirming for event in finished] == [False] * (len(finished) - 1) + [True]
-    assert isinstance(events[-3], Scheduled)
 
 
 def test_a_limit_on_trials_ends_the_search_and_what_ran_is_confirmed() -> None:
     device = ScriptedDevice()
-    found = run(device, max_trials=3)
+    found = run(device, max_trials=3, ceiling=True)
     assert len(found.trials) == 4
     assert found.stopped == "trials"
     assert not found.capped
     assert found.largest_fit == max(trial.micro_batch for trial in found.trials[:3] if trial.ran)
     assert found.micro_batch <= found.largest_fit
-    assert device.proofs == [(found.micro_batch, found.micro_batch, found.schedule.smallest_part)]
+    assert device.proofs[-1] == found.schedule.trial_parts
     assert "the limit of 3 trials ended the search" in found.warnings[0]
 
 
 def test_time_is_kept_for_the_confirmation() -> None:
     """The clock is real; a device that takes long over each trial meets a limit that only a few of them fit into."""
     device = ScriptedDevice(seconds=0.2)
-    found = run(device, time_limit=1.0)
+    found = run(device, time_limit=1.0, ceiling=True)
     assert found.stopped == "time"
     assert found.trials[-1].parts == device.proofs[-1]
     limits = [seconds for _, seconds in device.limits]

@@ -68,7 +68,7 @@ def test_a_predicted_plan() -> None:
 
 def test_the_ceiling_is_the_largest_that_fits_and_the_next_does_not() -> None:
     for gib in (1.0, 2.0, 5.0):
-        plan = predict(gib=gib)
+        plan = predict(gib=gib, ceiling=True)
         outcomes = {trial.micro_batch: trial.outcome for trial in plan.trials[:-1]}
         assert outcomes[plan.largest_fit] == "ok"
         assert outcomes[plan.largest_fit + 1] != "ok"
@@ -122,7 +122,7 @@ def test_where_small_sizes_promise_what_large_ones_do_not_keep_the_search_begins
         return 6 * MIB * (size if size < 6 else -(-size // 8) * 8)
 
     tracer = SyntheticTracer(padded)
-    plan = predict(tracer, 501)
+    plan = predict(tracer, 501, ceiling=True)
     ran = {trial.micro_batch: trial.outcome for trial in plan.trials if trial.fresh}
     assert (ran[plan.largest_fit], ran[plan.largest_fit + 1]) == ("ok", "oom")
     assert plan.largest_fit % 8 == 0
@@ -195,6 +195,7 @@ class RealCard(Device):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
+        last: bool = False,
     ) -> Trial:
         self.jobs = 1 if fresh or self.jobs == 0 else self.jobs + 1
         peak = GIB + max(parts) * 77 * MIB
@@ -228,15 +229,15 @@ def measure(forecast: Forecast, target: int = 256, **request: Any) -> tuple[Plan
 def test_a_measured_plan_needs_few_trials(error: float) -> None:
     plan, trials = measure(Forecast(peak_bytes=lambda size: round((1 + error) * (GIB + size * 77 * MIB))))
     assert plan.kind == "measured"
-    assert plan.largest_fit == 93
-    assert 2 <= len(trials) <= 6
+    assert (plan.largest_fit, plan.micro_batch) == (86, 86)
+    assert len(trials) == 2
     assert plan.least_bytes is None
     assert plan.band_bytes is None
 
 
 def test_without_a_forecast_the_answer_is_the_same_and_a_note_says_why() -> None:
     note = "the search began without a simulation of the card (no reason)"
-    plan, trials = measure(Forecast(notes=(note,)))
+    plan, trials = measure(Forecast(notes=(note,)), ceiling=True)
     assert plan.largest_fit == 93
     assert note in plan.notes
     assert trials[0].parts == (1, 1)

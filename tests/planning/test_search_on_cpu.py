@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from asking import make_settings
@@ -34,13 +33,13 @@ def test_brute_force_agrees(tmp_path: Path) -> None:
     with CpuDevice(settings) as device:
         device.inspect()
 
-        def trial(size: int, *, fresh: bool = False) -> Trial:
-            return device.trial((size, size), fresh=fresh)
+        def trial(size: int, *, fresh: bool, last: bool = False, unlimited: bool = False) -> Trial:
+            return device.trial((size, size), fresh=fresh, last=last)
 
-        in_fresh = partial(trial, fresh=True)
-        found = search(trial, 64, limit_bytes=device.limit_bytes, fresh_trial=in_fresh)
-        outcomes = {size: in_fresh(size).outcome for size in range(1, found.largest_fit + 3)}
+        found = search(trial, range(1, 65), limit_bytes=device.limit_bytes, grow=device.grow)
+        sizes = range(max(1, found.largest_fit - 2), found.largest_fit + 3)
+        outcomes = {size: trial(size, fresh=True).outcome for size in sizes}
     runs = [size for size, outcome in outcomes.items() if outcome == "ok"]
     print(f"{outcomes}, found {[(t.micro_batch, t.outcome) for t in found.trials]}")
-    assert runs == list(range(1, found.largest_fit + 1))
+    assert runs == list(range(sizes.start, found.largest_fit + 1))
     assert not found.capped

@@ -5,12 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.planning.plan_events import (
     Inspected,
     Loading,
-    Scheduled,
     Tracing,
     TrialFinished,
     TrialStarted,
@@ -33,7 +31,7 @@ INSPECTION = Inspection(
 )
 OK = Trial(parts=(64, 64), outcome="ok", peak_reserved_bytes=312 * MIB, seconds=1.24)
 OOM = Trial(parts=(128, 128), outcome="oom", phase="backward", seconds=0.5, peak_reserved_bytes=500 * MIB)
-PROOF = Trial(parts=(43, 42), outcome="ok", peak_allocated_bytes=200 * MIB, seconds=1.0)
+PROOF = Trial(parts=(43, 42), outcome="ok", peak_allocated_bytes=200 * MIB, seconds=1.0, fresh=True)
 
 
 class Terminal(io.StringIO):
@@ -48,12 +46,11 @@ def draw(*, terminal: bool = False, quiet: bool = False) -> str:
         progress.notify(Loading("digits.py"))
         progress.notify(Inspected(INSPECTION, "cpu", GIB, 256))
         for number, trial in enumerate((OK, OOM), start=1):
-            progress.notify(TrialStarted(number, trial.parts, False))
+            progress.notify(TrialStarted(number, trial.parts))
             progress.print_output(f"printed in trial {number}")
-            progress.notify(TrialFinished(number, trial, False))
-        progress.notify(Scheduled(make_schedule(128, 64), 64))
-        progress.notify(TrialStarted(3, PROOF.parts, True))
-        progress.notify(TrialFinished(3, PROOF, True))
+            progress.notify(TrialFinished(number, trial))
+        progress.notify(TrialStarted(3, PROOF.parts))
+        progress.notify(TrialFinished(3, PROOF))
     return file.getvalue()
 
 
@@ -65,8 +62,7 @@ def test_one_line_per_trial() -> None:
         "         64  ok         312 MiB     1.2 s\n"
         "printed in trial 2\n"
         "        128  oom              -     0.5 s  in backward\n"
-        "confirming 64 + 64 from a clean state\n"
-        "    43 + 42  ok         200 MiB     1.0 s\n"
+        "    43 + 42  ok         200 MiB     1.0 s  from a clean state\n"
     )
 
 
@@ -75,11 +71,11 @@ def test_trials_of_other_budgets_show_the_budget() -> None:
     progress = PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None))
     with progress:
         for number, limit_bytes in enumerate((300 * MIB, 150 * MIB), start=4):
-            progress.notify(TrialStarted(number, PROOF.parts, False, limit_bytes))
-            progress.notify(TrialFinished(number, replace(PROOF, limit_bytes=limit_bytes), False))
+            progress.notify(TrialStarted(number, PROOF.parts, limit_bytes))
+            progress.notify(TrialFinished(number, replace(PROOF, limit_bytes=limit_bytes)))
     text = file.getvalue()
     assert text.count("searching for the least budget at which this still runs\n") == 1
-    assert "trial 5: micro-batch 43 within 150 MiB ..." in text
+    assert "trial 5: micro-batch 43 + 42 within 150 MiB ..." in text
     assert "    300 MiB  ok         200 MiB     1.0 s\n" in text
 
 
@@ -88,17 +84,16 @@ def test_what_is_predicted_is_said_to_be_so() -> None:
     with PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None)) as progress:
         progress.notify(Inspected(INSPECTION, "rtx3090 (simulated)", GIB, 256, predicted=True))
         progress.notify(Tracing())
-        progress.notify(TrialStarted(1, OOM.parts, False))
-        progress.notify(TrialFinished(1, OOM, False))
-        progress.notify(Scheduled(make_schedule(128, 64), 64))
-        progress.notify(TrialStarted(2, PROOF.parts, True))
-        progress.notify(TrialFinished(2, PROOF, True))
+        progress.notify(TrialStarted(1, OOM.parts))
+        progress.notify(TrialFinished(1, OOM))
+        progress.notify(TrialStarted(2, PROOF.parts))
+        progress.notify(TrialFinished(2, PROOF))
     text = file.getvalue()
     assert "AdamW; predicted for rtx3090 (simulated) with 1.0 GiB, sizes up to 256\n" in text
     assert "tracing small sizes ..." in text
     assert "predicting micro-batch 128 ..." in text
     assert "        128  no fit     500 MiB     0.5 s  in backward\n" in text
-    assert "confirming 64 + 64 by a trace of its own\n" in text
+    assert "    43 + 42  ok         200 MiB     1.0 s  by a trace of its own\n" in text
 
 
 def test_quiet_passes_on_only_what_the_workload_prints() -> None:
@@ -110,7 +105,7 @@ def test_a_terminal_shows_the_trial_that_runs() -> None:
     assert "loading digits.py ..." in text
     assert "trial 2: micro-batch 128 ..." in text
     assert "trial 3: micro-batch 43 + 42 ..." in text
-    assert text.endswith("\x1b[?25h") or text.rstrip().endswith("1.0 s"), "the cursor is shown again"
+    assert text.endswith("\x1b[?25h") or text.rstrip().endswith("clean state"), "the cursor is shown again"
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h")
 
 

@@ -26,7 +26,7 @@ from autoaccum.devices.simulated.trace_records import (
     Trace,
     Workspace,
 )
-from autoaccum.devices.trial_record import Inspect, Inspected
+from autoaccum.devices.trial_record import Inspect
 from autoaccum.units import MIB
 
 Sizes = Callable[[int], int]
@@ -162,7 +162,7 @@ class SyntheticTracer(Tracer):
     def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
         match request:
             case Inspect():
-                return Inspected(inspection=self._inspection)
+                return self._inspection
             case TraceParts(parts=parts):
                 return self._trace(parts, limit_seconds)
             case LabelParts(parts=parts):

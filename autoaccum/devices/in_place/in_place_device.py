@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.out_of_memory import clear_frames, release_memory
-from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.base import TRIAL_LIMIT_SECONDS, Device, Inspection, Trial
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import read_host_memory
@@ -20,7 +20,7 @@ from autoaccum.devices.in_place.memory_limits import MemoryLimit, check_single_t
 from autoaccum.devices.in_place.saved_state import StateRestorer, check_host_copy, measure_live_state
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import warm_up
-from autoaccum.devices.trial_record import record_trial
+from autoaccum.devices.trial_record import RunTrial, record_trial
 from autoaccum.devices.trial_run import run_trial
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MemorySize, format_bytes
@@ -77,6 +77,7 @@ class InPlaceDevice(Device):
         self._share, self._memory, self._reserve = share, memory, reserve
         self._live = measure_live_state(self._target.roots, self._target.optimizer, is_live=self._target.is_live)
         self._restorer = StateRestorer(self._target)
+        self._least_size: int | None = None
         self._started: tuple[MemoryLimit, int] | None = None
         self._resources = ExitStack()
 
@@ -116,6 +117,7 @@ class InPlaceDevice(Device):
         """
         limit, _ = self._start()
         inspection = self._restorer.run(lambda signals: self._inspect(limit, signals))
+        self._least_size = inspection.least_size
         limit.measure_leftover()
         return dataclasses.replace(inspection, cautions=tuple(self._cautions()))
 
@@ -126,19 +128,40 @@ class InPlaceDevice(Device):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
+        last: bool = False,
     ) -> Trial:
-        """Run one trial in this process; `fresh` and `limit_seconds` have no effect.
+        """Run one trial in this process; `fresh`, `limit_seconds` and `last` have no effect.
 
         Raises:
             UsageError: As `limit_bytes`.
             NotMeasuredError: Something could not be restored; the message names it.
         """
+        return dataclasses.replace(self._run(parts, limit_bytes), limit_bytes=limit_bytes)
+
+    def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
+        """As `GrowingDevice.grow`, in this process; sizes stop growing after a quarter of `limit_seconds`."""
+        return self._run((self._least_size or 1, most), grows=True, limit_seconds=limit_seconds or TRIAL_LIMIT_SECONDS)
+
+    def _run(
+        self,
+        parts: tuple[int, ...],
+        limit_bytes: int | None = None,
+        *,
+        grows: bool = False,
+        limit_seconds: float = TRIAL_LIMIT_SECONDS,
+    ) -> Trial:
         limit, budget_bytes = self._start()
         self._check_threads()
-        held_to_bytes = budget_bytes if limit_bytes is None else limit_bytes
-        trial = self._restorer.run(lambda signals: self._try(limit, parts, held_to_bytes, signals))
+        request = RunTrial(
+            parts=parts,
+            limit_bytes=budget_bytes if limit_bytes is None else limit_bytes,
+            limit_seconds=limit_seconds,
+            least=self._least_size,
+            grows=grows,
+        )
+        trial = self._restorer.run(lambda signals: self._try(limit, request, signals))
         limit.measure_leftover()
-        return dataclasses.replace(trial, limit_bytes=limit_bytes)
+        return trial
 
     def close(self) -> None:
         """Let the heap keep freed memory again. Idempotent; every trial has already restored the state."""
@@ -187,21 +210,20 @@ class InPlaceDevice(Device):
             failure = describe_failure(error, f"an update from a small batch of {name}")
         raise failure_error(failure, owner)
 
-    def _try(self, limit: MemoryLimit, parts: tuple[int, ...], held_to_bytes: int, signals: DelayedSignals) -> Trial:
+    def _try(self, limit: MemoryLimit, request: RunTrial, signals: DelayedSignals) -> Trial:
         """Run one trial under the limit, which is lifted before a failure is described."""
         release_memory(self._target.device)
         measured, around_evaluation, failure = run_trial(
             self._target.workload,
             self._share,
-            parts,
+            request,
             meter=limit,
-            limit_bytes=held_to_bytes,
             window=signals.window(),
         )
         try:
             if failure is not None and signals.ended(failure):
                 raise failure
-            trial = record_trial(measured, held_to_bytes, {"parts": parts})
+            trial = record_trial(measured, request.limit_bytes, {"parts": request.parts})
             return limit.classify(trial, measured.reading, around_evaluation)
         finally:
             if failure is not None:

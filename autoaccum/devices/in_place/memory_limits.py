@@ -128,6 +128,11 @@ class HostMemoryLimit(HostMeter):
         slack_bytes = limit_slack(self._room_bytes, read_host_memory().free_bytes)
         return data_limit(self._before.data_bytes + self._room_bytes + slack_bytes)
 
+    def lap(self) -> int | None:
+        """As `HostMeter.lap`, live objects included."""
+        peak = super().lap()
+        return None if peak is None else self._live.held_bytes + peak
+
     def read(self) -> Reading:
         """Return the peak since `start`, live objects included."""
         reading = super().read()

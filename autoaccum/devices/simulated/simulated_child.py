@@ -51,7 +51,7 @@ from autoaccum.devices.simulated.tracing.recorder import OnAllocation
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.devices.simulated.unsupported import as_workload_error, reads_missing_host_value
 from autoaccum.devices.trial_child import load_requested
-from autoaccum.devices.trial_record import Inspect, Inspected, Loaded
+from autoaccum.devices.trial_record import Inspect, Loaded
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.workload.spec import Workload
 
@@ -203,11 +203,11 @@ class SimulatedChild:
         return Loaded()
 
     @handle.register
-    def _inspect(self, request: Inspect) -> Inspected | Failure:
-        def run(workload: Workload, mode: FakeCudaMode) -> Inspected:
+    def _inspect(self, request: Inspect) -> Inspection | Failure:
+        def run(workload: Workload, mode: FakeCudaMode) -> Inspection:
             inspection, trace = inspect_simulated(workload, self._share, mode)
             self._traces[trace.parts] = trace
-            return Inspected(inspection=inspection)
+            return inspection
 
         return self._run(run, "a trial of two samples on the simulated card")
 

@@ -37,7 +37,8 @@ before = state_digest(model, optimizer)
 with InPlaceDevice(live, share=400, memory=MemorySize(bytes=60 * MIB)) as device:
     inspection = device.inspect()
     result = search(
-        lambda size: device.trial((size, size)), 400, limit_bytes=device.limit_bytes, least_size=inspection.least_size
+        lambda size, **_: device.trial((size, size)), range(inspection.least_size, 401), limit_bytes=device.limit_bytes,
+        grow=device.grow, isolated=False, confirms=False,
     )
 print(json.dumps({
     "largest_fit": result.largest_fit, "first_fail": result.first_fail, "capped": result.capped,

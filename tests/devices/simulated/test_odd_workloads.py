@@ -220,7 +220,7 @@ def test_what_runs_on_a_card_is_traced(name: str, simulated: Callable[[str], Any
     ask = simulated(RUNS[name])
     inspected = ask(Inspect())
     assert not isinstance(inspected, Failure), inspected
-    assert inspected.inspection.parameters > 0
+    assert inspected.parameters > 0
     traced = ask(TraceParts(parts=(5, 5)))
     assert not isinstance(traced, Failure), traced
     assert len(traced.events) > 50

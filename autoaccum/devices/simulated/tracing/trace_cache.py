@@ -50,7 +50,7 @@ class TraceCache:
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
         """Inspect the workload in the tracer, and learn which multiples its micro-batches need."""
-        inspection = self.call(Inspect(), limit_seconds).inspection
+        inspection = self.call(Inspect(), limit_seconds)
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)

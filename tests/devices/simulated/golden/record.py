@@ -118,16 +118,16 @@ def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, A
         inspection = device.inspect()
         forecast = device.forecast()
         found = search(
-            lambda size: device.trial((size, size)),
-            TARGET // 2,
+            lambda size, **_: device.trial((size, size)),
+            range(inspection.least_size, TARGET // 2 + 1),
             limit_bytes=device.limit_bytes,
-            least_size=inspection.least_size,
             predict=forecast.peak_bytes,
+            isolated=False,
+            confirms=False,
         )
         schedule = make_schedule(TARGET, found.largest_fit)
         proof = device.trial(schedule.micro_batches, fresh=True)
         prediction = device.predict(schedule.micro_batches)
-        peaks = [(trial.parts, trial.outcome, trial.peak_reserved_bytes, trial.phase) for trial in found.trials]
         explained = explain(device, schedule.micro_batches, changes=workload in CHANGED) if first else {}
         return {
             "largest_fit": found.largest_fit,
@@ -139,8 +139,6 @@ def predict(workload: str, gpu: str, memory: str, *, first: bool) -> dict[str, A
             "least_bytes": prediction.least_bytes,
             "band_bytes": prediction.band_bytes,
             "limit_bytes": device.limit_bytes,
-            "trials": len(peaks),
-            "trials_digest": digest_of(peaks),
             "traces": tracer.traces,
             "traces_digest": tracer.digest.hexdigest()[:16],
             **explained,
