@@ -31,7 +31,7 @@ WORDS = ("plan", "model.py", "--memory", "64MiB", "--target-batch", "40000")
 
 
 def test_few_trials_are_marked(folder: Path, command: Command) -> None:
-    done = command(folder, *WORDS, "--max-trials", "2", "-o", "plan.json", "-v")
+    done = command(folder, *WORDS, "--ceiling", "--max-trials", "2", "-o", "plan.json", "-v")
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert (plan.stopped, len(plan.trials)) == ("trials", 3)
