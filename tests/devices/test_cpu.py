@@ -46,12 +46,14 @@ def test_without_memory_the_budget_is_the_free_memory_less_a_reserve(write_workl
         assert device.trial((4,)).outcome == "ok"
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_budget_beyond_the_free_memory_is_refused(write_workload: Any) -> None:
     settings = make_settings(write_workload(LINEAR), 4, 10**6 * GIB)
     with CpuDevice(settings) as device, pytest.raises(UsageError, match="free"):
         device.inspect()
 
 
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

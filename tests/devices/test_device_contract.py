@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asking import make_settings
+from warm_children import Nurseries, warmed
 
 from autoaccum.devices.base import Device, Phase, Trial, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
@@ -120,10 +122,11 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(scope="module")
-def device(case: Case, write_workload: Any) -> Iterator[Device]:
-    made = case.device(write_workload(case.workload()))
-    yield made
-    made.close()
+def device(case: Case, write_workload: Any, nurseries: Nurseries) -> Iterator[Device]:
+    with nullcontext() if case is DEVICES["cuda"] else warmed(nurseries):
+        made = case.device(write_workload(case.workload()))
+        yield made
+        made.close()
 
 
 def peak_of(trial: Trial) -> int:
@@ -236,16 +239,21 @@ def test_an_unusable_workload_is_refused(case: Case, write_workload: Any) -> Non
         made.inspect()
 
 
-def test_closing_leaves_no_process(device: Device) -> None:
+def test_closing_leaves_no_process(device: Device, nurseries: Nurseries) -> None:
     device.trial((2, 1))
-    assert children_of_this_process()
+    assert children_of_this_process(nurseries)
     device.close()
     device.close()
-    assert not children_of_this_process()
+    assert not children_of_this_process(nurseries)
 
 
-def children_of_this_process() -> list[str]:
+def children_of_this_process(nurseries: Nurseries) -> list[str]:
     """Those that run trials: a process of multiprocessing's own may be there since an earlier test."""
+    own = {str(nursery.pid) for nursery in nurseries.values()}
     main_thread = Path("/proc/self/task") / Path("/proc/self").resolve().name
     commands = {pid: Path(f"/proc/{pid}/cmdline") for pid in (main_thread / "children").read_text().split()}
-    return [pid for pid, command in commands.items() if b"autoaccum.devices.child" in command.read_bytes()]
+    return [pid for pid, command in commands.items() if pid not in own and runs_trials(command)]
+
+
+def runs_trials(command: Path) -> bool:
+    return any(name in command.read_bytes() for name in (b"autoaccum.devices.child", b"warm_children.py"))

@@ -44,6 +44,7 @@ class Nursery:
             words = [sys.executable, __file__, str(theirs.fileno()), "measured" if measured else "simulated"]
             how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
             self._process = subprocess.Popen(words, env=dict(environment), pass_fds=[theirs.fileno()], **how)
+        self.pid = self._process.pid
 
     def copy(self, words: Sequence[str], about: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         """Return the id of a copy that runs `python` with `words`; it is a child of this process.
