@@ -133,6 +133,7 @@ def test_an_interrupt_ends_the_child_and_the_device_goes_on(device: CpuDevice) -
     assert device.trial((1, 1)).fresh
 
 
+@pytest.mark.slow
 def test_a_parent_that_is_killed_leaves_no_child(write_workload: Any) -> None:
     script = f"""
 from autoaccum.devices.base import TrialSettings

@@ -161,6 +161,7 @@ def test_without_a_card_a_plan_is_refused_in_one_sentence(write_workload: Any) -
 
 
 @pytest.mark.usefixtures("warm_children")
+@pytest.mark.slow
 def test_peaks_are_forecast_by_a_simulation_of_this_very_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the trials need the card; what it is comes from the report."""
     settings = TrialSettings(reference=str(EXAMPLES / "digits_cnn.py"), share=256)

@@ -13,6 +13,8 @@ from autoaccum.devices import child_device
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.units import MIB
 
+pytestmark = pytest.mark.slow
+
 LOADED = "loaded.txt"
 WORKLOAD = f"""
     import os, time

@@ -25,6 +25,8 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.units import MIB, MemorySize
 from autoaccum.workload.spec import Workload
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 FILE = """
 import torch
 from torch import nn

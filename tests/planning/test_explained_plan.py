@@ -28,6 +28,8 @@ from autoaccum.planning.planner import explain_memory, plan_on_device
 from autoaccum.planning.trial_runner import SearchLimits
 from autoaccum.units import GIB, MIB, MemorySize
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 CARD = find_card("rtx3090")
 SUGGESTIONS: dict[str, Any] = {
     "dearer": linear(sample=8 * MIB),

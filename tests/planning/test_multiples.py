@@ -21,6 +21,8 @@ from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.training.fit_events import Notice
 from autoaccum.workload.spec import Workload
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 FILE = """
 import torch
 from torch import nn

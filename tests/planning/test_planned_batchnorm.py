@@ -14,6 +14,8 @@ from autoaccum.errors import UsageError
 from autoaccum.options import BATCHNORM_MODES
 from autoaccum.units import MIB, MemorySize
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 LIMIT = MemorySize(bytes=256 * MIB)
 
 

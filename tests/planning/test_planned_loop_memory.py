@@ -14,6 +14,8 @@ from autoaccum.errors import DoesNotFitError
 from autoaccum.planning.plan_messages import MemoryNeeds, does_not_fit_error
 from autoaccum.units import GIB, MIB, MemorySize
 
+pytestmark = pytest.mark.usefixtures("warm_children")
+
 WORKLOAD = """
 import torch
 from torch import nn

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from asking import make_settings
 
 from autoaccum.devices.base import Trial
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.planning.search import search
 from autoaccum.units import MIB
+
+pytestmark = pytest.mark.usefixtures("warm_children")
 
 # Every sample takes about 8 MiB for its activations, so that a step of one sample stands out of any rounding.
 MODEL = """

@@ -49,6 +49,7 @@ print(json.dumps({
 
 
 @linux
+@pytest.mark.slow
 def test_a_search_ends_on_a_size_that_ran() -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -263,7 +263,7 @@ def test_what_cannot_run_is_refused_by_line(name: str, simulated: Callable[[str]
     ids=["function", "method", "decorator", "submodule", "loss"],
 )
 def test_a_compiled_model_is_predicted_by_its_eager_step(lines: str, simulated: Callable[[str], Any]) -> None:
-    inspection = simulated(lines)(Inspect()).inspection
+    inspection = simulated(lines)(Inspect())
     assert any("eager step" in warning for warning in inspection.cautions)
 
 
@@ -278,4 +278,4 @@ def test_a_compiled_model_is_predicted_by_its_eager_step(lines: str, simulated: 
     ids=["a function nobody calls", "a module nobody calls", "a function of the batch"],
 )
 def test_what_is_compiled_beside_the_step_is_no_compiled_model(lines: str, simulated: Callable[[str], Any]) -> None:
-    assert simulated(lines)(Inspect()).inspection.cautions == ()
+    assert simulated(lines)(Inspect()).cautions == ()

@@ -32,8 +32,8 @@ def test_each_mode_is_traced(mode: str, simulated: Callable[..., Any]) -> None:
     ask = simulated(MODEL, batchnorm=mode)
     seen = ask(Inspect())
     assert not isinstance(seen, Failure), seen
-    assert seen.inspection.batchnorm == mode
-    assert seen.inspection.least_size == (1 if mode == "frozen" else 2)
+    assert seen.batchnorm == mode
+    assert seen.least_size == (1 if mode == "frozen" else 2)
     reply = ask(TraceParts(parts=(1, 1) if mode == "frozen" else (8, 8, 3)))
     assert not isinstance(reply, Failure), reply
     assert reply.events
