@@ -222,7 +222,9 @@ class Plan:
         """Return a sentence for each size or budget that no trial proves."""
         ran = [trial for trial in self.trials if trial.ran]
         sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
-        found = [f"no trial ran at size {size}" for size in sorted({self.micro_batch, self.largest_fit} - sizes)]
+        grown = {size for trial in self.trials for size, _ in trial.peaks}
+        missing = {self.micro_batch} - sizes | {self.largest_fit} - sizes - grown
+        found = [f"no trial ran at size {size}" for size in sorted(missing)]
         if self.kind == "predicted":
             return found if self.least_bytes is not None else [*found, "no least_bytes are predicted"]
         budgets = {trial.limit_bytes for trial in ran if trial.micro_batch == self.micro_batch}

@@ -199,6 +199,14 @@ def test_a_plan_from_before_its_newer_fields(a_plan: Plan) -> None:
     assert Plan.from_json(json.dumps(record)) == a_plan
 
 
+def test_a_growing_trial_proves_the_largest_size_but_no_schedule(a_plan: Plan) -> None:
+    grown = Trial(parts=(1, 120), outcome="oom", phase="backward", peaks=((1, MIB), (60, 2 * MIB), (110, 3 * MIB)))
+    plan = replace(a_plan, largest_fit=110, trials=(grown, *a_plan.trials))
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(UsageError, match="no trial ran at size 86"):
+        replace(plan, trials=(replace(grown, peaks=((86, MIB), (110, MIB))),))
+
+
 def test_a_least_budget_is_proved_by_its_own_trial(a_plan: Plan) -> None:
     proof = replace(a_plan.trials[-1], limit_bytes=900 * MIB)
     other = replace(proof, parts=(1,), limit_bytes=800 * MIB)
