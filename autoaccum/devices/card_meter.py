@@ -81,10 +81,10 @@ class CardMeter:
         return card_limit(self._index, budget_bytes)
 
     def lap(self) -> int | None:
-        """Return the peak of the bytes that tensors held since `start` or the last lap: the cache hides all others."""
+        """Return the peak of the allocator since `start` or the last lap, with what it kept of earlier ones."""
         assert self._peak is not None
         reading, self._peak = self._peak.lap()
-        return reading.peak_allocated_bytes
+        return reading.peak_reserved_bytes
 
     def read(self) -> Reading:
         """Return peaks and counters since `start`, even if the context is dead."""

@@ -13,6 +13,10 @@ from torch import nn
 from autoaccum.accumulation.out_of_memory import find_out_of_memory, is_context_dead
 from autoaccum.devices.host_memory import ProcessMemory, check_data_limit, data_limit, read_process_memory, reset_peak
 from autoaccum.devices.trial_record import Reading
+from autoaccum.units import MIB
+
+_MOST_LEFTOVER_BYTES = 256 * MIB
+"""What jobs may leave without having it counted against later ones: modules and kernels, but no leak."""
 
 
 class Meter(Protocol):
@@ -103,7 +107,9 @@ class HostMeter:
 
     def rebase(self) -> None:
         """Take the memory that is held now as the baseline: what jobs have left does not count against later ones."""
-        self._base, self._after_first_job = read_process_memory(), None
+        now, base = read_process_memory(), self._base or self._before
+        allowed_bytes = min(now.data_bytes, base.data_bytes + _MOST_LEFTOVER_BYTES)
+        self._base, self._after_first_job = replace(now, data_bytes=allowed_bytes), None
 
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Set RLIMIT_DATA for a job to the budget above the baseline.
@@ -117,7 +123,7 @@ class HostMeter:
         others = (
             0 if self._after_first_job is None else max(0, self._before.data_bytes - self._after_first_job.data_bytes)
         )
-        return data_limit(base.data_bytes + others + budget_bytes)
+        return data_limit(base.data_bytes + min(others, _MOST_LEFTOVER_BYTES) + budget_bytes)
 
     def read(self) -> Reading:
         """Return the peak since `start`; None if it could not be reset and an older peak was higher."""

@@ -127,7 +127,8 @@ class TrialRun:
         accumulator, optimizer, batch = self._prepare(parts)
         self.parts = tuple(parts)
         first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
-        small = None if least is None else slice_parts(batch, self._size, (least,))
+        # Without a second part, what the update before leaves alive has to be that of a whole one.
+        small = None if least is None or len(parts) == 1 else slice_parts(batch, self._size, (least,))
         if small is None or not self._update(accumulator, small, may_skip=True).updated:
             self._update(accumulator, first)
         if self._workload.evaluation_batch is not None:
@@ -157,7 +158,10 @@ class TrialRun:
         end = time.monotonic() + seconds
         peak = _PartPeak(lap)
         accumulator, _, batch = self._prepare((most,), peak)
+        self.parts = (least, least)
         self._update(accumulator, slice_parts(batch, self._size, (least,)), may_skip=True)
+        if self._workload.evaluation_batch is not None:
+            self._evaluate()
         size: int | None = least
         while size is not None:
             self.parts = (least, size)

@@ -222,7 +222,7 @@ class Plan:
         """Return a sentence for each size or budget that no trial proves."""
         ran = [trial for trial in self.trials if trial.ran]
         sizes = {trial.micro_batch for trial in ran if trial.limit_bytes in (None, self.limit_bytes)}
-        grown = {size for trial in self.trials for size, _ in trial.peaks}
+        grown = {size for trial in self.trials for size, peak in trial.peaks if peak <= self.limit_bytes}
         missing = {self.micro_batch} - sizes | {self.largest_fit} - sizes - grown
         found = [f"no trial ran at size {size}" for size in sorted(missing)]
         if self.kind == "predicted":

@@ -99,7 +99,14 @@ class PlanRequest:
         if self.ceiling:
             return range(least_size, self.cap + 1, each)
         sizes = part_sizes(self.share, self.cap, equal=self.options.equal, multiple_of=each)
-        return [size for size in sizes if size >= least_size]
+        trainable = [size for size in sizes if size >= least_size]
+        if not trainable:
+            raise UsageError(
+                f"equal parts of {self.share} samples, of at most {self.cap}, are smaller than {least_size}, the least "
+                "that can be trained",
+                hint="allow larger ones, or uneven parts (without --equal)",
+            )
+        return trainable
 
     def with_multiple_of(self, multiple_of: int) -> PlanRequest:
         """Return the request with the `multiple_of` that an inspection found."""

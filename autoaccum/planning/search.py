@@ -136,12 +136,12 @@ def search(
         except SearchStopped as raised:
             stop = raised
         largest = history.largest_fit
-        if not largest and stop is not None:
+        if largest < sizes[0] and stop is not None:
             raise NotMeasuredError(
                 f"{stop} ended the search before a micro-batch of {sizes[0]} had run through",
                 hint="allow more, or take a smaller model",
             )
-        if not largest:
+        if largest < sizes[0] or history.answer(largest) < sizes[0]:
             raise does_not_fit_error(history.trials[-1], limit_bytes, needs)
         size = history.answer(largest)
         confirmed = history.confirmation(size)
@@ -169,7 +169,7 @@ def _narrow_down(history: _History, grow: Callable[[int], Trial] | None, forecas
             history.run(sizes[high], fresh=True, last=True)
             continue
         is_sure = estimate is not None and estimate.is_sure(sizes)
-        if grow is not None and not history.has_grown and by_forecast is None and not is_sure:
+        if grow is not None and len(sizes) > 1 and not history.has_grown and by_forecast is None and not is_sure:
             history.has_grown = True
             history.keep(grow(sizes[-1]))
             continue
@@ -255,7 +255,7 @@ class _History:
         self.trials.append(trial)
         if trial.outcome == "error":
             raise trial_error(trial)
-        if not trial.ran and not trial.certain and trial.micro_batch == self.sizes[0]:
+        if not trial.ran and not trial.certain and trial.micro_batch <= self.sizes[0]:
             raise uncertain_oom_error(trial)
         return trial
 
@@ -280,7 +280,8 @@ class _History:
     def largest_fit(self) -> int:
         """The largest size that ran, below any that was refuted; 0 when none has."""
         ran = {trial.micro_batch for trial in self._decisive if self.fits(trial)}
-        ran |= {size for trial in self.trials for size, _ in trial.peaks}
+        grown = (trial for trial in self.trials if trial.outcome != "tight")
+        ran |= {size for trial in grown for size, peak in trial.peaks if peak <= self._limit_bytes}
         return max((size for size in ran if self._refuted is None or size < self._refuted), default=0)
 
     @property
@@ -310,8 +311,8 @@ class _History:
 
     def may_be_leftovers(self, estimate: Estimate | None) -> bool:
         """Return whether the first failure came from a used process and is none that the estimate expects."""
-        first_fail, (low, high) = self.first_fail, self.bracket
-        if not self.isolated or first_fail is None or low < 0:
+        first_fail, (_, high) = self.first_fail, self.bracket
+        if not self.isolated or first_fail is None:
             return False
         # A growing trial may have failed between two of the sizes: then the larger one is repeated.
         if any(first_fail <= size <= self.sizes[high] for size in self._tried_fresh):
@@ -326,7 +327,7 @@ class _History:
     @property
     def uncertain_failure(self) -> Trial | None:
         """The smallest failure that may be a bug, if no smaller size ran in a fresh process (or after it)."""
-        uncertain = [t for t in self.trials if not t.ran and not t.certain]
+        uncertain = [t for t in self._decisive if not t.ran and not t.certain]
         if not uncertain:
             return None
         failure = min(uncertain, key=lambda t: t.micro_batch)

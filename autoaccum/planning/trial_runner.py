@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 
@@ -85,7 +86,9 @@ class TrialRunner:
         is_own = schedule.micro_batch == size and schedule.smallest_part >= self.least_size
         scales = isinstance(self._device, PredictingDevice) and not fresh and schedule.iter_size > 1
         parts = schedule.trial_parts if is_own and not scales else (size, size)
-        return self._search(lambda left: self._run(parts, fresh=fresh, last=last, limit_seconds=left), unlimited)
+        trial = self._search(lambda left: self._run(parts, fresh=fresh, last=last, limit_seconds=left), unlimited)
+        # A pair that happens to be traced by itself does not confirm a schedule of uneven parts.
+        return trial if parts == schedule.trial_parts or not scales else dataclasses.replace(trial, fresh=False)
 
     def grow(self, most: int) -> Trial:
         """Run a trial of micro-batches that grow up to `most` samples.

@@ -152,10 +152,11 @@ def _largest_fit(plan: Plan) -> str:
         return f"{plan.largest_fit}, the largest size allowed"
     if plan.stopped is not None:
         return f"{plan.largest_fit}, the largest before the limit on {plan.stopped} ended the search"
-    above = [trial for trial in plan.trials if trial.micro_batch > plan.largest_fit and trial.limit_bytes is None]
+    failed = [trial for trial in plan.trials if trial.outcome != "ok" and trial.limit_bytes is None]
+    above = [trial for trial in failed if trial.micro_batch > plan.largest_fit]
     if not above:
         return f"{plan.largest_fit}"
-    first = min(above, key=lambda trial: trial.micro_batch)
+    first = min(above, key=lambda trial: (trial.micro_batch, trial.outcome != "oom"))
     return f"{plan.largest_fit} ({first.micro_batch} {'does not fit' if first.outcome == 'oom' else 'is tight'})"
 
 

@@ -335,6 +335,33 @@ def test_an_answer_that_fails_from_a_clean_state_gives_way_to_a_smaller_one() ->
     assert [(t.micro_batch, larger) for t, larger in result.refuted] == [(40, 45)]
 
 
+def test_a_growing_trial_over_the_budget_proves_no_size() -> None:
+    """In place the limit lies above the budget: sizes ran, and the trial is out of memory all the same."""
+    memory = SyntheticMemory(120, 0.3)
+
+    def over(most: int) -> Trial:
+        return Trial(parts=(1, 128), outcome="oom", peaks=((1, LIMIT // 3), (64, LIMIT // 2), (128, LIMIT + 1)))
+
+    result = search(memory.trial, range(1, 301), limit_bytes=LIMIT, grow=over)
+    assert (result.largest_fit, result.first_fail) == (120, 121)
+    assert not result.refuted
+
+
+def test_one_size_is_tried_as_it_is() -> None:
+    memory = SyntheticMemory(1)
+    result = memory.search(1)
+    assert [(t.micro_batch, t.fresh, t.peaks) for t in result.trials] == [(1, True, ())]
+
+
+def test_a_failure_of_the_least_size_is_repeated_in_a_fresh_process() -> None:
+    memory = SyntheticMemory(4)
+
+    def starved(most: int) -> Trial:
+        return Trial(parts=(1, 1), outcome="oom")
+
+    assert search(memory.trial, part_sizes(8, 8), limit_bytes=LIMIT, grow=starved).size == 4
+
+
 # --- limits on the search -------------------------------------------------------------------------------------------
 
 

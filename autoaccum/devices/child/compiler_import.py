@@ -106,7 +106,8 @@ class Unloaded:
 
     def __init__(self, name: str, **known: Any) -> None:
         self._name = name
-        vars(self).update(known)
+        # The import machinery asks for it, and would find this same stand-in again.
+        vars(self).update(known, __spec__=None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(self._name), name)

@@ -223,7 +223,9 @@ class InPlaceDevice(Device):
         try:
             if failure is not None and signals.ended(failure):
                 raise failure
-            trial = record_trial(measured, request.limit_bytes, {"parts": request.parts})
+            trial = record_trial(
+                measured, request.limit_bytes, {"parts": request.parts[:1] * 2 if request.grows else request.parts}
+            )
             return limit.classify(trial, measured.reading, around_evaluation)
         finally:
             if failure is not None:
