@@ -30,10 +30,7 @@ _CODE_INTERRUPTED = 130
 @click.argument("workload")
 @click.option("--target-batch", type=count, metavar="N", required=True, help="Samples per update (optimizer step).")
 @click.option(
-    "--run-dir",
-    metavar="FOLDER",
-    required=True,
-    help="Folder for checkpoints, metrics and the trained model.",
+    "--run-dir", metavar="FOLDER", required=True, help="Folder for checkpoints, metrics and the trained model."
 )
 @click.option("--epochs", type=count, metavar="N", help="Passes over the dataset.")
 @click.option(

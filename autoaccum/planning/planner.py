@@ -19,21 +19,8 @@ from autoaccum.devices.explanation import (
     Prediction,
 )
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
-from autoaccum.planning.plan_events import (
-    Explained,
-    ExplanationStarted,
-    Inspected,
-    Listener,
-    Loading,
-    Tracing,
-)
-from autoaccum.planning.plan_messages import (
-    MemoryNeeds,
-    all_notes,
-    all_warnings,
-    describe_workload,
-    peak_bytes,
-)
+from autoaccum.planning.plan_events import Explained, ExplanationStarted, Inspected, Listener, Loading, Tracing
+from autoaccum.planning.plan_messages import MemoryNeeds, all_notes, all_warnings, describe_workload, peak_bytes
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup

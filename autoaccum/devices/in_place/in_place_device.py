@@ -214,11 +214,7 @@ class InPlaceDevice(Device):
         """Run one trial under the limit, which is lifted before a failure is described."""
         release_memory(self._target.device)
         measured, around_evaluation, failure = run_trial(
-            self._target.workload,
-            self._share,
-            request,
-            meter=limit,
-            window=signals.window(),
+            self._target.workload, self._share, request, meter=limit, window=signals.window()
         )
         try:
             if failure is not None and signals.ended(failure):

@@ -78,7 +78,4 @@ def _workspace(call: OperatorCall, read: int, written: int, layout: torch.memory
     return [Workspace("convolution", (read, written, weight.dtype.itemsize, *flags))]
 
 
-WORKSPACES: Mapping[str, Handler] = {
-    "convolution": _convolution,
-    "convolution_backward": _convolution_gradient,
-}
+WORKSPACES: Mapping[str, Handler] = {"convolution": _convolution, "convolution_backward": _convolution_gradient}
