@@ -40,8 +40,6 @@ class CardMeter:
         self.device = torch.device("cuda", index)
         self._index = index
         self._cards_before = read_all_cards()
-        self._base_bytes = 0
-        self._after_first_job_bytes: int | None = None
         self._peak: CardPeak | None = None
 
     def open(self) -> None:
@@ -66,7 +64,6 @@ class CardMeter:
         memory = read_card(self._index)
         name = choose_name(memory.uuid, os.environ.get("CUDA_VISIBLE_DEVICES"))
         now = None if name is None else read_nvml_card(name)
-        self._base_bytes = memory.reserved_bytes
         report = report_card(
             memory, self._cards_before, now, own_pid=os.getpid(), allocator=torch.cuda.get_allocator_backend()
         )
@@ -94,12 +91,8 @@ class CardMeter:
     def rebase(self) -> None:
         """Do nothing: the limit counts every segment of the allocator."""
 
-    def measure_leftover(self) -> int:
-        """Return the bytes that the allocator could not release after the last job, in whole segments."""
-        now = torch.cuda.memory_reserved(self._index)
-        before = self._base_bytes if self._after_first_job_bytes is None else self._after_first_job_bytes
-        self._after_first_job_bytes = now if self._after_first_job_bytes is None else self._after_first_job_bytes
-        return now - before
+    def end_job(self) -> None:
+        """Do nothing, as `rebase`."""
 
 
 def start_error(device: torch.device, error: BaseException) -> NotMeasuredError:
@@ -123,11 +116,7 @@ def choose_name(uuid: str | None, visible: str | None) -> str | None:
 
 
 def check_allocator(environment: Mapping[str, str], backend: str) -> None:
-    """Check that the allocator can be limited and measured.
-
-    Raises:
-        UsageError: Caching is off, or the allocator is not PyTorch's own.
-    """
+    """Raise UsageError unless the allocator caches and is PyTorch's own, so that it can be limited and measured."""
     if _NO_CACHING in environment or backend not in _LIMITED:
         seen = f"{_NO_CACHING} is set" if _NO_CACHING in environment else f"the allocator is {backend!r}"
         raise UsageError(
@@ -136,11 +125,7 @@ def check_allocator(environment: Mapping[str, str], backend: str) -> None:
 
 
 def read_card(index: int) -> CardMemory:
-    """Read the properties of card `index` and its free memory.
-
-    Raises:
-        RuntimeError: From PyTorch: there is no such card, or no driver.
-    """
+    """Read the properties and the free memory of card `index`; without card or driver, PyTorch raises RuntimeError."""
     properties = torch.cuda.get_device_properties(index)
     free_bytes, _ = torch.cuda.mem_get_info(index)
     uuid = getattr(properties, "uuid", None)

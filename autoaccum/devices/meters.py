@@ -57,8 +57,8 @@ class Meter(Protocol):
     def rebase(self) -> None:
         """Let what jobs have left not count against later ones, where that can be told."""
 
-    def measure_leftover(self) -> int:
-        """Return the bytes that jobs have not freed since the first job; after the first job, since `begin`."""
+    def end_job(self) -> None:
+        """Remember what the first job has left, where it counts against later ones; called after each job."""
 
 
 class HostMeter:
@@ -75,11 +75,7 @@ class HostMeter:
         self._lapped_bytes, self._untouched_bytes = 0, self._before.untouched_bytes
 
     def open(self) -> None:
-        """Check that the kernel holds a process to the limit.
-
-        Raises:
-            NotMeasuredError: It does not.
-        """
+        """Raise NotMeasuredError unless the kernel holds a process to the limit."""
         check_data_limit()
 
     def begin(self) -> Mapping[str, Any]:
@@ -134,16 +130,9 @@ class HostMeter:
             shared_bytes=max(0, after.shared_bytes - before.shared_bytes),
         )
 
-    def measure_leftover(self) -> int:
-        """Return the resident bytes that jobs did not free; of the first job, untouched ones as well.
-
-        Those of the first job count against the limit of every later job.
-        """
-        now = read_process_memory()
-        if self._after_first_job is not None:
-            return now.anonymous_bytes - self._after_first_job.anonymous_bytes
-        before, self._after_first_job = self._base or self._before, now
-        return max(now.anonymous_bytes - before.anonymous_bytes, now.data_bytes - before.data_bytes)
+    def end_job(self) -> None:
+        """Remember what is held after the first job: it counts against the limit of every later one."""
+        self._after_first_job = self._after_first_job or read_process_memory()
 
 
 def make_meter(device: str) -> Meter:

@@ -89,7 +89,7 @@ class TrialChild:
             if request.grows:
                 self._meter.rebase()
             else:
-                self._meter.measure_leftover()
+                self._meter.end_job()
         return measured
 
 

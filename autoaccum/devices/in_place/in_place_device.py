@@ -118,7 +118,7 @@ class InPlaceDevice(Device):
         limit, _ = self._start()
         inspection = self._restorer.run(lambda signals: self._inspect(limit, signals))
         self._least_size = inspection.least_size
-        limit.measure_leftover()
+        limit.end_job()
         return dataclasses.replace(inspection, cautions=tuple(self._cautions()))
 
     def trial(
@@ -160,7 +160,7 @@ class InPlaceDevice(Device):
             grows=grows,
         )
         trial = self._restorer.run(lambda signals: self._try(limit, request, signals))
-        limit.measure_leftover()
+        limit.end_job()
         return trial
 
     def close(self) -> None:
@@ -229,7 +229,6 @@ class InPlaceDevice(Device):
             del failure  # The traceback holds this frame.
 
     def _cautions(self) -> list[str]:
-        """Return the warnings about trials in place."""
         said = [_WEAKNESS] if self._target.device.type == "cpu" else []
         if self._target.is_live and not self._target.roots[""].training:
             said.append(

@@ -60,11 +60,7 @@ class LiveObjects:
         return self.options.optimizer if isinstance(self.options.optimizer, Optimizer) else None
 
     def as_workload(self) -> Workload:
-        """Return a Workload of which the functions return these objects.
-
-        Raises:
-            WorkloadError: The objects do not fit together.
-        """
+        """Return a Workload whose functions return these objects; raise WorkloadError if they do not fit together."""
         criterion, batching, live = self.objective.criterion, self.objective.batching, self.live_optimizer
         given = {name: value for name, value in self.options.overrides.items() if value is not None}
         if live is not None:
@@ -88,7 +84,6 @@ class _LiveWorkload(Workload):
     """A Workload of a live model, which keeps its mode (train or eval)."""
 
     def build_model(self) -> nn.Module:
-        """Return the model as it is."""
         return self.make_model()
 
 
@@ -114,11 +109,7 @@ class TrialTarget:
 
 
 def prepare(given: Workload | LiveObjects, device: str) -> TrialTarget:
-    """Find the device of the trials, and all that a trial may change.
-
-    Raises:
-        UsageError: Live objects are on another device, or this process is one of several ranks.
-    """
+    """Find the device and all that a trial may change; raise UsageError for another device, or one of several ranks."""
     check_group()
     model: Any
     functions: tuple[Any, ...]
@@ -141,11 +132,7 @@ def prepare(given: Workload | LiveObjects, device: str) -> TrialTarget:
 
 
 def find_device(model: nn.Module) -> torch.device:
-    """Return the device that all of `model` is on.
-
-    Raises:
-        UsageError: The model is on several devices, or on one where trials cannot be measured.
-    """
+    """Return the device of all of `model`; raise UsageError for several, or one where trials cannot be measured."""
     tensors = [*model.parameters(), *model.buffers()]
     devices = {str(tensor.device): tensor.device for tensor in tensors} or {"cpu": torch.device("cpu")}
     if len(devices) > 1:

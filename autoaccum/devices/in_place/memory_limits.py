@@ -139,21 +139,15 @@ class HostMemoryLimit(HostMeter):
         peak = reading.peak_reserved_bytes
         return replace(reading, peak_reserved_bytes=None if peak is None else self._live.held_bytes + peak)
 
-    def measure_leftover(self) -> int:
-        """Return the resident bytes that jobs have not freed; those of the first job are remembered."""
+    def end_job(self) -> None:
+        """Remember the resident bytes that the first job has not freed."""
         trim_heap()
         assert self._base is not None
-        leftover = max(0, read_process_memory().anonymous_bytes - self._base.anonymous_bytes)
         if self._first_leftover_bytes is None:
-            self._first_leftover_bytes = leftover
-        return leftover
+            self._first_leftover_bytes = max(0, read_process_memory().anonymous_bytes - self._base.anonymous_bytes)
 
     def choose_budget(self, facts: Mapping[str, Any], memory: MemorySize | None, reserve: MemorySize | None) -> int:
-        """Return the budget in bytes: of the memory that is free beside a copy, plus that of the live objects.
-
-        Raises:
-            UsageError: So much is not free.
-        """
+        """Return the budget in bytes, live objects included; raise UsageError if so much is not free beside a copy."""
         host = read_host_memory()
         free_bytes = max(0, host.free_bytes - self._live.copy_bytes) + self._live.held_bytes
         self._host = AvailableMemory(host.total_bytes, free_bytes, host.bound)
