@@ -29,11 +29,7 @@ def read_count(value: Any, name: str, *, least: int = 1, error: type[AutoaccumEr
 
 
 def read_seconds(value: Any, name: str) -> float:
-    """Return `value` as a float: a finite number of seconds above 0.
-
-    Raises:
-        UsageError: `value` is something else.
-    """
+    """Return `value` as a float; raise UsageError unless it is a finite number of seconds above 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value <= 0:
         raise UsageError(f"{name} is {value!r}", hint="give a number of seconds above 0")
@@ -41,21 +37,13 @@ def read_seconds(value: Any, name: str) -> float:
 
 
 def check_flag(value: Any, name: str) -> None:
-    """Check that `value` is True or False.
-
-    Raises:
-        UsageError: It is something else.
-    """
+    """Raise UsageError unless `value` is True or False."""
     if not isinstance(value, bool):
         raise UsageError(f"{name} is {value!r}", hint="give True or False")
 
 
 def check_word(value: Any, what: str, known: Iterable[str], *, error: type[AutoaccumError] = UsageError) -> None:
-    """Check that `value` is one of the known words.
-
-    Raises:
-        UsageError: It is not; or `error`, where that is given.
-    """
+    """Raise UsageError, or `error` where that is given, unless `value` is one of the known words."""
     if value not in tuple(known):
         raise error(f"there is no {what} {value!r}", hint=f"choose {join_words(known, 'or')}")
 
@@ -74,11 +62,7 @@ def describe_type(value: Any) -> str:
 
 
 def check_function(function: Any, name: str, arguments: str) -> None:
-    """Check that `function` can be called with `arguments`, such as `(model, batch)`.
-
-    Raises:
-        WorkloadError: It is not callable, or takes other arguments.
-    """
+    """Raise WorkloadError unless `function` can be called with `arguments`, such as `(model, batch)`."""
     if not callable(function):
         raise WorkloadError(f"{name} is {describe_type(function)}", hint=f"write def {name}{arguments}")
     try:

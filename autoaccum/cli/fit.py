@@ -206,7 +206,6 @@ class _Seen:
         self._same = "the same command without --resume" if starts_anew else "the same command"
 
     def hear(self, event: Any) -> None:
-        """Take an event in."""
         if isinstance(event, Updated):
             if self.last is None or event.samples - self._samples >= self._target_batch:
                 self.last = event

@@ -187,7 +187,6 @@ def _show(report: Report, form: str, project: Project) -> None:
 
 
 def _written(report: Report, form: str) -> str:
-    """Return the report as the text of a file."""
     from autoaccum.reporting.guard_github import report_markdown
     from autoaccum.reporting.guard_report import report_text
 

@@ -76,11 +76,7 @@ class Outputs:
             picture_format(self._asked["--plot"])
 
     def listen(self, event: Event) -> None:
-        """Keep what is drawn; what cannot be emitted is refused as soon as the workload is known, before any trial.
-
-        Raises:
-            UsageError: It cannot be emitted.
-        """
+        """Keep what is drawn; before any trial, raise UsageError where the workload's step cannot be emitted."""
         from autoaccum.planning.plan_events import Explained, Inspected
         from autoaccum.reporting.emit import check_emittable
 
@@ -91,11 +87,7 @@ class Outputs:
             self._account = event.account
 
     def write(self, plan: Plan) -> None:
-        """Write them all, one after the other, also where one fails: they took their time.
-
-        Raises:
-            UsageError: One cannot be written, the first such; `written` has the others.
-        """
+        """Write all, also where one fails, since they took their time; then raise the first UsageError."""
         writers = {
             "-o": ("kept", self._write_plan),
             "--emit": ("emitted", self._write_step),
@@ -130,11 +122,7 @@ class Outputs:
 
 
 def check_apart(option: str, file: str, workload: str) -> None:
-    """Refuse to write over the workload itself.
-
-    Raises:
-        UsageError: `file`, which `option` names, is its source.
-    """
+    """Raise UsageError if `file`, which `option` names, is the workload's own source."""
     from autoaccum.workload.module_names import split_reference
 
     source, _, _ = split_reference(workload)
@@ -144,12 +132,7 @@ def check_apart(option: str, file: str, workload: str) -> None:
 
 
 def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the words of the running command line, in the order of its parameters.
-
-    Args:
-        without: Names of parameters to leave out.
-        instead: Values by name for parameters that were given.
-    """
+    """Return the words of the running command line in order, `without` some parameters, `instead` with other values."""
     context = click.get_current_context()
     words = [*_program(), context.command.name or ""]
     for parameter in context.command.params:

@@ -154,7 +154,6 @@ def command(
 
 
 def _free_name() -> str:
-    """The name of a plan file that is not there yet."""
     name, number = "plan.json", 1
     while Path(name).exists():
         number += 1

@@ -121,7 +121,6 @@ def _say(text: str) -> None:
 
 
 def _usage_error(error: click.ClickException, asked: str) -> UsageError:
-    """Return click's error as a UsageError with a hint."""
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
     command = context.command_path if context else asked

@@ -136,11 +136,7 @@ def command(
 
 
 def _check_outputs(workload: str, storage: str | None, output: str | None, plot: str | None, *, force: bool) -> None:
-    """Refuse now what could not be written later.
-
-    Raises:
-        UsageError: A file is there or cannot be written, or is the workload or the study; or matplotlib is missing.
-    """
+    """Raise UsageError now for a file that could not be written later or is an input, or for missing matplotlib."""
     from autoaccum.files import check_output
     from autoaccum.reporting.figures.file_format import picture_format
     from autoaccum.tuning.study import parse_storage_address, storage_file

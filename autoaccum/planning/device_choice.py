@@ -68,11 +68,7 @@ def card_index(name: str) -> int | None:
 
 
 def check_device(name: str) -> None:
-    """Check that the device can be used on this machine, before anything is started.
-
-    Raises:
-        UsageError: It cannot.
-    """
+    """Raise UsageError if the device cannot be used on this machine, before anything is started."""
     if not isinstance(name, str) or not _DEVICE.fullmatch(name):
         raise UsageError(f"there is no device {name!r}", hint="take auto, cpu, cuda or cuda:N")
     if not name.startswith("cuda"):

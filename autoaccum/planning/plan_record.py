@@ -173,11 +173,7 @@ class Plan:
             raise PlanFileError(f"{source} is {error.message}", hint=_AGAIN) from None
 
     def save(self, path: str | Path, *, force: bool = False) -> None:
-        """Write the plan to a file, whole or not at all.
-
-        Args:
-            path: Where to.
-            force: Overwrite a file that is there.
+        """Write the plan to a file, whole or not at all; with `force` over a file that is there.
 
         Raises:
             UsageError: There is a file and `force` is not given, or it cannot be written.
@@ -194,7 +190,6 @@ class Plan:
         return cls.from_json(read_text(Path(path)), source=str(path))
 
     def _contradictions(self) -> list[str]:
-        """Return a sentence for each contradiction between the fields."""
         if not all(trial.parts for trial in self.trials):
             return ["a trial has no parts"]
         try:

@@ -103,16 +103,7 @@ def plan_on_device(
 
 @dataclass(frozen=True)
 class _Planner:
-    """The steps of one plan, each from what the inspection and the earlier steps found.
-
-    Attributes:
-        setup: The workload's name and the device.
-        request: The request, with the `multiple_of` that the inspection found.
-        inspection: What is known of the workload before any trial.
-        runner: Runs the trials and keeps them.
-        limits: The limits on trials and time.
-        notify: Called with each event.
-    """
+    """The steps of one plan; its `request` has the `multiple_of` that the inspection found."""
 
     setup: PlanSetup
     request: PlanRequest
@@ -123,7 +114,6 @@ class _Planner:
 
     @classmethod
     def inspect(cls, setup: PlanSetup, request: PlanRequest, notify: Listener, started: float | None) -> _Planner:
-        """Load and check the workload."""
         limits = SearchLimits(request.max_trials, request.options.time_limit, started=started)
         notify(Loading(setup.reference))
         before = time.monotonic()
@@ -234,11 +224,7 @@ def _too_small_error(schedule: Schedule, ceiling: int, least_size: int, result: 
 
 
 def check_explainable(setup: PlanSetup, request: PlanRequest) -> None:
-    """Refuse an explanation before any trial where the device has none.
-
-    Raises:
-        UsageError: An explanation is requested, and the device cannot give one.
-    """
+    """Raise UsageError before any trial if an explanation is requested and the device cannot give one."""
     device = setup.device
     if not request.explain or isinstance(device, ExplainingDevice):
         return

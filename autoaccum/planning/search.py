@@ -31,11 +31,7 @@ _UNSURE = 0.1
 
 
 class SearchStopped(Exception):
-    """Raised by a trial that a limit forbids; the text names the limit.
-
-    Attributes:
-        stop: The kind of limit.
-    """
+    """Raised by a trial that a limit forbids: `stop` is the kind of limit, and the text names it."""
 
     def __init__(self, stop: Stop, text: str) -> None:
         super().__init__(text)
@@ -246,12 +242,7 @@ class _History:
         return self.keep(trial)
 
     def keep(self, trial: Trial) -> Trial:
-        """Keep a trial.
-
-        Raises:
-            WorkloadError, NotMeasuredError: It ended by an error; or the smallest size failed with an uncertain
-                out-of-memory error.
-        """
+        """Keep a trial; raise if it ended by an error, or by an uncertain out-of-memory error of the smallest size."""
         self.trials.append(trial)
         if trial.outcome == "error":
             raise trial_error(trial)
@@ -260,11 +251,7 @@ class _History:
         return trial
 
     def refute(self, trial: Trial) -> None:
-        """Leave out the size of a trial that failed from a clean state, and all larger ones.
-
-        Raises:
-            DoesNotFitError, NotMeasuredError: It is the smallest size.
-        """
+        """Leave out the size of a trial that failed from a clean state, and larger ones; raise for the least size."""
         if trial.micro_batch > self.sizes[0]:
             self._refuted = trial.micro_batch
             return

@@ -91,11 +91,7 @@ class TrialRunner:
         return trial if parts == schedule.trial_parts or not scales else dataclasses.replace(trial, fresh=False)
 
     def grow(self, most: int) -> Trial:
-        """Run a trial of micro-batches that grow up to `most` samples.
-
-        Raises:
-            SearchStopped: A limit forbids the trial, or ended it.
-        """
+        """Run a trial of micro-batches that grow up to `most` samples; raise SearchStopped where a limit ends it."""
         device = self._device
         assert isinstance(device, GrowingDevice)
         parts = (self.least_size, self.least_size)
@@ -114,11 +110,7 @@ class TrialRunner:
         return trial
 
     def try_budget(self, parts: tuple[int, ...], limit_bytes: int) -> Trial:
-        """Run `parts` from a clean state within `limit_bytes`.
-
-        Raises:
-            SearchStopped: The limit on time forbids the trial, or ended it.
-        """
+        """Run `parts` from a clean state within `limit_bytes`; raise SearchStopped where the limit on time ends it."""
         left = self._limits.seconds_left(None, 0.0)
         trial = self._run(parts, fresh=True, limit_bytes=limit_bytes, limit_seconds=left)
         if trial.timed_out and left is not None:

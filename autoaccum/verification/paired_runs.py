@@ -109,17 +109,13 @@ class PairedRuns:
         """Return the update by the whole batch."""
         return self._pair(ablation).full
 
-    def full_again(self, ablation: Ablation = UNCHANGED) -> UpdateResult:
-        """Return the update by the whole batch, run once more, to show whether it is deterministic.
-
-        Raises:
-            NotMeasuredError: It draws random numbers in another way than before.
-        """
-        pair = self._pair(ablation)
+    def full_again(self) -> UpdateResult:
+        """Return the update by the whole batch, run once more; raise NotMeasuredError if it draws otherwise."""
+        pair = self._pair(UNCHANGED)
         seed_everything()
         try:
             with pair.joined():
-                return UpdateRun(self.fixture, ablation).full(self.batch, pair.draws.end_part)
+                return UpdateRun(self.fixture, UNCHANGED).full(self.batch, pair.draws.end_part)
         except ReplayMismatch as error:
             raise _not_matched("the full batch", error) from error
 
