@@ -37,11 +37,7 @@ def write_text(path: Path, text: str, *, force: bool) -> None:
 
 
 def write_bytes(path: Path, content: bytes, *, force: bool) -> None:
-    """Write a file whole or not at all: first to a temporary file, which is synced and then renamed.
-
-    Raises:
-        UsageError: As in `check_output`.
-    """
+    """Write a file whole or not at all, by a temporary one that is synced and renamed; errors as in `check_output`."""
     with _writing(path):
         target = _target(path, force)
         temporary = _create(target)
@@ -57,11 +53,7 @@ def write_bytes(path: Path, content: bytes, *, force: bool) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a plan file.
-
-    Raises:
-        PlanFileError: It does not exist, cannot be read, or is not UTF-8.
-    """
+    """Return the text of a plan file; raise PlanFileError if there is none, it cannot be read, or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -190,21 +190,13 @@ class Options:
 
 
 def read_batchnorm_mode(mode: Any, error: type[AutoaccumError] = WorkloadError) -> BatchNormMode:
-    """Return `mode` as a mode of BatchNorm.
-
-    Raises:
-        WorkloadError: There is no such mode; or `error`, where that is given.
-    """
+    """Return `mode` as a mode of BatchNorm; raise WorkloadError, or `error`, if there is no such mode."""
     check_word(mode, "batchnorm mode", BATCHNORM_MODES, error=error)
     return cast("BatchNormMode", mode)
 
 
 def read_accumulate_in(word: Any, error: type[AutoaccumError] = WorkloadError) -> AccumulateIn:
-    """Return `word` as a way to sum gradients.
-
-    Raises:
-        WorkloadError: There is no such way; or `error`, where that is given.
-    """
+    """Return `word` as a way to sum gradients; raise WorkloadError, or `error`, if there is no such way."""
     check_word(word, "accumulate_in", get_args(AccumulateIn), error=error)
     return cast("AccumulateIn", word)
 

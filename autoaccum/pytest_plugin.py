@@ -50,11 +50,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
 
 
 def _find(workload: str, root: Path, beside: Path) -> str:
-    """Return the reference with the absolute path of its file; a module unchanged.
-
-    Raises:
-        WorkloadError: There is no such file.
-    """
+    """Return the reference with its file's absolute path, a module unchanged; raise WorkloadError for no such file."""
     from autoaccum.errors import WorkloadError
     from autoaccum.workload.module_names import split_reference
 

@@ -57,11 +57,7 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def checkpoint_blocks(model: nn.Module, names: Sequence[str]) -> Callable[[], None]:
-    """Run the modules at these paths under `torch.utils.checkpoint`, in place; so do copies made of them.
-
-    Returns:
-        A function that undoes it.
-    """
+    """Run the modules at these paths, and copies of them, under `torch.utils.checkpoint`; return what undoes it."""
     before: dict[nn.Module, Any] = {}
     for name in names:
         module = model.get_submodule(name)

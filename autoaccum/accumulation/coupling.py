@@ -40,11 +40,7 @@ class Coupling:
         return bool(self.modules) or bool(self.loss)
 
     def warnings(self, covered: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the warnings for an update that is made from several micro-batches.
-
-        Args:
-            covered: Modules that are warned of elsewhere: the Accumulator warns of BatchNorms.
-        """
+        """Return the warnings for an update in several micro-batches; `covered` modules are warned of elsewhere."""
         names = [name for name in self.modules if name not in {*covered, *self.pairs}]
         messages = [COMPARES_SAMPLES] if self.pairs else []
         if names:

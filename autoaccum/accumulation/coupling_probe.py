@@ -66,7 +66,6 @@ class _WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     done = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` and count it."""
         result = func(*args, **(kwargs or {}))
         self.done += _WORK_OF_AN_OP
         with suppress(Exception):  # Not in the table, or not called as it expects.

@@ -113,11 +113,7 @@ def is_context_dead(error: BaseException) -> bool:
 
 
 def release_memory(device: torch.device | None = None) -> None:
-    """Collect cyclic garbage, then return the device's cached blocks to it.
-
-    Args:
-        device: The device whose cache is emptied; None is the accelerator of this build of PyTorch, if it has one.
-    """
+    """Collect garbage, then empty the cache of `device`; None: of the accelerator of this build of PyTorch, if any."""
     gc.collect()
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True)

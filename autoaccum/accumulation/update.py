@@ -80,11 +80,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def preallocate(blocks: Iterable[Block]) -> None:
-    """Allocate `blocks` together and free them, so that the caching allocator has them ready.
-
-    Raises:
-        torch.OutOfMemoryError: Or another out-of-memory error: there is not enough memory for them.
-    """
+    """Allocate `blocks` together and free them, so that the cache has them ready; raises where memory runs out."""
     held = [torch.empty(size, dtype=torch.uint8, device=device) for device, size in blocks]
     del held
 

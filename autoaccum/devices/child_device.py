@@ -107,9 +107,6 @@ class ChildDevice(Device, ABC):
     they did not free is less for later ones (`search` repeats failures that may be due to it). After a failure the next
     trial has a fresh child. While a job runs that others follow, a standby process imports PyTorch for the next fresh
     child, if the host has the memory for it beside the budget. There is none before the budget is chosen.
-
-    Args:
-        settings: The settings that all trials share.
     """
 
     def __init__(self, settings: TrialSettings) -> None:

@@ -68,11 +68,7 @@ class CudaDevice(ChildDevice):
     def explain(
         self, parts: tuple[int, ...], *, changes: bool = True, curve: bool = False, limit_seconds: float | None = None
     ) -> MemoryReport:
-        """Report the memory of `parts` by a simulation of this card in another process; its output is not shown.
-
-        Raises:
-            WorkloadError, UsageError, NotMeasuredError: They cannot be simulated.
-        """
+        """As `ExplainingDevice.explain`, by a simulation of this card in another process; its output is not shown."""
         from autoaccum.devices.simulated.explain.explainer import explain_installed_card
 
         limit_bytes = self.limit_bytes

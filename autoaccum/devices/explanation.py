@@ -234,11 +234,7 @@ class PredictingDevice(Protocol):
     """A device with trials that are predictions."""
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
-        """Return the prediction for `parts`, after a fresh trial of them.
-
-        Raises:
-            WorkloadError, NotMeasuredError: As in the record of that trial.
-        """
+        """Return the prediction for `parts`, after a fresh trial of them; raise the error in that trial's record."""
 
 
 @runtime_checkable

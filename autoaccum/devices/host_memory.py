@@ -158,11 +158,7 @@ class ProcessMemory:
 
 
 def read_process_memory() -> ProcessMemory:
-    """Read the memory that this process holds now.
-
-    Raises:
-        NotMeasuredError: The kernel does not say.
-    """
+    """Read the memory that this process holds now; raise NotMeasuredError if the kernel does not say."""
     try:
         lines = _STATUS.read_text(encoding="utf-8").splitlines()
         fields = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
@@ -197,11 +193,7 @@ def data_limit(limit_bytes: int | None) -> Iterator[None]:
 
 
 def check_data_limit() -> None:
-    """Check that private memory beyond the limit is refused.
-
-    Raises:
-        NotMeasuredError: It is granted (Linux before 4.7, some sandboxes).
-    """
+    """Raise NotMeasuredError if private memory beyond the limit is granted (Linux before 4.7, some sandboxes)."""
     with data_limit(read_process_memory().data_bytes + 4 * MIB):
         try:
             mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()

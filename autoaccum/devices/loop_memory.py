@@ -65,11 +65,7 @@ class HeldOutputs:
 
 @dataclass(frozen=True)
 class HoldingObjective(Objective):
-    """An objective that also holds the model's outputs and the loss.
-
-    Attributes:
-        held: The outputs and the loss.
-    """
+    """An objective that also holds the model's outputs and the loss, as `held`."""
 
     held: HeldOutputs = dataclasses.field(default_factory=HeldOutputs)
 

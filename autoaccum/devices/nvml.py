@@ -106,7 +106,6 @@ def _number(struct: Any, field: str) -> int | None:
 
 
 def _answer(library: Any, query: Any, *arguments: Any, **options: Any) -> Any:
-    """Return the answer, or None if there is none."""
     try:
         return query(*arguments, **options)
     except (library.NVMLError, library.NVMLLibraryMismatchError):

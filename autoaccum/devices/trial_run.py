@@ -175,7 +175,6 @@ class TrialRun:
     def _prepare(
         self, parts: Sequence[int], observer: StepObserver | None = None
     ) -> tuple[Accumulator, Optimizer, Any]:
-        """Build the model, its optimizer, the batch and the Accumulator."""
         seed_everything()
         self._phase = "model"
         model = move_model(self._workload.build_model(), self._device)

@@ -58,11 +58,7 @@ def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
 
 
 def _git(folder: Path, *words: str, hint: str) -> str:
-    """Return the output of a git command in a folder.
-
-    Raises:
-        NotMeasuredError: Git cannot be run, or the command fails.
-    """
+    """Return the output of a git command in a folder; raise NotMeasuredError if it cannot be run, or fails."""
     done = _run(folder, *words)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("fatal: ")

@@ -81,11 +81,7 @@ CASE_FIELDS = tuple(name for name in _CASE_FIELDS if name not in _NO_OPTIONS)
 def make_case(
     *, workload: str = "", target_batch: int | None = None, micro_batch: int | None = None, **options: Any
 ) -> Case:
-    """Make a case from its fields and its options.
-
-    Raises:
-        UsageError: An option is not valid.
-    """
+    """Make a case from its fields and its options; raise UsageError for an option that is not valid."""
     return Case(workload=workload, target_batch=target_batch, micro_batch=micro_batch, options=Options(**options))
 
 

@@ -64,7 +64,6 @@ def check_fits(workload: str, folder: Path, /, **given: Any) -> str:
 
 
 def _message(case: Case, measured: Measurement) -> str:
-    """Say what is needed, and what the limit is."""
     needed = f"more than {format_bytes(measured.peak_bytes)}"
     if measured.least_bytes is not None:
         unlimited = f"{format_bytes(measured.peak_bytes)} without a limit"

@@ -147,7 +147,6 @@ class _CaseRunner:
     """In seconds of `time.monotonic`."""
 
     def run_all(self, cases: Sequence[Case], evaluate: Callable[[Case], Verdict]) -> tuple[Verdict, ...]:
-        """Return the verdicts of all cases, in their order."""
         found = []
         for number, case in enumerate(cases, 1):
             self.notify(CaseStarted(case))

@@ -85,11 +85,7 @@ def read_lock(path: Path, rewrite_command: str) -> dict[Case, Measurement]:
 
 
 def write_lock(path: Path, entries: Mapping[Case, Measurement]) -> None:
-    """Write a lock atomically, over an existing one; equal entries give equal bytes.
-
-    Raises:
-        UsageError: It cannot be written there.
-    """
+    """Write a lock atomically, over an existing one, or raise UsageError; equal entries give equal bytes."""
     ordered = sorted(entries.items(), key=lambda entry: case_name(entry[0]))
     texts = ("\n".join([*_entry_lines(*entry), ""]) for entry in ordered)
     write_text(path, "\n".join([_HEAD, *texts, f"{_END}\n"]), force=True)

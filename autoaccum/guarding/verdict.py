@@ -37,12 +37,10 @@ class _Quantity:
 
     @property
     def grew(self) -> bool:
-        """True if it grew by more than the tolerance."""
         return not self.tolerance.allows(self.before_bytes, self.now_bytes, self.spread_bytes)
 
     @property
     def shrank(self) -> bool:
-        """True if it shrank by more than the tolerance."""
         return not self.tolerance.allows(self.now_bytes, self.before_bytes, self.spread_bytes)
 
 
@@ -169,7 +167,6 @@ def _reasons(comparison: _Comparison) -> Iterator[str]:
 
 
 def _passing_outcome(comparison: _Comparison) -> Outcome:
-    """Return the outcome where nothing regressed."""
     before, now = comparison.before, comparison.now
     if _signature(before) == _signature(now):
         return "unchanged"

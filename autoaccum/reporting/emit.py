@@ -77,11 +77,7 @@ def check_emittable(*, world_size: int = 1, batchnorm: str = "micro", recipe: Ma
 
 
 def module_name(path: str) -> str:
-    """Return the name by which the file at `path` is imported.
-
-    Raises:
-        UsageError: It cannot be imported, or would hide a module that a training imports.
-    """
+    """Return the name by which the file at `path` is imported; raise UsageError for none, or one that hides another."""
     file = PurePath(path)
     name = file.stem
     importable = name.isidentifier() and not keyword.iskeyword(name)
@@ -203,7 +199,6 @@ def _entries(form: Form) -> Mapping[Any, Form]:
 
 
 def _type_of(form: Form) -> str:
-    """Return the type annotation of a batch."""
     if isinstance(form, str):
         return "Tensor"
     kind, inner = next(iter(form)), list(map(_type_of, _entries(form).values()))

@@ -47,7 +47,6 @@ def _categories(explanation: Explanation) -> Table:
 
 
 def _modules(modules: Sequence[ModuleShare]) -> Table:
-    """Return the modules that hold most."""
     table = make_table("module", "class", ">count", ">bytes", ">per sample")
     for share in modules:
         name = one_line(share.name) or ("(the model itself)" if share.kind else "(no module)")

@@ -104,11 +104,7 @@ def command(name: str, message: str, **properties: str) -> str:
 
 
 def write_summary(report: Report, environment: Mapping[str, str]) -> str | None:
-    """Append the report to the step's summary, where there is one.
-
-    Returns:
-        Why it could not be written, which is no failure of the guard; None if it was.
-    """
+    """Append the report to the step's summary, if any; return why it could not be written, which is no failure."""
     name = environment.get("GITHUB_STEP_SUMMARY")
     if not name:
         return None

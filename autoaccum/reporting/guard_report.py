@@ -182,7 +182,6 @@ def _figure_lines(before: Measurement, now: Measurement) -> Iterator[Text]:
 
 
 def _growth_lines(verdict: Verdict) -> Iterator[Text]:
-    """Yield what grew and shrank, the most first."""
     if verdict.growths:
         yield Text(f"  {'change':>{_COLUMN}}  for what", "dim")
     for growth in verdict.growths[:_MOST_GROWTHS]:

@@ -111,7 +111,6 @@ def format_loss(loss: float | None) -> str:
 
 
 def _speed_words(speed: Speed) -> tuple[str, str]:
-    """Write the samples per second, and their spread."""
     if speed.samples_per_second is None:
         return "-", "not measured: the next larger ones are far from the fastest"
     known = (speed.samples_per_second, speed.low or 0.0, speed.high or 0.0)

@@ -146,12 +146,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """The checkpoints in a folder that no other process writes to.
-
-    Args:
-        folder: The folder. Unfinished files of a killed process are removed from it.
-        keep: The number of checkpoints to keep.
-    """
+    """The newest `keep` checkpoints in a folder that no other process writes to; it is cleared of unfinished files."""
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder, self._keep = folder, keep

@@ -72,11 +72,7 @@ def _check_iterable(data: Any) -> None:
 
 
 def _count_samples(data: Sequence[Any], settings: DataSettings) -> int:
-    """Count the samples of a list of batches.
-
-    Raises:
-        UsageError: The list is empty, an entry is not a batch, or it looks like samples or like one batch.
-    """
+    """Count the samples of a list of batches; raise UsageError if it is empty, or looks like something else."""
     if not data:
         raise UsageError(f"data is an empty {type_name(data)}", hint="give at least one batch")
     rows = [entry for entry in data if pytree.has_batch_dimension(entry)]

@@ -101,11 +101,7 @@ class WindowSource(abc.ABC):
         """Go to the start of an epoch."""
 
     def _check_fills_window(self, samples: int, epoch: int = 0) -> None:
-        """Refuse an epoch smaller than a window, since a smaller batch than requested is never trained silently.
-
-        Raises:
-            UsageError: The epoch has too few samples, or none.
-        """
+        """Raise UsageError for an epoch smaller than a window: no smaller batch than requested is trained silently."""
         if samples == 0 and epoch > 0:
             raise UsageError(
                 f"{self._name} yields nothing in epoch {epoch + 1}: it can be iterated only once",

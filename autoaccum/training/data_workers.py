@@ -32,11 +32,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Reader:
-    """Reads an iterable once, in this process or through a DataLoader's workers.
-
-    Args:
-        data: The iterable. Workers of a DataLoader start now.
-    """
+    """Reads `data` once, in this process or through a DataLoader's workers, which start now."""
 
     def __init__(self, data: Any) -> None:
         self._has_workers = isinstance(data, DataLoader) and data.num_workers > 0
@@ -68,11 +64,7 @@ class Reader:
             yield entry
 
     def close(self, *, include_persistent: bool = True) -> None:
-        """End the workers at once, even in the middle of an item.
-
-        Args:
-            include_persistent: End also those that their DataLoader keeps for the next epoch.
-        """
+        """End the workers at once, even in the middle of an item; by default also those kept for the next epoch."""
         if self._has_workers and (include_persistent or not getattr(self.entries, "_persistent_workers", False)):
             for worker in getattr(self.entries, "_workers", ()):
                 worker.terminate()  # A worker of torch exits quietly on this.

@@ -165,11 +165,7 @@ class StreamSource(WindowSource):
                     )
 
     def _peek(self, count: int) -> list[Any]:
-        """Return the first entries, which will still be read.
-
-        Raises:
-            UsageError: There are none.
-        """
+        """Return the first entries, which will still be read; raise UsageError if there are none."""
         state = copy.deepcopy(self._data.state_dict()) if self._is_stateful else None
         with preserve_rng_state():
             reader = self._open()
@@ -186,11 +182,7 @@ class StreamSource(WindowSource):
 
 
 class SamplesSource(StreamSource):
-    """Windows of samples of an IterableDataset, collated part by part.
-
-    Raises:
-        UsageError: The request has workers for it.
-    """
+    """Windows of samples of an IterableDataset, collated part by part; raises UsageError for a request with workers."""
 
     def __init__(self, data: Any, settings: DataSettings) -> None:
         if settings.workers:
@@ -235,11 +227,7 @@ class BatchesSource(StreamSource):
         self.samples_per_epoch = samples
 
     def planning_batch(self, worst_of: int | None = None) -> Any:
-        """Return the first batch.
-
-        Raises:
-            UsageError: `worst_of` is given, but batches have no single samples to compare.
-        """
+        """Return the first batch; raise UsageError for `worst_of`, since batches have no single samples to compare."""
         if worst_of is not None:
             raise UsageError(
                 f"worst_of is {worst_of}, but {self._name} has no single samples to compare",

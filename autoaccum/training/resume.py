@@ -86,11 +86,7 @@ def describe_run(request: FitRequest, components: TrainingComponents, source: So
 
 
 def check_same_run(checkpoint: LoadedCheckpoint, here: Mapping[str, Any]) -> None:
-    """Refuse to resume a different training.
-
-    Raises:
-        UsageError: Names all differences.
-    """
+    """Raise UsageError, which names all differences, rather than resume a different training."""
     then = checkpoint.record["run"]
     different = "; ".join(_differences("", then, here))
     if different:
@@ -171,11 +167,7 @@ def check_choice(
     choice: MicroBatchChoice,
     notify: Callable[[Any], Any],
 ) -> None:
-    """Refuse a plan for another training, then send notices about the choice.
-
-    Raises:
-        UsageError: The message names the difference and what to run instead.
-    """
+    """Raise UsageError for a plan of another training, with what to run instead; then send notices on the choice."""
     plan, rate = choice.plan, choose_learning_rate(request, choice.plan)
     if plan is not None:
         modes = components.precision, components.batchnorm, components.accumulate_in
@@ -249,7 +241,6 @@ def _device_differences(plan: Plan, device: torch.device) -> list[tuple[str, str
 
 
 def _replan_hint(request: FitRequest, plan: Plan) -> str:
-    """Return what to run if a plan does not match."""
     again = "plan again"
     if isinstance(request.model_or_workload, (str, os.PathLike)):
         words = ["autoaccum", "plan", os.fspath(request.model_or_workload), "--target-batch", str(request.target_batch)]

@@ -57,12 +57,7 @@ class Ceiling:
         self._last_fit: int | None = None  # The ceiling before a raise that has not succeeded yet.
 
     def record(self, retries: int, micro_batch: int) -> int | None:
-        """Record an update, and return the new ceiling, or None if it is unchanged.
-
-        Args:
-            retries: How many times the update was repeated after running out of memory.
-            micro_batch: The Accumulator's ceiling after it.
-        """
+        """Record an update's `retries` and the Accumulator's ceiling after it; return the new ceiling if it changes."""
         self.largest = min(max(micro_batch, 1), self.planned)
         if retries:
             return self._lower()

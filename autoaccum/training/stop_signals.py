@@ -89,11 +89,7 @@ class StopSignals:
             raise _end_by(number)
 
     def check(self) -> None:
-        """Stop the run here if that was requested.
-
-        Raises:
-            StopRequested: It was.
-        """
+        """Raise StopRequested, here where the run can stop, if a signal has asked for that."""
         if self.requested is not None:
             raise StopRequested(self.requested)
 

@@ -327,5 +327,4 @@ def _check_criterion(objective: Objective, optimizer: Optimizer) -> None:
 
 
 def _as_samples(dataset: Any) -> Any:
-    """Wrap a workload's list or tuple of samples as a dataset."""
     return Subset(cast("Dataset[Any]", dataset), range(len(dataset))) if isinstance(dataset, (list, tuple)) else dataset

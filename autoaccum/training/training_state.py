@@ -210,7 +210,6 @@ def _schedule(components: TrainingComponents) -> Any:
 
 
 def _generators(root: nn.Module) -> list[torch.Generator]:
-    """Return the generators that modules hold."""
     found = (value for module in root.modules() for value in vars(module).values())
     return [value for value in found if isinstance(value, torch.Generator)]
 

@@ -75,11 +75,7 @@ class Search:
         return None if is_over else f"its time of {request.options.time_limit:g} s is over"
 
     def confirm(self) -> None:
-        """Repeat the best settings with other seeds, then any new best setting that has run only once.
-
-        Raises:
-            WorkloadError, StudyError: As in `run`.
-        """
+        """Repeat the best settings with other seeds, then any new best that has run only once; errors as in `run`."""
         request = self._processes.request
         seeds = [request.seed + 1 + number for number in range(_CONFIRMING_SEEDS)]
         searched = [row for row in self._study.rows() if row.confirms is None]

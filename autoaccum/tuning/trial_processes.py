@@ -123,11 +123,7 @@ class TrialProcesses:
             process.end(grace_seconds=_LEAVE_SECONDS)
 
     def check_unchanged(self, digest: str) -> None:
-        """Compare the digest of the loaded source files with that of the study.
-
-        Raises:
-            WorkloadError: They have changed.
-        """
+        """Raise WorkloadError if the digest of the loaded source files is not that of the study."""
         if self._digest is not None and digest != self._digest:
             raise WorkloadError(
                 f"{self.request.reference} has changed during tuning, so that trials can no longer be compared",

@@ -103,11 +103,7 @@ class TuneRequest:
 
 
 def read_rates(given: Any) -> LearningRateRange | None:
-    """Read a range of learning rates: `1e-4..1e-1`, or two numbers.
-
-    Raises:
-        UsageError: It is not a range of numbers above 0.
-    """
+    """Read a range of learning rates, `1e-4..1e-1` or two numbers; raise UsageError unless they are above 0."""
     if given is None:
         return None
     with suppress(TypeError, ValueError):
@@ -118,11 +114,7 @@ def read_rates(given: Any) -> LearningRateRange | None:
 
 
 def read_batches(given: Any) -> BatchSizeRange:
-    """Read a range of effective batches: `256`, `64..1024`, a number, or two.
-
-    Raises:
-        UsageError: It is not a range of whole numbers above 0.
-    """
+    """Read a range of effective batches, `256`, `64..1024`, a number or two; raise UsageError if they are no counts."""
     ends = given.split("..") if isinstance(given, str) else given if isinstance(given, (tuple, list)) else [given]
     with suppress(TypeError, ValueError):
         low, high = (int(end) if isinstance(end, str) else operator.index(end) for end in (ends[0], ends[-1]))

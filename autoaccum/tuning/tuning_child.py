@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class TuningChild:
-    """Handles the requests of `tuning_result`, one after the other; `LoadForTuning` comes first.
-
-    Args:
-        connection: To the parent, for the requests within a training.
-    """
+    """Handles the requests of `tuning_result`, `LoadForTuning` first; asks the parent by `connection` as it trains."""
 
     _workload: Workload
 

@@ -261,7 +261,6 @@ class _Widening(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among an operator's arguments, and those in lists."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument

@@ -76,11 +76,7 @@ class Batching:
 
 
 def read_batching(split: Any, size: Any) -> Batching | None:
-    """Return the `Batching` of the functions `split` and `size`; None if neither is given.
-
-    Raises:
-        WorkloadError: One of them is missing or not callable.
-    """
+    """Return the `Batching` of `split` and `size`, None without either; raise WorkloadError if only one is callable."""
     if split is None and size is None:
         return None
     if not (callable(split) and callable(size)):

@@ -46,11 +46,7 @@ class Criterion:
         return "samples" if self.rule is None or is_batchmean else RULES[self.rule]
 
     def loss(self, outputs: Any, targets: Any) -> Any:
-        """Return the loss of the model's outputs.
-
-        Raises:
-            WorkloadError: The criterion is a known one, and the outputs are not a tensor.
-        """
+        """Return the loss of the outputs; raise WorkloadError if a known criterion gets outputs that are no tensor."""
         if self.rule is not None and not isinstance(outputs, Tensor):
             raise WorkloadError(
                 f"{self.name} takes a tensor from the model, which returned {describe_type(outputs)}",

@@ -46,14 +46,10 @@ def fixed_seeds() -> Iterator[None]:
 
 
 def copy_module(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
-    """Return a deep copy of `module`.
+    """Return a deep copy of `module`; `memo` is that of `copy.deepcopy`.
 
     Tensors that a forward pass has left in attributes (attention maps, an auxiliary loss, the weight of `weight_norm`)
     are copied without their graph. Errors raised while copying other attributes are passed on.
-
-    Args:
-        module: The module.
-        memo: The memo of `copy.deepcopy`.
     """
     copies = {} if memo is None else memo
     for inner in module.modules():
@@ -135,7 +131,6 @@ def _double(tensor: Tensor) -> Tensor:
 
 
 def _computed(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in `value` that have a graph."""
     if isinstance(value, Tensor):
         yield from [value] if value.grad_fn is not None else []
     elif type(value) in (dict, list, tuple):

@@ -50,11 +50,7 @@ class ModelLoss:
             self.reduction = "sum"
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
-        """Return the loss of `batch`.
-
-        Raises:
-            WorkloadError: The batch is not a mapping, or the model returned no loss.
-        """
+        """Return the loss of `batch`; raise WorkloadError if that is no mapping, or the model returned no loss."""
         outputs = model(**_named(batch))
         if isinstance(outputs, Mapping):
             self.access, loss = '["loss"]', outputs.get("loss")

@@ -125,11 +125,7 @@ def _join_numbers(numbers: set[str]) -> str:
 
 
 def _numbers(listed: str) -> list[str]:
-    """Return the numbers that `4..6,8` stands for.
-
-    Raises:
-        ValueError: It is not such a list.
-    """
+    """Return the numbers that `4..6,8` stands for; raise ValueError if it is no such list."""
     found = [brace for brace, pattern in _BRACES.items() if pattern == f"{{{listed}}}"]
     if found:
         return found

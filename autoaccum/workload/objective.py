@@ -88,11 +88,7 @@ class Objective:
         return cast("dict[str, Tensor]", terms)
 
     def outputs(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's outputs for the inputs of a batch `(inputs, targets)`.
-
-        Raises:
-            WorkloadError: The batch is not such a pair.
-        """
+        """Return the model's outputs for the inputs of `(inputs, targets)`; raise WorkloadError for another batch."""
         inputs = _inputs_and_targets(unwrap_batch(batch))[0]
         if isinstance(inputs, Mapping):
             return model(**inputs)

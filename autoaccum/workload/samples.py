@@ -41,11 +41,7 @@ class LongestBatches:
         self._samples, self._collate, self._batching = samples, collate, batching
 
     def __call__(self, size: int) -> Any:
-        """Return a batch of `size` samples.
-
-        Raises:
-            WorkloadError: The samples cannot be collated, or `collate` returns another number of samples.
-        """
+        """Return a batch of `size` samples; raise WorkloadError if `collate` fails or returns another number."""
         samples = list(itertools.islice(itertools.cycle(self._samples), size))
         collate, hint = (default_collate, _COLLATE) if self._collate is None else (self._collate, None)
         with user_code(f"collating the {size} longest samples", hint=hint):
@@ -88,11 +84,7 @@ def take_longest(workload: Workload, count: Any, largest_batch: int | None = Non
 
 
 def longest_first(samples: Iterable[Any], count: int) -> list[Any]:
-    """Return the `count` longest samples, the longest first; samples of equal length keep their order.
-
-    Raises:
-        WorkloadError: No sample has a length.
-    """
+    """Return the `count` longest samples, longest first, ties in order; raise WorkloadError if none has a length."""
     longest = heapq.nlargest(count, samples, key=_length)
     if longest and _length(longest[0]) < 0:
         raise WorkloadError(
@@ -129,7 +121,6 @@ def _length(sample: Any) -> int:
 
 
 def _elements(node: Any) -> Iterator[int]:
-    """Yield the number of elements of every tensor, array and list of numbers in a sample."""
     if isinstance(node, Tensor):
         yield node.numel()
     elif isinstance(node, np.ndarray):
@@ -218,10 +209,6 @@ def apply_settings(
 
 
 def replace_fields(workload: Workload, **settings: Any) -> Workload:
-    """Return `workload` with the settings that are not None in place of its own.
-
-    Raises:
-        WorkloadError: A setting has a value that cannot be used.
-    """
+    """Return `workload` with settings other than None in place of its own; raise WorkloadError for a bad one."""
     given = {name: value for name, value in settings.items() if value is not None}
     return dataclasses.replace(workload, **given) if given else workload

@@ -29,11 +29,7 @@ from autoaccum.workload.optimizers import check_optimizer, make_optimizer
 
 
 def no_batch(size: int) -> Any:
-    """The `batch` of a workload whose batches are made of its dataset (see `samples`).
-
-    Raises:
-        WorkloadError: At every call.
-    """
+    """Raise WorkloadError: the `batch` of a workload whose batches are made of its dataset (see `samples`)."""
     raise WorkloadError(f"there is no batch({size})", hint="write def batch(size): return a batch of that many samples")
 
 
@@ -202,11 +198,7 @@ class Workload:
         return made
 
     def build_optimizer(self, model: nn.Module) -> Optimizer:
-        """Return an optimizer of the trainable parameters of `model`.
-
-        Raises:
-            WorkloadError: As for `make_optimizer`.
-        """
+        """Return an optimizer of the trainable parameters of `model`; errors as in `make_optimizer`."""
         return make_optimizer(self.optimizer, model)
 
     def build_scheduler(self, optimizer: Optimizer) -> Any:
@@ -241,11 +233,7 @@ def _check_model(model: Any) -> None:
 
 
 def _read_modules(modules: Any) -> dict[str, nn.Module]:
-    """Return modules by name from one module, a list, a tuple or a dict.
-
-    Raises:
-        WorkloadError: One of them is not a module.
-    """
+    """Return modules by name from one module, a list, a tuple or a dict; raise WorkloadError for anything else."""
     if isinstance(modules, nn.Module):
         modules = [modules]
     if isinstance(modules, (list, tuple)):

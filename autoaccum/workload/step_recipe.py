@@ -30,12 +30,7 @@ def describe_recipe(objective: Objective, model: nn.Module, batch: Any, terms: I
     """Return the recipe: divisor, ignored class, call of the criterion, terms of the loss, batch and half dtypes.
 
     For a loss that the model computes itself, `own` holds the code that takes it from the outputs and its weight.
-
-    Args:
-        objective: The loss.
-        model: The model.
-        batch: A small batch.
-        terms: The names of the terms of the loss.
+    `batch` is a small one.
     """
     criterion, weight, own = objective.criterion, objective.weight(batch), objective.model_loss
     code = own.code(batch) if own is not None and objective.uses_model_weight else None

@@ -63,10 +63,7 @@ def raised_by_autoaccum(error: BaseException) -> bool:
 def blame_workload(error: BaseException, doing: str, *, hint: str | None = None) -> WorkloadError:
     """Return an error that shows an exception of the user's code as theirs.
 
-    Args:
-        error: The exception that the user's code raised.
-        doing: The start of the message: `batch(5)`, `importing model.py`.
-        hint: What to do, if known.
+    `doing` is the start of the message, `batch(5)` or `importing model.py`; `hint` says what to do, if known.
     """
     if _IN_WORKER.match(str(error)):
         shown = str(error).rstrip()

@@ -39,10 +39,7 @@ class Candidate:
 def list_candidates(batch: Any, parts: list[Any], likely: str | None = None) -> list[Candidate]:
     """Return all candidates, the likeliest first: samples, labels not ignored, masks, lengths, sums.
 
-    Args:
-        batch: The whole batch, from which the candidates are made.
-        parts: The parts to count.
-        likely: The code of a candidate to try right after samples.
+    They are made from the whole `batch` and count its `parts`; the code `likely` is tried right after samples.
     """
     leaves = dict(find_leaves(batch))
     of_parts = [dict(find_leaves(part)) for part in parts]
@@ -71,10 +68,7 @@ def find_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
 def class_weight_candidates(batch: Any, parts: list[Any], tables: Mapping[str, Tensor]) -> list[Candidate]:
     """Return sums of class weights, which a mean over labels divides by if classes have weights.
 
-    Args:
-        batch: The whole batch, in which labels are searched.
-        parts: The parts to count.
-        tables: Tensors with one weight for each class, by the code to access them.
+    Labels are searched in the whole `batch`; `tables` has one weight for each class, by the code to access it.
     """
     labels = [(path, leaf) for path, leaf in find_leaves(batch) if _is_integer(leaf)]
     of_parts = [dict(find_leaves(part)) for part in parts]
@@ -183,13 +177,7 @@ def _leaves(node: Any, path: str, size: int, *, top: bool = False) -> Iterator[t
 
 
 def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequence[Any]) -> str | None:
-    """Return a warning that parts are weighted by samples although some labels are ignored; None if all is well.
-
-    Args:
-        objective: The loss.
-        model: The model; the class of a transformers model shows whether labels are shifted.
-        parts: The parts of one effective batch.
-    """
+    """Return a warning that `parts` of a batch are weighted by samples although some labels are ignored, or None."""
     if objective.reduction == "sum" or objective.criterion is not None or objective.weight_function is not None:
         return None
     labels = [(path, one) for part in parts for path, one in find_leaves(part) if _is_integer(one) and one.ndim > 1]

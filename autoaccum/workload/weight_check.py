@@ -81,7 +81,6 @@ class _SmallBatchLosses:
             return self._losses(batch)
 
     def compare(self, parts: list[Any]) -> LossComparison:
-        """Compare the losses of the parts with that of the whole batch."""
         return LossComparison(self.objective, self.whole, parts, [self.losses(part) for part in parts])
 
     def _losses(self, batch: Any) -> dict[str, float]:

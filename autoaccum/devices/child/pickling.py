@@ -98,11 +98,7 @@ class OptimizerLike:
 
     @classmethod
     def of(cls, optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> OptimizerLike:
-        """Describe `optimizer`, whose parameters are among `trained`; frozen ones are skipped.
-
-        Raises:
-            UsageError: It has parameters that are not among them.
-        """
+        """Describe `optimizer` without frozen parameters; raise UsageError unless the others are among `trained`."""
         at = {id(parameter): place for place, parameter in enumerate(trained)}
         held = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
         if any(id(parameter) not in at for group in held for parameter in group):
@@ -158,7 +154,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._by_value: list[ModuleType] = []
 
     def forget_modules(self) -> None:
-        """Unregister the modules that were pickled by value."""
         for module in self._by_value:
             cloudpickle.unregister_pickle_by_value(module)
 

@@ -113,23 +113,14 @@ class ChildProcess:
         return not self._ended
 
     def call(self, request: Request[Reply], limit_seconds: float) -> Reply:
-        """Send a request and wait for its reply.
-
-        Raises:
-            ChildDied: As `ask`.
-            JobFailed: The job raised something; the child can run another.
-        """
+        """Send a request and wait for its reply; raise ChildDied as `ask`, or JobFailed: the child can run another."""
         message = self.ask(request_message(request), limit_seconds)
         if "failure" in message:
             raise JobFailed(read_record(message["failure"], Failure))
         return read_reply(message, request)
 
     def ask(self, message: Mapping[str, Any], limit_seconds: float) -> dict[str, Any]:
-        """Send a message and wait for the answer; the child is ended if there is none.
-
-        Raises:
-            ChildDied: There will be no reply: see its `kind`.
-        """
+        """Send a message and wait for the answer; without one, end the child and raise ChildDied (see its `kind`)."""
         kills_before = count_oom_kills()
         began = time.monotonic()
         try:

@@ -237,7 +237,6 @@ def _changes(settings: AllocatorSettings) -> dict[str, Any]:
 def _failed(
     error: WorkloadError | NotMeasuredError, parts: tuple[int, ...], seconds: float, limit_seconds: float | None
 ) -> Trial:
-    """Return the failed trial for parts that could not be traced."""
     late = limit_seconds is not None and seconds >= limit_seconds
     if isinstance(error, WorkloadError):
         return Trial(parts=parts, outcome="error", message=str(error), traceback=error.user_traceback, blames="user")

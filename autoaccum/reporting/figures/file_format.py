@@ -13,11 +13,7 @@ _ENDINGS: Final[dict[str, Format]] = {".svg": "svg", ".png": "png"}
 
 
 def picture_format(path: str) -> Format:
-    """Return the format that the ending of `path` asks for.
-
-    Raises:
-        UsageError: The ending is another one, or matplotlib is not installed.
-    """
+    """Return the format of the ending of `path`; raise UsageError for another one, or if matplotlib is missing."""
     ending = PurePath(path).suffix
     if ending.lower() not in _ENDINGS:
         seen = f"ends in {ending}" if ending else "has no ending"

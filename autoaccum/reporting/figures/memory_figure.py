@@ -40,13 +40,7 @@ _PREPARATION = ("start", "load", "model", "optimizer")
 
 
 def draw_memory(plan: Plan, report: MemoryReport | None, form: Format) -> bytes:
-    """The picture of a plan as a file: the same plan gives the same bytes.
-
-    Args:
-        plan: The plan.
-        report: The memory report; None where only sizes and peaks are known.
-        form: `svg` or `png`.
-    """
+    """Draw a plan, with its memory report if there is one, as a file: the same plan gives the same bytes."""
     return picture_bytes(lambda: memory_figure(plan, report), _title(plan), form)
 
 

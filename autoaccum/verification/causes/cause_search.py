@@ -30,7 +30,6 @@ class _PossibleCause(NamedTuple):
     where: tuple[str, ...] = ()
 
     def added(self, ablation: Ablation) -> Ablation:
-        """Return `ablation` extended by this possible cause."""
         if self.kind == "state":
             return replace(ablation, fresh_state=True)
         if self.kind == "hook":
@@ -87,7 +86,6 @@ def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
 
 
 def _find_candidates(experiment: Experiment) -> list[_PossibleCause]:
-    """Return what can be ablated, the likeliest cause first."""
     runs = experiment.runs
     found = [
         _PossibleCause("batchnorm", experiment.batchnorms),

@@ -147,7 +147,6 @@ def _repeats_a_term(experiment: Experiment, parts: Decomposition, ablation: Abla
 
 
 def _other_split(experiment: Experiment) -> PairedRuns | None:
-    """Return the same batch in another number of parts."""
     return next((one for one in experiment.splits if len(one.sizes) != len(experiment.runs.sizes)), None)
 
 

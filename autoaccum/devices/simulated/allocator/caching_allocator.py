@@ -62,11 +62,7 @@ class CachingAllocator:
         self.least_refused_bytes: int | None = None
 
     def malloc(self, size: int) -> Block:
-        """Return a block of at least `size` bytes (`malloc`).
-
-        Raises:
-            CudaOutOfMemoryError: There is no room for it.
-        """
+        """Return a block of at least `size` bytes (`malloc`); raise CudaOutOfMemoryError if there is no room for it."""
         requested, size = size, self._round_size(size)
         pool = self._small if size <= SMALL_BYTES else self._large
         block = self._get_free_block(pool, size)

@@ -38,11 +38,7 @@ def suggest_changes(workload: Workload, model: nn.Module, optimizer: Optimizer, 
 
 
 def apply_change(workload: Workload, change: str) -> Workload:
-    """Return the workload with the change of that name.
-
-    Raises:
-        UsageError: There is no change of that name.
-    """
+    """Return the workload with the change of that name; raise UsageError if there is none of that name."""
     if change not in _CHANGES:
         raise UsageError(f"no change is named {change!r}", hint=f"take one of {', '.join(_CHANGES)}")
     return _CHANGES[change](workload)

@@ -224,7 +224,6 @@ def install(library: torch.library.Library, stack: ExitStack) -> None:
 
 
 def _enabled() -> list[Kernel]:
-    """Return the kernels that the process has switched on."""
     flags: dict[Kernel, bool] = {
         "flash": torch._C._get_flash_sdp_enabled(),
         "efficient": torch._C._get_mem_efficient_sdp_enabled(),

@@ -190,7 +190,6 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return found
 
     def _record(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Record the outputs and the workspaces of an operator."""
         in_backward = torch._C._current_autograd_node() is not None
         memory = None if key is None else self._memory.get((key, in_backward))
         if memory is None:

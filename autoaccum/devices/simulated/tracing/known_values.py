@@ -268,7 +268,6 @@ def find_tensors(values: Any) -> Iterator[Tensor]:
 
 @cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return the positions and names of the arguments that an operator writes to."""
     schema = func._schema
     arguments = enumerate(schema.arguments) if schema.is_mutable else ()
     return tuple((at, each.name) for at, each in arguments if each.alias_info and each.alias_info.is_write)
@@ -276,7 +275,6 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _is_deterministic(func: Any) -> bool:
-    """Return whether the results of an operator are determined by its arguments."""
     name: str = func._schema.name.partition("::")[2]
     if name.startswith(("empty", "new_empty", "resize", "set_")) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
