@@ -168,6 +168,7 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _apart(one: Tensor, two: Tensor) -> Tensor:
+    """Return the absolute difference of each entry, flat, in float64."""
     left, right = _entries(one), _entries(two).to(one.device)
     apart = (left - right).abs()
     same = (left == right) | (left.isnan() & right.isnan())
