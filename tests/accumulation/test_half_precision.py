@@ -49,7 +49,7 @@ def test_mixed_precisions_have_one_norm() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_buffers_of_sparse_gradients(dtype: torch.dtype) -> None:
     layer = nn.Embedding(10, 2, sparse=True).to(dtype)
     with GradientBuffers([layer.weight]) as buffers:

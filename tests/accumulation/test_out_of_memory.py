@@ -173,6 +173,18 @@ def test_errors_raised_from_an_out_of_memory_error_count() -> None:
         assert find_out_of_memory(caught.value) == OutOfMemory(certain=True, text="OutOfMemoryError")
 
 
+def test_a_certain_error_outranks_an_uncertain_one_raised_from_it() -> None:
+    error = RuntimeError(UNCERTAIN[0])
+    error.__cause__ = MemoryError()
+    assert find_out_of_memory(error) == OutOfMemory(certain=True, text="MemoryError")
+
+
+def test_an_error_raised_from_none_has_another_cause() -> None:
+    error = ValueError("no such size")
+    error.__context__, error.__suppress_context__ = MemoryError(), True
+    assert find_out_of_memory(error) is None
+
+
 def test_an_interruption_while_handling_out_of_memory_is_not_out_of_memory() -> None:
     error = KeyboardInterrupt()
     error.__context__ = MemoryError()

@@ -217,3 +217,15 @@ def test_an_error_in_the_scheduler_undoes_the_protected_update(stateful: Any) ->
         accumulator.step(BATCH)
     assert state_digest(model, made) == before
     assert scheduler.last_epoch == epoch
+
+
+def test_an_error_in_the_scheduler_after_an_unprotected_update_undoes_nothing(stateful: Any) -> None:
+    model = stateful().double()
+    made = OPTIMIZERS["adamw-foreach"](model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(made, lambda epoch: 1 / (2 - epoch))
+    accumulator = Accumulator(model, made, criterion=nn.CrossEntropyLoss(), micro_batch=3, scheduler=scheduler)
+    accumulator.step(BATCH)
+    with pytest.raises(ZeroDivisionError):
+        accumulator.step(BATCH)
+    assert [float(state["step"]) for state in made.state.values()] == [2.0] * 4
+    assert int(model.seen) == 16

@@ -114,7 +114,7 @@ class Holder(nn.Module):
 ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "calls": lambda m: setattr(m, "calls", 1),
     "ratio": lambda m: setattr(m, "ratio", 0.5),
-    "name": lambda m: setattr(m, "name", "y"),
+    "name": lambda m: delattr(m, "name"),
     "cache": lambda m: setattr(m, "cache", torch.ones(2)),
     "history": lambda m: m.history.append(0.5),
     "queue": lambda m: m.queue.append(3),

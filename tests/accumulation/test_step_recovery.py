@@ -127,6 +127,15 @@ def test_an_update_that_does_not_fit_is_not_repeated_for_ever(text: str) -> None
     assert accumulator.step(batch).micro_batches == (16,)
 
 
+def test_a_generator_of_the_model_s_is_rolled_back(stateful: Any) -> None:
+    model = stateful().double()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), nn.CrossEntropyLoss(), micro_batch=2)
+    before = model.generator.get_state()
+    with pytest.raises(IndexError, match="out of bounds"):
+        accumulator.step((torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 1, 0, 9])))
+    assert torch.equal(model.generator.get_state(), before)
+
+
 def test_without_recover_the_out_of_memory_error_is_raised() -> None:
     error = torch.OutOfMemoryError("CUDA out of memory.")
 

@@ -30,13 +30,16 @@ def test_each_graph_is_freed_by_its_own_backward() -> None:
     assert peak(16) < 0.25 * peak(256)
 
 
-def test_an_update_is_protected_again_when_a_parameter_joins() -> None:
+@pytest.mark.parametrize("joins", [True, False], ids=["a parameter joins", "state is dropped"])
+def test_an_update_is_protected_again_when(joins: bool) -> None:
     model = net()
-    model.first.weight.requires_grad_(False)
+    model.first.weight.requires_grad_(not joins)
     optimizer = torch.optim.AdamW(model.parameters())
     accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=4)
     accumulator.step(batch_of(8))
     model.first.weight.requires_grad_(True)
+    if not joins:
+        optimizer.state.clear()
 
     def fail(*_: Any) -> None:
         raise ValueError("not now")
@@ -47,7 +50,7 @@ def test_an_update_is_protected_again_when_a_parameter_joins() -> None:
         accumulator.step(batch_of(8))
     handle.remove()
     torch.manual_seed(0)
-    assert len(optimizer.state) == 3
+    assert len(optimizer.state) == (3 if joins else 0)
     assert accumulator.step(batch_of(8)).updated
     assert before != state_digest(model, optimizer)
 

@@ -58,6 +58,12 @@ def test_the_limit_refuses_and_is_lifted_again() -> None:
     map_private(64 * MIB).close()
 
 
+def test_a_lower_limit_from_outside_stays() -> None:
+    data = read_process_memory().data_bytes
+    with data_limit(data + 32 * MIB), data_limit(data + 256 * MIB), pytest.raises(OSError, match="Cannot allocate"):
+        map_private(64 * MIB)
+
+
 def test_without_proc_it_says_that_linux_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host_memory, "_STATUS", tmp_path / "status")
     with pytest.raises(NotMeasuredError, match="this needs Linux"):

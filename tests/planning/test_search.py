@@ -347,6 +347,22 @@ def test_a_growing_trial_over_the_budget_proves_no_size() -> None:
     assert not result.refuted
 
 
+@pytest.mark.parametrize(("ceiling", "size", "first_fail"), [(300, 80, None), (60, 40, 80)])
+def test_a_growing_trial_confirms_no_answer(ceiling: int, size: int, first_fail: int | None) -> None:
+    """Not in one process either, where no answer has to run in a fresh one: the trial of the schedule counts."""
+
+    def optimistic(most: int) -> Trial:
+        return Trial(parts=(1, most), outcome="ok", peaks=((1, LIMIT // 4), (most, LIMIT // 2)))
+
+    def trial(size: int, **asked: bool) -> Trial:
+        assert len(memory.trials) < 10, "the search ends"
+        return memory.trial(size, **asked)
+
+    memory, sizes = SyntheticMemory(ceiling), part_sizes(80, 80)
+    result = search(trial, sizes, limit_bytes=LIMIT, grow=optimistic, isolated=False, confirms=False)
+    assert (result.size, result.first_fail, result.trial.peaks) == (size, first_fail, ())
+
+
 def test_one_size_is_tried_as_it_is() -> None:
     memory = SyntheticMemory(1)
     result = memory.search(1)

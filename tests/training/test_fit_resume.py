@@ -244,6 +244,7 @@ def test_only_the_newest_stay_and_model_and_plan_are_written(tmp_path: Path) -> 
         ({"data": TensorDataset(torch.ones(40, 5), torch.zeros(40))}, "data: samples was 44, is 40"),
         ({"precision": "bf16"}, "precision was 'fp32', is 'bf16'"),
         ({"batchnorm": "frozen"}, "batchnorm was 'micro', is 'frozen'"),
+        ({"accumulate_in": "parameters"}, "accumulate_in was 'fp32', is 'parameters'"),
         ({"optimizer": lambda p: torch.optim.AdamW(p, lr=0.02)}, "initial_lr was 0.01, is 0.02"),
         ({"scheduler": None}, "schedule was 'SequentialLR', is None"),
         ({"resume": "never"}, "already holds a run, and resume is never"),
@@ -251,7 +252,7 @@ def test_only_the_newest_stay_and_model_and_plan_are_written(tmp_path: Path) -> 
 )
 def test_another_training_is_not_resumed_by_mistake(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(Enough):
-        run(tmp_path, 2)
+        run(tmp_path, 2, keep=1)
     before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
     with pytest.raises(UsageError, match=message):
         run(tmp_path, **options)

@@ -68,6 +68,7 @@ def test_a_gradient_that_is_none_is_one_of_zeros() -> None:
     assert not _gradients(weight=None).equal
     assert _gradients(weight=None).error == 1
     assert not _gradients(unused=_double(1.0)).equal
+    assert not _gradients(added=_double(1.0)).equal
 
 
 def test_gradients_that_are_all_zero_are_compared_with_what_there_is() -> None:

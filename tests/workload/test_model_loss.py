@@ -54,6 +54,32 @@ def test_the_loss_of_what_a_model_returns(form: str, access: str) -> None:
     assert check_weighting(Workload(model=lambda: Regression(form), batch=batch)) == []
 
 
+def ForCausalLMLoss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class Decoder(nn.Module):
+    """Computes its loss as transformers' decoders do."""
+
+    loss_function = staticmethod(ForCausalLMLoss)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Output:
+        logits = self.layer(x)
+        return Output(logits, self.loss_function(logits, labels))
+
+
+def test_a_decoder_divides_by_the_labels_after_the_first() -> None:
+    """The count differs from that of all labels, and from that of all but the last."""
+    data = tokens([6, 2, 3, 1, 4])
+    objective = resolve_objective(model=Decoder())
+    assert (objective.weight(data), objective.source) == (11.0, "labels[..., 1:] != -100 (Decoder)")
+    assert check_weighting(Workload(model=Decoder, batch=lambda size: tokens([6, 2, 3, 1, 4][:size]))) == []
+
+
 def test_a_given_weight_or_sum_overrides_the_inferred_one() -> None:
     summed = resolve_objective(reduction="sum", model=Regression())
     assert (summed.reduction, summed.weight_function) == ("sum", None)

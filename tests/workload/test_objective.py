@@ -29,6 +29,8 @@ def test_gives_every_term_its_own_weight() -> None:
     assert match_weights(3.0, ["a", "b"]) == {"a": 3.0, "b": 3.0}
     with pytest.raises(WorkloadError, match="terms a, b, weight has a"):
         match_weights({"a": 1.0}, ["a", "b"])
+    with pytest.raises(WorkloadError, match="terms a, weight has a, b"):
+        match_weights({"a": 1.0, "b": 1.0}, ["a"])
 
 
 def scalar(model: nn.Module, batch: Any) -> Any:

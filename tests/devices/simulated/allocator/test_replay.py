@@ -192,6 +192,7 @@ def test_a_refused_optional_block_is_left_out() -> None:
     assert (done.fits, done.peak_reserved_bytes, done.valid_below_bytes) == (True, 50 * MIB, 70 * MIB)
     assert replay(events, sizes, capacity=70 * MIB, optional={1: "workspace"}).peak_reserved_bytes == 70 * MIB
     assert replay(events, sizes, capacity=40 * MIB, optional={1: "workspace"}).failed_at == 3
+    assert least_capacity(events, sizes, optional={1: "workspace"}) == 50 * MIB
 
 
 @settings(max_examples=count_examples(100))
@@ -231,6 +232,7 @@ def test_a_trial_repeats_updates_until_they_settle(replayer: Replayer) -> None:
     later = update(30 * MIB, 11 * MIB, 30 * MIB, 40 * MIB, events=(0, 1, 2, ~0, ~1, 3, ~3))
     failed = replayer.trial(later, 100 * MIB)
     assert (failed.outcome, failed.phase) == ("oom", "backward")
+    assert [replayer.with_sizes(later).phase_at(event) for event in (6, 7, 8)] == ["update", "forward", "backward"]
 
 
 def test_a_size_that_releases_the_cache_in_every_update_is_tight(replayer: Replayer) -> None:
