@@ -103,6 +103,7 @@ def test_an_update_keeps_states_of_the_table_and_takes_rows_of_it(name: str, tab
     assert mode.recorder.live_bytes == (1 + STATES[name]) * TABLE + tokens.numel() * 8
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 @pytest.mark.parametrize("name", STATES)
 def test_a_model_with_sparse_gradients_is_traced(name: str, simulated: Callable[[str], Any]) -> None:
     made = TWO if name == "SparseAdam" else f"optimizer = torch.optim.{name}"
