@@ -29,8 +29,7 @@ class Trial:
     """One trial: an update, then an update accumulated over `parts`, by the Accumulator that trains.
 
     Attributes:
-        parts: Micro-batch sizes of the last update, in samples. The first update creates the optimizer's state: by
-            `parts[:1]` on a card, where a caching allocator keeps its blocks, by the least size on the CPU.
+        parts: Micro-batch sizes of the last update, in samples; the first update is by `parts[:1]`.
         outcome: See `Outcome`.
         phase: The phase in which it failed; None if it ran.
         peak_allocated_bytes: The peak of the bytes that tensors held; None if the device does not count them.

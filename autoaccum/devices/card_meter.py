@@ -33,8 +33,6 @@ class CardMeter:
         make_current: Whether `open` makes the card the one that `cuda` without an index means.
     """
 
-    caches = True
-
     def __init__(self, index: int, *, make_current: bool = False) -> None:
         self._make_current = make_current
         self.device = torch.device("cuda", index)

@@ -175,7 +175,6 @@ class ChildDevice(Device, ABC):
             parts=parts,
             limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
             limit_seconds=min(self._settings.trial_limit_seconds, limit_seconds or math.inf),
-            least=self._least_size,
         )
 
     def _run(self, child: LoadedChild, about: dict[str, Any], request: RunTrial, limit_seconds: float | None) -> Trial:

@@ -20,12 +20,7 @@ _MOST_LEFTOVER_BYTES = 256 * MIB
 
 
 class Meter(Protocol):
-    """A meter of one device's memory, in the process that runs a workload there.
-
-    `caches` is True if freed memory stays with an allocator, so that a trial has to begin as training does.
-    """
-
-    caches: bool
+    """A meter of one device's memory, in the process that runs a workload there."""
 
     @property
     def device(self) -> torch.device:
@@ -63,8 +58,6 @@ class Meter(Protocol):
 
 class HostMeter:
     """A meter of the host memory that this process takes (`devices.cpu.CpuDevice` says what counts)."""
-
-    caches = False
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")

@@ -162,10 +162,9 @@ class PartsRequest(Request[Reply]):
 class RunTrial(PartsRequest[TrialMeasurement]):
     """Run a trial of `parts` under a limit on memory; if it `grows`, `parts` are the least size and the largest.
 
-    `limit_seconds` is the time by which it is ended, and `least` the least size that can be trained, if it is known.
+    `limit_seconds` is the time by which it is ended.
     """
 
     limit_bytes: int
     limit_seconds: float
-    least: int | None = None
     grows: bool = False

@@ -111,11 +111,11 @@ class TrialRun:
         """The held outputs of the last micro-batch, if the loop holds any."""
         return [] if self._held is None else self._held.tensors
 
-    def run(self, parts: Sequence[int], *, least: int | None = None) -> StepResult:
-        """Update once, then by all `parts`: gradients and optimizer state are resident as in training.
+    def run(self, parts: Sequence[int]) -> StepResult:
+        """Update by `parts[:1]`, then by all `parts`: gradients and optimizer state are resident as in training.
 
-        The first update is by `parts[:1]`, or by `least` samples. If it left optimizer state to be made by the last one
-        (an expert without a sample), that is repeated.
+        The first update is no smaller: a size that training never runs would leave kernels compiled for it (oneDNN), or
+        blocks of a cache that are not those of training.
 
         Returns:
             The result of the last update.
@@ -124,21 +124,15 @@ class TrialRun:
             WorkloadError: An update was skipped, so that the optimizer would have no state and the peak would differ;
                 or there are no outputs to hold, the weights cannot be copied, or the evaluation fails.
         """
-        accumulator, optimizer, batch = self._prepare(parts)
+        accumulator, batch = self._prepare(parts)
         self.parts = tuple(parts)
         first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
-        # Without a second part, what the update before leaves alive has to be that of a whole one.
-        small = None if least is None or len(parts) == 1 else slice_parts(batch, self._size, (least,))
-        if small is None or not self._update(accumulator, small, may_skip=True).updated:
-            self._update(accumulator, first)
+        self._update(accumulator, first)
         if self._workload.evaluation_batch is not None:
             self._evaluate()
             self._update(accumulator, first)
             self._around_evaluation()
-        states = len(optimizer.state)
         result = self._update(accumulator, last)
-        if least is not None and len(optimizer.state) > states:
-            result = self._update(accumulator, last)
         synchronize_device(self._device)
         return result
 
@@ -157,7 +151,7 @@ class TrialRun:
         """
         end = time.monotonic() + seconds
         peak = _PartPeak(lap)
-        accumulator, _, batch = self._prepare((most,), peak)
+        accumulator, batch = self._prepare((most,), peak)
         self.parts = (least, least)
         self._update(accumulator, slice_parts(batch, self._size, (least,)), may_skip=True)
         if self._workload.evaluation_batch is not None:
@@ -172,9 +166,7 @@ class TrialRun:
             self.peaks.append((size, peak.bytes))
             size = None if time.monotonic() > end else next_growing_size(self.peaks, least, most, limit_bytes)
 
-    def _prepare(
-        self, parts: Sequence[int], observer: StepObserver | None = None
-    ) -> tuple[Accumulator, Optimizer, Any]:
+    def _prepare(self, parts: Sequence[int], observer: StepObserver | None = None) -> tuple[Accumulator, Any]:
         seed_everything()
         self._phase = "model"
         model = move_model(self._workload.build_model(), self._device)
@@ -191,7 +183,7 @@ class TrialRun:
             self._workload.objective if self._held is None else hold_outputs(self._workload.objective, self._held)
         )
         self._accumulator = make_accumulator(self._workload, model, optimizer, max(parts), objective, observer)
-        return self._accumulator, optimizer, batch
+        return self._accumulator, batch
 
     def _update(self, accumulator: Accumulator, window: Sequence[Any], *, may_skip: bool = False) -> StepResult:
         self._before_update()
@@ -252,7 +244,7 @@ def run_trial(
                     }
                     trial_run.grow(min(request.parts), max(request.parts), lap=meter.lap, **bounds)
                 else:
-                    trial_run.run(request.parts, least=None if meter.caches else request.least)
+                    trial_run.run(request.parts)
         except BaseException as error:
             failure = error
     reading = without_evaluation_retries(meter.read(), evaluation_readings)

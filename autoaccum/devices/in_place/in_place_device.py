@@ -156,7 +156,6 @@ class InPlaceDevice(Device):
             parts=parts,
             limit_bytes=budget_bytes if limit_bytes is None else limit_bytes,
             limit_seconds=limit_seconds,
-            least=self._least_size,
             grows=grows,
         )
         trial = self._restorer.run(lambda signals: self._try(limit, request, signals))
