@@ -104,9 +104,9 @@ class ChildDevice(Device, ABC):
     """A device that runs its trials in one child at a time.
 
     The budget is chosen when the first child has loaded the workload. A child is reused while its trials succeed; what
-    they did not free is less for later ones (`search` repeats failures that may be due to it). After a failure the next
-    trial has a fresh child. While a job runs that others follow, a standby process imports PyTorch for the next fresh
-    child, if the host has the memory for it beside the budget. There is none before the budget is chosen.
+    they did not free may be missing for later ones (`search` repeats failures that may be due to it). After a failure
+    the next trial has a fresh child. While a job runs that others follow, a standby process imports PyTorch for the
+    next fresh child, if the host has the memory for it beside the budget. There is none before the budget is chosen.
     """
 
     def __init__(self, settings: TrialSettings) -> None:

@@ -32,9 +32,10 @@ class CpuDevice(ChildDevice):
     If `/proc/self/clear_refs` cannot be written, every trial has a fresh process. The bytes that tensors held
     (`peak_allocated_bytes`) are not known: the CPU allocator does not count them.
 
-    *The processes* (see `ChildDevice`): a used process has up to a few MiB less than a fresh one, which its first
-    trial left, and never more. A size that ran in it also runs in a fresh one; a size that just did not fit may. The
-    memory that is left for a trial differs by some 100 KiB between fresh processes.
+    *The processes* (see `ChildDevice`): one that began with a trial has up to a few MiB less for later ones, which the
+    first trial left. After an inspection or a growing trial one has a few MiB more than a fresh process, since what
+    these left does not count (`HostMeter.rebase`). So the answer of a search runs in a fresh process, and a failure in
+    a used one counts where it was expected. Fresh processes differ by some 100 KiB in the memory left for a trial.
 
     *A crash*: some libraries crash when memory is refused (oneDNN's backward of a convolution, torch 2.13: SIGSEGV).
     So a trial that ended by a fault in native code runs once more with half as much memory again. If it then runs, or

@@ -103,10 +103,9 @@ class HostMeter:
     def limit(self, budget_bytes: int) -> AbstractContextManager[None]:
         """Set RLIMIT_DATA for a job to the budget above the baseline.
 
-        Memory that the first job left (such as late imports) counts against it, since a fresh process would need it
-        as well. Memory that later jobs left is added to the limit: oneDNN reserves 256 KiB for each kernel it compiles
-        and keeps those of other sizes. So a used process has up to a few MiB less than a fresh one, never more: a
-        size that runs in it runs in a fresh one, and one that just does not fit is tried in a fresh one.
+        Memory that the first job since the baseline left (such as late imports) counts against it, since a fresh
+        process would need it as well. Memory that later jobs left is added to the limit: oneDNN reserves 256 KiB for
+        each kernel it compiles and keeps those of other sizes.
         """
         base = self._base or self._before
         others = (

@@ -52,8 +52,10 @@ def remove_bias(model: Net, optimizer: torch.optim.Optimizer) -> None:
     del optimizer.param_groups[0]["params"][3]
 
 
-@pytest.mark.parametrize("change", [unfreeze, freeze, add_module, replace_parameter, remove_bias])
-def test_a_model_changed_between_updates_is_trained_as_it_is(change: Callable[[Any, Any], None]) -> None:
+CHANGES = pytest.mark.parametrize("change", [unfreeze, freeze, add_module, replace_parameter, remove_bias])
+
+
+def changed_after_two_updates(change: Callable[[Any, Any], None]) -> tuple[Net, torch.optim.Optimizer, Accumulator]:
     model = net()
     model.first.weight.requires_grad_(False)
     optimizer = sgd(model)
@@ -61,6 +63,12 @@ def test_a_model_changed_between_updates_is_trained_as_it_is(change: Callable[[A
     for _ in range(2):
         accumulator.step(batch_of(8))
     change(model, optimizer)
+    return model, optimizer, accumulator
+
+
+@CHANGES
+def test_a_model_changed_between_updates_is_trained_as_it_is(change: Callable[[Any, Any], None]) -> None:
+    model, optimizer, accumulator = changed_after_two_updates(change)
     other, batch = copy.deepcopy(model), batch_of(8)
     accumulator.step(batch)
     CRITERION(other(batch[0]), batch[1]).backward()
@@ -69,15 +77,9 @@ def test_a_model_changed_between_updates_is_trained_as_it_is(change: Callable[[A
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("change", [unfreeze, freeze, add_module, replace_parameter, remove_bias])
+@CHANGES
 def test_a_model_changed_between_updates_is_restored_as_it_was(change: Callable[[Any, Any], None]) -> None:
-    model = net()
-    model.first.weight.requires_grad_(False)
-    optimizer = sgd(model)
-    accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=3)
-    for _ in range(2):
-        accumulator.step(batch_of(8))
-    change(model, optimizer)
+    model, optimizer, accumulator = changed_after_two_updates(change)
     calls: list[None] = []
 
     def fail(module: nn.Module, args: Any, output: Tensor) -> None:
