@@ -173,17 +173,28 @@ class CorrectedForecast:
     def _ceiling(self, ratio: float) -> tuple[float, float] | None:
         """Return the size at which the limit is reached, as a real number, and the bytes per sample there."""
         available = self._limit_bytes / ratio
-        low, high = 1, self._cap + 1
-        if self._cap >= 2 and 0 < self._bytes(self._cap) <= available:
-            low = self._cap
+        low, high, known, slow = 1, self._cap + 1, list[int](), 0
+        for size in sorted({2, self._cap} & set(range(low + 1, high))):
+            if high > self._cap:
+                low, high = (size, high) if 0 < self._bytes(size) <= available else (low, size)
+                known.append(size)
         while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if 0 < self._bytes(middle) <= available else (low, middle)
+            guess = (low + high) // 2 if slow > 2 else self._guess(known[-2:], available)
+            size, width = min(max(guess, low + 1), high - 1), high - low
+            low, high = (size, high) if 0 < self._bytes(size) <= available else (low, size)
+            known.append(size)
+            slow = 0 if 2 * (high - low) <= width or slow > 2 else slow + 1
         if low < 2:
             return None
         start, end = (low // 2, low) if low >= 4 else (low, low + 1)
         slope = (self._bytes(end) - self._bytes(start)) / (end - start)
         return (low + (available - self._bytes(low)) / slope, ratio * slope) if slope > 0 else None
+
+    def _guess(self, sizes: Sequence[int], available: float) -> int:
+        """Return the size at which the line through the peaks of two `sizes` reaches `available`."""
+        (start, end), (first, last) = sizes, map(self._bytes, sizes)
+        slope = (last - first) / (end - start)
+        return round(end + (available - last) / slope) if first and last and slope > 0 else (start + end) // 2
 
     def _bytes(self, size: int) -> int:
         """Return the predicted peak; 0 where there is none."""

@@ -95,9 +95,7 @@ def test_the_figures_are_those_of_the_whole_schedule(target: int, world_size: in
     whole = replay(trace.events, sizes, settings=settings, repeat_from=trace.last_update)
     assert plan.peak_bytes == whole.peak_reserved_bytes
     assert plan.trials[-1].peak_allocated_bytes == whole.peak_allocated_bytes
-    assert plan.least_bytes == least_capacity(
-        trace.events, sizes, settings, trace.last_update, most=whole.peak_reserved_bytes
-    )
+    assert plan.least_bytes == least_capacity(trace.events, sizes, settings, trace.last_update)
 
 
 def test_every_size_is_traced_where_memory_is_not_affine() -> None:
@@ -195,7 +193,7 @@ class RealCard(Device):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
-        last: bool = False,
+        spare: bool = True,
     ) -> Trial:
         self.jobs = 1 if fresh or self.jobs == 0 else self.jobs + 1
         peak = GIB + max(parts) * 77 * MIB

@@ -161,7 +161,7 @@ class SimulatedDevice(Device):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
-        last: bool = False,
+        spare: bool = True,
     ) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
         began = time.monotonic()

@@ -8,7 +8,6 @@ from typing import Final
 
 _GRAIN_BITS: Final = 9
 _ADDRESS_BITS: Final = 55
-_ADDRESSES: Final = (1 << _ADDRESS_BITS) - 1
 
 
 class Block:
@@ -19,15 +18,17 @@ class Block:
         mapped: False for addresses of an expandable segment that have no memory.
         segment_bytes: The size of the expandable segment that contains it, with all addresses; None for others.
         prev, next: The neighbours in the same segment.
+        key: Its place among the free blocks of its pool, while it is one of them.
     """
 
-    __slots__ = ("address", "allocated", "prev", "next", "mapped", "pool", "segment_bytes", "size")
+    __slots__ = ("address", "allocated", "key", "prev", "next", "mapped", "pool", "segment_bytes", "size")
 
     def __init__(
         self, pool: BlockPool, address: int, size: int, *, mapped: bool = True, segment_bytes: int | None = None
     ) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.allocated, self.mapped, self.segment_bytes = False, mapped, segment_bytes
+        self.key = 0
         self.prev: Block | None = None
         self.next: Block | None = None
 
@@ -76,37 +77,37 @@ class BlockPool:
 
     def insert(self, block: Block) -> None:
         """Add a free block."""
-        address = block.address >> _GRAIN_BITS
-        self._blocks[address] = block
-        if block.mapped:
-            insort(self._keys, block.size >> _GRAIN_BITS << _ADDRESS_BITS | address)
-        else:
-            insort(self._unmapped, address)
+        block.key = key = (block.size >> _GRAIN_BITS << _ADDRESS_BITS if block.mapped else 0) | (
+            block.address >> _GRAIN_BITS
+        )
+        self._blocks[key] = block
+        insort(self._keys if block.mapped else self._unmapped, key)
 
     def remove(self, block: Block) -> None:
-        """Remove a free block."""
-        address = block.address >> _GRAIN_BITS
-        del self._blocks[address]
-        if block.mapped:
-            keys = self._keys
-            del keys[bisect_left(keys, block.size >> _GRAIN_BITS << _ADDRESS_BITS | address)]
-        else:
-            del self._unmapped[bisect_left(self._unmapped, address)]
+        """Remove a free block, by the key that it had when it was added."""
+        key = block.key
+        del self._blocks[key]
+        keys = self._keys if block.mapped else self._unmapped
+        del keys[bisect_left(keys, key)]
+
+    def take(self, size: int) -> Block | None:
+        """Return the best fit, and remove it."""
+        index = bisect_left(self._keys, size >> _GRAIN_BITS << _ADDRESS_BITS)
+        return self._blocks.pop(self._keys.pop(index)) if index < len(self._keys) else None
 
     def best_fit(self, size: int) -> Block | None:
         """Return the smallest block of at least `size` bytes; of equal ones, the one at the lowest address."""
-        keys = self._keys
-        index = bisect_left(keys, size >> _GRAIN_BITS << _ADDRESS_BITS)
-        return self._blocks[keys[index] & _ADDRESSES] if index < len(keys) else None
+        index = bisect_left(self._keys, size >> _GRAIN_BITS << _ADDRESS_BITS)
+        return self._blocks[self._keys[index]] if index < len(self._keys) else None
 
     def blocks_from(self, size: int) -> Iterator[Block]:
         """Yield the blocks of at least `size` bytes, the smallest first."""
         for index in range(bisect_left(self._keys, size >> _GRAIN_BITS << _ADDRESS_BITS), len(self._keys)):
-            yield self._blocks[self._keys[index] & _ADDRESSES]
+            yield self._blocks[self._keys[index]]
 
     def free_blocks(self) -> list[Block]:
         """Return all free blocks with memory, the smallest first."""
-        return [self._blocks[key & _ADDRESSES] for key in self._keys]
+        return [self._blocks[key] for key in self._keys]
 
     def unmapped_blocks(self) -> Iterator[Block]:
         """Yield the blocks without memory, the lowest address first."""

@@ -53,6 +53,8 @@ class CachingAllocator:
         self._capacity = _NO_LIMIT if capacity is None else capacity
         self._allowed = _NO_LIMIT if settings.allowed_bytes is None else settings.allowed_bytes
         self._max_split = _NO_LIMIT if settings.max_split_bytes is None else settings.max_split_bytes
+        self._splits_all = not self._expandable and settings.max_split_bytes is None
+        self._divisions = settings.roundup_divisions
         self._small, self._large = BlockPool(small=True), BlockPool(small=False)
         self._expandable_segments = {pool: self._expandable_segments_of(pool) for pool in (self._small, self._large)}
         self._next_address = self._freed_bytes = 0
@@ -63,12 +65,11 @@ class CachingAllocator:
 
     def malloc(self, size: int) -> Block:
         """Return a block of at least `size` bytes (`malloc`); raise CudaOutOfMemoryError if there is no room for it."""
-        requested, size = size, self._round_size(size)
+        requested = size
+        size = -(-size // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES if self._divisions <= 1 else self._round_size(size)
         pool = self._small if size <= SMALL_BYTES else self._large
-        block = self._get_free_block(pool, size)
-        if block is not None:
-            pool.remove(block)
-        else:
+        block = pool.take(size) if self._splits_all else self._take_free_block(pool, size)
+        if block is None:
             block = self._allocate_or_release(pool, size)
             if block is None:
                 raise CudaOutOfMemoryError(requested)
@@ -91,19 +92,20 @@ class CachingAllocator:
         block.pool.insert(block)
 
     def _round_size(self, size: int) -> int:
-        """Round up to a multiple of 512 bytes, or to a step between two powers of two (`round_size`)."""
-        divisions, step = self._settings.roundup_divisions, _MIN_BLOCK_BYTES
-        if divisions > 1 and size > _MIN_BLOCK_BYTES * divisions:
-            step = (1 << size.bit_length() - 1) // divisions
+        """Round up to a step between two powers of two, or to a multiple of 512 bytes (`round_size`)."""
+        step = _MIN_BLOCK_BYTES
+        if size > _MIN_BLOCK_BYTES * self._divisions:
+            step = (1 << size.bit_length() - 1) // self._divisions
         return -(-size // step) * step
 
-    def _get_free_block(self, pool: BlockPool, size: int) -> Block | None:
-        """Return the best fit, unless it is too large to be split and much too large (`get_free_block`)."""
+    def _take_free_block(self, pool: BlockPool, size: int) -> Block | None:
+        """Take the best fit, unless it is too large to be split and much too large (`get_free_block`)."""
         block = self._expandable_segments[pool].best_fit(size) if self._expandable else pool.best_fit(size)
-        if block is None or block.size < self._max_split:
-            return block
-        if size < self._max_split or block.size >= size + LARGE_SEGMENT_BYTES:
+        if block is None:
             return None
+        if block.size >= self._max_split and (size < self._max_split or block.size >= size + LARGE_SEGMENT_BYTES):
+            return None
+        pool.remove(block)
         return block
 
     def _allocate_or_release(self, pool: BlockPool, size: int) -> Block | None:

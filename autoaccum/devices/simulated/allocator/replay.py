@@ -186,7 +186,7 @@ def least_capacity(
     settings: AllocatorSettings | None = None,
     repeat_from: int | None = None,
     *,
-    most: int | None = None,
+    known: ReplayResult | None = None,
     optional: Mapping[int, Hashable] = _NOTHING,
 ) -> int:
     """Return a smallest capacity at which a trace fits, by bisection.
@@ -195,19 +195,19 @@ def least_capacity(
     are needed. With more memory an allocator may place blocks worse: some capacity above the result may fail, and some
     below may fit. A replay at the capacity of a card decides for that card.
 
-    Args: as of `replay`; `most` is a capacity at which the trace fits.
+    Args: as of `replay`; `known` is the result of one at which the trace fits, by default of one without a limit.
 
     Raises:
-        ValueError: The trace does not fit in `most`, or in the share that the settings allow.
+        ValueError: The trace does not fit in the share that the settings allow.
     """
 
     def at(capacity: int | None) -> ReplayResult:
         return replay(events, sizes, capacity=capacity, settings=settings, repeat_from=repeat_from, optional=optional)
 
-    found = at(most)
-    if not found.fits:
-        raise ValueError("the trace does not fit: the settings allow too little of the card, or `most` is too small")
-    enough, fails = found.peak_reserved_bytes, _lower_bound_bytes(events, sizes, optional) - 1
+    known = known or at(None)
+    if not known.fits:
+        raise ValueError("the trace does not fit: the settings allow too little of the card")
+    enough, fails = known.peak_reserved_bytes, _lower_bound_bytes(events, sizes, optional) - 1
     while enough - fails > 1:
         tried = at((enough + fails) // 2)
         if tried.fits:
@@ -285,6 +285,7 @@ class Replayer:
         self._settings = settings
         self._estimates: dict[Workspace, Estimate] = {}
         self._known: dict[Trace, tuple[SizedTrace, ReplayResult]] = {}
+        self._limited: dict[tuple[Trace, int], ReplayResult] = {}
 
     def with_sizes(self, trace: Trace) -> SizedTrace:
         """Return `trace` with the size of each block."""
@@ -296,10 +297,11 @@ class Replayer:
 
     def least_bytes(self, trace: Trace, limit_bytes: int) -> int:
         """Return the smallest capacity at which `trace` fits: within a limit, or beyond it if it does not fit there."""
-        sized = self.with_sizes(trace)
-        most = limit_bytes if self.trial(trace, limit_bytes).ran else self.peak_bytes(trace)
+        sized, unlimited = self._unlimited(trace)
+        held = self._replay_within(limit_bytes, sized, unlimited)
+        known = held if held.fits else unlimited
         return least_capacity(
-            trace.events, sized.sizes, self._settings, trace.last_update, most=most, optional=sized.optional
+            trace.events, sized.sizes, self._settings, trace.last_update, known=known, optional=sized.optional
         )
 
     def held_bytes(self, trace: Trace, limit_bytes: int) -> int:
@@ -375,7 +377,11 @@ class Replayer:
         return SizedTrace(trace, tuple(sizes), max(accumulate(changes), default=0), tuple(guessed), optional)
 
     def _replay_within(self, limit_bytes: int, sized: SizedTrace, unlimited: ReplayResult) -> ReplayResult:
-        return unlimited if unlimited.peak_reserved_bytes <= limit_bytes else self._replay(sized, limit_bytes)
+        if unlimited.peak_reserved_bytes <= limit_bytes:
+            return unlimited
+        if (sized.trace, limit_bytes) not in self._limited:
+            self._limited[sized.trace, limit_bytes] = self._replay(sized, limit_bytes)
+        return self._limited[sized.trace, limit_bytes]
 
     def _replay(self, sized: SizedTrace, capacity: int | None) -> ReplayResult:
         """Replay a trace; without a limit, an allocator has settled by the third update."""

@@ -116,7 +116,8 @@ def _kind(size: int | Workspace) -> tuple[str, int]:
 
 
 def _fit_block(block: int, traces: Sequence[Trace]) -> tuple[_Affine, ...]:
-    rows = [size.numbers if isinstance(size, Workspace) else (size,) for size in (one.sizes[block] for one in traces)]
+    taken = [trace.sizes[block] for trace in traces]
+    rows = [size.numbers if isinstance(size, Workspace) else (size,) for size in taken]
     sizes = [trace.parts[0] for trace in traces]
     functions = []
     for column in zip(*rows, strict=True):
