@@ -227,6 +227,7 @@ def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[in
     first, *rest = (str(passed[0]) if word == _PASSED else word for word in about["words"])
     if first == "-m":
         sys.argv = rest
+        sys.modules.pop(rest[0], None)  # As in a fresh process; it would run twice.
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
     elif first == "-c":
         sys.argv = ["-c", *rest[1:]]

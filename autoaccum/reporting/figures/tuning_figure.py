@@ -32,6 +32,7 @@ def draw_tuning(tuning: Tuning, storage: str | None) -> dict[str, bytes]:
         study = optuna.load_study(storage=opened, study_name=tuning.study)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            warnings.filterwarnings("ignore", "Attempting to set identical")  # One trial is complete.
             figures = {
                 "throughput.svg": throughput_figure(tuning.throughput),
                 "trials.svg": of_optuna.plot_optimization_history(study, target_name=loss),
