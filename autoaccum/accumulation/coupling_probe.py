@@ -38,6 +38,7 @@ from autoaccum.workload.model_copies import (
     fixed_seeds,
     is_large,
     objective_in_float64,
+    one_thread,
     prepare_copy,
 )
 from autoaccum.workload.objective import Objective
@@ -105,7 +106,7 @@ def _run_safely(model: nn.Module, experiment: Callable[[], Coupling]) -> Couplin
     if is_large(model):
         return _TOO_LARGE
     try:
-        with fixed_seeds():
+        with fixed_seeds(), one_thread():
             return experiment()
     except (Exception, SystemExit) as error:  # The user's code must not end a plan or a training.
         return Coupling(reason=_describe_error(error))

@@ -129,6 +129,7 @@ class Inspection:
         worst_of: Batches are made of the longest of so many samples; None: `batch` makes them.
         batchnorm: The mode of its BatchNorms (`options.BatchNormMode`).
         accumulate_in: The dtype that its gradients are summed in (`options.AccumulateIn`).
+        compiles: The update imported PyTorch's compiler, which other processes import before their trials.
         multiple_of: Every micro-batch is a multiple of so many samples, as the workload says or as was detected.
         found_multiple: The plan's note on a multiple that was detected.
         modules: Bytes of the modules beside the model (`accumulation.reachable_objects`), by name.
@@ -151,6 +152,7 @@ class Inspection:
     weight: str
     environment: Mapping[str, Any]
     loss: Literal["loss", "criterion", "model"] = "loss"
+    compiles: bool = False
     least_size: int = 1
     update_bytes: int | None = None
     update_samples: int = 0
@@ -213,7 +215,7 @@ class Device(Protocol):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
-        last: bool = False,
+        spare: bool = True,
     ) -> Trial:
         """Run one trial.
 
@@ -222,7 +224,7 @@ class Device(Protocol):
             fresh: Ask for a process that has run no trial before.
             limit_bytes: Hold it to this budget, below the device's own.
             limit_seconds: End it after this time, below the settings' own limit. A trial in place is not ended.
-            last: No trial is expected to follow, so that no process is made ready for one.
+            spare: Another process may be needed after it, so that one is made ready meanwhile.
         """
 
     def close(self) -> None:

@@ -115,6 +115,7 @@ class ChildDevice(Device, ABC):
         self._standby: ChildProcess | None = None
         self._limit_bytes: int | None = None
         self._least_size: int | None = None
+        self._compiles = False
         self.resets_peak = True
 
     @abstractmethod
@@ -139,7 +140,7 @@ class ChildDevice(Device, ABC):
         child = self._use_child()
         self._start_standby()
         inspection = child.call(Inspect(), limit_seconds)
-        self._least_size = inspection.least_size
+        self._least_size, self._compiles = inspection.least_size, inspection.compiles
         return inspection
 
     def trial(
@@ -149,11 +150,11 @@ class ChildDevice(Device, ABC):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
-        last: bool = False,
+        spare: bool = True,
     ) -> Trial:
         """As `Device.trial`; errors of loading and of choosing the budget are raised."""
         child = self._use_child(fresh=fresh or not self.resets_peak)
-        if not last:
+        if spare:
             self._start_standby()
         about = {"parts": parts, "limit_bytes": limit_bytes}
         return self._run(child, about, self._request(parts, limit_bytes, limit_seconds), limit_seconds)
@@ -210,7 +211,8 @@ class ChildDevice(Device, ABC):
             settings = self._settings
             if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
                 settings = dataclasses.replace(settings, load_limit_seconds=None)
-            load = LoadWorkload(device=self.name, paths=ImportPaths.of(settings.checkout), **settings.to_request())
+            paths = ImportPaths.of(settings.checkout)
+            load = LoadWorkload(device=self.name, paths=paths, compiles=self._compiles, **settings.to_request())
             self._child = LoadedChild(settings, load, standby or self._start())
             self.resets_peak = bool(self._child.facts.get("resets_peak", True))
         if self._limit_bytes is None:

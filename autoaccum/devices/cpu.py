@@ -85,10 +85,10 @@ class CpuDevice(ChildDevice):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
-        last: bool = False,
+        spare: bool = True,
     ) -> Trial:
         """As `ChildDevice.trial`; a second trial finds out whether a crash was for lack of memory."""
-        trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds, last=last)
+        trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds, spare=spare)
         if not trial.crashed:
             return trial
         held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes

@@ -8,12 +8,14 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from functools import singledispatchmethod
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from autoaccum.accumulation.out_of_memory import release_memory
 from autoaccum.devices.base import Inspection
+from autoaccum.devices.child.compiler_import import COMPILER, is_put_off
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.import_paths import check_loaded
 from autoaccum.devices.child.requests import Request
@@ -38,7 +40,7 @@ class TrialChild:
 
     @staticmethod
     def prepare() -> None:
-        """Have PyTorch import what it puts off until the first optimizer (torch/_compile.py): half of all it imports.
+        """Have PyTorch import what it puts off until the first optimizer.
 
         Neither threads nor a card are touched, since a workload may choose them.
         """
@@ -58,6 +60,8 @@ class TrialChild:
         request.paths.use()
         try:
             meter = make_meter(request.device)
+            if request.compiles:
+                import_module(COMPILER)
             seed_everything()
             self._workload = load_requested(request)
         except BaseException as error:
@@ -69,13 +73,14 @@ class TrialChild:
     def _inspect(self, request: Inspect) -> Inspection | Failure:
         assert self._workload is not None
         assert self._meter is not None
+        put_off = is_put_off()
         try:
             inspection = inspect_workload(self._workload, self._share, meter=self._meter)
         except BaseException as error:
             return describe_failure(error, f"an update from a small batch of {self._workload.name}")
         release_memory()
         self._meter.rebase()  # It compiled kernels and imported modules that no trial needs.
-        return inspection
+        return replace(inspection, compiles=put_off and not is_put_off())
 
     @handle.register
     def _trial(self, request: RunTrial) -> TrialMeasurement:

@@ -28,6 +28,8 @@ _MAX_ESTIMATED_TRIALS = 12
 """After this many trials estimates are ignored, and the bracket is halved."""
 _UNSURE = 0.1
 """A failure that was this probable to run may be due to what other trials left in the process."""
+_SURE = 0.8
+"""A trial that is this probable to run will not need another process after it."""
 
 
 class SearchStopped(Exception):
@@ -41,13 +43,13 @@ class SearchStopped(Exception):
 class RunTrial(Protocol):
     """A function that runs one trial."""
 
-    def __call__(self, size: int, *, fresh: bool, last: bool, unlimited: bool) -> Trial:
+    def __call__(self, size: int, *, fresh: bool, spare: bool, unlimited: bool) -> Trial:
         """Run a trial at `size` samples.
 
         Args:
             size: The micro-batch.
             fresh: Run it in a process that has run none before.
-            last: No trial is expected to follow.
+            spare: Another process may be needed after it, so that one is made ready meanwhile.
             unlimited: Run it whatever the limits on the search are.
 
         Raises:
@@ -144,7 +146,7 @@ def search(
         uncertain = history.uncertain_failure
         if confirmed is not None and uncertain is None:
             return _result(history, size, confirmed, tuple(refuted), stop)
-        final = history.run(size, fresh=confirms, last=True, unlimited=True)
+        final = history.run(size, fresh=confirms, spare=False, unlimited=True)
         if not history.fits(final):
             refuted.append((final, largest))
             history.refute(final)
@@ -162,7 +164,7 @@ def _narrow_down(history: _History, grow: Callable[[int], Trial] | None, forecas
         if low + 1 == high:
             if not history.may_be_leftovers(estimate):
                 return
-            history.run(sizes[high], fresh=True, last=True)
+            history.run(sizes[high], fresh=True, spare=False)
             continue
         is_sure = estimate is not None and estimate.is_sure(sizes)
         if grow is not None and len(sizes) > 1 and not history.has_grown and by_forecast is None and not is_sure:
@@ -178,13 +180,16 @@ def _narrow_down(history: _History, grow: Callable[[int], Trial] | None, forecas
         # What probably ends the search runs in a fresh process: a success is then confirmed, a failure not repeated.
         if estimate is not None and size <= estimate.ceiling:
             # The process of the inspection has more memory than others: what it imported does not count any more.
-            fresh = index + 1 == high or sizes[index + 1] > estimate.ceiling or not any(t.fresh for t in history.trials)
-            last = index + 1 == high and history.answer(size) == size and history.isolated == history.confirms
+            next_fails = index + 1 == high or sizes[index + 1] > estimate.ceiling
+            fresh = next_fails or not any(t.fresh for t in history.trials)
+            is_answer = next_fails and history.answer(size) == size and history.isolated == history.confirms
+            spare = not is_answer or estimate.probability(size) < _SURE
         else:
             fresh = estimate is not None and estimate.probability(size) > _UNSURE
-            last = low + 1 == index and history.confirmation(history.answer(history.largest_fit or size)) is not None
+            is_answered = history.confirmation(history.answer(history.largest_fit or size)) is not None
+            spare = low + 1 < index or not is_answered
         fresh = history.isolated and (fresh or history.leftovers_matter)
-        trial = history.run(size, fresh=fresh, last=last)
+        trial = history.run(size, fresh=fresh, spare=spare)
         if estimate is not None:
             widening = estimate.widen(widening, size, fits=history.fits(trial))
 
@@ -234,9 +239,9 @@ class _History:
         self._tried_fresh: set[int] = set()
         self._refuted: int | None = None
 
-    def run(self, size: int, *, fresh: bool, last: bool, unlimited: bool = False) -> Trial:
+    def run(self, size: int, *, fresh: bool, spare: bool, unlimited: bool = False) -> Trial:
         """Run a trial and keep it; raises as `keep`."""
-        trial = self._trial(size, fresh=fresh, last=last, unlimited=unlimited)
+        trial = self._trial(size, fresh=fresh, spare=spare, unlimited=unlimited)
         if fresh or trial.fresh:
             self._tried_fresh.add(size)
         return self.keep(trial)
@@ -292,9 +297,10 @@ class _History:
 
     @property
     def leftovers_matter(self) -> bool:
-        """True if a size that failed in a used process ran in a fresh one."""
-        refuted = {t.micro_batch for t in self.trials if not t.fresh and not t.ran}
-        return self.isolated and any(t.fresh and t.ran and t.micro_batch in refuted for t in self.trials)
+        """True if a size that failed in a used process, or a larger one, ran in a fresh one."""
+        refuted = [t.micro_batch for t in self.trials if not t.fresh and not t.ran]
+        ran = [t.micro_batch for t in self.trials if t.fresh and t.ran]
+        return self.isolated and bool(refuted) and max(ran, default=0) >= min(refuted)
 
     def may_be_leftovers(self, estimate: Estimate | None) -> bool:
         """Return whether the first failure came from a used process and is none that the estimate expects."""

@@ -76,7 +76,7 @@ class TrialRunner:
         self.least_size = 1
         self.confirmation_start_seconds = 0.0
 
-    def try_size(self, size: int, *, fresh: bool = False, last: bool = False, unlimited: bool = False) -> Trial:
+    def try_size(self, size: int, *, fresh: bool = False, spare: bool = True, unlimited: bool = False) -> Trial:
         """Run a trial of the search, as `search.RunTrial`.
 
         It runs the parts of the schedule whose largest is `size`, or else two micro-batches of that size: if it has
@@ -86,7 +86,7 @@ class TrialRunner:
         is_own = schedule.micro_batch == size and schedule.smallest_part >= self.least_size
         scales = isinstance(self._device, PredictingDevice) and not fresh and schedule.iter_size > 1
         parts = schedule.trial_parts if is_own and not scales else (size, size)
-        trial = self._search(lambda left: self._run(parts, fresh=fresh, last=last, limit_seconds=left), unlimited)
+        trial = self._search(lambda left: self._run(parts, fresh=fresh, spare=spare, limit_seconds=left), unlimited)
         # A pair that happens to be traced by itself does not confirm a schedule of uneven parts.
         return trial if parts == schedule.trial_parts or not scales else dataclasses.replace(trial, fresh=False)
 
@@ -122,13 +122,13 @@ class TrialRunner:
         parts: tuple[int, ...],
         *,
         fresh: bool,
-        last: bool = False,
+        spare: bool = True,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
     ) -> Trial:
         def run() -> Trial:
             return self._device.trial(
-                parts, fresh=fresh, last=last, limit_bytes=limit_bytes, limit_seconds=limit_seconds
+                parts, fresh=fresh, spare=spare, limit_bytes=limit_bytes, limit_seconds=limit_seconds
             )
 
         return self._keep(parts, run, limit_bytes)

@@ -45,6 +45,17 @@ def fixed_seeds() -> Iterator[None]:
         torch.random.set_rng_state(states[2])
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: for small batches, where threads that wait for each other lose time to processes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def copy_module(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
     """Return a deep copy of `module`; `memo` is that of `copy.deepcopy`.
 

@@ -65,7 +65,7 @@ def test_a_fresh_trial_runs_in_the_standby_process_for_which_there_has_to_be_roo
         assert device.trial((1, 1), fresh=True).fresh
         assert Path(reference).with_name(LOADED).read_text().split()[-1] == str(first)
         assert {first, standby_of(device)} == children_of_this_process() - before
-        assert device.trial((1, 1), fresh=True, last=True).fresh
+        assert device.trial((1, 1), fresh=True, spare=False).fresh
         assert device._standby is None, "no trial is expected to follow"
         threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
@@ -73,3 +73,29 @@ def test_a_fresh_trial_runs_in_the_standby_process_for_which_there_has_to_be_roo
         assert standby_of(device) in children_of_this_process()
     assert device._standby is None
     assert children_of_this_process() == before
+
+
+COMPILING = """
+    import torch
+    from torch import nn
+
+    criterion = nn.MSELoss()
+
+    def model():
+        return nn.Linear(8, 8)
+
+    def batch(size):
+        import torch._dynamo
+
+        return torch.randn(size, 8), torch.randn(size, 8)
+"""
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_compiler_that_training_imports_does_not_count_as_memory_of_its_trials(
+    write_workload: Any, compiles: bool
+) -> None:
+    text = COMPILING if compiles else COMPILING.replace("import torch._dynamo", "pass")
+    with CpuDevice(make_settings(write_workload(text), 8, 16 * MIB)) as device:
+        assert device.inspect().compiles == compiles
+        assert device.trial((1, 1), fresh=True, spare=False).outcome == "ok"

@@ -87,7 +87,7 @@ class ScriptedDevice(Device):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
-        last: bool = False,
+        spare: bool = True,
     ) -> Trial:
         self.asked.append((parts, fresh))
         self.limits.append((limit_bytes, limit_seconds))

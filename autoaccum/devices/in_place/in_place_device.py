@@ -128,7 +128,7 @@ class InPlaceDevice(Device):
         fresh: bool = False,
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
-        last: bool = False,
+        spare: bool = True,
     ) -> Trial:
         """Run one trial in this process; `fresh`, `limit_seconds` and `last` have no effect.
 
