@@ -16,9 +16,14 @@ from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
 from autoaccum.units import MemorySize, parse_size
 
 Precision = Literal["fp32", "bf16", "fp16"]
-BatchNormMode = Literal["micro", "running", "frozen"]
+BatchNormMode = Literal["micro", "running", "frozen", "exact"]
 """`micro`: as in PyTorch, each micro-batch by itself. `running`: normalise by the micro-batch, but update the running
-statistics as the full batch would. `frozen`: normalise by the running statistics and do not update them."""
+statistics as the full batch would. `frozen`: normalise by the running statistics and do not update them. `exact`:
+normalise by the whole effective batch, as without accumulation; its activations wait in host memory."""
+
+Coupled = Literal[False, True, "lockstep"]
+"""Whether the loss is computed once, of the outputs of the whole effective batch. True: each micro-batch runs forward
+twice, without and with a graph. `lockstep`: once, and what backward needs waits in host memory."""
 
 AccumulateIn = Literal["fp32", "parameters"]
 """The dtype in which gradients of half-precision parameters are summed: `fp32`, rounded once at the end, or that of the
@@ -193,6 +198,13 @@ def read_batchnorm_mode(mode: Any, error: type[AutoaccumError] = WorkloadError) 
     """Return `mode` as a mode of BatchNorm; raise WorkloadError, or `error`, if there is no such mode."""
     check_word(mode, "batchnorm mode", BATCHNORM_MODES, error=error)
     return cast("BatchNormMode", mode)
+
+
+def read_coupled(coupled: Any, error: type[AutoaccumError] = UsageError) -> Coupled:
+    """Return `coupled`; raise `error` if it is none of the ways to compute a coupled loss."""
+    if coupled in (True, False, "lockstep"):
+        return cast("Coupled", coupled)
+    raise error(f"coupled is {coupled!r}", hint='take True, False or "lockstep"')
 
 
 def read_accumulate_in(word: Any, error: type[AutoaccumError] = WorkloadError) -> AccumulateIn:

@@ -30,6 +30,7 @@ from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
 from autoaccum.accumulation.first_step_checks import BufferVersions, load_balancing_warning
 from autoaccum.accumulation.gradients import (
+    HALF_DTYPES,
     GradientBuffers,
     choose_scaler,
     clip_gradients,
@@ -52,11 +53,13 @@ from autoaccum.accumulation.step_result import StepObserver, StepPhase, Weightin
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
+from autoaccum.accumulation.whole_batch.joining import NeedsWholeBatch
+from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RepeatedParts
 from autoaccum.checks import check_group
 from autoaccum.errors import DoesNotFitError, NonFiniteError, UpdateInterrupted, UsageError
-from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
+from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in, read_coupled
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
-from autoaccum.workload.objective import Weights
+from autoaccum.workload.objective import Weights, read_coupled_loss
 from autoaccum.workload.weight_candidates import ignored_labels_warning
 
 
@@ -109,7 +112,15 @@ class Accumulator:
         batchnorm: How BatchNorm in training mode treats the micro-batches. `micro` (default): as in PyTorch, each by
             itself. `running`: normalise by the micro-batch, but update the running statistics once, as the full batch
             would. `frozen`: normalise by the running statistics and leave them as they are, so that the gradient is
-            exactly the full batch's; weight and bias still train.
+            exactly the full batch's; weight and bias still train. `exact`: normalise by the whole effective batch, so
+            that gradient and running statistics are those without accumulation. What its micro-batches keep for
+            backward then waits in host memory.
+        coupled: Whether the loss compares samples and needs the outputs of the whole effective batch (contrastive
+            losses, hard mining). It is then computed once, of all outputs. `True`: each micro-batch runs forward twice,
+            without and with a graph. `lockstep`: once, and what backward needs waits in host memory.
+        outputs: For a coupled loss that is no criterion: `outputs(model, batch)`, which returns a nest of tensors whose
+            first dimension is the sample, or numbers such as a learned temperature.
+        coupled_loss: `coupled_loss(outputs, batch)`, in place of `loss`; give `outputs` with it.
         split: `split(batch, sizes)`: a list of parts with these numbers of samples, for batches in which samples are
             not rows of tensors (graphs, images of many patches, packed tokens). Give `size` with it.
         size: `size(batch)`: the number of samples in the batch.
@@ -141,6 +152,9 @@ class Accumulator:
         recover: bool = True,
         check_finite: bool = False,
         batchnorm: BatchNormMode | None = None,
+        coupled: bool | Literal["lockstep"] | None = None,
+        outputs: Callable[[nn.Module, Any], Any] | None = None,
+        coupled_loss: Callable[[Any, Any], Any] | None = None,
         split: Callable[[Any, list[int]], Sequence[Any]] | None = None,
         size: Callable[[Any], int] | None = None,
         multiple_of: int | None = None,
@@ -158,7 +172,12 @@ class Accumulator:
         chosen = choose_option(plan, "precision", precision, "fp32")
         check_precision(chosen)
         objective = choose_objective(
-            loss, criterion=criterion, weight=weight, reduction=reduction, plan=plan, model=model
+            read_coupled_loss(loss, outputs, coupled_loss),
+            criterion=criterion,
+            weight=weight,
+            reduction=reduction,
+            plan=plan,
+            model=model,
         )
         if split is not None or size is not None:
             objective = dataclasses.replace(objective, batching=read_batching(split, size))
@@ -178,6 +197,10 @@ class Accumulator:
         self._backpropagation = BACKPROPAGATIONS[batchnorm_mode](
             model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase
         )
+        self._batchnorm_mode: BatchNormMode = batchnorm_mode
+        self._coupled = read_coupled(choose_option(plan, "coupled", coupled, False))
+        if self._coupled or batchnorm_mode == "exact":
+            self._join_parts()
         self._interrupts = DelayedInterrupts()
         self._generators = module_generators(self._modules())
         self._is_first = True
@@ -247,6 +270,9 @@ class Accumulator:
             if isinstance(outcome, StepResult):
                 self.micro_batch = ceiling
                 return outcome
+            if isinstance(outcome, NeedsWholeBatch):  # The model called whole_batch: nothing was changed yet.
+                self._join_parts()
+                continue
             failed_in.append(self.phase)
             largest = max(max(cut) for cut in cuts)
             self._check_retry(outcome, largest, failed_in, unchanged=batch_versions(batches) == versions)
@@ -261,6 +287,23 @@ class Accumulator:
                     f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
                     f" repeated in micro-batches of at most {ceiling}, and later ones use no more"
                 )
+
+    def _join_parts(self) -> None:
+        """Run the parts of every update so that they can need each other."""
+        exact = self._batchnorm_mode == "exact"
+        joins = not self._coupled or self._coupled == "lockstep" or exact or self._backpropagation.run_parts is not None
+        if self._batchnorm_mode == "running":
+            raise UsageError(
+                'batchnorm is "running", and parts of the batch need each other', hint='take batchnorm="exact"'
+            )
+        half = any(parameter.dtype in HALF_DTYPES for parameter in optimizer_parameters(self._optimizer))
+        if joins and half and self._in_fp32:
+            raise UsageError(
+                "parts of the batch run in lock step, which sums gradients of half-precision parameters in their dtype",
+                hint='give accumulate_in="parameters", or keep the parameters in float32 under autocast',
+            )
+        runner = LockstepParts(exact_batchnorm=exact, coupled=bool(self._coupled), on_part=self._begin_part)
+        self._backpropagation.run_parts = runner if joins else RepeatedParts()
 
     def _attempt(
         self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int
@@ -314,7 +357,8 @@ class Accumulator:
     def _accumulate(
         self, parts: Sequence[Any], shares: Sequence[Weights], modules: Sequence[nn.Module]
     ) -> tuple[LossRecord, GradientBuffers | None]:
-        accumulates = sum(map(has_weight, shares)) > 1
+        joins = self._backpropagation.run_parts is not None
+        accumulates = (len(parts) if joins else sum(map(has_weight, shares))) > 1
         trained = optimizer_parameters(self._optimizer)
         buffers = GradientBuffers(trained, in_fp32=self._in_fp32) if accumulates and needs_buffers(trained) else None
         side_effects = ForwardSideEffects(self._model, parts) if self._is_first else None
@@ -387,6 +431,10 @@ class Accumulator:
             interrupted.__cause__ = error
             return interrupted
         return error
+
+    def _begin_part(self, index: int) -> None:
+        if self._observer is not None:
+            self._observer.part(index)
 
     def _modules(self) -> list[nn.Module]:
         """Return all modules of the model and the criterion, in the order of `modules()`.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from autoaccum.accumulation.coupling import COMPARES_SAMPLES, list_names
 from autoaccum.accumulation.first_step_checks import compares_samples
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
+from autoaccum.accumulation.whole_batch.joining import in_sequence
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import move_batch
 from autoaccum.workload.objective import Objective, Reduction, Weights, match_weights
@@ -83,11 +84,26 @@ class LossRecord:
         return sum(sums.values()), {name: sums.get(name, math.nan) for name in self.names}
 
 
+class PartsRunner(Protocol):
+    """A way to run the parts of an update other than one after the other."""
+
+    def __call__(
+        self,
+        backpropagation: Backpropagation,
+        parts: Sequence[Any],
+        shares: Sequence[Weights],
+        buffers: GradientBuffers | None,
+        record: LossRecord,
+    ) -> None:
+        """Run forward and backward of all `parts`, and record their losses."""
+
+
 class Backpropagation:
     """Runs forward and backward of each part, so that the gradients add up to the effective batch's.
 
     BatchNorm works as in PyTorch; `batchnorm_modes` has a subclass for each other mode. Parts are moved to the device
-    of the model's first parameter. `on_phase` is called with each phase as it begins.
+    of the model's first parameter. `on_phase` is called with each phase as it begins. `run_parts` replaces the loop
+    over the parts where they need each other (`whole_batch`).
     """
 
     _consequence = (
@@ -103,15 +119,17 @@ class Backpropagation:
         precision: str,
         scaler: GradScaler | None,
         on_phase: Callable[[StepPhase], None],
+        run_parts: PartsRunner | None = None,
     ) -> None:
-        self._model = model
+        self.run_parts = run_parts
+        self.model = model
         self._objective = objective
-        self._criterion = objective.criterion_module
+        self.criterion = objective.criterion_module
         self._precision = precision
         self._scaler = scaler
-        self._on_phase = on_phase
+        self.on_phase = on_phase
         self._check_loss = self._has_checked_loss = False
-        self._device = model_device(model)
+        self.device = model_device(model)
 
     def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
         """Run `parts` one by one; each one's backward frees its graph.
@@ -120,12 +138,16 @@ class Backpropagation:
         """
         record = LossRecord()
         self._check_loss = not self._has_checked_loss and sum(map(has_weight, shares)) > 1
-        self._device = model_device(self._model)
+        self.device = model_device(self.model)
         with torch.enable_grad(), nullcontext() if buffers is None else buffers:
-            for part, share in zip(parts, shares, strict=True):
-                if has_weight(share):
-                    self._on_phase("batch")
-                    self._run_part(move_batch(part, self._device), share, buffers, record)
+            if self.run_parts is not None and len(parts) > 1:
+                self.run_parts(self, parts, shares, buffers, record)
+                return record
+            with in_sequence(sum(map(has_weight, shares)) > 1):
+                for part, share in zip(parts, shares, strict=True):
+                    if has_weight(share):
+                        self.on_phase("batch")
+                        self._run_part(move_batch(part, self.device), share, buffers, record)
         return record
 
     def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
@@ -134,14 +156,25 @@ class Backpropagation:
         There are none unless the step `accumulates` several parts.
         """
         is_concerned = accumulates and any(map(normalises_by_batch, modules))
-        names = batchnorm_names(self._model, self._criterion) if is_concerned else []
+        names = batchnorm_names(self.model, self.criterion) if is_concerned else []
         return [f"BatchNorm normalises by the micro-batch in {list_names(names)}: {self._consequence}"] if names else []
 
     def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
-        self._on_phase("forward")
+        self.on_phase("forward")
+        loss = self.part_loss(part, weights, buffers, record)
+        if self._check_loss:
+            self._check_loss, self._has_checked_loss = False, True
+            if compares_samples(loss, self.model, part):
+                warn_caller(COMPARES_SAMPLES)
+        self.on_phase("backward")
+        self.backward(loss)
+
+    def part_loss(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> Tensor:
+        """Run the forward of a part and return its share of the loss."""
         # An autocast of the user's around the whole loop would keep the weights that it cast before an update.
         torch.clear_autocast_cache()
-        with autocast(self._precision, self._device):
+        self._begin_forward()
+        with autocast(self._precision, self.device):
             terms = self._terms(part)
         torch.clear_autocast_cache()
         shares = match_weights(weights, terms)
@@ -155,19 +188,36 @@ class Backpropagation:
             if share > 0:
                 record.shares.append((name, share))
                 record.values.append(terms[name].detach().clone())
-        loss = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
-        if self._check_loss:
-            self._check_loss, self._has_checked_loss = False, True
-            if compares_samples(loss, self._model, part):
-                warn_caller(COMPARES_SAMPLES)
-        self._on_phase("backward")
-        self._backward(loss)
+        return losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+
+    def _begin_forward(self) -> None:
+        """Prepare the model for the forward of a part."""
 
     def _terms(self, part: Any) -> Mapping[str, Tensor]:
         """Run the forward of a part and return the terms of its loss."""
-        return self._objective.terms(self._model, part)
+        return self._objective.terms(self.model, part)
 
-    def _backward(self, loss: Tensor) -> None:
+    def outputs(self, part: Any) -> Any:
+        """Run the forward of a part up to the outputs of which a coupled loss is computed."""
+        torch.clear_autocast_cache()
+        self._begin_forward()
+        with autocast(self._precision, self.device):
+            outputs = self._objective.outputs(self.model, part)
+        torch.clear_autocast_cache()
+        return outputs
+
+    def coupled_loss(self, outputs: Any, batch: Any, record: LossRecord) -> Tensor:
+        """Return the loss of the outputs of the whole `batch`."""
+        with autocast(self._precision, self.device):
+            terms = self._objective.coupled_terms(outputs, batch, self.device)
+        record.names.update(dict.fromkeys(terms))
+        for name, term in terms.items():
+            record.shares.append((name, 1.0))
+            record.values.append(term.detach().clone())
+        losses = list(terms.values())
+        return torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if losses[1:] else losses[0]
+
+    def backward(self, loss: Tensor) -> None:
         """Run the backward of a scaled loss, which is released when this returns, as training loops do."""
         if not loss.requires_grad:
             return

@@ -1,4 +1,4 @@
-"""The BatchNorm modes of an update in micro-batches: `micro`, `running` and `frozen`."""
+"""The BatchNorm modes of an update in micro-batches: `micro`, `running`, `frozen` and `exact`."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class RunningBackpropagation(Backpropagation):
         """
         norms = {
             name: module
-            for name, module in named_modules(self._model, self._criterion)
+            for name, module in named_modules(self.model, self.criterion)
             if isinstance(module, BATCHNORMS) and module.running_mean is not None
         }
         find_changed = _watch_statistics(norms if self._is_first else {})
@@ -205,10 +205,10 @@ class FrozenBackpropagation(Backpropagation):
         Raises:
             UsageError: A BatchNorm has no running statistics, or the loss put it back into training mode.
         """
-        check_frozen(self._model, self._criterion)
+        check_frozen(self.model, self.criterion)
         self._frozen = {
             name: module
-            for name, module in named_modules(self._model, self._criterion)
+            for name, module in named_modules(self.model, self.criterion)
             if isinstance(module, BATCHNORMS) and module.training
         }
         find_changed = _watch_statistics(self._frozen if self._is_first else {})
@@ -230,19 +230,27 @@ class FrozenBackpropagation(Backpropagation):
 
     def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
         """Return a warning if the running statistics were never estimated; they are read at the first step only."""
-        warning = frozen_warning(self._model, self._criterion) if self._is_first else None
+        warning = frozen_warning(self.model, self.criterion) if self._is_first else None
         return [] if warning is None else [warning]
 
-    def _terms(self, part: Any) -> Mapping[str, Tensor]:
+    def _begin_forward(self) -> None:
         for module in self._frozen.values():
             module.training = False  # Not eval(), which would reach modules within it (an activation, a dropout).
-        return super()._terms(part)
+
+
+class ExactBackpropagation(Backpropagation):
+    """Normalises by the whole effective batch; its parts run in lock step (`whole_batch.exact_batchnorm`)."""
+
+    def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
+        """Return no warnings: nothing differs from the full batch."""
+        return []
 
 
 BACKPROPAGATIONS: Final[Mapping[BatchNormMode, type[Backpropagation]]] = {
     "micro": Backpropagation,
     "running": RunningBackpropagation,
     "frozen": FrozenBackpropagation,
+    "exact": ExactBackpropagation,
 }
 
 

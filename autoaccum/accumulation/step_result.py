@@ -46,6 +46,9 @@ class StepObserver:
     def phase(self, phase: StepPhase) -> None:
         """Called as a phase begins: `batch`, `forward` and `backward` for each part, then `clip` and `update`."""
 
+    def part(self, index: int) -> None:
+        """Called when the part `index` begins or goes on, where parts run in lock step."""
+
     def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
         """Called after memory ran out in `phase` and the state was restored, before a retry at `next_micro_batch`."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import Batching, batch_size, wrap_batch
+from autoaccum.workload.batches import Batching, batch_size, move_batch, wrap_batch
 from autoaccum.workload.criteria import Criterion, is_criterion, resolve_criterion
 from autoaccum.workload.model_loss import ModelLoss
 from autoaccum.workload.pytree import unwrap_batch
@@ -26,6 +26,23 @@ _SINGLE = "loss"
 
 _OUTPUT_NAMES = ("output", "outputs", "pred", "preds", "prediction", "predictions", "logits", "y_hat", "yhat", "y_pred")
 """Names of a first argument that show that the function is a criterion and not `loss(model, batch)`."""
+
+
+@dataclass(frozen=True)
+class CoupledLoss:
+    """A loss of the outputs of a whole batch, which compares samples: `loss(outputs(model, batch), batch)`.
+
+    Attributes:
+        outputs: `outputs(model, batch)` returns a nest of tensors whose first dimension is the sample, or numbers.
+        loss: `loss(outputs, batch)` returns a scalar or a mapping of scalars.
+    """
+
+    outputs: Callable[[nn.Module, Any], Any]
+    loss: Callable[[Any, Any], Any]
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Return the loss of one batch."""
+        return self.loss(self.outputs(model, batch), batch)
 
 
 @dataclass(frozen=True)
@@ -83,12 +100,27 @@ class Objective:
             raw = self.loss_function(model, unwrap_batch(batch))
         else:
             raw = self.criterion.loss(self.outputs(model, batch), batch[1])
-        terms = {str(name): term for name, term in raw.items()} if isinstance(raw, Mapping) else {_SINGLE: raw}
-        _check_terms(terms)
-        return cast("dict[str, Tensor]", terms)
+        return _read_terms(raw)
+
+    def coupled_terms(self, outputs: Any, batch: Any, device: torch.device) -> dict[str, Tensor]:
+        """Return the terms of the loss of a whole batch from its outputs; errors are those of `terms`.
+
+        What the loss reads of the batch is moved to the device of the outputs.
+        """
+        if self.criterion is not None:
+            targets = _inputs_and_targets(unwrap_batch(batch))[1]
+            return _read_terms(self.criterion.loss(outputs, move_batch(targets, device)))
+        assert isinstance(self.loss_function, CoupledLoss)
+        return _read_terms(self.loss_function.loss(outputs, unwrap_batch(move_batch(batch, device))))
 
     def outputs(self, model: nn.Module, batch: Any) -> Any:
-        """Return the model's outputs for the inputs of `(inputs, targets)`; raise WorkloadError for another batch."""
+        """Return the model's outputs for the inputs of `(inputs, targets)`, or those of a coupled loss.
+
+        Raises:
+            WorkloadError: The batch is no such pair.
+        """
+        if isinstance(self.loss_function, CoupledLoss):
+            return self.loss_function.outputs(model, unwrap_batch(batch))
         inputs = _inputs_and_targets(unwrap_batch(batch))[0]
         if isinstance(inputs, Mapping):
             return model(**inputs)
@@ -168,6 +200,27 @@ def resolve_objective(
     return _check_sum(Objective(final_reduction, source, resolved, None, weight))
 
 
+def read_coupled_loss(loss: Any, outputs: Any, coupled_loss: Any) -> Any:
+    """Return `loss`, or the coupled loss that `outputs` and `coupled_loss` make up in its place.
+
+    Raises:
+        WorkloadError: Only one of the two is given, `loss` is given too, or they take other arguments.
+    """
+    if outputs is None and coupled_loss is None:
+        return loss
+    if outputs is None or coupled_loss is None:
+        given, missing = ("outputs", "coupled_loss") if coupled_loss is None else ("coupled_loss", "outputs")
+        raise WorkloadError(
+            f"there is {given}, but no {missing}",
+            hint="write both: def outputs(model, batch) and def coupled_loss(outputs, batch)",
+        )
+    if loss is not None:
+        raise WorkloadError("there are loss and coupled_loss", hint="give only one of them")
+    check_function(outputs, "outputs", "(model, batch)")
+    check_function(coupled_loss, "coupled_loss", "(outputs, batch)")
+    return CoupledLoss(outputs, coupled_loss)
+
+
 def _model_loss_objective(loss: ModelLoss, weight: Any, reduction: Reduction, model: nn.Module | None) -> Objective:
     if model is not None:
         loss.read_model(model)
@@ -231,6 +284,12 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
         f"with a criterion a batch is (inputs, targets), this one is {describe_type(batch)}{count}",
         hint="return such a pair from batch(size), or write loss(model, batch)",
     )
+
+
+def _read_terms(raw: Any) -> dict[str, Tensor]:
+    terms = {str(name): term for name, term in raw.items()} if isinstance(raw, Mapping) else {_SINGLE: raw}
+    _check_terms(terms)
+    return cast("dict[str, Tensor]", terms)
 
 
 def _check_terms(terms: Mapping[str, Any]) -> None:

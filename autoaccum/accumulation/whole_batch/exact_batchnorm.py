@@ -1,0 +1,210 @@
+"""BatchNorm over all samples of an update that runs in parts: the exact moments, forward and backward.
+
+Forward, each part computes the moments of its input and waits; the parts' moments give those of the whole batch, by
+which each part then normalises. Backward, each part adds its two sums to the whole batch's and keeps its gradient on
+the host, until all sums are known and the gradients of the inputs follow from them (Ioffe and Szegedy, "Batch
+Normalization", 2015, section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from autoaccum.accumulation.batchnorm import BATCHNORMS, named_modules, normalises_by_batch, uncompiled
+from autoaccum.accumulation.whole_batch.host_storage import HostStorage
+from autoaccum.accumulation.whole_batch.lockstep import Lockstep
+from autoaccum.errors import WorkloadError
+
+
+class _Part:
+    """One part's input of one call of a BatchNorm, and its output's gradient, in host memory.
+
+    Attributes:
+        scale: The weight over the standard deviation, and the mean, of each channel; set in forward.
+        count: The number of values of each channel in the whole batch.
+    """
+
+    scale: Tensor
+    mean: Tensor
+    inverse: Tensor
+    count: int
+    gradient: Any = None
+
+    def __init__(self, inputs: Tensor, storage: HostStorage) -> None:
+        self.storage, self.present, self.version = storage, inputs.detach(), inputs._version
+        self.inputs = storage.store(self.present)
+        self.dims = [0, *range(2, inputs.ndim)]
+        self.shape = [1, -1] + [1] * (inputs.ndim - 2)
+
+    def normalised(self) -> Tensor:
+        """Return the input minus the mean, over the standard deviation, in the precision of the moments."""
+        if isinstance(self.inputs, Tensor) and self.inputs._version != self.version:
+            raise RuntimeError("the input of a BatchNorm was changed in place after the call, and backward needs it")
+        inputs = self.storage.load(self.inputs).to(self.mean.dtype)
+        return (inputs - self.mean.view(self.shape)) * self.inverse.view(self.shape)
+
+
+class _Moments(torch.autograd.Function):
+    """Mean and sum of squared deviations of each channel of a part's input.
+
+    Its backward takes the whole batch's two sums, not the gradients of these moments, and returns the gradient of the
+    part's input.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
+        ctx.part, ctx.dtype = part, inputs.dtype
+        wide = inputs if inputs.dtype == torch.float64 else inputs.float()
+        if not inputs.numel():
+            return wide.new_zeros(inputs.shape[1]), wide.new_zeros(inputs.shape[1])
+        variance, mean = torch.var_mean(wide, part.dims, correction=0)
+        return mean, variance.mul_(inputs.numel() // inputs.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, sum_gradient: Tensor, sum_product: Tensor) -> Any:  # type: ignore[override]
+        part: _Part = ctx.part
+        centred = part.normalised() * (-sum_product / part.count).view(part.shape)
+        centred -= (sum_gradient / part.count).view(part.shape)
+        if part.gradient is not None:  # It is None where the loss does not use this part's output.
+            centred += part.storage.load(part.gradient)
+        return (centred * part.scale.view(part.shape)).to(ctx.dtype), None
+
+
+class _Combined(torch.autograd.Function):
+    """Moments of the whole batch from those of its parts; its backward hands each part the sums over all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, counts: Sequence[int], *moments: Tensor) -> tuple[Tensor, Tensor]:
+        wide = [moment.double() if moment.device.type != "mps" else moment for moment in moments]
+        means, squares, total = wide[::2], wide[1::2], sum(counts)
+        mean = sum(
+            (one * (count / total) for one, count in zip(means, counts, strict=True)), torch.zeros_like(means[0])
+        )
+        deviations = zip(squares, means, counts, strict=True)
+        variance = sum(
+            (one + count * (part - mean).square() for one, part, count in deviations), torch.zeros_like(mean)
+        )
+        return mean.to(moments[0].dtype), (variance / total).to(moments[0].dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, sum_gradient: Tensor, sum_product: Tensor) -> Any:  # type: ignore[override]
+        count = (len(ctx.needs_input_grad) - 1) // 2
+        return None, *(sum_gradient, sum_product) * count
+
+
+class _Normalised(torch.autograd.Function):
+    """A part's input, normalised by the moments of the whole batch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, part: _Part, eps: float
+    ) -> Tensor:
+        inputs = part.present
+        if part.inputs is not inputs:
+            del part.present  # Its copy in host memory is enough from here on.
+        part.mean, part.inverse = mean, (variance + eps).rsqrt()
+        part.scale = part.inverse if weight is None else part.inverse * weight.to(mean.dtype)
+        ctx.part = part
+        ctx.dtypes = [None if one is None else one.dtype for one in (weight, bias)]
+        if not inputs.numel():
+            return inputs.clone()
+        return F.batch_norm(inputs, mean, variance, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        part: _Part = ctx.part
+        wide = gradient.to(part.mean.dtype)
+        sums = wide.sum(part.dims), (wide * part.normalised()).sum(part.dims)
+        if ctx.needs_input_grad[0]:
+            part.gradient = part.storage.store(gradient)
+        weight, bias = ctx.dtypes
+        return (
+            *sums,
+            None if weight is None else sums[1].to(weight),
+            None if bias is None else sums[0].to(bias),
+            *(None, None),
+        )
+
+
+class ExactBatchNorm:
+    """Replaces the forward of BatchNorms that normalise by the batch while an update runs in lock step."""
+
+    def __init__(self, lockstep: Lockstep, storage: HostStorage) -> None:
+        self._lockstep, self._storage = lockstep, storage
+
+    @contextmanager
+    def replacing(self, model: nn.Module, criterion: nn.Module | None) -> Iterator[None]:
+        """Replace them within; a module's own `forward` is restored."""
+        norms = [(name, one) for name, one in named_modules(model, criterion) if isinstance(one, BATCHNORMS)]
+        own = {module: vars(module).get("forward") for _, module in norms}
+        try:
+            with uncompiled():
+                for name, module in norms:
+                    vars(module)["forward"] = self._forward_of(name, module)
+                yield
+        finally:
+            for module, forward in own.items():
+                vars(module).pop("forward", None)
+                if forward is not None:
+                    vars(module)["forward"] = forward
+
+    def _forward_of(self, name: str, module: Any) -> Callable[[Tensor], Tensor]:
+        plain = module.forward
+
+        def forward(input: Tensor) -> Tensor:
+            if not normalises_by_batch(module):
+                return plain(input)
+            if self._lockstep.part is None:
+                raise WorkloadError(
+                    f"BatchNorm {name} runs within backward (activation checkpointing), where it cannot wait for the"
+                    " other parts",
+                    hint='leave out the checkpointing, or take batchnorm="running"',
+                )
+            module._check_input_dim(input)
+            return self._normalise(name, module, input)
+
+        return forward
+
+    def _normalise(self, name: str, module: Any, inputs: Tensor) -> Tensor:
+        part = _Part(inputs, self._storage)
+        count = inputs.numel() // inputs.shape[1] if inputs.shape[1] else 0
+        moments = _Moments.apply(inputs, part)
+        mean, variance, part.count = self._lockstep.meet(
+            f"BatchNorm {name}", (count, *moments), lambda values: [_combine(module, values)] * len(values)
+        )
+        return _Normalised.apply(mean, variance, module.weight, module.bias, part, module.eps)  # type: ignore[no-any-return]
+
+
+def _combine(module: Any, values: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor, int]:
+    """Return mean and variance of all parts, and the number of values; update the running statistics once."""
+    counts = [count for count, _, _ in values]
+    if sum(counts) <= 1:
+        raise WorkloadError(
+            f"the whole batch has {sum(counts)} value per channel, and BatchNorm needs more", hint="take more samples"
+        )
+    mean, variance = _Combined.apply(counts, *(moment for _, *moments in values for moment in moments))
+    if module.training and module.track_running_stats:
+        _update_statistics(module, mean.detach(), variance.detach() * (sum(counts) / (sum(counts) - 1)))
+    return mean, variance, sum(counts)
+
+
+@torch.no_grad()
+def _update_statistics(module: Any, mean: Tensor, variance: Tensor) -> None:
+    """Update the running statistics as one call with the whole batch does (torch/nn/modules/batchnorm.py)."""
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(1)
+    if module.running_mean is None:
+        return
+    share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+    for running, value in ((module.running_mean, mean), (module.running_var, variance)):
+        running.copy_(running.to(value.dtype) * (1 - share) + value * share)

@@ -1,0 +1,111 @@
+"""`whole_batch(x)`: a tensor of all samples of the update, for models and losses that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from autoaccum.accumulation.whole_batch.lockstep import Lockstep
+from autoaccum.errors import WorkloadError
+
+_IN_SEQUENCE = object()
+_running: Any = None
+"""How the parts of the present update run: in a `Lockstep`, one after the other, or None outside of one."""
+
+
+class NeedsWholeBatch(BaseException):
+    """Raised by `whole_batch` where parts run one after the other: the update has to run in lock step."""
+
+
+@contextmanager
+def in_lockstep(lockstep: Lockstep) -> Iterator[None]:
+    """Let `whole_batch` join the parts that run in `lockstep`."""
+    with _set_running(lockstep):
+        yield
+
+
+@contextmanager
+def in_sequence(accumulates: bool) -> Iterator[None]:
+    """Let `whole_batch` raise NeedsWholeBatch, if the update `accumulates` several parts."""
+    with _set_running(_IN_SEQUENCE if accumulates else None):
+        yield
+
+
+def whole_batch(x: Tensor) -> Tensor:
+    """Return `x` of all samples of the effective batch, for use within a model or a loss.
+
+    Within an update in micro-batches, the `x` of all micro-batches is joined along the first dimension; it is
+    differentiable, so that each sample's gradient is that of all uses. Elsewhere `x` itself is returned.
+
+    A model that balances the load of experts over the whole batch:
+
+        share = autoaccum.whole_batch(gates).mean(0)
+        balance = experts * (share * share).sum()
+
+    Each micro-batch's loss counts by its share of the update, so a term that all compute alike counts once.
+
+    Args:
+        x: A tensor whose first dimension is the sample, or a number of rows for each sample.
+
+    Raises:
+        WorkloadError: `x` is no such tensor, or the micro-batches' tensors cannot be joined.
+    """
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        raise WorkloadError("whole_batch(x) needs a tensor whose first dimension is the sample")
+    running = _running
+    if running is _IN_SEQUENCE:
+        raise NeedsWholeBatch
+    if running is None:
+        return x
+    if running.part is None:
+        raise WorkloadError(
+            "whole_batch(x) runs within backward (activation checkpointing), where it cannot wait for the other parts",
+            hint="leave out the checkpointing, or call whole_batch outside of the checkpointed part",
+        )
+    # The joined tensor and its gradients wait in host memory for the other parts.
+    joined: Tensor = running.meet("whole_batch(x)", x.cpu(), join_rows)
+    return joined.to(x.device)
+
+
+def join_rows(values: Sequence[Tensor]) -> list[Tensor]:
+    """Return, for each part, the tensors of all parts joined along the first dimension."""
+    shapes = {(value.shape[1:], value.dtype) for value in values}
+    if len(shapes) > 1:
+        raise WorkloadError(
+            f"whole_batch(x) got tensors of different shapes or dtypes: {', '.join(map(_describe, values))}",
+            hint="make all but the first dimension equal, as by padding to one length",
+        )
+    return [_Joined.apply(*values)] * len(values)  # type: ignore[no-untyped-call]
+
+
+class _Joined(torch.autograd.Function):
+    """`torch.cat`; autograd adds up the gradients of all parts before its backward splits them."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> Tensor:
+        ctx.lengths = [len(value) for value in values]
+        return torch.cat(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return tuple(gradient.split(ctx.lengths))
+
+
+def _describe(value: Tensor) -> str:
+    return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+
+
+@contextmanager
+def _set_running(now: Any) -> Iterator[None]:
+    global _running
+    before, _running = _running, now
+    try:
+        yield
+    finally:
+        _running = before

@@ -1,0 +1,183 @@
+"""Run the parts of an update in lock step: one at a time, and all of them meet where one needs the others.
+
+Each part runs in a greenlet, which has a stack of its own in the same thread. Where a part calls `Lockstep.meet`, it
+waits, and the next one runs. When all wait, a joint function is called with what each has, and each goes on with its
+share. So one part computes at a time, autograd's graphs lie one after the other, and a single backward runs through all
+of them, the last part first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from greenlet import GreenletExit, greenlet
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._python_dispatch import (
+    _pop_mode as _pop_dispatch_mode,
+)
+from torch.utils._python_dispatch import (
+    _push_mode as _push_dispatch_mode,
+)
+
+from autoaccum.errors import WorkloadError
+
+T = TypeVar("T")
+Join = Callable[[list[Any]], Sequence[Any]]
+"""Takes what each part has, in order, and returns the share of each."""
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """What a part waits for: `place` says where in the model, in words."""
+
+    place: str
+    value: Any
+    join: Join
+
+
+class Lockstep:
+    """Runs the parts of one update in lock step.
+
+    `on_part` is called with the index of a part whenever it begins or goes on.
+
+    Attributes:
+        part: The index of the part that runs; None between parts, and in backward.
+    """
+
+    def __init__(self, on_part: Callable[[int], None] = lambda index: None) -> None:
+        self.part: int | None = None
+        self._on_part = on_part
+        self._parts: list[greenlet] = []
+
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
+        """Run a function for each part, and return their results.
+
+        Raises:
+            WorkloadError: A part waits for the others at a place that another one does not reach.
+            BaseException: What one of the functions raised, once all other parts have ended.
+        """
+        self._parts = [greenlet(function) for function in functions]
+        states = [_TorchState.now()] * len(functions)
+        results: list[Any] = [()] * len(functions)
+        try:
+            while True:
+                for index in range(len(self._parts)):
+                    results[index], states[index] = self._go_on(index, states[index], results[index])
+                waiting = [not part.dead for part in self._parts]
+                if not any(waiting):
+                    return results
+                results = [(share,) for share in self._join(results, waiting)]
+        finally:
+            self._end(states)
+
+    def meet(self, place: str, value: Any, join: Join) -> Any:
+        """Wait until all parts are at this `place`, and return this part's share of `join` of all values."""
+        assert self.part is not None
+        return self._parts[self.part].parent.switch(_Meeting(place, value, join))
+
+    def _go_on(self, index: int, state: _TorchState, arguments: tuple[Any, ...]) -> tuple[Any, _TorchState]:
+        outside = _TorchState.now()
+        self._on_part(index)
+        self.part = index
+        state.apply()
+        try:
+            result = self._parts[index].switch(*arguments)
+            return result, _TorchState.now()
+        finally:
+            self.part = None
+            outside.apply()
+
+    def _join(self, results: Sequence[Any], waiting: Sequence[bool]) -> Sequence[Any]:
+        places = [
+            result.place if waits else "the end of its loss" for result, waits in zip(results, waiting, strict=True)
+        ]
+        if len(set(places)) > 1:
+            other = next(place for place in places if place != places[0])
+            raise WorkloadError(
+                f"a part of the batch is at {places[0]} while another is at {other}, so that they cannot be joined",
+                hint="let every part run the same layers in the same order",
+            )
+        return results[0].join([result.value for result in results])
+
+    def _end(self, states: Sequence[_TorchState]) -> None:
+        """End parts that still wait, in the contexts in which they wait."""
+        outside = _TorchState.now()
+        for part, state in zip(self._parts, states, strict=True):
+            if part and not part.dead:
+                state.apply()
+                with suppress(BaseException):
+                    part.throw(GreenletExit)
+        outside.apply()
+        self._parts = []
+
+
+class _TorchState:
+    """PyTorch's settings of a thread that a part may have changed where it waits: contexts that it has entered."""
+
+    def __init__(self) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        ]
+        self._cached = torch.is_autocast_cache_enabled()
+        self._hooks = _saved_tensor_hooks()
+        self._functions = _get_current_function_mode_stack()
+        self._dispatch = _get_current_dispatch_mode_stack()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+
+    @staticmethod
+    def now() -> _TorchState:
+        """Return the present settings."""
+        return _TorchState()
+
+    def apply(self) -> None:
+        """Set them again."""
+        torch.set_grad_enabled(self._grad)
+        for kind, enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._cached)
+        _change_stack(_saved_tensor_hooks(), self._hooks, _pop_hooks, _push_hooks)
+        present = _get_current_function_mode_stack()
+        _change_stack(present, self._functions, _pop_mode, _push_mode)
+        _change_stack(_get_current_dispatch_mode_stack(), self._dispatch, _pop_dispatch_mode, _push_dispatch_mode)
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+
+
+def _saved_tensor_hooks() -> list[tuple[Any, Any]]:
+    """Return the entered `saved_tensors_hooks`, the outermost first."""
+    autograd = torch._C._autograd
+    found: list[tuple[Any, Any]] = []
+    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(hooks)
+        autograd._pop_saved_tensors_default_hooks()
+    for pack, unpack in reversed(found):
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return found[::-1]
+
+
+def _pop_hooks() -> None:
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def _push_hooks(hooks: tuple[Any, Any]) -> None:
+    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def _change_stack(present: list[Any], wanted: list[Any], pop: Callable[[], Any], push: Callable[[Any], Any]) -> None:
+    """Pop and push entries of a stack until `present` is `wanted`."""
+    common = 0
+    while common < min(len(present), len(wanted)) and present[common] is wanted[common]:
+        common += 1
+    for _ in present[common:]:
+        pop()
+    for entry in wanted[common:]:
+        push(entry)

@@ -1,0 +1,172 @@
+"""Run all parts of an update so that they can need each other: in lock step, or twice with the loss in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, has_weight
+from autoaccum.accumulation.gradients import GradientBuffers
+from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices, module_generators
+from autoaccum.accumulation.whole_batch.exact_batchnorm import ExactBatchNorm
+from autoaccum.accumulation.whole_batch.host_storage import HostStorage
+from autoaccum.accumulation.whole_batch.joining import in_lockstep
+from autoaccum.accumulation.whole_batch.lockstep import Lockstep
+from autoaccum.errors import WorkloadError
+from autoaccum.workload import pytree
+from autoaccum.workload.batches import join_batches, move_batch
+from autoaccum.workload.objective import Weights
+
+
+class LockstepParts:
+    """Runs the parts of an update in lock step, and one backward through all of them.
+
+    What autograd saves of a part lies in host memory until backward needs it, so that the device holds one part and
+    what lives where parts wait for each other.
+
+    Args:
+        exact_batchnorm: BatchNorm normalises by the moments of the whole batch.
+        coupled: The loss is computed once, from the outputs of all parts.
+        on_part: Called with the index of a part whenever it begins or goes on.
+
+    Attributes:
+        host_bytes: The bytes that the last update stored in host memory.
+    """
+
+    def __init__(
+        self, *, exact_batchnorm: bool = False, coupled: bool = False, on_part: Callable[[int], None] | None = None
+    ) -> None:
+        self._exact_batchnorm, self._coupled = exact_batchnorm, coupled
+        self._on_part = on_part or (lambda index: None)
+        self.host_bytes = 0
+
+    def __call__(
+        self,
+        backpropagation: Backpropagation,
+        parts: Sequence[Any],
+        shares: Sequence[Weights],
+        buffers: GradientBuffers | None,
+        record: LossRecord,
+    ) -> None:
+        """As `PartsRunner`. Parts without weight run too: other samples depend on theirs."""
+        model, criterion, device = backpropagation.model, backpropagation.criterion, backpropagation.device
+        storage = HostStorage([*model.parameters(), *model.buffers()])
+        lockstep = Lockstep(self._on_part)
+
+        def run_part(part: Any, share: Weights) -> Any:
+            backpropagation.on_phase("forward")
+            with nullcontext() if device.type == "cpu" else storage.saving():
+                moved = move_batch(part, device)
+                if self._coupled:
+                    return backpropagation.outputs(moved)
+                return backpropagation.part_loss(moved, share, None, record)
+
+        functions = [
+            lambda part=part, share=share: run_part(part, share) for part, share in zip(parts, shares, strict=True)
+        ]
+        with ExitStack() as stack:
+            stack.enter_context(in_lockstep(lockstep))
+            if self._exact_batchnorm:
+                stack.enter_context(ExactBatchNorm(lockstep, storage).replacing(model, criterion))
+            results = lockstep.run(functions)
+            if self._coupled:
+                loss = backpropagation.coupled_loss(join_outputs(results), join_batches(parts), record)
+            else:
+                counted = [one for one, share in zip(results, shares, strict=True) if has_weight(share)]
+                loss = torch.stack(counted).sum() if counted[1:] else counted[0]
+            del results
+            backpropagation.on_phase("backward")
+            backpropagation.backward(loss)
+        self.host_bytes = storage.stored_bytes
+
+
+class RepeatedParts:
+    """Runs the parts of an update twice: without graphs for the outputs, and with graphs for the gradients.
+
+    Between the two the loss is computed once, from the outputs of all parts, and its gradients by the outputs are kept
+    (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021). Both passes draw the
+    same random numbers and begin with the same buffers, so that random states and BatchNorm's statistics are those of
+    one pass.
+    """
+
+    host_bytes = 0
+
+    def __call__(
+        self,
+        backpropagation: Backpropagation,
+        parts: Sequence[Any],
+        shares: Sequence[Weights],
+        buffers: GradientBuffers | None,
+        record: LossRecord,
+    ) -> None:
+        """As `PartsRunner`."""
+        model, device = backpropagation.model, backpropagation.device
+        generators = module_generators(model.modules())
+        before = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
+        states, outputs = [], []
+        for part in parts:
+            states.append(RngState(initialized_cuda_devices(), generators))
+            backpropagation.on_phase("forward")
+            with torch.no_grad():
+                outputs.append(backpropagation.outputs(move_batch(part, device)))
+        leaves = [_require_gradients(one) for one in outputs]
+        if buffers is not None:
+            buffers.share = 1.0
+        loss = backpropagation.coupled_loss(join_outputs(leaves), join_batches(parts), record)
+        backpropagation.on_phase("backward")
+        backpropagation.backward(loss)
+        del loss, outputs
+        after = RngState(initialized_cuda_devices(), generators)
+        with torch.no_grad():
+            for name, buffer, version, value in before:
+                # BatchNorm's kernels change its statistics without raising their version.
+                if buffer._version != version or name.endswith(("running_mean", "running_var")):
+                    buffer.copy_(value)
+        for part, state, kept in zip(parts, states, leaves, strict=True):
+            state.restore()
+            backpropagation.on_phase("forward")
+            again = pytree.tensors(backpropagation.outputs(move_batch(part, device)))
+            pairs = [(one, leaf.grad) for one, leaf in zip(again, pytree.tensors(kept), strict=True)]
+            used = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
+            backpropagation.on_phase("backward")
+            if used:
+                torch.autograd.backward(*map(list, zip(*used, strict=True)))
+        after.restore()
+
+
+def join_outputs(parts: Sequence[Any]) -> Any:
+    """Return the outputs of all parts as one structure: tensors are joined along their first dimension.
+
+    A number (a tensor without dimensions, such as a learned temperature) is the first part's.
+
+    Raises:
+        WorkloadError: The parts' outputs differ in structure or shape.
+    """
+    columns = [list(column) for column in zip(*map(pytree.tensors, parts), strict=False)]
+    if any(len(list(pytree.tensors(part))) != len(columns) for part in parts):
+        raise WorkloadError("the outputs of two parts of the batch have different structures", hint="return one kind")
+
+    def join(column: list[Tensor]) -> Tensor:
+        if not column[0].ndim:
+            return column[0]
+        try:
+            return torch.cat(column)
+        except RuntimeError as error:
+            raise WorkloadError(
+                f"the outputs of two parts of the batch cannot be joined: {error}",
+                hint="return tensors whose first dimension is the sample, and make the others equal",
+            ) from None
+
+    joined = iter([join(column) for column in columns])
+    return pytree.map_tensors(parts[0], lambda tensor: next(joined))
+
+
+def _require_gradients(outputs: Any) -> Any:
+    """Return outputs as leaves that collect gradients."""
+    return pytree.map_tensors(
+        outputs, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+    )
