@@ -42,6 +42,7 @@ WORKLOAD_OPTIONS: Final = (
     "optimizer",
     "precision",
     "batchnorm",
+    "coupled",
     "accumulate_in",
     "keeps",
     "evaluation_batch",
@@ -65,6 +66,7 @@ class OptionArguments(TypedDict, total=False):
     optimizer: Any
     precision: str | None
     batchnorm: str | None
+    coupled: bool | str | None
     accumulate_in: str | None
     keeps: str | Iterable[str] | None
     evaluation_batch: int | None
@@ -87,7 +89,8 @@ class Options:
     Attributes:
         optimizer: A name in `torch.optim`; for live objects also an optimizer, or a function that makes one.
         precision: `fp32`, `bf16` or `fp16`; for `verify` also `fp64`.
-        batchnorm: How BatchNorm treats a batch in parts: `micro`, `running` or `frozen` (see `BatchNormMode`).
+        batchnorm: How BatchNorm treats a batch in parts: `micro`, `running`, `frozen` or `exact` (see `BatchNormMode`).
+        coupled: Whether the loss is computed of the outputs of the whole effective batch (see `Coupled`).
         accumulate_in: The dtype in which gradients of half-precision parameters are summed: `fp32` or `parameters`.
         keeps: Tensors that the training loop keeps alive: `outputs`, `ema`, or both (see `Keep`).
         evaluation_batch: Samples per batch of the evaluation between updates, which becomes part of every trial.
@@ -109,6 +112,7 @@ class Options:
     optimizer: Any = None
     precision: str | None = None
     batchnorm: BatchNormMode | None = None
+    coupled: Coupled | None = None
     accumulate_in: AccumulateIn | None = None
     keeps: tuple[Keep, ...] | None = None
     evaluation_batch: int | None = None
@@ -128,6 +132,8 @@ class Options:
             check_word(self.precision, "precision", get_args(Precision))
         if self.batchnorm is not None:
             read_batchnorm_mode(self.batchnorm, UsageError)
+        if self.coupled is not None:
+            read_coupled(self.coupled)
         if self.accumulate_in is not None:
             read_accumulate_in(self.accumulate_in, UsageError)
         if self.keeps is not None:

@@ -57,9 +57,9 @@ from autoaccum.accumulation.whole_batch.joining import NeedsWholeBatch
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RepeatedParts
 from autoaccum.checks import check_group
 from autoaccum.errors import DoesNotFitError, NonFiniteError, UpdateInterrupted, UsageError
-from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in, read_coupled
+from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
-from autoaccum.workload.objective import Weights, read_coupled_loss
+from autoaccum.workload.objective import Weights, read_coupled_loss, with_coupling
 from autoaccum.workload.weight_candidates import ignored_labels_warning
 
 
@@ -179,6 +179,8 @@ class Accumulator:
             plan=plan,
             model=model,
         )
+        coupled = objective.coupled if coupled is None else coupled
+        objective = with_coupling(objective, choose_option(plan, "coupled", coupled or None, False), UsageError)
         if split is not None or size is not None:
             objective = dataclasses.replace(objective, batching=read_batching(split, size))
         batchnorm_mode = checked_batchnorm(
@@ -198,7 +200,7 @@ class Accumulator:
             model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase
         )
         self._batchnorm_mode: BatchNormMode = batchnorm_mode
-        self._coupled = read_coupled(choose_option(plan, "coupled", coupled, False))
+        self._coupled = objective.coupled
         if self._coupled or batchnorm_mode == "exact":
             self._join_parts()
         self._interrupts = DelayedInterrupts()

@@ -27,7 +27,20 @@ from autoaccum.workload.module_names import split_reference
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload
 
-_SPECIAL = {"model", "batch", "split", "size", "batchnorm", "name", "path", "digest", "worst_of"}
+_SPECIAL = {
+    "model",
+    "batch",
+    "split",
+    "size",
+    "batchnorm",
+    "coupled",
+    "outputs",
+    "coupled_loss",
+    "name",
+    "path",
+    "digest",
+    "worst_of",
+}
 _OPTIONAL = [field.name for field in dataclasses.fields(Workload) if field.name not in _SPECIAL]
 """Fields that a file may define by name. An imported module of such a name (such as Hugging Face's `evaluate`) is not
 taken for one."""
@@ -128,6 +141,10 @@ def _read(module: ModuleType, name: str | None, label: str, title: str, path: Pa
     found |= _find_batching(module)
     if isinstance(mode := getattr(module, "batchnorm", None), str):
         found["batchnorm"] = mode
+    if isinstance(coupled := getattr(module, "coupled", None), bool | str):
+        found["coupled"] = coupled
+    if inspect.isfunction(coupled_loss := getattr(module, "coupled_loss", None)):
+        found |= {"coupled_loss": coupled_loss, "outputs": getattr(module, "outputs", None)}
     if "dataset" not in found or hasattr(module, "batch"):
         found["batch"] = _require(module, "batch", label)
     return Workload(model=model, name=title, **found, **origin)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.checks import check_function, describe_type
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.options import Coupled, read_coupled
 from autoaccum.workload.batches import Batching, batch_size, move_batch, wrap_batch
 from autoaccum.workload.criteria import Criterion, is_criterion, resolve_criterion
 from autoaccum.workload.model_loss import ModelLoss
@@ -57,6 +59,7 @@ class Objective:
         loss_function: `loss(model, batch)`; None if the loss is a criterion.
         weight_function: The user's `weight(batch)`, or that of the model's own loss.
         batching: The workload's functions to count and split batches; None if samples are rows.
+        coupled: Whether the loss is computed once, of the outputs of the whole effective batch (`options.Coupled`).
     """
 
     reduction: Reduction
@@ -65,6 +68,7 @@ class Objective:
     loss_function: Callable[[nn.Module, Any], Any] | None = None
     weight_function: Callable[[Any], Any] | None = None
     batching: Batching | None = None
+    coupled: Coupled = False
 
     def wrap_batch(self, batch: Any) -> Any:
         """Return `batch`, wrapped if the workload counts and splits its batches itself."""
@@ -219,6 +223,17 @@ def read_coupled_loss(loss: Any, outputs: Any, coupled_loss: Any) -> Any:
     check_function(outputs, "outputs", "(model, batch)")
     check_function(coupled_loss, "coupled_loss", "(outputs, batch)")
     return CoupledLoss(outputs, coupled_loss)
+
+
+def with_coupling(objective: Objective, coupled: Any, error: type[AutoaccumError]) -> Objective:
+    """Return an objective whose loss is `coupled` or not; raise `error` if it cannot be computed of outputs."""
+    coupled = read_coupled(coupled, error)
+    if coupled and objective.criterion is None and not isinstance(objective.loss_function, CoupledLoss):
+        raise error(
+            "coupled is set, but the loss is a function of model and batch",
+            hint="write def outputs(model, batch) and def coupled_loss(outputs, batch) in its place",
+        )
+    return dataclasses.replace(objective, coupled=coupled)
 
 
 def _model_loss_objective(loss: ModelLoss, weight: Any, reduction: Reduction, model: nn.Module | None) -> Objective:

@@ -16,6 +16,7 @@ from autoaccum.errors import WorkloadError
 from autoaccum.options import (
     AccumulateIn,
     BatchNormMode,
+    Coupled,
     Precision,
     read_accumulate_in,
     read_batchnorm_mode,
@@ -24,7 +25,7 @@ from autoaccum.options import (
 from autoaccum.workload.batches import Batching, batch_size, has_size, read_batching, wrap_batch
 from autoaccum.workload.model_copies import copy_module
 from autoaccum.workload.model_loss import ModelLoss
-from autoaccum.workload.objective import Objective, Reduction, resolve_objective
+from autoaccum.workload.objective import Objective, Reduction, read_coupled_loss, resolve_objective, with_coupling
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
 
 
@@ -48,7 +49,11 @@ class Workload:
         precision: Precision of forward and backward: `fp32`, or `bf16` / `fp16` under autocast.
         weight: `weight(batch)` returns the number that the mean in the loss divides by.
         reduction: `mean` or `sum`.
-        batchnorm: How BatchNorm treats a batch in parts: `micro`, `running` or `frozen` (`options.BatchNormMode`).
+        batchnorm: How BatchNorm treats a batch in parts: `micro`, `running`, `frozen`, `exact` (`options.BatchNormMode`).
+        coupled: Whether the loss compares samples, and is computed of the outputs of the whole effective batch: True,
+            or `lockstep` (`options.Coupled`). It is a `criterion`, or `coupled_loss`.
+        outputs: `outputs(model, batch)` returns a nest of tensors whose first dimension is the sample, or numbers.
+        coupled_loss: `coupled_loss(outputs, batch)`, in place of `loss`, of those outputs.
         dataset: A map-style or iterable dataset, or None.
         collate: `collate(samples)` makes a batch of a list of samples; None: PyTorch's `default_collate`.
         keeps: Tensors that the training loop keeps alive, one word or several (`options.Keep`).
@@ -85,6 +90,9 @@ class Workload:
     weight: Callable[[Any], Any] | None = None
     reduction: Reduction = "mean"
     batchnorm: BatchNormMode = "micro"
+    coupled: Coupled = False
+    outputs: Callable[[nn.Module, Any], Any] | None = None
+    coupled_loss: Callable[[Any, Any], Any] | None = None
     dataset: Any = None
     collate: Callable[[list[Any]], Any] | None = None
     keeps: Sequence[str] = ()
@@ -128,7 +136,7 @@ class Workload:
                 read_count(getattr(self, name), name, error=WorkloadError)
         if self.evaluation_batch is not None and self.evaluate is not None:
             check_function(self.evaluate, "evaluate", "(model, batch)")
-        if self.loss is None and self.criterion is None:
+        if self.loss is None and self.criterion is None and self.coupled_loss is None:
             object.__setattr__(self, "loss", ModelLoss())
         criterion = self.objective.criterion
         if isinstance(module := getattr(criterion, "function", None), nn.Module):
@@ -142,8 +150,10 @@ class Workload:
     @property
     def objective(self) -> Objective:
         """The loss and the number that its mean divides by."""
+        loss = read_coupled_loss(self.loss, self.outputs, self.coupled_loss)
         given = {"criterion": self.criterion, "weight": self.weight, "reduction": self.reduction}
-        return dataclasses.replace(resolve_objective(self.loss, **given), batching=self.batching)
+        objective = dataclasses.replace(resolve_objective(loss, **given), batching=self.batching)
+        return with_coupling(objective, self.coupled, WorkloadError)
 
     @property
     def batching(self) -> Batching | None:
