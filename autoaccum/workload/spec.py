@@ -49,7 +49,7 @@ class Workload:
         precision: Precision of forward and backward: `fp32`, or `bf16` / `fp16` under autocast.
         weight: `weight(batch)` returns the number that the mean in the loss divides by.
         reduction: `mean` or `sum`.
-        batchnorm: How BatchNorm treats a batch in parts: `micro`, `running`, `frozen`, `exact` (`options.BatchNormMode`).
+        batchnorm: How BatchNorm treats a batch in parts: its mode (`options.BatchNormMode`).
         coupled: Whether the loss compares samples, and is computed of the outputs of the whole effective batch: True,
             or `lockstep` (`options.Coupled`). It is a `criterion`, or `coupled_loss`.
         outputs: `outputs(model, batch)` returns a nest of tensors whose first dimension is the sample, or numbers.

@@ -69,7 +69,7 @@ class _Moments(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, sum_gradient: Tensor, sum_product: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, sum_gradient: Tensor, sum_product: Tensor) -> Any:
         part: _Part = ctx.part
         centred = part.normalised() * (-sum_product / part.count).view(part.shape)
         centred -= (sum_gradient / part.count).view(part.shape)
@@ -96,7 +96,7 @@ class _Combined(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, sum_gradient: Tensor, sum_product: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, sum_gradient: Tensor, sum_product: Tensor) -> Any:
         count = (len(ctx.needs_input_grad) - 1) // 2
         return None, *(sum_gradient, sum_product) * count
 
@@ -121,7 +121,7 @@ class _Normalised(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         part: _Part = ctx.part
         wide = gradient.to(part.mean.dtype)
         sums = wide.sum(part.dims), (wide * part.normalised()).sum(part.dims)
@@ -163,7 +163,8 @@ class ExactBatchNorm:
 
         def forward(input: Tensor) -> Tensor:
             if not normalises_by_batch(module):
-                return plain(input)
+                output: Tensor = plain(input)
+                return output
             if self._lockstep.part is None:
                 raise WorkloadError(
                     f"BatchNorm {name} runs within backward (activation checkpointing), where it cannot wait for the"
@@ -178,11 +179,14 @@ class ExactBatchNorm:
     def _normalise(self, name: str, module: Any, inputs: Tensor) -> Tensor:
         part = _Part(inputs, self._storage)
         count = inputs.numel() // inputs.shape[1] if inputs.shape[1] else 0
-        moments = _Moments.apply(inputs, part)
+        moments = _Moments.apply(inputs, part)  # type: ignore[no-untyped-call]
         mean, variance, part.count = self._lockstep.meet(
             f"BatchNorm {name}", (count, *moments), lambda values: [_combine(module, values)] * len(values)
         )
-        return _Normalised.apply(mean, variance, module.weight, module.bias, part, module.eps)  # type: ignore[no-any-return]
+        output: Tensor = _Normalised.apply(  # type: ignore[no-untyped-call]
+            mean, variance, module.weight, module.bias, part, module.eps
+        )
+        return output
 
 
 def _combine(module: Any, values: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor, int]:
@@ -192,7 +196,8 @@ def _combine(module: Any, values: Sequence[tuple[int, Tensor, Tensor]]) -> tuple
         raise WorkloadError(
             f"the whole batch has {sum(counts)} value per channel, and BatchNorm needs more", hint="take more samples"
         )
-    mean, variance = _Combined.apply(counts, *(moment for _, *moments in values for moment in moments))
+    moments = [moment for _, *pair in values for moment in pair]
+    mean, variance = _Combined.apply(counts, *moments)  # type: ignore[no-untyped-call]
     if module.training and module.track_running_stats:
         _update_statistics(module, mean.detach(), variance.detach() * (sum(counts) / (sum(counts) - 1)))
     return mean, variance, sum(counts)

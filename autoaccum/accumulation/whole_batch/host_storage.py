@@ -39,7 +39,7 @@ class HostStorage:
         """Return a copy in host memory of a tensor; itself if it stays where it is."""
         if tensor.device.type == "cpu" or tensor.layout != torch.strided or self._is_kept(tensor):
             return tensor
-        pinned = tensor.device.type == "cuda" and torch.cuda.is_initialized()
+        pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         copy.copy_(tensor.detach())
         self.stored_bytes += copy.nbytes

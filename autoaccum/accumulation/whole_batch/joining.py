@@ -93,8 +93,8 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
-        return tuple(gradient.split(ctx.lengths))
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.split(gradient, ctx.lengths)
 
 
 def _describe(value: Tensor) -> str:

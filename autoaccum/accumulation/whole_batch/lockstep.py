@@ -104,7 +104,8 @@ class Lockstep:
                 f"a part of the batch is at {places[0]} while another is at {other}, so that they cannot be joined",
                 hint="let every part run the same layers in the same order",
             )
-        return results[0].join([result.value for result in results])
+        shares: Sequence[Any] = results[0].join([result.value for result in results])
+        return shares
 
     def _end(self, states: Sequence[_TorchState]) -> None:
         """End parts that still wait, in the contexts in which they wait."""
@@ -128,9 +129,9 @@ class _TorchState:
         ]
         self._cached = torch.is_autocast_cache_enabled()
         self._hooks = _saved_tensor_hooks()
-        self._functions = _get_current_function_mode_stack()
+        self._functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._dispatch = _get_current_dispatch_mode_stack()
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._stream = torch.cuda.current_stream() if torch.get_device_module("cuda").is_initialized() else None
 
     @staticmethod
     def now() -> _TorchState:
@@ -145,7 +146,7 @@ class _TorchState:
             torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self._cached)
         _change_stack(_saved_tensor_hooks(), self._hooks, _pop_hooks, _push_hooks)
-        present = _get_current_function_mode_stack()
+        present = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         _change_stack(present, self._functions, _pop_mode, _push_mode)
         _change_stack(_get_current_dispatch_mode_stack(), self._dispatch, _pop_dispatch_mode, _push_dispatch_mode)
         if self._stream is not None:

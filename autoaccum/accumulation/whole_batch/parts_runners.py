@@ -134,7 +134,7 @@ class RepeatedParts:
             used = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
             backpropagation.on_phase("backward")
             if used:
-                torch.autograd.backward(*map(list, zip(*used, strict=True)))
+                torch.autograd.backward([one for one, _ in used], [gradient for _, gradient in used])
         after.restore()
 
 
