@@ -23,6 +23,7 @@ OPTIONS: Mapping[str, tuple[str, Any]] = {
     "optimizer": ("sgd", "sgd"),
     "precision": ("bf16", "bf16"),
     "batchnorm": ("running", "running"),
+    "coupled": ("yes", True),
     "accumulate_in": ("parameters", "parameters"),
     "keeps": ("ema", ("ema",)),
     "evaluation_batch": ("6", 6),
@@ -67,7 +68,8 @@ def test_every_option_has_a_flag_an_argument_and_a_test() -> None:
     ("given", "text"),
     [
         ({"precision": "fp8"}, "there is no precision 'fp8'"),
-        ({"batchnorm": "exact"}, "there is no batchnorm mode 'exact': choose micro"),
+        ({"batchnorm": "whole"}, "there is no batchnorm mode 'whole': choose micro"),
+        ({"coupled": "twice"}, "coupled is 'twice': take True, False or \"lockstep\""),
         ({"accumulate_in": "fp16"}, "no accumulate_in 'fp16'"),
         ({"keeps": "logs"}, "there is no keeps 'logs'"),
         ({"evaluation_batch": 0}, "evaluation_batch is 0: give a whole number of at least 1"),

@@ -44,6 +44,7 @@ _CODE_INTERRUPTED = 130
     "reserve",
     "precision",
     "batchnorm",
+    "coupled",
     "multiple_of",
     "accumulate_in",
     "optimizer",

@@ -25,10 +25,17 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "reserve": {"metavar": "SIZE", "help": "Leave this much of the budget free."},
     "precision": {"metavar": "fp32|bf16|fp16", "help": "Precision (by autocast), in place of the workload's."},
     "batchnorm": {
-        "metavar": "micro|running|frozen",
+        "metavar": "micro|running|frozen|exact",
         "help": "BatchNorm mode, in place of the workload's. micro: per micro-batch, as PyTorch does; running: also, "
         "but running statistics are those of the full batch; frozen: normalise by the running statistics and leave "
-        "them unchanged, which makes the gradient exactly the full batch's.",
+        "them unchanged, which makes the gradient exactly the full batch's; exact: normalise by the whole effective "
+        "batch, as without accumulation.",
+    },
+    "coupled": {
+        "metavar": "yes|no|lockstep",
+        "callback": lambda context, parameter, word: {"yes": True, "no": False}.get(word, word),
+        "help": "Compute the loss of the outputs of the whole effective batch, in place of the workload's choice. yes: "
+        "each micro-batch runs forward twice; lockstep: once, and what backward needs waits in host memory.",
     },
     "accumulate_in": {
         "metavar": "fp32|parameters",

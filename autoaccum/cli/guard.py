@@ -41,6 +41,7 @@ _FORMS = ("text", "json", "markdown", "github")
     "evaluation_batch",
     "worst_of",
     "batchnorm",
+    "coupled",
 )
 @click.option(
     "--tolerance",

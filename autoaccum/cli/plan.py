@@ -34,6 +34,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
     "reserve",
     "precision",
     "batchnorm",
+    "coupled",
     "accumulate_in",
     "optimizer",
     "keeps",

@@ -74,6 +74,7 @@ _OF_THE_STUDY = (
     "reserve",
     "precision",
     "batchnorm",
+    "coupled",
     "multiple_of",
     "optimizer",
     "time_limit",

@@ -29,6 +29,7 @@ _OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
     "device",
     "optimizer",
     "batchnorm",
+    "coupled",
     "multiple_of",
     "worst_of",
     device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where the comparison runs."},

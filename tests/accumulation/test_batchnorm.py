@@ -191,10 +191,10 @@ def test_impossible_modes_are_refused() -> None:
     with pytest.raises(UsageError, match=r'"frozen", and 0 have no running statistics') as refused:
         Accumulator(model, sgd(model), CRITERION, micro_batch=3, batchnorm="frozen")
     assert "GroupNorm" in (refused.value.hint or "")
-    for unknown in ("exact", "eval", 3):
+    for unknown in ("whole", "eval", 3):
         with pytest.raises(UsageError, match=f"no batchnorm mode {unknown!r}") as refused:
             Accumulator(model, sgd(model), CRITERION, micro_batch=3, batchnorm=unknown)  # type: ignore[arg-type]
-        assert refused.value.hint == 'take one of "micro", "running", "frozen"'
+        assert refused.value.hint == 'take one of "micro", "running", "frozen", "exact"'
 
 
 def attributes_of(model: nn.Module) -> list[Any]:

@@ -80,8 +80,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "model wants more": ({"model": nn.Linear}, r"model\(in_features.*cannot be called as model\(\)"),
     "precision": ({"precision": "float16"}, r"there is no precision 'float16': choose fp32, bf16 or fp16"),
     "batchnorm": (
-        {"batchnorm": "exact"},
-        r"no batchnorm mode 'exact': choose micro, running or frozen",
+        {"batchnorm": "whole"},
+        r"no batchnorm mode 'whole': choose micro, running, frozen or exact",
     ),
     "criterion and loss": ({"loss": nn.L1Loss()}, r"both loss and criterion are given"),
     "loss is a class": ({"criterion": None, "loss": nn.L1Loss}, r"loss is the class L1Loss: write loss = L1Loss\(\)"),
