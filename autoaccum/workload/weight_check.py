@@ -10,7 +10,7 @@ import torch
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
-from autoaccum.workload.model_copies import cast_batch, copy_workload_model, fixed_seeds, one_thread
+from autoaccum.workload.model_copies import cast_batch, copy_workload_model, fixed_seeds
 from autoaccum.workload.model_loss import likely_weight_code
 from autoaccum.workload.objective import Objective, match_weights
 from autoaccum.workload.samples import take_small_batch
@@ -51,7 +51,7 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
         WorkloadError: The model, batch, loss or weight raises (with the user's traceback), or cannot be used.
     """
     each = workload.multiple_of or 1
-    with fixed_seeds(), one_thread():
+    with fixed_seeds():
         batch = take_small_batch(workload, each * _SAMPLES)
         parts, others = (split_batch(batch, [each * size for size in sizes]) for sizes in _SPLITS)
         return _compare(_SmallBatchLosses(workload, batch), batch, parts, others, coupled)

@@ -16,6 +16,7 @@ on model and optimizer.
 from __future__ import annotations
 
 import argparse
+import math
 import platform
 import shlex
 import subprocess
@@ -212,7 +213,7 @@ def format_parts(parts: Sequence[int]) -> str:
 
 
 def verdicts(results: Sequence[Result]) -> list[str]:
-    """For each model: is autoaccum's size the largest that trains, exact, in at most half the time of the next?"""
+    """For each model: does autoaccum need the fewest micro-batches for the target, exactly, in the least time?"""
     models = dict.fromkeys(result.model for result in results)
     return [_verdict(model, [result for result in results if result.model == model]) for model in models]
 
@@ -232,12 +233,13 @@ def _verdict(model: str, results: Sequence[Result]) -> str:
     peers = [result for result in results if result is not own and result.search.size is not None]
     if own is None or own.search.size is None or not peers:
         return f"{model}: nothing to compare"
-    is_largest = 0 < own.largest_trained >= max(peer.largest_trained for peer in peers)
+    target = MODELS[model].target
+    parts = {result.task.contender: math.ceil(target / max(result.largest_trained, 1)) for result in (own, *peers)}
     fastest = min(peers, key=lambda peer: peer.total_seconds)
     share = own.total_seconds / fastest.total_seconds
     return (
-        f"{model}: largest size that trains: {_yes(is_largest)}; exact effective batch: {_yes(own.exact)}; "
-        f"{share:.2f} of the time of {fastest.task.contender}, the fastest peer (aim 0.50): {_yes(share <= 0.5)}"
+        f"{model}: fewest micro-batches for {target} samples: {_yes(parts['autoaccum'] == min(parts.values()))}; exact "
+        f"effective batch: {_yes(own.exact)}; {share:.2f} of the time of {fastest.task.contender}, the fastest peer"
     )
 
 
