@@ -111,7 +111,7 @@ class _Normalised(torch.autograd.Function):
         inputs = part.present
         if part.inputs is not inputs:
             del part.present  # Its copy in host memory is enough from here on.
-        part.mean, part.inverse = mean, (variance + eps).rsqrt()
+        part.mean, part.inverse = mean.detach(), (variance + eps).rsqrt()
         part.scale = part.inverse if weight is None else part.inverse * weight.to(mean.dtype)
         ctx.part = part
         ctx.dtypes = [None if one is None else one.dtype for one in (weight, bias)]

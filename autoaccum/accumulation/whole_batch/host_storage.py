@@ -40,7 +40,7 @@ class HostStorage:
         if tensor.device.type == "cpu" or tensor.layout != torch.strided or self._is_kept(tensor):
             return tensor
         pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # With its strides, such as channels_last.
         copy.copy_(tensor.detach())
         self.stored_bytes += copy.nbytes
         return _OnHost(copy, tensor.device)
