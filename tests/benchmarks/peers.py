@@ -233,7 +233,7 @@ def _verdict(model: str, results: Sequence[Result]) -> str:
     peers = [result for result in results if result is not own and result.search.size is not None]
     if own is None or own.search.size is None or not peers:
         return f"{model}: nothing to compare"
-    target = MODELS[model].target
+    target = own.task.target
     parts = {result.task.contender: math.ceil(target / max(result.largest_trained, 1)) for result in (own, *peers)}
     fastest = min(peers, key=lambda peer: peer.total_seconds)
     share = own.total_seconds / fastest.total_seconds

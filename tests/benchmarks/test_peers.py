@@ -71,14 +71,14 @@ def test_the_table_says_who_failed_and_how() -> None:
     [
         (
             [OWN, LIGHTNING, ACCELERATE],
-            "net: largest size that trains: yes; exact effective batch: yes; 0.50 of the time of Lightning, the "
-            "fastest peer (aim 0.50): yes",
+            "net: fewest micro-batches for 96 samples: yes; exact effective batch: yes; 0.50 of the time of Lightning, "
+            "the fastest peer",
         ),
-        ([OWN, replace(LIGHTNING, search=Done(size=48, largest=48, seconds=16))], "trains: no; .*; 0.62 .*: no$"),
-        ([OWN, replace(LIGHTNING, search=Done(size=48, largest=48, seconds=20), training=None)], "trains: yes"),
-        ([replace(OWN, training=FAILED), LIGHTNING], "trains: no"),
-        ([PLANNED, LIGHTNING], "trains: yes"),
-        ([replace(PLANNED, training_largest=FAILED), LIGHTNING], "trains: no"),
+        ([OWN, replace(LIGHTNING, search=Done(size=48, largest=48, seconds=16))], "samples: no; .*; 0.62 "),
+        ([OWN, replace(LIGHTNING, search=Done(size=48, largest=48, seconds=20), training=None)], "samples: yes"),
+        ([replace(OWN, training=FAILED), LIGHTNING], "samples: no"),
+        ([PLANNED, LIGHTNING], "samples: yes"),
+        ([replace(PLANNED, training_largest=FAILED), LIGHTNING], "samples: no"),
         ([replace(OWN, training=LIGHTNING.training), LIGHTNING], "exact effective batch: no"),
         ([replace(OWN, search=FAILED), LIGHTNING], "nothing to compare"),
         ([OWN, replace(LIGHTNING, search=FAILED)], "nothing to compare"),
