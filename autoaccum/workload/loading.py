@@ -136,18 +136,37 @@ def _read(module: ModuleType, name: str | None, label: str, title: str, path: Pa
     found = {key: value for key, value in found.items() if not isinstance(value, ModuleType)}
     if found.get("accumulate") is itertools.accumulate:
         del found["accumulate"]  # Imported from itertools for another purpose.
-    if "criterion" in getattr(getattr(found.get("loss"), "__code__", None), "co_names", ()):
+    if "criterion" in _called(found.get("loss")):
         found.pop("criterion", None)  # `loss` calls it.
     found |= _find_batching(module)
     if isinstance(mode := getattr(module, "batchnorm", None), str):
         found["batchnorm"] = mode
-    if isinstance(coupled := getattr(module, "coupled", None), bool | str):
-        found["coupled"] = coupled
-    if inspect.isfunction(coupled_loss := getattr(module, "coupled_loss", None)):
-        found |= {"coupled_loss": coupled_loss, "outputs": getattr(module, "outputs", None)}
+    found |= _find_coupling(module, found)
     if "dataset" not in found or hasattr(module, "batch"):
         found["batch"] = _require(module, "batch", label)
     return Workload(model=model, name=title, **found, **origin)
+
+
+def _find_coupling(module: ModuleType, found: dict[str, Any]) -> dict[str, Any]:
+    """Return `coupled`, and `outputs` and `coupled_loss` if they are the loss; drop what calls them from `found`."""
+    coupled = getattr(module, "coupled", None)
+    given = {"coupled": coupled} if isinstance(coupled, bool | str) else {}
+    named = {name: getattr(module, name, None) for name in ("outputs", "coupled_loss")}
+    functions = {name: function for name, function in named.items() if inspect.isfunction(function)}
+    if "coupled_loss" not in functions:
+        # Without a coupled loss, `outputs` may be a name of something else.
+        return given | (functions if coupled and not {"loss", "criterion"} & found.keys() else {})
+    if "coupled_loss" in _called(found.get("loss")):
+        del found["loss"]
+    if "criterion" in _called(functions["coupled_loss"]):
+        found.pop("criterion", None)
+    return given | functions
+
+
+def _called(function: Any) -> tuple[str, ...]:
+    """Return the global names in the code of a function."""
+    names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_names", ())
+    return names
 
 
 def _find_batching(module: ModuleType) -> dict[str, Any]:

@@ -192,7 +192,8 @@ def resolve_objective(
     if criterion is None and not is_criterion(loss):
         _check_loss_function(loss)
         source = "samples" if weight is None else "the workload's weight()"
-        return _check_sum(Objective(cast("Reduction", reduction), source, None, loss, weight))
+        kind = cast("Reduction", reduction)
+        return _check_sum(Objective(kind, source, None, loss, weight, coupled=isinstance(loss, CoupledLoss)))
     resolved = resolve_criterion(loss if criterion is None else criterion)
     if resolved.reduction == "mean" and reduction == "sum":
         raise WorkloadError(

@@ -51,7 +51,7 @@ class Workload:
         reduction: `mean` or `sum`.
         batchnorm: How BatchNorm treats a batch in parts: its mode (`options.BatchNormMode`).
         coupled: Whether the loss compares samples, and is computed of the outputs of the whole effective batch: True,
-            or `lockstep` (`options.Coupled`). It is a `criterion`, or `coupled_loss`.
+            or `lockstep` (`options.Coupled`). It is a `criterion`, or `coupled_loss`, with which it is True by default.
         outputs: `outputs(model, batch)` returns a nest of tensors whose first dimension is the sample, or numbers.
         coupled_loss: `coupled_loss(outputs, batch)`, in place of `loss`, of those outputs.
         dataset: A map-style or iterable dataset, or None.
@@ -90,7 +90,7 @@ class Workload:
     weight: Callable[[Any], Any] | None = None
     reduction: Reduction = "mean"
     batchnorm: BatchNormMode = "micro"
-    coupled: Coupled = False
+    coupled: Coupled = None  # type: ignore[assignment]  # Resolved below.
     outputs: Callable[[nn.Module, Any], Any] | None = None
     coupled_loss: Callable[[Any, Any], Any] | None = None
     dataset: Any = None
@@ -121,6 +121,8 @@ class Workload:
             check_function(self.split, "split", "(batch, sizes)")
             check_function(self.size, "size", "(batch)")
         read_batchnorm_mode(self.batchnorm)
+        if self.coupled is None:
+            object.__setattr__(self, "coupled", self.coupled_loss is not None)
         read_accumulate_in(self.accumulate_in)
         check_optimizer(self.optimizer)
         _check_dataset(self.dataset, "dataset")

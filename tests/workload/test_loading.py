@@ -99,6 +99,53 @@ def test_a_criterion_that_the_loss_calls_is_not_the_workloads(write: Write) -> N
     assert loaded.loss is not None
 
 
+COUPLED = """
+    import torch
+    from torch import nn
+    model = nn.Linear(4, 3)
+    criterion = nn.CrossEntropyLoss()
+    def batch(size): return torch.randn(size, 4), torch.randint(0, 3, (size,))
+    def outputs(model, batch): return model(batch[0])
+    def coupled_loss(outputs, batch): return criterion(outputs, batch[1])
+    def loss(model, batch): return coupled_loss(outputs(model, batch), batch)
+"""
+
+
+def test_a_coupled_loss_is_the_workloads_whatever_calls_it(write: Write) -> None:
+    loaded = load_workload(str(write(COUPLED)))
+    assert (loaded.coupled, loaded.loss, loaded.criterion) == (True, None, None)
+    assert loaded.objective.coupled is True
+    assert load_workload(str(write(COUPLED + "    coupled = 'lockstep'\n"))).coupled == "lockstep"
+    assert load_workload(str(write(COUPLED + "    coupled = False\n"))).objective.coupled is False
+    of_criterion = load_workload(str(write(GOOD + "    coupled = True\n    def outputs(a): ...\n")))
+    assert (of_criterion.coupled, of_criterion.outputs) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("removed", "added", "text"),
+    [
+        ("def outputs", "", "there is coupled_loss, but no outputs: write both: def outputs"),
+        (
+            "def coupled_loss",
+            "del loss, criterion; coupled = True",
+            "there is outputs, but no coupled_loss",
+        ),
+        (
+            "criterion",
+            "coupled = True; del coupled_loss",
+            "coupled is set, but the loss is a function",
+        ),
+        ("def loss", "def loss(model, batch): ...", "there are loss and coupled_loss: give only one"),
+        ("def loss", "coupled = 'twice'", "coupled is 'twice': take True, False or \"lockstep\""),
+        ("def outputs", "def outputs(batch): ...", r"outputs\(batch\) cannot be called as outputs\(model, batch\)"),
+    ],
+)
+def test_says_what_a_coupled_loss_lacks(write: Write, removed: str, added: str, text: str) -> None:
+    kept = [line for line in COUPLED.splitlines() if not line.strip().startswith(removed)]
+    with pytest.raises(WorkloadError, match=text):
+        load_workload(str(write("\n".join([*kept, f"    {added}", ""]))))
+
+
 def test_loads_a_workload_object(write: Write) -> None:
     write(
         """
