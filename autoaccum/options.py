@@ -208,9 +208,14 @@ def read_batchnorm_mode(mode: Any, error: type[AutoaccumError] = WorkloadError) 
 
 def read_coupled(coupled: Any, error: type[AutoaccumError] = UsageError) -> Coupled:
     """Return `coupled`; raise `error` if it is none of the ways to compute a coupled loss."""
-    if coupled in (True, False, "lockstep"):
+    if isinstance(coupled, bool) or coupled == "lockstep":
         return cast("Coupled", coupled)
     raise error(f"coupled is {coupled!r}", hint='take True, False or "lockstep"')
+
+
+def coupled_word(coupled: bool | str) -> str:
+    """Return the value of `--coupled` that stands for `coupled`: `yes`, `no` or `lockstep`."""
+    return coupled if isinstance(coupled, str) else "yes" if coupled else "no"
 
 
 def read_accumulate_in(word: Any, error: type[AutoaccumError] = WorkloadError) -> AccumulateIn:

@@ -28,14 +28,15 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "metavar": "micro|running|frozen|exact",
         "help": "BatchNorm mode, in place of the workload's. micro: per micro-batch, as PyTorch does; running: also, "
         "but running statistics are those of the full batch; frozen: normalise by the running statistics and leave "
-        "them unchanged, which makes the gradient exactly the full batch's; exact: normalise by the whole effective "
-        "batch, as without accumulation.",
+        "them unchanged; exact: normalise by the whole effective batch, as without accumulation, with activations in "
+        "host memory. The gradient of the last two is exactly the full batch's.",
     },
     "coupled": {
         "metavar": "yes|no|lockstep",
         "callback": lambda context, parameter, word: {"yes": True, "no": False}.get(word, word),
-        "help": "Compute the loss of the outputs of the whole effective batch, in place of the workload's choice. yes: "
-        "each micro-batch runs forward twice; lockstep: once, and what backward needs waits in host memory.",
+        "help": "Compute a loss that compares samples once, of the outputs of the whole effective batch, in place of "
+        "the workload's choice. yes: each micro-batch runs forward twice; lockstep: once, with activations in host "
+        "memory.",
     },
     "accumulate_in": {
         "metavar": "fp32|parameters",

@@ -82,7 +82,7 @@ class Outputs:
 
         if isinstance(event, Inspected) and "--emit" in self._asked:
             seen = event.inspection
-            check_emittable(recipe=seen.recipe, batchnorm=seen.batchnorm)
+            check_emittable(recipe=seen.recipe, batchnorm=seen.batchnorm, coupled=bool(seen.coupled))
         elif isinstance(event, Explained):
             self._account = event.account
 
@@ -143,7 +143,7 @@ def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] |
         value = (instead or {}).get(name, context.params[name])
         if isinstance(parameter, click.Argument):
             words.append(f"./{value}" if value.startswith("-") else value)
-        elif value is True:
+        elif value is True and parameter.is_flag:  # type: ignore[attr-defined]
             words.append(parameter.opts[0])
         else:
             for each in value if isinstance(value, tuple) else (value,):
@@ -152,6 +152,8 @@ def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] |
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 

@@ -128,6 +128,7 @@ class Inspection:
         evaluation_batch: Batch size of its evaluation, in samples; None: no evaluation is planned.
         worst_of: Batches are made of the longest of so many samples; None: `batch` makes them.
         batchnorm: The mode of its BatchNorms (`options.BatchNormMode`).
+        coupled: How its loss is computed, if it compares samples (`options.Coupled`).
         accumulate_in: The dtype that its gradients are summed in (`options.AccumulateIn`).
         compiles: The update imported PyTorch's compiler, which other processes import before their trials.
         multiple_of: Every micro-batch is a multiple of so many samples, as the workload says or as was detected.
@@ -162,6 +163,7 @@ class Inspection:
     evaluation_batch: int | None = None
     worst_of: int | None = None
     batchnorm: str = "micro"
+    coupled: bool | str = False
     accumulate_in: str = "fp32"
     multiple_of: int = 1
     found_multiple: str | None = None

@@ -114,6 +114,7 @@ def describe_setup(
         "evaluation_batch": workload.evaluation_batch,
         "worst_of": workload.worst_of,
         "batchnorm": workload.batchnorm,
+        "coupled": workload.coupled,
         "accumulate_in": workload.accumulate_in,
         "multiple_of": workload.multiple_of or 1,
         "modules": {

@@ -14,7 +14,7 @@ from typing import Any
 from autoaccum.checks import read_count
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.errors import UsageError
-from autoaccum.options import Options
+from autoaccum.options import Options, coupled_word
 from autoaccum.workload.module_names import split_reference
 
 _PLAIN = re.compile(r"[\w./:+%-]+", re.ASCII)
@@ -105,6 +105,7 @@ def case_name(case: Case) -> str:
         ("evaluation batch {}", options.evaluation_batch),
         ("worst of {}", options.worst_of),
         ("batchnorm {}", options.batchnorm),
+        ("coupled {}", None if options.coupled is None else coupled_word(options.coupled)),
     ]
     workload = case.workload if _PLAIN.fullmatch(case.workload) else json.dumps(case.workload, ensure_ascii=False)
     return ", ".join(
@@ -166,7 +167,8 @@ def guard_command(case: Case, folder: Path, *further: str) -> str:
     words = ["autoaccum", "guard", given.pop("workload")]
     for name, value in given.items():
         for each in value if isinstance(value, list) else [value]:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(each)])]
+            text = coupled_word(each) if name == "coupled" else str(each)
+            words += [f"--{name.replace('_', '-')}", *([] if name == "equal" else [text])]
     return shlex.join([*words, *further])
 
 

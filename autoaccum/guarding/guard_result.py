@@ -70,6 +70,7 @@ class Measurement:
         kind: `predicted` by a simulation, or `measured` by runs in fresh processes.
         card: The card's full name, or the processor's.
         precision, optimizer, batchnorm: The settings of the update, as in `Inspection`.
+        coupled: How a coupled loss is computed, `yes` or `lockstep`; None without one.
         parameters: The number of parameters of the model.
         micro_batches: The schedule that was measured, in samples.
         fits: Whether it runs within `limit_bytes`.
@@ -104,6 +105,7 @@ class Measurement:
     held_bytes: int | None = None
     least_bytes: int | None = None
     runs: tuple[int, ...] = ()
+    coupled: str | None = None
     phase: str = ""
     op: str = ""
     module: str = ""

@@ -17,6 +17,7 @@ from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.guard_result import Measurement
+from autoaccum.options import coupled_word
 from autoaccum.planning.plan_events import Event, Inspected
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
 from autoaccum.planning.plan_request import PlanRequest
@@ -124,6 +125,7 @@ class _SearchResult:
             precision=seen.precision,
             optimizer=seen.optimizer,
             batchnorm=seen.batchnorm,
+            coupled=coupled_word(seen.coupled) if seen.coupled else None,
             parameters=seen.parameters,
             micro_batches=self.micro_batches,
             largest=self.largest,

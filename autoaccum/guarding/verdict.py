@@ -226,8 +226,8 @@ def _cause_phrases(before: Measurement, now: Measurement, growths: Sequence[Grow
         yield f"{growth.what} {signed_bytes(growth.bytes)}{f' ({growth.change})' if growth.change else ''}"
     if moved:
         yield f"the peak moved from {before.phase} to {now.phase}"
-    for name in ("precision", "optimizer", "batchnorm"):
-        was, is_now = getattr(before, name), getattr(now, name)
+    for name in ("precision", "optimizer", "batchnorm", "coupled"):
+        was, is_now = (getattr(each, name) or "no" for each in (before, now))
         if was != is_now:
             yield f"{name} {was} -> {is_now}"
     if before.parameters != now.parameters:

@@ -32,14 +32,16 @@ _ROOM = "The plan leaves memory for what the training loop holds besides the ste
 _ALTERNATIVES = "write loss(model, batch) and weight(batch), or train with autoaccum.Accumulator"
 
 
-def check_emittable(*, world_size: int = 1, batchnorm: str = "micro", recipe: Mapping[str, Any] | None = None) -> None:
+def check_emittable(
+    *, world_size: int = 1, batchnorm: str = "micro", coupled: bool = False, recipe: Mapping[str, Any] | None = None
+) -> None:
     """Refuse plans for which no file can be emitted, as early as possible: before any trial.
 
     `recipe` is that of the `Inspection`, if it is known yet.
 
     Raises:
-        UsageError: Several ranks, BatchNorm statistics over several parts, or a batch or criterion that cannot be
-            written in a line of PyTorch.
+        UsageError: Several ranks, BatchNorm statistics or a loss over several parts, or a batch or criterion that
+            cannot be written in a line of PyTorch.
     """
     if world_size > 1:
         raise UsageError(
@@ -50,6 +52,11 @@ def check_emittable(*, world_size: int = 1, batchnorm: str = "micro", recipe: Ma
         raise UsageError(
             f'--emit writes a few lines of plain PyTorch, which cannot do batchnorm "{batchnorm}"',
             hint="plan with --batchnorm frozen or micro, or write the loop around autoaccum.Accumulator",
+        )
+    if coupled:
+        raise UsageError(
+            "--emit writes a few lines of plain PyTorch, which cannot compute a coupled loss of all micro-batches",
+            hint="plan without --emit, and write the loop around autoaccum.Accumulator",
         )
     if recipe is None:
         return
@@ -99,7 +106,8 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
     """
     recipe, workload = plan.workload["recipe"], plan.workload
     batchnorm = str(workload.get("batchnorm") or "micro")
-    check_emittable(world_size=plan.world_size, batchnorm=batchnorm, recipe=recipe)
+    coupled = bool(workload.get("coupled"))
+    check_emittable(world_size=plan.world_size, batchnorm=batchnorm, coupled=coupled, recipe=recipe)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(

@@ -185,6 +185,12 @@ def test_refuses_several_ranks_and_running_statistics_over_several_parts(a_plan:
         UsageError, match='which cannot do batchnorm "running": plan with --batchnorm frozen or micro, or'
     ):
         emit_wrapper(running)
+    for mode, text in (
+        ({"batchnorm": "exact"}, "cannot do batchnorm .exact"),
+        ({"coupled": "lockstep"}, "coupled loss"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            emit_wrapper(dataclasses.replace(a_plan, workload={**a_plan.workload, **mode}))
 
 
 @pytest.mark.parametrize(
