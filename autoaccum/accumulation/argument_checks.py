@@ -159,7 +159,7 @@ def _distributed_parts(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 _RECORDED = (
     *("model", "parameters", "parameter_bytes", "optimizer", "precision", "loss", "kind", "card"),
-    *("batchnorm", "accumulate_in"),
+    *("batchnorm", "coupled", "accumulate_in"),
 )
 """The names of the facts that are compared; a fact that is unknown is None or missing."""
 
@@ -170,7 +170,14 @@ _PHRASES = {
     "batchnorm": "BatchNorm {}",
     "accumulate_in": 'gradients summed in {0} (accumulate_in="{0}")',
 }
-_KINDS = {"cpu": "the CPU", "cuda": "a CUDA card"}
+_NAMES: dict[str, dict[Any, str]] = {
+    "kind": {"cpu": "the CPU", "cuda": "a CUDA card"},
+    "coupled": {
+        False: "a loss of each micro-batch",
+        True: "a coupled loss of the whole batch",
+        "lockstep": 'a coupled loss in lock step (coupled="lockstep")',
+    },
+}
 
 
 @runtime_checkable
@@ -242,8 +249,9 @@ def check_plan(
     batchnorm: str | None = None,
     accumulate_in: str | None = None,
 ) -> None:
-    """Raise UsageError if the plan was made for another model, loss, optimizer, precision, BatchNorm mode or device.
+    """Raise UsageError if the plan was made for another model, loss, optimizer, precision, device or mode.
 
+    The modes are those of BatchNorm, of a coupled loss, and of the sum of gradients.
     Facts that the plan does not record are not compared, nor is the number of ranks, which a micro-batch does not
     depend on.
     """
@@ -294,6 +302,7 @@ def current_facts(
         "kind": device.type,
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "batchnorm": batchnorm,
+        "coupled": objective.coupled,
         "accumulate_in": accumulate_in,
     }
 
@@ -328,7 +337,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def _phrase(name: str, value: Any) -> str:
-    return _KINDS.get(value, str(value)) if name == "kind" else _PHRASES.get(name, "{}").format(value)
+    return _NAMES[name].get(value, str(value)) if name in _NAMES else _PHRASES.get(name, "{}").format(value)
 
 
 def _loss_phrase(reduction: str, source: str) -> str:

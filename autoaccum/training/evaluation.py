@@ -18,6 +18,7 @@ from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memor
 from autoaccum.accumulation.rng_state import module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction
+from autoaccum.accumulation.whole_batch.parts_runners import join_outputs
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
 from autoaccum.training.data_source import is_map_style
@@ -84,6 +85,7 @@ class EvaluationMetrics:
 
     Without `evaluate` they are the loss: means weighted by their divisors, sums added. A loss of several terms gives
     each term by name, and `loss` is their sum. With `evaluate` they are the numbers it returns, averaged over samples.
+    A coupled loss is that of each whole batch, averaged over samples.
 
     Args:
         evaluate: The workload's `evaluate(model, batch)`, which returns a number or a mapping of names to numbers;
@@ -97,29 +99,40 @@ class EvaluationMetrics:
         self._is_sum = evaluate is None and objective.reduction == "sum"
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
+        self._outputs: list[Any] = []
 
     def add(self, model: nn.Module, part: Any, cpu_batch: Any) -> None:
         """Evaluate `part`, on the model's device; `cpu_batch` is its copy on the CPU. If it raises, nothing is added.
 
-        A term without weight is left out, since it may be 0/0.
+        A term without weight is left out, since it may be 0/0. Of a coupled loss, the outputs wait for `end_batch`.
 
         Raises:
             WorkloadError: `evaluate` returned no number.
         """
-        size = batch_size(cpu_batch)
-        if self._evaluate is None:
-            weights = self._objective.weight(cpu_batch)
-            terms = self._objective.terms(model, part)
-            figures = {name: float(term) for name, term in terms.items()}
-            weights = match_weights(weights, terms)
-        else:
+        if self._evaluate is not None:
             figures = self._numbers(self._evaluate(model, unwrap_batch(part)))
-            weights = dict.fromkeys(figures, float(size))
+            self._count(figures, dict.fromkeys(figures, float(batch_size(cpu_batch))), cpu_batch)
+        elif self._objective.coupled:
+            self._outputs.append(self._objective.outputs(model, part))
+        else:
+            self._count_terms(self._objective.terms(model, part), cpu_batch)
+
+    def end_batch(self, cpu_batch: Any, device: torch.device) -> None:
+        """Compute a coupled loss of the outputs of all parts of `cpu_batch`, which are on `device`."""
+        if self._outputs:
+            outputs, self._outputs = join_outputs(self._outputs), []
+            self._count_terms(self._objective.coupled_terms(outputs, cpu_batch, device), cpu_batch)
+
+    def _count_terms(self, terms: Mapping[str, Tensor], cpu_batch: Any) -> None:
+        weights = match_weights(self._objective.weight(cpu_batch), terms)
+        self._count({name: float(term) for name, term in terms.items()}, weights, cpu_batch)
+
+    def _count(self, figures: Mapping[str, float], weights: Mapping[str, float], cpu_batch: Any) -> None:
         for name, weight in weights.items():
             added = figures[name] * (1.0 if self._is_sum else weight) if weight > 0 else 0.0
             self._sums[name] = self._sums.get(name, 0.0) + added
             self._weights[name] = self._weights.get(name, 0.0) + weight
-        self.samples += size
+        self.samples += batch_size(cpu_batch)
 
     def values(self) -> dict[str, float]:
         """Return the metrics by name. A term without any weight is NaN, and does not count in `loss`."""
@@ -162,6 +175,7 @@ class Evaluation:
     Args:
         objective, evaluate: As for `EvaluationMetrics`.
         micro_batch: The largest micro-batch to begin with.
+        loss_batch: The samples of which a coupled loss is computed, in as many parts as fit; None: it is not coupled.
         loss_modules: Modules that the loss uses, such as the criterion: their state is restored as well.
         seed: The seed for reading and evaluating.
         interruptible: Context in which the run may be stopped at any moment without loss.
@@ -181,13 +195,14 @@ class Evaluation:
         data: EvaluationData,
         *,
         micro_batch: int,
+        loss_batch: int | None = None,
         loss_modules: Iterable[nn.Module] = (),
         seed: int = 0,
         interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         if evaluate is not None:
             check_function(evaluate, "evaluate", "(model, batch)")
-        self.micro_batch = micro_batch
+        self.micro_batch, self._loss_batch = micro_batch, loss_batch
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
         self._loss_modules, self._seed, self._interruptible = list(loss_modules), seed, interruptible
 
@@ -201,7 +216,7 @@ class Evaluation:
         failed: EvaluationFailed | None = None
         try:
             with self._restoring_state(model), torch.no_grad(), self._interruptible():
-                for batch in self._data.batches(self.micro_batch, self._seed):
+                for batch in self._data.batches(self._loss_batch or self.micro_batch, self._seed):
                     self._run_batch(model, batch, score)
             if score.samples == 0:
                 raise WorkloadError("the evaluation data has no samples", hint="give some, or no evaluation data")
@@ -216,7 +231,8 @@ class Evaluation:
 
     def _run_batch(self, model: nn.Module, batch: Any, score: EvaluationMetrics) -> None:
         """Evaluate in parts. A part that does not fit is split further, and earlier parts are not repeated."""
-        waiting, retries = [self._objective.wrap_batch(batch)], 0
+        batch = self._objective.wrap_batch(batch)
+        waiting, retries = [batch], 0
         while waiting:
             part = waiting.pop(0)
             size = batch_size(part)
@@ -233,6 +249,9 @@ class Evaluation:
             self.micro_batch = shrink(size, retries)
             retries += 1
             waiting.insert(0, part)
+        device = model_device(model)
+        with autocast(self._precision, device):
+            score.end_batch(batch, device)
 
     def _attempt(self, model: nn.Module, part: Any, score: EvaluationMetrics) -> Exception | None:
         """Evaluate a part and return its exception, since handling it would keep the tensors of all its frames."""

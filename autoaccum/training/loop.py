@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -161,7 +162,9 @@ class Loop:
         components = self.components
         known = None if self.choice.plan is None else self.choice.plan.coupling
         found = known or _probe_coupling(components, _take_samples(window.parts))
-        # The Accumulator itself warns of BatchNorm layers, in more detail.
+        if components.objective.coupled:  # The loss is computed of the whole window.
+            found = dataclasses.replace(found, loss=None)
+        # The Accumulator itself warns of BatchNorm layers, in more detail; exact ones are those of the whole window.
         already_warned = () if components.batchnorm == "frozen" else batchnorm_names(components.model)
         for sentence in found.warnings(already_warned):
             self._notifier.notify(Notice(sentence))
@@ -205,12 +208,15 @@ class Loop:
         if setup.eval_data is not None:
             data = EvaluationData(setup.eval_data, collate=setup.collate, workers=request.workers)
             data.check_not_shared(setup.data)
+            is_coupled = components.objective.coupled and components.evaluate is None
+            size = setup.evaluation_batch
             evaluation = Evaluation(
                 components.objective,
                 components.evaluate,
                 components.precision,
                 data,
-                micro_batch=setup.evaluation_batch or self.choice.micro_batch,
+                micro_batch=self.choice.micro_batch if is_coupled else size or self.choice.micro_batch,
+                loss_batch=size or request.target_batch if is_coupled else None,
                 loss_modules=components.loss_modules,
                 seed=derive_seed(request.seed, "evaluation"),
                 interruptible=self._signals.interruptible,

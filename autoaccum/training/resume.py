@@ -80,6 +80,7 @@ def describe_run(request: FitRequest, components: TrainingComponents, source: So
         "loss": f"{components.objective.reduction} over {components.objective.source}",
         "precision": components.precision,
         "batchnorm": components.batchnorm,
+        "coupled": components.objective.coupled,
         "accumulate_in": components.accumulate_in,
         "ema_decay": None if components.averages is None else components.averages.decay,
     }
@@ -87,7 +88,7 @@ def describe_run(request: FitRequest, components: TrainingComponents, source: So
 
 def check_same_run(checkpoint: LoadedCheckpoint, here: Mapping[str, Any]) -> None:
     """Raise UsageError, which names all differences, rather than resume a different training."""
-    then = checkpoint.record["run"]
+    then = {"coupled": False, **checkpoint.record["run"]}  # Earlier versions had no coupled losses.
     different = "; ".join(_differences("", then, here))
     if different:
         raise UsageError(

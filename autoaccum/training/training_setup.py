@@ -41,7 +41,7 @@ from autoaccum.training.fit_events import WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.workload.batches import read_batching
 from autoaccum.workload.loading import load_workload
-from autoaccum.workload.objective import Objective
+from autoaccum.workload.objective import Objective, with_coupling
 from autoaccum.workload.optimizers import make_optimizer, set_learning_rate
 from autoaccum.workload.samples import replace_fields
 from autoaccum.workload.spec import Workload, no_batch
@@ -55,7 +55,7 @@ class TrainingComponents:
         scheduler: The learning-rate scheduler; None without one.
         scaler: The loss scaler of fp16; None otherwise.
         precision: `fp32`, `bf16` or `fp16`.
-        batchnorm: `micro`, `running` or `frozen`.
+        batchnorm: `micro`, `running`, `frozen` or `exact`.
         accumulate_in: `fp32` or `parameters`.
         evaluate: The workload's `evaluate(model, batch)`; None: the loss is evaluated.
         averages: The averaged weights (EMA); None without them.
@@ -179,7 +179,7 @@ class TrainingSetup:
                 is built after it is set. None: the optimizer's default.
 
         Raises:
-            UsageError: The scheduler, the precision or the BatchNorm mode cannot be used.
+            UsageError: The scheduler, the precision, the BatchNorm mode or a coupled loss cannot be used.
             WorkloadError: The model cannot be copied for an average.
         """
         if self._workload is None:
@@ -192,14 +192,15 @@ class TrainingSetup:
         precision = self._resolve_option("precision", "fp32", plan)
         check_precision(precision)
         device = model_device(model)
-        self.objective.move_criterion(device)
-        _check_criterion(self.objective, optimizer)
+        objective = with_coupling(self.objective, self._resolve_option("coupled", False, plan), UsageError)
+        objective.move_criterion(device)
+        _check_criterion(objective, optimizer)
         ema_decay = _resolve_ema_decay(self._request.ema_decay, self._keeps)
         if not model.training:  # `from_pretrained` leaves it in eval mode. Submodules in eval mode stay so otherwise.
             model.train()
         return TrainingComponents(
             model=model,
-            objective=self.objective,
+            objective=objective,
             optimizer=optimizer,
             scheduler=scheduler,
             scaler=choose_scaler(precision, None, device, optimizer_parameters(optimizer)),
@@ -210,15 +211,15 @@ class TrainingSetup:
             averages=None if ema_decay is None else EmaModel(model, ema_decay),
         )
 
-    def _resolve_option(self, name: str, default: str, plan: Plan | None) -> str:
+    def _resolve_option(self, name: str, default: Any, plan: Plan | None) -> Any:
         """Return the request's value, or the workload's, or that of a plan that was given for the same files."""
         requested, own = getattr(self._request.options, name), self._workload
-        chosen: str = requested or (default if own is None else getattr(own, name))
+        chosen = requested or (default if own is None else getattr(own, name))
         if requested is not None or chosen != default or plan is None:
             return chosen
         if own is not None and (self._request.plan is None or plan.workload.get("digest", "") != self.digest):
             return chosen
-        return str(plan.workload.get(name) or chosen)
+        return plan.workload.get(name) or chosen
 
     def _build(self) -> tuple[nn.Module, Optimizer]:
         own, optimizer = self._workload, self._request.options.optimizer
@@ -252,6 +253,7 @@ class TrainingSetup:
         _check_scheduler_function(request.scheduler, request.learning_rate)
         if not model.training:  # Planning and training use train mode.
             model.train()
+        objective = with_coupling(objective, request.options.coupled or False, UsageError)
         return dataclasses.replace(objective, batching=read_batching(request.split, request.size))
 
     def _move_model(self, model: nn.Module) -> torch.device:

@@ -92,20 +92,22 @@ def find_range_warning(rate: float, rates: LearningRateRange) -> str | None:
 def describe_coupling(plan: Plan, facts: WorkloadFacts) -> tuple[str | None, str | None]:
     """Return why the micro-batch changes the training, as a clause, and a warning if that could not be determined.
 
-    A BatchNorm counts wherever the model has one that is not frozen: the plan's experiment uses the initial weights,
-    and does not see one whose own weight is still zero, as at the start of residual blocks.
+    A BatchNorm counts wherever the model has one that is neither frozen nor exact: the plan's experiment uses the
+    initial weights, and does not see one whose own weight is still zero, as at the start of residual blocks. A loss
+    does not count where it is computed of the whole effective batch.
     """
-    normed = () if facts.batchnorm == "frozen" else facts.batchnorms
+    normed = () if facts.batchnorm in ("frozen", "exact") else facts.batchnorms
     found = plan.coupling
+    loss = False if facts.coupled or found is None else found.loss
     others = [] if found is None else [name for name in found.modules if name not in facts.batchnorms]
     reasons = [
         *([f"BatchNorm in {describe_modules(normed)} normalises by the micro-batch"] if normed else []),
         *([f"samples of a micro-batch are coupled in {describe_modules(others)}"] if others else []),
-        *(["the loss mixes the samples of a batch"] if found is not None and found.loss else []),
+        *(["the loss mixes the samples of a batch"] if loss else []),
     ]
     if reasons:
         return " and ".join(reasons), None
-    if found is None or found.reason is not None or found.loss is None:
+    if found is None or found.reason is not None or loss is None:
         why = "" if found is None or found.reason is None else f" ({found.reason})"
         return None, (
             f"batch coupling could not be determined{why}: trials assume that the micro-batch changes only speed and"

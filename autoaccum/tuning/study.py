@@ -132,6 +132,7 @@ def study_config(
         "pruner": request.pruner,
         "precision": facts.precision,
         "BatchNorm mode": facts.batchnorm,
+        **({"coupled loss": facts.coupled} if facts.coupled else {}),
         "optimizer": facts.optimizer,
         "held-out data": facts.held_out,
         "device": facts.card or facts.device,
@@ -208,9 +209,9 @@ def _check_config(stored: object, requested: Mapping[str, Any], study: str) -> N
     if not isinstance(stored, Mapping):
         raise UsageError(f"the study {study!r} exists and is not autoaccum's", hint="choose another name by --study")
     differing = [
-        f"{name} {_format_value(stored.get(name))}, now {_format_value(value)}"
-        for name, value in requested.items()
-        if stored.get(name) != value
+        f"{name} {_format_value(stored.get(name))}, now {_format_value(requested.get(name))}"
+        for name in dict.fromkeys((*requested, *stored))
+        if stored.get(name) != requested.get(name)
     ]
     if differing:
         raise UsageError(

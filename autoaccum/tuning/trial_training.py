@@ -230,6 +230,7 @@ def describe_workload(workload: Workload, device: str, target_batch: int) -> Wor
         device=str(place),
         card=torch.cuda.get_device_name(place) if place.type == "cuda" else None,
         batchnorms=tuple(batchnorm_names(model, workload.objective.criterion_module)),
+        coupled=workload.coupled,
     )
 
 

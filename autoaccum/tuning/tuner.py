@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _RANGE_FACTOR = 100.0
 """The default range of learning rates extends by this factor from the workload's own rate, up and down."""
 
-_PLANNED_WITH = ("device", "memory", "reserve", "precision", "batchnorm", "multiple_of", "optimizer")
+_PLANNED_WITH = ("device", "memory", "reserve", "precision", "batchnorm", "coupled", "multiple_of", "optimizer")
 
 Output = Callable[[str], None]
 

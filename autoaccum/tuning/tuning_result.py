@@ -71,6 +71,7 @@ class WorkloadFacts:
         held_out: The held-out data, as a phrase.
         card: The name of the GPU; None on the CPU.
         batchnorms: Names of its BatchNorm modules.
+        coupled: Whether its loss is computed of the outputs of the whole effective batch (`options.Coupled`).
     """
 
     name: str
@@ -88,6 +89,7 @@ class WorkloadFacts:
     device: str
     card: str | None = None
     batchnorms: tuple[str, ...] = ()
+    coupled: bool | str = False
 
 
 @dataclass(frozen=True, kw_only=True)

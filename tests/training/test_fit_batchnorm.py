@@ -41,8 +41,8 @@ def test_a_live_model_and_a_workload_train_under_it(mode: str) -> None:
     workload = autoaccum.Workload(model=model, dataset=DATA, loss=nn.CrossEntropyLoss(), batchnorm=mode)  # type: ignore[arg-type]
     for result in (fit(workload), fit(model(), data=DATA, loss=nn.CrossEntropyLoss(), batchnorm=mode)):
         mean, variance, updates = statistics(result)
-        assert updates == {"micro": 4, "running": 1, "frozen": 0}[mode]
-        if mode == "running":
+        assert updates == {"micro": 4, "running": 1, "frozen": 0, "exact": 1}[mode]
+        if mode in ("running", "exact"):
             torch.testing.assert_close(mean, 0.1 * X.mean(0))
             torch.testing.assert_close(variance, 0.9 + 0.1 * X.var(0))
 

@@ -84,6 +84,7 @@ class Planned:
         (Coupling(loss=False), (), "micro", None),
         (Coupling(loss=False), ("1", "4"), "micro", "BatchNorm in modules 1 and 4 normalises by the micro-batch"),
         (Coupling(loss=False), ("1",), "frozen", None),
+        (Coupling(modules=("1",), loss=False), ("1",), "exact", None),
         (
             Coupling(modules=("1", "mix"), loss=False),
             ("1",),
@@ -102,6 +103,12 @@ def test_batch_coupling_is_named(
     assert doubt is None
     assert (found is None) == (expected is None)
     assert re.search(expected or "None", str(found))
+
+
+def test_a_coupled_loss_is_that_of_the_whole_batch() -> None:
+    for found in (Coupling(loss=True), Coupling()):
+        plan: Any = Planned(found)
+        assert describe_coupling(plan, type(FACTS)(**{**vars(FACTS), "coupled": True})) == (None, None)
 
 
 @pytest.mark.parametrize("coupling", [None, Coupling(), Coupling(reason="the model is too large", loss=False)])

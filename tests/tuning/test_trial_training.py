@@ -64,6 +64,20 @@ def test_the_same_seed_is_the_same_training_in_micro_batches_of_any_size() -> No
     assert losses[3] != pytest.approx(losses[0], rel=1e-3)
 
 
+def test_exact_and_coupled_trainings_are_the_same_in_micro_batches_of_any_size() -> None:
+    def distance(found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return ((found - found.mean(0)) - (targets - targets.mean(0))).square().mean()
+
+    normed = nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    given: dict[str, Any] = {"model": normed, "criterion": distance}
+    workload = line_workload(**given, batchnorm="exact", coupled=True)
+    losses = [run(workload, micro=micro).loss for micro in (16, 5, 1)]
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
+    facts = describe_workload(workload, "cpu", 16)
+    assert (facts.batchnorm, facts.coupled) == ("exact", True)
+    assert UpdateTimer(workload, "cpu", 16).time(5) > 0
+
+
 def test_a_trial_that_is_told_to_stop_is_pruned() -> None:
     outcome = run(line_workload(), should_continue=lambda percent, loss: percent < 50)
     assert (outcome.state, outcome.samples) == ("pruned", 32)

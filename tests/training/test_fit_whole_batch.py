@@ -1,0 +1,221 @@
+"""Training with exact BatchNorm and coupled losses: every update, and every evaluation, is the full batch's."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import autoaccum
+from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.training.fit_events import Evaluated, FitResult, Updated
+from autoaccum.units import MIB, MemorySize
+
+UPDATES, TARGET = 20, 16
+X = torch.randn(45, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.arange(45) % 4
+LOADED = [(X[begin:end], Y[begin:end]) for begin, end in ((0, 7), (7, 20), (20, 23), (23, 45))]
+"""Batches whose bounds are not those of updates; an epoch's last update has 13 samples."""
+HELD_OUT = (X[:21].flip(1), Y[:21])
+
+
+class Towers(nn.Module):
+    def __init__(self, *, normed: bool = True) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8) if normed else nn.Tanh(), nn.Linear(8, 4))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.body(x) * self.scale)
+
+
+def outputs(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    return model(batch[0]), model(batch[0].flip(1))
+
+
+def contrast(found: tuple[Tensor, Tensor], batch: Any) -> Tensor:
+    table = nn.functional.normalize(found[0]) @ nn.functional.normalize(found[1]).T
+    return nn.functional.cross_entropy(4 * table, torch.arange(len(table)))
+
+
+def spread(found: Tensor, targets: Tensor) -> Tensor:
+    """A criterion that normalises by the batch."""
+    table = (found - found.mean(0)) / (found.std(0) + 0.1)
+    return nn.functional.cross_entropy(table, targets)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "exact": {"criterion": nn.CrossEntropyLoss(), "batchnorm": "exact"},
+    "coupled criterion": {"criterion": spread, "coupled": True, "normed": False},
+    "two towers": {"outputs": outputs, "coupled_loss": contrast, "normed": False},
+    "two towers in lock step": {"outputs": outputs, "coupled_loss": contrast, "coupled": "lockstep", "normed": False},
+    "coupled and exact": {"outputs": outputs, "coupled_loss": contrast, "coupled": True, "batchnorm": "exact"},
+}
+
+
+def start(*, normed: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return Towers(normed=normed).double()
+
+
+def workload(case: str, **more: Any) -> autoaccum.Workload:
+    given = {**CASES[case], **more}
+    normed = given.pop("normed", True)
+    settings = {
+        "model": lambda: start(normed=normed),
+        "optimizer": optimizer,
+        "batch": lambda size: (X[:size], Y[:size]),
+    }
+    return autoaccum.Workload(**{**settings, **given})
+
+
+def optimizer(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def fit(case: str, *, steps: int = UPDATES, run_dir: Path | None = None, **more: Any) -> FitResult:
+    callbacks = more.pop("callbacks", [])
+    options: dict[str, Any] = {name: more.pop(name) for name in ("batchnorm", "coupled", "micro_batch") if name in more}
+    settings: dict[str, Any] = {"target_batch": TARGET, "micro_batch": 5, "progress": False, "device": "cpu"}
+    given: dict[str, Any] = {**settings, "steps": steps, "run_dir": run_dir, "callbacks": callbacks, **options}
+    return autoaccum.fit(workload(case, **more), LOADED, **given)
+
+
+def windows() -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        for begin in range(0, len(X), TARGET):
+            yield X[begin : begin + TARGET], Y[begin : begin + TARGET]
+
+
+def loss_of(case: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    if "coupled_loss" in CASES[case]:
+        return contrast(outputs(model, batch), batch)
+    return torch.as_tensor(CASES[case]["criterion"](model(batch[0]), batch[1]))
+
+
+def full_batch(case: str) -> nn.Module:
+    model = start(normed=CASES[case].get("normed", True))
+    steps = optimizer(model.parameters())
+    for _, batch in zip(range(UPDATES), windows(), strict=False):
+        steps.zero_grad()
+        loss_of(case, model, batch).backward()  # type: ignore[no-untyped-call]
+        steps.step()
+    return model
+
+
+def assert_same(one: nn.Module, other: nn.Module, tolerance: float) -> None:
+    for name, value in one.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_twenty_updates_are_those_of_the_full_batch(case: str) -> None:
+    """Of windows that are cut from a loader's batches, and of a last one that is shorter; and nothing is warned of."""
+    done = fit(case)
+    assert_same(done.model, full_batch(case), 1e-9)
+    assert done.warnings == ()
+
+
+def test_a_window_of_one_micro_batch_is_the_same() -> None:
+    parts, whole = (fit("two towers", steps=4, micro_batch=size).model for size in (5, TARGET))
+    assert_same(parts, whole, 1e-12)
+
+
+@pytest.mark.parametrize("case", ["exact", "two towers"])
+def test_a_resumed_run_is_the_same_and_another_mode_is_refused(case: str, tmp_path: Path) -> None:
+    fit(case, steps=7, run_dir=tmp_path)
+    for option, value in (("batchnorm", "frozen"), ("coupled", "lockstep")):
+        with pytest.raises(UsageError, match=f"{option} was .*, is '{value}'"):
+            fit(case, steps=9, run_dir=tmp_path, **{option: value})
+    assert_same(fit(case, run_dir=tmp_path).model, fit(case).model, 0)
+
+
+def test_a_run_of_an_earlier_version_had_no_coupled_loss(tmp_path: Path) -> None:
+    fit("exact", steps=3, run_dir=tmp_path)
+    for path in (tmp_path / "checkpoints").glob("*.pt"):
+        content = torch.load(path, weights_only=True)
+        del content["record"]["run"]["coupled"]
+        torch.save(content, path)
+    assert fit("exact", steps=4, run_dir=tmp_path).updates == 4
+
+
+@pytest.mark.parametrize("case", ["coupled criterion", "two towers"])
+@pytest.mark.parametrize(("evaluation_batch", "bounds"), [(None, (0, 16, 21)), (8, (0, 8, 16, 21))])
+def test_an_evaluation_has_the_loss_of_whole_batches(
+    case: str, evaluation_batch: int | None, bounds: tuple[int, ...]
+) -> None:
+    """Of the target batch's size, or the size that is asked for, whatever fits at once."""
+    seen: list[Evaluated] = []
+    given: dict[str, Any] = {"evaluation_dataset": TensorDataset(*HELD_OUT), "evaluation_batch": evaluation_batch}
+    callbacks = [lambda event: seen.append(event) if isinstance(event, Evaluated) else None]
+    done = fit(case, steps=1, callbacks=callbacks, **given)
+    model = copy.deepcopy(done.model).eval()
+    total = 0.0
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        part = HELD_OUT[0][begin:end], HELD_OUT[1][begin:end]
+        total += float(loss_of(case, model, part).detach()) * (end - begin)
+    assert seen[-1].values["loss"] == pytest.approx(total / 21, rel=1e-12)
+    assert seen[-1].samples == 21
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("case", ["exact", "two towers"])
+def test_a_signal_between_the_parts_ends_the_run_without_a_trace(
+    case: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    calls, seen = [-1], list[Any]()
+
+    def strike(*_: Any) -> None:
+        if calls[0] >= 0:
+            calls[0] += 1
+        if calls[0] == 2:  # The parts of an update have begun.
+            os.kill(os.getpid(), number)
+
+    def struck() -> nn.Module:
+        model = start(normed=CASES[case].get("normed", True))
+        model.register_forward_hook(strike)
+        return model
+
+    def listen(event: Any) -> None:
+        if isinstance(event, Updated) and event.update == 3:
+            calls[0] = 0
+
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        fit(case, run_dir=tmp_path, model=struck, callbacks=[listen])
+    resumed = fit(case, run_dir=tmp_path, callbacks=[lambda event: seen.append(event)])
+    assert [event.update for event in seen if isinstance(event, Updated)] == [*range(4, UPDATES + 1)]
+    assert_same(resumed.model, fit(case).model, 0)
+
+
+def test_a_live_model_trains_with_a_coupled_criterion() -> None:
+    given: dict[str, Any] = {"target_batch": TARGET, "progress": False, "device": "cpu", "steps": UPDATES}
+    live = start(normed=False)
+    done = autoaccum.fit(
+        live, LOADED, criterion=spread, coupled=True, micro_batch=5, optimizer=optimizer(live.parameters()), **given
+    )
+    assert_same(done.model, full_batch("coupled criterion"), 1e-9)
+    with pytest.raises(UsageError, match="coupled is set, but the loss is a function of model and batch: write def"):
+        autoaccum.fit(live, LOADED, loss=lambda model, batch: model(batch[0]).sum(), coupled=True, **given)
+
+
+def test_a_plan_in_another_mode_is_refused() -> None:
+    own = workload("two towers")
+    plan = autoaccum.plan(own, target_batch=TARGET, memory=MemorySize(bytes=256 * MIB), coupled=True)
+    assert plan.workload["coupled"] is True
+    updates: list[Updated] = []
+    callbacks = [lambda event: updates.append(event) if isinstance(event, Updated) else None]
+    given: dict[str, Any] = {"target_batch": TARGET, "steps": 1, "progress": False, "plan": plan, "device": "cpu"}
+    autoaccum.fit(own, LOADED, callbacks=callbacks, **given)
+    assert [update.micro_batch for update in updates] == [plan.micro_batch]
+    with pytest.raises(UsageError, match="a coupled loss of the whole batch; here is a loss of each micro-batch"):
+        autoaccum.fit(own, LOADED, coupled=False, **given)
+    with pytest.raises(WorkloadError, match="there is outputs, but no coupled_loss: write both"):
+        workload("exact", outputs=outputs)
