@@ -87,14 +87,14 @@ def plan(
         picture: Send listeners the data of a memory picture (`plan_events.Explained`), where the device has it.
         on_event: Called with each record of `autoaccum.planning.plan_events`.
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
-        options: Fields of `autoaccum.options.Options`. `optimizer`, `precision`, `batchnorm`, `accumulate_in`,
-            `keeps`, `evaluation_batch`, `worst_of` and `multiple_of` replace the workload's own. `device` or `gpu`,
-            `memory`, `reserve`, `world_size`, `equal`, `time_limit` and `trial_limit` say where and how trials run.
-            For a live model, `optimizer` may be its live optimizer, whose state is restored, or a function that makes
-            one. With a `gpu` nothing runs on a card and the plan's kind is `predicted`; live objects are pickled by
-            `cloudpickle`, weights without their values, into a process of their own. `time_limit` counts from this
-            call; loading and checking the workload may take half a minute whatever the limit is, and the confirmation
-            of the schedule comes on top.
+        options: Fields of `autoaccum.options.Options`. `optimizer`, `precision`, `batchnorm`, `coupled`,
+            `accumulate_in`, `keeps`, `evaluation_batch`, `worst_of` and `multiple_of` replace the workload's own.
+            `device` or `gpu`, `memory`, `reserve`, `world_size`, `equal`, `time_limit` and `trial_limit` say where and
+            how trials run. For a live model, `optimizer` may be its live optimizer, whose state is restored, or a
+            function that makes one. With a `gpu` nothing runs on a card and the plan's kind is `predicted`; live
+            objects are pickled by `cloudpickle`, weights without their values, into a process of their own.
+            `time_limit` counts from this call; loading and checking the workload may take half a minute whatever the
+            limit is, and the confirmation of the schedule comes on top.
 
     Raises:
         UsageError: An argument cannot be honoured.
@@ -204,16 +204,17 @@ def fit(
         skip_nonfinite: Skip an update with a non-finite loss or gradient instead of ending the run.
         progress: Draw a progress bar on stderr, or print lines where stderr is no terminal.
         callbacks: Called with every event (`autoaccum.training.fit_events`); one that returns True ends the training.
-        options: Fields of `autoaccum.options.Options`, each in place of the plan's or the workload's own.
-            `optimizer`: an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim`
-            (AdamW by default). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is given stays
-            where it is. `memory` and `reserve`: the budget of the plan. `precision`: by autocast. `batchnorm`,
-            `accumulate_in` and `multiple_of`: as for the Accumulator; samples that make no multiple at the end of an
-            epoch are left out, with a warning. `keeps`: `ema` keeps an average of the weights, as
-            `torch.optim.swa_utils.AveragedModel` makes it, updated once per update, stored in every checkpoint,
-            evaluated beside the weights (`ema_loss`), and returned as `ema.pt` and `FitResult.ema_model`; `outputs`
-            plans for a loop that holds outputs for logging. `worst_of`: plan for the longest of this many samples.
-            `evaluation_batch`: the most samples to evaluate at once; the micro-batch by default.
+        options: Fields of `autoaccum.options.Options`, each in place of the plan's or the workload's own. `optimizer`:
+            an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim` (AdamW by
+            default). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is given stays where it is.
+            `memory` and `reserve`: the budget of the plan. `precision`: by autocast. `batchnorm`, `coupled` (for a live
+            model, with a criterion), `accumulate_in` and `multiple_of`: as for the Accumulator; samples that make no
+            multiple at the end of an epoch are left out, with a warning. `keeps`: `ema` keeps an average of the
+            weights, as `torch.optim.swa_utils.AveragedModel` makes it, updated once per update, stored in every
+            checkpoint, evaluated beside the weights (`ema_loss`), and returned as `ema.pt` and `FitResult.ema_model`;
+            `outputs` plans for a loop that holds outputs for logging. `worst_of`: plan for the longest of this many
+            samples. `evaluation_batch`: the most samples to evaluate at once; the micro-batch by default. A coupled
+            loss is evaluated of that many samples together, or of the target batch's number.
 
     Raises:
         UsageError: An argument cannot be honoured, or the folder belongs to another run.
@@ -284,7 +285,7 @@ def verify(
         on_event: Called with each event of `autoaccum.verification.verification_result`.
         options: Fields of `autoaccum.options.Options`: `optimizer` (a live one is copied with its state), `precision`
             (when None float64, whatever the workload trains in, or float32 with a note where float64 does not run),
-            `batchnorm`, `multiple_of`, `worst_of` and `device` (the CPU by default).
+            `batchnorm`, `coupled`, `multiple_of`, `worst_of` and `device` (the CPU by default).
 
     Raises:
         UsageError: An argument cannot be honoured.
@@ -357,7 +358,7 @@ def tune(
         progress: Draw progress on stderr.
         on_event: Called with each event of `autoaccum.tuning.tuning_result`, and with warnings (`fit_events.Notice`).
         options: Fields of `autoaccum.options.Options`: `device`, `memory` and `reserve` (of the plan), `precision`,
-            `batchnorm`, `multiple_of`, `optimizer`, `time_limit` (no trial of the search starts later) and
+            `batchnorm`, `coupled`, `multiple_of`, `optimizer`, `time_limit` (no trial of the search starts later) and
             `trial_limit`.
 
     Raises:
@@ -436,8 +437,8 @@ def guard(
         on_event: Called with each event of `autoaccum.guarding.guard_result`.
         on_output: Receives each line that workloads print; stderr otherwise.
         options: Fields of `autoaccum.options.Options`: `gpu` or `device`, `precision`, `optimizer`, `memory`,
-            `reserve`, `world_size`, `equal`, `keeps`, `evaluation_batch`, `worst_of`, `batchnorm`, and `time_limit`
-            for all cases together.
+            `reserve`, `world_size`, `equal`, `keeps`, `evaluation_batch`, `worst_of`, `batchnorm`, `coupled`, and
+            `time_limit` for all cases together.
 
     Raises:
         UsageError: Arguments contradict each other, or the lock cannot be written.

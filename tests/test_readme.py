@@ -13,6 +13,7 @@ from command_line import environment
 from torch import nn
 from warm_children import WarmPython
 
+from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.devices.base import Trial
 from autoaccum.devices.simulated.cards import all_cards
 from autoaccum.devices.trial_run import TrialRun
@@ -54,6 +55,18 @@ def test_the_workload_file_is_one(tmp_path: Path) -> None:
     workload = load_workload(str(path))
     assert workload.precision == "bf16"
     assert workload.objective.weight(workload.build_batch(3)) == 3
+
+
+def test_a_coupled_loss_is_that_of_the_whole_batch(tmp_path: Path) -> None:
+    head = "import torch\nfrom torch import nn\ndef batch(size): return torch.randn(size, 4), torch.randn(size, 4)\n"
+    path = tmp_path / "model.py"
+    path.write_text(f"{head}model = nn.Linear(4, 3)\n{block('def coupled_loss')}", encoding="utf-8")
+    workload = load_workload(str(path))
+    model, batch = workload.build_model(), workload.build_batch(6)
+    steps = torch.optim.SGD(model.parameters(), lr=0.0)
+    whole, parts = (Accumulator(model, steps, workload.objective, micro_batch=size).step(batch) for size in (6, 4))
+    assert parts.micro_batches == (3, 3)
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
 
 
 def test_what_stands_around_the_step_is_part_of_a_workload(tmp_path: Path) -> None:

@@ -78,8 +78,9 @@ def command(
     """Find the largest micro-batch of WORKLOAD that fits into memory, and the schedule of an update.
 
     WORKLOAD is model.py, model.py:name or package.module:name. The file defines `model`, `batch(size)`, and
-    `loss(model, batch)` or `criterion`; optional are `optimizer(params)`, `precision`, `weight(batch)`, which is
-    the divisor of a mean other than over samples, and most of the flags below by name.
+    `loss(model, batch)` or `criterion`, or for a loss that compares samples `outputs(model, batch)` and
+    `coupled_loss(outputs, batch)`. Optional are `optimizer(params)`, `precision`, `weight(batch)`, which is the
+    divisor of a mean other than over samples, and most of the flags below by name.
 
     Each trial makes two updates in a child process, by the Accumulator that trains. The first one grows its
     micro-batches and shows where memory will end. Only sizes with a schedule of their own are tried then: the
