@@ -345,7 +345,7 @@ class Accumulator:
         shares = make_shares([self._objective.weight(part) for part in parts], self._objective.reduction)
         if not any(map(has_weight, shares)):
             return StepResult(math.nan, sum(sizes), sizes, None, retries, updated=False, terms={})
-        record, buffers = self._accumulate(parts, shares, modules)
+        record, buffers = self._accumulate(parts, shares, modules, batches)
         self._begin_phase("clip")
         loss, terms, norm = self._measure(record, buffers)
         if self._check_finite:
@@ -357,7 +357,7 @@ class Accumulator:
         return StepResult(loss, sum(sizes), sizes, norm, retries, updated, terms)
 
     def _accumulate(
-        self, parts: Sequence[Any], shares: Sequence[Weights], modules: Sequence[nn.Module]
+        self, parts: Sequence[Any], shares: Sequence[Weights], modules: Sequence[nn.Module], batches: Sequence[Any]
     ) -> tuple[LossRecord, GradientBuffers | None]:
         joins = self._backpropagation.run_parts is not None
         accumulates = (len(parts) if joins else sum(map(has_weight, shares))) > 1
@@ -366,7 +366,7 @@ class Accumulator:
         side_effects = ForwardSideEffects(self._model, parts) if self._is_first else None
         versions = BufferVersions(self._model) if accumulates and not self._has_accumulated else None
         messages = [] if self._has_warned else self._backpropagation.warnings(modules, accumulates=accumulates)
-        record = self._backpropagation.run(parts, shares, buffers)
+        record = self._backpropagation.run(parts, shares, buffers, batches)
         self._has_warned, self._is_first = self._has_warned or bool(messages), False
         messages += [] if side_effects is None else side_effects.warnings()
         if versions is not None:
@@ -435,6 +435,7 @@ class Accumulator:
         return error
 
     def _begin_part(self, index: int) -> None:
+        self._interrupts.deliver()
         if self._observer is not None:
             self._observer.part(index)
 

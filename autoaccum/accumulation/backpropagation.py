@@ -19,7 +19,7 @@ from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
 from autoaccum.accumulation.whole_batch.joining import in_sequence
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import move_batch
+from autoaccum.workload.batches import join_batches, move_batch
 from autoaccum.workload.objective import Objective, Reduction, Weights, match_weights
 
 
@@ -94,8 +94,9 @@ class PartsRunner(Protocol):
         shares: Sequence[Weights],
         buffers: GradientBuffers | None,
         record: LossRecord,
+        batches: Sequence[Any],
     ) -> None:
-        """Run forward and backward of all `parts`, and record their losses."""
+        """Run forward and backward of all `parts` of `batches`, and record their losses."""
 
 
 class Backpropagation:
@@ -131,19 +132,26 @@ class Backpropagation:
         self._check_loss = self._has_checked_loss = False
         self.device = model_device(model)
 
-    def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
+    def run(
+        self,
+        parts: Sequence[Any],
+        shares: Sequence[Weights],
+        buffers: GradientBuffers | None,
+        batches: Sequence[Any] = (),
+    ) -> LossRecord:
         """Run `parts` one by one; each one's backward frees its graph.
 
-        Parts without weight are not run, since their loss may be 0/0.
+        Parts without weight are not run, since their loss may be 0/0. `batches` are what the parts were split from; a
+        coupled loss reads them.
         """
         record = LossRecord()
         self._check_loss = not self._has_checked_loss and sum(map(has_weight, shares)) > 1
         self.device = model_device(self.model)
         with torch.enable_grad(), nullcontext() if buffers is None else buffers:
             if self.run_parts is not None and len(parts) > 1:
-                self.run_parts(self, parts, shares, buffers, record)
+                self.run_parts(self, parts, shares, buffers, record, batches or parts)
                 return record
-            with in_sequence(sum(map(has_weight, shares)) > 1):
+            with in_sequence(len(parts) > 1):
                 for part, share in zip(parts, shares, strict=True):
                     if has_weight(share):
                         self.on_phase("batch")
@@ -188,6 +196,8 @@ class Backpropagation:
             if share > 0:
                 record.shares.append((name, share))
                 record.values.append(terms[name].detach().clone())
+        if not losses:  # Where parts run in lock step, one without weight runs, too.
+            return next(iter(terms.values())).new_zeros(())
         return losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
 
     def _begin_forward(self) -> None:
@@ -206,8 +216,9 @@ class Backpropagation:
         torch.clear_autocast_cache()
         return outputs
 
-    def coupled_loss(self, outputs: Any, batch: Any, record: LossRecord) -> Tensor:
-        """Return the loss of the outputs of the whole `batch`."""
+    def coupled_loss(self, outputs: Any, batches: Sequence[Any], record: LossRecord) -> Tensor:
+        """Return the loss of the outputs of all `batches`."""
+        batch = join_batches(batches) if batches[1:] else batches[0]
         with autocast(self._precision, self.device):
             terms = self._objective.coupled_terms(outputs, batch, self.device)
         record.names.update(dict.fromkeys(terms))

@@ -153,7 +153,13 @@ class RunningBackpropagation(Backpropagation):
     _recorders: Sequence[_StatisticsRecorder]
     _is_first = True
 
-    def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
+    def run(
+        self,
+        parts: Sequence[Any],
+        shares: Sequence[Weights],
+        buffers: GradientBuffers | None,
+        batches: Sequence[Any] = (),
+    ) -> LossRecord:
         """Run `parts` as every Backpropagation does; each run, also a repeated one, collects statistics of its own.
 
         Raises:
@@ -171,7 +177,7 @@ class RunningBackpropagation(Backpropagation):
                 stack.enter_context(uncompiled())
             for recorder in self._recorders:
                 stack.enter_context(recorder)
-            record = super().run(parts, shares, buffers)
+            record = super().run(parts, shares, buffers, batches)
         if names := find_changed():
             raise UsageError(
                 f'batchnorm is "running", and the running statistics of {list_names(names)} were changed by a'
@@ -199,7 +205,13 @@ class FrozenBackpropagation(Backpropagation):
     _frozen: Mapping[str, nn.Module]
     _is_first = True
 
-    def run(self, parts: Sequence[Any], shares: Sequence[Weights], buffers: GradientBuffers | None) -> LossRecord:
+    def run(
+        self,
+        parts: Sequence[Any],
+        shares: Sequence[Weights],
+        buffers: GradientBuffers | None,
+        batches: Sequence[Any] = (),
+    ) -> LossRecord:
         """Run `parts` as every Backpropagation does, with BatchNorm modules in eval mode.
 
         Raises:
@@ -214,7 +226,7 @@ class FrozenBackpropagation(Backpropagation):
         find_changed = _watch_statistics(self._frozen if self._is_first else {})
         before = _training_calls(self._frozen)
         try:
-            record = super().run(parts, shares, buffers)
+            record = super().run(parts, shares, buffers, batches)
         finally:
             for module in self._frozen.values():
                 module.training = True

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.accumulation.batchnorm import BATCHNORMS, named_modules, normalises_by_batch, uncompiled
+from autoaccum.accumulation.batchnorm import BATCHNORMS, named_modules, normalises_by_batch
 from autoaccum.accumulation.whole_batch.host_storage import HostStorage
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.errors import WorkloadError
@@ -117,6 +118,7 @@ class _Normalised(torch.autograd.Function):
         ctx.dtypes = [None if one is None else one.dtype for one in (weight, bias)]
         if not inputs.numel():
             return inputs.clone()
+        weight, bias = (None if one is None else one.to(mean.dtype) for one in (weight, bias))
         return F.batch_norm(inputs, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
@@ -148,38 +150,62 @@ class ExactBatchNorm:
         norms = [(name, one) for name, one in named_modules(model, criterion) if isinstance(one, BATCHNORMS)]
         own = {module: vars(module).get("forward") for _, module in norms}
         try:
-            with uncompiled():
-                for name, module in norms:
-                    vars(module)["forward"] = self._forward_of(name, module)
-                yield
+            for name, module in norms:
+                vars(module)["forward"] = self._forward_of(name, module)
+            yield
         finally:
             for module, forward in own.items():
                 vars(module).pop("forward", None)
                 if forward is not None:
                     vars(module)["forward"] = forward
 
-    def _forward_of(self, name: str, module: Any) -> Callable[[Tensor], Tensor]:
+    def _forward_of(self, name: str, module: Any) -> Callable[..., Any]:
         plain = module.forward
+        is_own = getattr(plain, "__func__", None) not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
-        def forward(input: Tensor) -> Tensor:
+        def forward(*arguments: Any, **named: Any) -> Any:
             if not normalises_by_batch(module):
-                output: Tensor = plain(input)
-                return output
+                return plain(*arguments, **named)
             if self._lockstep.part is None:
                 raise WorkloadError(
                     f"BatchNorm {name} runs within backward (activation checkpointing), where it cannot wait for the"
                     " other parts",
                     hint='leave out the checkpointing, or take batchnorm="running"',
                 )
-            module._check_input_dim(input)
-            return self._normalise(name, module, input)
+            if is_own:
+                return self._run_own(name, module, lambda: plain(*arguments, **named))
+            return self._normalise(name, module, *arguments, **named)
 
         return forward
 
-    def _normalise(self, name: str, module: Any, inputs: Tensor) -> Tensor:
-        part = _Part(inputs, self._storage)
-        count = inputs.numel() // inputs.shape[1] if inputs.shape[1] else 0
-        moments = _Moments.apply(inputs, part)  # type: ignore[no-untyped-call]
+    def _run_own(self, name: str, module: Any, forward: Callable[[], Any]) -> Any:
+        """Run a class's own forward, which may do more, and replace the `F.batch_norm` that it calls."""
+        count, plain = module.num_batches_tracked, F.batch_norm
+        before = None if count is None else count.clone()
+
+        def batch_norm(input: Tensor, *_: Any, **__: Any) -> Tensor:
+            F.batch_norm = plain  # Other parts run next.
+            if before is not None:
+                count.copy_(before)  # It is raised once for all parts.
+            return self._normalise(name, module, input)
+
+        F.batch_norm = batch_norm
+        try:
+            output = forward()
+            if F.batch_norm is plain:
+                return output
+        finally:
+            F.batch_norm = plain
+        raise WorkloadError(
+            f"BatchNorm {name} has a forward of its own, which does not call torch.nn.functional.batch_norm",
+            hint='call that, or take batchnorm="micro"',
+        )
+
+    def _normalise(self, name: str, module: Any, input: Tensor) -> Tensor:
+        module._check_input_dim(input)
+        part = _Part(input, self._storage)
+        count = input.numel() // input.shape[1] if input.shape[1] else 0
+        moments = _Moments.apply(input, part)  # type: ignore[no-untyped-call]
         mean, variance, part.count = self._lockstep.meet(
             f"BatchNorm {name}", (count, *moments), lambda values: [_combine(module, values)] * len(values)
         )

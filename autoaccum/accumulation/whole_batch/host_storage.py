@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class _OnHost(NamedTuple):
-    """A copy in host memory of a tensor of `device`."""
+class _OnHost:
+    """A copy in host memory of a tensor of `device`, as it was at `version` of its `storage`."""
 
-    copy: Tensor
-    device: torch.device
+    def __init__(self, tensor: Tensor, storage: StorageWeakRef, copy: Tensor) -> None:
+        self.device, self.version, self.storage, self.copy = tensor.device, tensor._version, storage, copy
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Return whether the storage of `tensor`, at the address of the copied one, is that one and unchanged."""
+        is_alive = not self.storage.expired()  # type: ignore[no-untyped-call]
+        return is_alive and self.version == tensor._version
 
 
 class HostStorage:
@@ -29,6 +36,7 @@ class HostStorage:
 
     def __init__(self, kept: Iterable[Tensor] = ()) -> None:
         self.stored_bytes = 0
+        self._copies: WeakValueDictionary[Any, _OnHost] = WeakValueDictionary()
         self._kept = {tensor.untyped_storage()._cdata for tensor in kept}
 
     def saving(self) -> AbstractContextManager[Any]:
@@ -37,18 +45,24 @@ class HostStorage:
 
     def store(self, tensor: Tensor) -> Tensor | _OnHost:
         """Return a copy in host memory of a tensor; itself if it stays where it is."""
-        if tensor.device.type == "cpu" or tensor.layout != torch.strided or self._is_kept(tensor):
+        if tensor.device.type == "cpu" or tensor.layout != torch.strided:
             return tensor
-        pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # With its strides, such as channels_last.
-        copy.copy_(tensor.detach())
-        self.stored_bytes += copy.nbytes
-        return _OnHost(copy, tensor.device)
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._kept:
+            return tensor
+        # One layer's output is the next one's input: autograd saves many tensors twice.
+        key = storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        found = self._copies.get(key)
+        if found is None or not found.is_of(tensor):
+            pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # With its strides, such as channels_last.
+            copy.copy_(tensor.detach())
+            self.stored_bytes += copy.nbytes
+            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._copies[key] = found = _OnHost(tensor, weak, copy)
+        return found
 
     @staticmethod
     def load(stored: Tensor | _OnHost) -> Tensor:
         """Return a stored tensor on its device."""
         return stored.copy.to(stored.device, non_blocking=True) if isinstance(stored, _OnHost) else stored
-
-    def _is_kept(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._kept

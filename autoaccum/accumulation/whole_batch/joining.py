@@ -69,7 +69,7 @@ def whole_batch(x: Tensor) -> Tensor:
         )
     # The joined tensor and its gradients wait in host memory for the other parts.
     joined: Tensor = running.meet("whole_batch(x)", x.cpu(), join_rows)
-    return joined.to(x.device)
+    return joined.to(x.device, copy=True)  # Else, on the CPU, a part that changes it in place changes all parts'.
 
 
 def join_rows(values: Sequence[Tensor]) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -64,6 +65,8 @@ class Lockstep:
             BaseException: What one of the functions raised, once all other parts have ended.
         """
         self._parts = [greenlet(function) for function in functions]
+        for part in self._parts:
+            part.gr_context = copy_context()
         states = [_TorchState.now()] * len(functions)
         results: list[Any] = [()] * len(functions)
         try:
@@ -87,6 +90,8 @@ class Lockstep:
         self._on_part(index)
         self.part = index
         state.apply()
+        # A weight that autocast has cast for several parts would sum their gradients in half precision.
+        torch.clear_autocast_cache()
         try:
             result = self._parts[index].switch(*arguments)
             return result, _TorchState.now()

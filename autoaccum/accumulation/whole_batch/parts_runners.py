@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, has_weight
+from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
+from autoaccum.accumulation.batchnorm import uncompiled
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices, module_generators
 from autoaccum.accumulation.whole_batch.exact_batchnorm import ExactBatchNorm
 from autoaccum.accumulation.whole_batch.host_storage import HostStorage
-from autoaccum.accumulation.whole_batch.joining import in_lockstep
+from autoaccum.accumulation.whole_batch.joining import in_lockstep, in_sequence
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import join_batches, move_batch
+from autoaccum.workload.batches import move_batch
 from autoaccum.workload.objective import Weights
 
 
@@ -51,11 +52,18 @@ class LockstepParts:
         shares: Sequence[Weights],
         buffers: GradientBuffers | None,
         record: LossRecord,
+        batches: Sequence[Any],
     ) -> None:
         """As `PartsRunner`. Parts without weight run too: other samples depend on theirs."""
         model, criterion, device = backpropagation.model, backpropagation.criterion, backpropagation.device
         storage = HostStorage([*model.parameters(), *model.buffers()])
         lockstep = Lockstep(self._on_part)
+
+        @contextmanager
+        def joining_parts() -> Iterator[None]:
+            exact = ExactBatchNorm(lockstep, storage).replacing(model, criterion) if self._exact_batchnorm else None
+            with in_lockstep(lockstep), uncompiled(), exact or nullcontext():
+                yield
 
         def run_part(part: Any, share: Weights) -> Any:
             backpropagation.on_phase("forward")
@@ -68,18 +76,15 @@ class LockstepParts:
         functions = [
             lambda part=part, share=share: run_part(part, share) for part, share in zip(parts, shares, strict=True)
         ]
-        with ExitStack() as stack:
-            stack.enter_context(in_lockstep(lockstep))
-            if self._exact_batchnorm:
-                stack.enter_context(ExactBatchNorm(lockstep, storage).replacing(model, criterion))
+        with joining_parts():
             results = lockstep.run(functions)
-            if self._coupled:
-                loss = backpropagation.coupled_loss(join_outputs(results), join_batches(parts), record)
-            else:
-                counted = [one for one, share in zip(results, shares, strict=True) if has_weight(share)]
-                loss = torch.stack(counted).sum() if counted[1:] else counted[0]
-            del results
-            backpropagation.on_phase("backward")
+        if self._coupled:
+            loss = backpropagation.coupled_loss(join_outputs(results), batches, record)
+        else:
+            loss = torch.stack(results).sum()
+        del results
+        backpropagation.on_phase("backward")
+        with joining_parts():  # A part that is computed once more within backward (checkpointing) is refused.
             backpropagation.backward(loss)
         self.host_bytes = storage.stored_bytes
 
@@ -102,35 +107,32 @@ class RepeatedParts:
         shares: Sequence[Weights],
         buffers: GradientBuffers | None,
         record: LossRecord,
+        batches: Sequence[Any],
     ) -> None:
         """As `PartsRunner`."""
         model, device = backpropagation.model, backpropagation.device
         generators = module_generators(model.modules())
-        before = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
-        states, outputs = [], []
+        restore_buffers = _buffer_restorer(model)
+        states, leaves = [], []
         for part in parts:
             states.append(RngState(initialized_cuda_devices(), generators))
             backpropagation.on_phase("forward")
-            with torch.no_grad():
-                outputs.append(backpropagation.outputs(move_batch(part, device)))
-        leaves = [_require_gradients(one) for one in outputs]
+            with torch.no_grad(), in_sequence(True):
+                leaves.append(_require_gradients(backpropagation.outputs(move_batch(part, device))))
         if buffers is not None:
             buffers.share = 1.0
-        loss = backpropagation.coupled_loss(join_outputs(leaves), join_batches(parts), record)
+        loss = backpropagation.coupled_loss(join_outputs(leaves), batches, record)
         backpropagation.on_phase("backward")
         backpropagation.backward(loss)
-        del loss, outputs
+        gradients = [[leaf.grad for leaf in pytree.tensors(one)] for one in leaves]
+        del loss, leaves
         after = RngState(initialized_cuda_devices(), generators)
-        with torch.no_grad():
-            for name, buffer, version, value in before:
-                # BatchNorm's kernels change its statistics without raising their version.
-                if buffer._version != version or name.endswith(("running_mean", "running_var")):
-                    buffer.copy_(value)
-        for part, state, kept in zip(parts, states, leaves, strict=True):
+        restore_buffers()
+        for part, state, kept in zip(parts, states, gradients, strict=True):
             state.restore()
             backpropagation.on_phase("forward")
             again = pytree.tensors(backpropagation.outputs(move_batch(part, device)))
-            pairs = [(one, leaf.grad) for one, leaf in zip(again, pytree.tensors(kept), strict=True)]
+            pairs = zip(again, kept, strict=True)
             used = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
             backpropagation.on_phase("backward")
             if used:
@@ -138,10 +140,28 @@ class RepeatedParts:
         after.restore()
 
 
+def _buffer_restorer(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores all buffers of `model`, also replaced ones, to their present values."""
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    copies = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for now, before in held:
+            now.clear()
+            now.update(before)
+        for name, buffer, version, value in copies:
+            # BatchNorm's kernels change its statistics without raising their version.
+            if buffer._version != version or name.endswith(("running_mean", "running_var")):
+                buffer.copy_(value)
+
+    return restore
+
+
 def join_outputs(parts: Sequence[Any]) -> Any:
     """Return the outputs of all parts as one structure: tensors are joined along their first dimension.
 
-    A number (a tensor without dimensions, such as a learned temperature) is the first part's.
+    A tensor that belongs to no sample is the first part's: a number such as a learned temperature, a parameter.
 
     Raises:
         WorkloadError: The parts' outputs differ in structure or shape.
@@ -151,7 +171,8 @@ def join_outputs(parts: Sequence[Any]) -> Any:
         raise WorkloadError("the outputs of two parts of the batch have different structures", hint="return one kind")
 
     def join(column: list[Tensor]) -> Tensor:
-        if not column[0].ndim:
+        same = {(one.untyped_storage()._cdata, one.storage_offset(), one.shape) for one in column}
+        if not column[0].ndim or len(same) == 1:
             return column[0]
         try:
             return torch.cat(column)
