@@ -192,12 +192,11 @@ class Backpropagation:
         if buffers is not None:
             buffers.share = common
         losses = [terms[name] * (share / common) for name, share in shares.items() if share > 0]
+        losses = losses or [next(iter(terms.values())).new_zeros(())]  # In lock step, parts without weight run, too.
         for name, share in shares.items():
             if share > 0:
                 record.shares.append((name, share))
                 record.values.append(terms[name].detach().clone())
-        if not losses:  # Where parts run in lock step, one without weight runs, too.
-            return next(iter(terms.values())).new_zeros(())
         return losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
 
     def _begin_forward(self) -> None:

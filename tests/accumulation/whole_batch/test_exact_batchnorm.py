@@ -113,7 +113,7 @@ class Siamese(nn.Module):
 
 
 def masked_loss(model: nn.Module, batch: Any) -> Tensor:
-    return torch.as_tensor(model(**batch)) / (batch["labels"] >= 0).sum().clamp(min=1)
+    return torch.as_tensor(model(**batch) / (batch["labels"] >= 0).sum().clamp(min=1))
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
