@@ -43,7 +43,7 @@ def find_used_modules(objective: Objective, model: nn.Module | None, *functions:
     Modules without parameters and buffers, as a loss without class weights, are left out.
     """
     criterion = objective.criterion
-    used = [None if objective.model_loss is not None else objective.loss_function, *functions]
+    used = [*(() if objective.model_loss is not None else objective.user_functions), *functions]
     used += [criterion.function] if criterion is not None and objective.criterion_module is None else []
     modules, _ = find_reachable([function for function in used if function is not None])
     roots = [root for root in (model, objective.criterion_module) if root is not None]

@@ -30,35 +30,46 @@ class HostRngReplay:
 
     `generators` are added to the global ones. PyTorch's among them are left out, since `RngRecording` replays those.
 
+    Parts may take turns, as they do in lock step: each goes on with its own states, or where the one before stopped.
+
     Attributes:
-        ends: The states at the end of each part. Equal ends of parts that began alike mean equal numbers.
+        ends: The states at the end of each part, by its index. Equal ends of parts that began alike mean equal numbers.
     """
 
     def __init__(self, generators: Iterable[Generator] = (), *, sequential: bool = False) -> None:
         self._generators, self._sequential = host_generators(generators), sequential
         self._starts: dict[int, list[Any]] = {}
-        self.ends: list[bytes] = []
-        self._is_running = False
+        self._stopped: dict[int, list[Any]] = {}
+        self.ends: dict[int, bytes] = {}
+        self._part: int | None = None
 
     def begin(self, index: int, extra: Iterable[Generator] = ()) -> None:
         """Set the generators to where part `index` begins; `extra` are those of this run's model copy."""
-        self.finish()
-        self._is_running = True
         generators = [*self._generators, *host_generators(extra)]
+        self._stop(generators)
+        self._part = index
         if index not in self._starts:
             now = host_rng_states(generators)
             self._starts[index] = now if self._sequential else next(iter(self._starts.values()), now)
-        python, numpy, *others = self._starts[index]
-        random.setstate(python)
-        np.random.set_state(numpy)
-        for generator, state in zip(generators, others, strict=False):  # A run without a model copy has fewer.
-            set_generator_state(generator, state)
+        _set_host_states(generators, self._starts[index])
+
+    def go_on(self, index: int, extra: Iterable[Generator] = ()) -> None:
+        """Set the generators to where part `index` stopped as another began or went on."""
+        generators = [*self._generators, *host_generators(extra)]
+        self._stop(generators)
+        self._part = index
+        if not self._sequential:
+            _set_host_states(generators, self._stopped[index])
 
     def finish(self) -> None:
-        """End the part that began last, if there is one."""
-        if self._is_running:
-            self.ends.append(pickle.dumps(host_rng_states(self._generators)))
-        self._is_running = False
+        """End the part that runs, if there is one."""
+        self._stop(self._generators)
+        self._part = None
+
+    def _stop(self, generators: Sequence[Generator]) -> None:
+        if self._part is not None:
+            self._stopped[self._part] = host_rng_states(generators)
+            self.ends[self._part] = pickle.dumps(self._stopped[self._part][: 2 + len(self._generators)])
 
 
 def host_generators(generators: Iterable[Generator]) -> list[Generator]:
@@ -69,6 +80,14 @@ def host_generators(generators: Iterable[Generator]) -> list[Generator]:
 def host_rng_states(generators: Sequence[Generator]) -> list[Any]:
     """Return the states of Python's and NumPy's global generators and of `generators`."""
     return [random.getstate(), np.random.get_state(), *map(generator_state, generators)]
+
+
+def _set_host_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+    python, numpy, *others = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    for generator, state in zip(generators, others, strict=False):  # A run without a model copy has fewer.
+        set_generator_state(generator, state)
 
 
 class ReplayMismatch(Exception):  # noqa: N818 -- no failure of a command: the comparison continues with a neutral RNG
@@ -182,6 +201,11 @@ class RngRecording:
         self.host.begin(index, extra)
         self._part = index
         self.calls_by_part[index] = []
+
+    def go_on_with_part(self, index: int, extra: Iterable[Generator] = ()) -> None:
+        """Go on with part `index`, which has begun and waited for others: later calls belong to it again."""
+        self.host.go_on(index, extra)
+        self._part = index
 
     def end_part(self) -> None:
         """End the last part; later calls are the update's, whose values are replayed without joining them."""

@@ -49,6 +49,8 @@ def print_verification(console: Console, found: Verification, *, again: Sequence
     if verbose:
         if found.batchnorm != "micro":
             print_rows(console, [("batchnorm", Text(found.batchnorm))])
+        if found.coupled:
+            print_rows(console, [("coupled", Text(str(found.coupled)))])
         print_rows(console, [("tolerance", Text(found.rounding)), ("time", Text(f"{found.seconds:.1f} s"))])
     if verbose or not found.equivalent:
         print_messages(console, [("note", note) for note in found.notes], verbose=verbose)
@@ -99,8 +101,7 @@ def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> Non
     print_rows(console, [*rows, ("change", Text(words))])
     if code is not None:  # Never wrapped, so that it can be copied.
         print_line(console, Text(f"  {code[0]}"))
-    frozen = cause.kind == "batchnorm" and "frozen" in cause.change
-    done = 'batchnorm="frozen"' if of == 1 and frozen else "this done" if of == 1 else "all of these done"
+    done = "all of these done" if of > 1 else cause.mode or "this done"
     proof = f"with {done}, the same comparison is equal"
     none = Text("no experiment made the comparison equal", "dim")
     print_rows(console, [("proved", Text(proof)) if cause.proved else ("unproved", none)])
@@ -108,10 +109,11 @@ def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> Non
 
 def _print_next(console: Console, found: Verification, again: Sequence[str]) -> None:
     """Print the next command, to be copied."""
-    at_rest = any(cause.kind == "batchnorm" for cause in found.causes) and found.batchnorm != "frozen"
+    norms = [cause for cause in found.causes if cause.kind == "batchnorm"]
     line: Sequence[str] = again if found.causes else ()
-    if at_rest:
-        words, line = "see what remains with BatchNorm frozen (-v shows all that was compared):", _frozen(again)
+    if norms and found.batchnorm not in ("frozen", "exact"):
+        mode = "exact" if any(cause.mode for cause in norms) else "frozen"
+        words, line = f"see what remains with BatchNorm {mode} (-v shows all that was compared):", _with(again, mode)
     elif found.causes:
         words = "make the change, and verify again (-v shows all that was compared):"
     else:
@@ -121,12 +123,13 @@ def _print_next(console: Console, found: Verification, again: Sequence[str]) -> 
         print_line(console, Text(f"  {shlex.join(line)}", "cyan"))
 
 
-def _frozen(again: Sequence[str]) -> list[str]:
+def _with(again: Sequence[str], mode: str) -> list[str]:
+    """Return the command with this BatchNorm mode."""
     words = list(again)
     if "--batchnorm" in words:
         place = words.index("--batchnorm")
         del words[place : place + 2]
-    return [*words, "--batchnorm", "frozen"]
+    return [*words, "--batchnorm", mode]
 
 
 def _how_equal(found: Verification) -> str:

@@ -162,7 +162,7 @@ def _find_outside(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Mo
     """Find modules and generators that the workload's functions, or the model's user-defined classes, hold or name."""
     objective = workload.objective
     modules = list(model.modules())
-    functions = [objective.loss_function, objective.weight_function, workload.accumulate]
+    functions = [*objective.user_functions, objective.weight_function, workload.accumulate]
     if objective.criterion_module is not None:
         modules.extend(objective.criterion_module.modules())
     elif objective.criterion is not None:

@@ -209,7 +209,8 @@ class PairedRuns:
             seed_everything()
             with neutral_rng():
                 run = UpdateRun(self.fixture, ablation)
-                accumulated = run.accumulated(self.batch, self.parts, draws.host.begin, draws.end_part)
+                host = draws.host
+                accumulated = run.accumulated(self.batch, self.parts, host.begin, host.go_on, draws.end_part)
             seed_everything()
             with neutral_rng():
                 full, uses_host_rng = self._full(ablation, draws)
@@ -243,12 +244,14 @@ class PairedRuns:
         seed_everything()
         with draws.record():
             run = UpdateRun(self.fixture, ablation)
-            accumulated = run.accumulated(self.batch, self.parts, draws.begin_part, draws.end_part)
+            accumulated = run.accumulated(
+                self.batch, self.parts, draws.begin_part, draws.go_on_with_part, draws.end_part
+            )
             for index, part in enumerate(self.parts):
                 if index not in draws.calls_by_part:  # It has no weight and did not run; the full batch draws for it.
                     unweighed = UpdateRun(self.fixture, replace(ablation, weights=None, sum_losses=False))
                     unweighed.part(part, partial(draws.begin_part, index))
-        ends = set(host.ends)
+        ends = set(host.ends.values())
         seed_everything()
         try:
             with draws.replay_whole():
@@ -256,7 +259,7 @@ class PairedRuns:
         except ReplayMismatch as error:
             return error
         # If generators continue over parts, a shuffle of all samples takes as many numbers as those of the parts.
-        is_matched = not sequential and ends == {host.ends[-1]} and not self.fixture.keeps_generators
+        is_matched = not sequential and ends == {host.ends[0]} and not self.fixture.keeps_generators
         return Pair(full, accumulated, draws, is_neutral=False, uses_host_rng=uses_host_rng and not is_matched)
 
     def _full(self, ablation: Ablation, draws: RngRecording) -> tuple[UpdateResult, bool]:

@@ -28,10 +28,11 @@ from autoaccum.accumulation.state_hash import PlainAttributes
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.options import BatchNormMode, Coupled
 from autoaccum.verification.fixture import Fixture, TrainingCopy
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.objective import Objective, match_weights
+from autoaccum.workload.objective import Objective, match_weights, with_coupling
 from autoaccum.workload.pytree import unwrap_batch
 from autoaccum.workload.tracebacks import blame_exit, blame_workload
 
@@ -74,6 +75,8 @@ class Ablation:
         without_hooks: Hooks on parameters' gradients are removed.
         without_balancing_loss: The loss that balances experts is left out.
         sum_losses: Losses of parts are added up, not averaged.
+        batchnorm: The BatchNorm mode; None: the workload's.
+        coupled: Whether the loss is computed of the outputs of the whole batch; None: as the workload says.
     """
 
     eval_modules: frozenset[str] = frozenset()
@@ -83,6 +86,8 @@ class Ablation:
     sum_losses: bool = False
     without_hooks: bool = False
     without_balancing_loss: bool = False
+    batchnorm: BatchNormMode | None = None
+    coupled: Coupled | None = None
 
 
 UNCHANGED = Ablation()
@@ -91,19 +96,20 @@ UNCHANGED = Ablation()
 class UpdateRun:
     """One fresh copy of a fixture, under an ablation, for one update or one part.
 
-    `begin` is called before each part's forward, with its index and the generators that modules of this copy keep;
-    `end` is called before the optimizer's step.
+    `begin` is called before each part's forward, with its index and the generators that modules of this copy keep, and
+    `go_on` where it goes on after others had their turn; `end` is called before the optimizer's step.
     """
 
     def __init__(self, fixture: Fixture, ablation: Ablation = UNCHANGED) -> None:
         self.trained: TrainingCopy = fixture.fresh()
         self._fixture, self._ablation, self._scale = fixture, ablation, fixture.loss_scale
         self._kept: tuple[ModuleState, PlainAttributes] | None = None
+        self._batchnorm: BatchNormMode = ablation.batchnorm or fixture.workload.batchnorm
         model = self.trained.model
         for name, module in model.named_modules():
             if name in ablation.eval_modules:
                 module.eval()
-        if fixture.workload.batchnorm == "frozen":
+        if self._batchnorm == "frozen":
             for norm in find_batchnorms(model, self.trained.objective.criterion_module):
                 norm.training = False
         if ablation.without_balancing_loss:
@@ -133,13 +139,22 @@ class UpdateRun:
             self._backward(loss)
             return self._result(float(loss.detach()), values, connected, self._step(end))
 
-    def accumulated(self, batch: Any, parts: Sequence[Any], begin: Begin, end: Callable[[], None]) -> UpdateResult:
+    def accumulated(
+        self, batch: Any, parts: Sequence[Any], begin: Begin, go_on: Begin, end: Callable[[], None]
+    ) -> UpdateResult:
         """Make one update by the Accumulator, from the batch or its `parts`."""
         fixture, trained, sizes = self._fixture, self.trained, [batch_size(part) for part in parts]
-        weight = _apply_weighting(trained.objective, self._ablation).weight  # Its own copy: each call takes the next.
-        counting = [index for index, part in enumerate(parts) if has_weight(weight(part))]
-        reset = self.reset_state if self._ablation.fresh_state else None
-        observer = _PartObserver(self._with_generators(begin), end, counting, reset)
+        objective = _apply_changes(trained.objective, self._ablation)  # Its own copy: each call takes the next weight.
+        counting = [
+            index for index, part in enumerate(parts) if objective.coupled or has_weight(objective.weight(part))
+        ]
+        observer = _PartObserver(
+            self._with_generators(begin),
+            self._with_generators(go_on),
+            end,
+            counting,
+            self.reset_state if self._ablation.fresh_state else None,
+        )
         seen: dict[str, Tensor | None] = dict.fromkeys(self.parameters)
         trained.optimizer.register_step_pre_hook(lambda *_: seen.update(self._gradients()))
         scaler = None
@@ -149,9 +164,9 @@ class UpdateRun:
             accumulator = Accumulator(
                 trained.model,
                 trained.optimizer,
-                _apply_weighting(trained.objective, self._ablation),
+                _apply_changes(trained.objective, self._ablation),
                 micro_batch=max(sizes),
-                batchnorm=fixture.workload.batchnorm,
+                batchnorm=self._batchnorm,
                 accumulate_in=fixture.workload.accumulate_in,
                 precision="fp32" if fixture.precision == "fp64" else fixture.precision,
                 scaler=scaler,
@@ -284,8 +299,10 @@ def _users_code(doing: str) -> Iterator[None]:
         raise blame_workload(error, doing) from error
 
 
-def _apply_weighting(objective: Objective, ablation: Ablation) -> Objective:
-    """Return the objective with the weighting of an ablation."""
+def _apply_changes(objective: Objective, ablation: Ablation) -> Objective:
+    """Return the objective with the weighting of an ablation, and coupled if it says so."""
+    if ablation.coupled is not None:
+        objective = with_coupling(objective, ablation.coupled, WorkloadError)
     if ablation.sum_losses:
         return dataclasses.replace(objective, reduction="sum", weight_function=None)
     if ablation.weights is None:
@@ -295,23 +312,43 @@ def _apply_weighting(objective: Objective, ablation: Ablation) -> Objective:
 
 
 class _PartObserver(StepObserver):
-    """Calls `begin_part` when each part's forward begins."""
+    """Calls `begin` when each part's forward begins, and `go_on` when it goes on after others had their turn.
+
+    Parts in lock step say themselves which one it is; else the `counting` ones run in order, a second time where
+    forward is repeated.
+    """
 
     def __init__(
         self,
-        begin_part: Callable[[int], None],
+        begin: Callable[[int], None],
+        go_on: Callable[[int], None],
         end_parts: Callable[[], None],
         counting: Sequence[int],
         reset_state: Callable[[], None] | None,
     ) -> None:
-        self._begin_part, self._end_parts, self._reset_state = begin_part, end_parts, reset_state
-        self._waiting = itertools.cycle(counting)
+        self._begin, self._go_on, self._end_parts, self._reset_state = begin, go_on, end_parts, reset_state
+        self._counting = counting
+        self._begin_attempt()
+
+    def _begin_attempt(self) -> None:
+        self._in_order = itertools.cycle(self._counting)
+        self._turn: int | None = None
+        self._begun: set[int] = set()
+
+    def part(self, index: int) -> None:
+        if self._turn is None:  # What ran before was an attempt without lock step.
+            self._begin_attempt()
+        self._turn = index
+        if index in self._begun:
+            self._go_on(index)
 
     def phase(self, phase: StepPhase) -> None:
         if phase == "forward":
             if self._reset_state is not None:
                 self._reset_state()
-            self._begin_part(next(self._waiting))
+            index = next(self._in_order) if self._turn is None else self._turn
+            self._begun.add(index)
+            self._begin(index)
         elif phase == "clip":
             self._end_parts()
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from autoaccum.options import Coupled
 from autoaccum.serialization import freeze, to_plain
 
 SCHEMA = 1
@@ -88,6 +89,9 @@ class Cause:
         change: What makes it equal, as a sentence or a line of code.
         where: The modules, attributes, terms or lines concerned; may be empty.
         proved: The same comparison without this cause (and the others that were found) was equal.
+        mode: The mode of autoaccum that takes it away, as in `batchnorm="exact"`; None where there is none.
+        left: The largest difference of gradients with that mode (and the others' changes), relative to the largest
+            entry; None where it was not proved.
     """
 
     kind: CauseKind
@@ -95,6 +99,8 @@ class Cause:
     change: str
     where: tuple[str, ...] = ()
     proved: bool = False
+    mode: str | None = None
+    left: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +121,7 @@ class Verification:
         workload: Name, digest, model, parameters, optimizer, reduction, weight.
         environment: Versions of Python, PyTorch and so on.
         seconds: The time it took.
+        coupled: Whether the loss was computed of the outputs of the whole batch (`options.Coupled`).
         schema: The version of the record.
     """
 
@@ -131,6 +138,7 @@ class Verification:
     workload: Mapping[str, Any]
     environment: Mapping[str, Any]
     seconds: float
+    coupled: Coupled = False
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

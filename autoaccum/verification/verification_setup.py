@@ -103,7 +103,7 @@ def _prepare(
         worst_of = _worst_of(loaded, options, target)
         found = apply_settings(loaded, largest_batch=target, worst_of=worst_of, optimizer=options.optimizer)
     tried = prepare(found, "auto" if isinstance(found, LiveObjects) else "cpu")
-    requested = {"batchnorm": options.batchnorm, "multiple_of": options.multiple_of}
+    requested = {"batchnorm": options.batchnorm, "coupled": options.coupled, "multiple_of": options.multiple_of}
     workload = replace_fields(tried.workload, accumulate=accumulate, **requested)
     check_optimizer(None if tried.optimizer is not None else workload.optimizer)
     if workload.accumulate is not None and not callable(workload.accumulate):

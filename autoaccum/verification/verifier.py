@@ -52,6 +52,8 @@ _MIN_LOSS_SCALE = 2.0**-10
 _ONE_VALUE = "more than 1 value per channel"
 """From `_verify_batch_size` of torch/nn/functional.py: BatchNorm refuses a single sample."""
 
+_SINGLE = 'BatchNorm cannot run a single sample: give --batchnorm exact, or --micro-batch 2'
+
 
 class Verifier:
     """Verifies one workload, which the record calls `reference`, in parts of at most `micro` samples."""
@@ -222,9 +224,9 @@ class Verifier:
                 " these cannot be replayed",
                 hint="draw with torch (torch.rand, torch.randperm), whose numbers are replayed, or draw in batch(size)",
             )
-        known = {(cause.kind, cause.where, cause.change) for cause in self._causes}
+        known = {_identity(cause) for cause in self._causes}
         is_unknown = any(cause.kind == "unknown" for cause in self._causes)
-        new = [one for one in causes if (one.kind, one.where, one.change) not in known]
+        new = [one for one in causes if _identity(one) not in known]
         self._causes += [one for one in new if one.kind != "unknown" or not is_unknown]
 
     def _repeat_in_float64(
@@ -255,6 +257,7 @@ class Verifier:
             precision=self._precision,
             device=str(runs.fixture.device),
             batchnorm=workload.batchnorm,
+            coupled=workload.coupled,
             rounding=tolerances.rounding,
             comparisons=tuple(self._comparisons),
             causes=tuple(self._causes),
@@ -298,6 +301,11 @@ def _compared(
     return found, tolerances
 
 
+def _identity(cause: Cause) -> tuple[object, ...]:
+    """Return what tells causes apart; the way out of BatchNorm depends on whose loop it was found in."""
+    return cause.kind, cause.where, None if cause.kind == "batchnorm" else cause.change
+
+
 def _nonfinite_gradient(runs: PairedRuns) -> str | None:
     """Return the name of a parameter whose gradient from the full batch is not finite; None where all are finite.
 
@@ -311,7 +319,7 @@ def _nonfinite_gradient(runs: PairedRuns) -> str | None:
             raise WorkloadError(error.message, hint=KEPT_STATE, user_traceback=error.user_traceback) from error
         if _ONE_VALUE not in error.message or max(runs.sizes) > 1:
             raise
-        raise WorkloadError(error.message, hint="BatchNorm cannot run a single sample: give --micro-batch 2") from error
+        raise WorkloadError(error.message, hint=_SINGLE) from error
     if not math.isfinite(full.loss):
         raise WorkloadError(f"the loss of batch({sum(runs.sizes)}) is {full.loss}", hint=_NOT_FINITE)
     return next((name for name, gradient in full.gradients.items() if not is_finite(gradient)), None)

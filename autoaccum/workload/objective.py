@@ -70,6 +70,18 @@ class Objective:
     batching: Batching | None = None
     coupled: Coupled = False
 
+    @property
+    def user_functions(self) -> tuple[Callable[..., Any], ...]:
+        """The functions of the loss that the user wrote: none for a criterion."""
+        if isinstance(self.loss_function, CoupledLoss):
+            return self.loss_function.outputs, self.loss_function.loss
+        return () if self.loss_function is None else (self.loss_function,)
+
+    @property
+    def takes_outputs(self) -> bool:
+        """Whether the loss is a function of the model's outputs, so that it can be coupled."""
+        return self.criterion is not None or isinstance(self.loss_function, CoupledLoss)
+
     def wrap_batch(self, batch: Any) -> Any:
         """Return `batch`, wrapped if the workload counts and splits its batches itself."""
         return wrap_batch(batch, self.batching)
@@ -229,7 +241,7 @@ def read_coupled_loss(loss: Any, outputs: Any, coupled_loss: Any) -> Any:
 def with_coupling(objective: Objective, coupled: Any, error: type[AutoaccumError]) -> Objective:
     """Return an objective whose loss is `coupled` or not; raise `error` if it cannot be computed of outputs."""
     coupled = read_coupled(coupled, error)
-    if coupled and objective.criterion is None and not isinstance(objective.loss_function, CoupledLoss):
+    if coupled and not objective.takes_outputs:
         raise error(
             "coupled is set, but the loss is a function of model and batch",
             hint="write def outputs(model, batch) and def coupled_loss(outputs, batch) in its place",

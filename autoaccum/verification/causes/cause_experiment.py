@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.batchnorm import BATCHNORMS
+from autoaccum.accumulation.batchnorm import normalises_by_batch
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling, describe_modules
 from autoaccum.accumulation.coupling_probe import find_coupling
 from autoaccum.accumulation.reachable_objects import tensor_hooks
 from autoaccum.devices.trial_run import seed_everything
-from autoaccum.errors import AutoaccumError
+from autoaccum.errors import AutoaccumError, first_line
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_comparison import Tolerances, compare
 from autoaccum.verification.update_run import UNCHANGED, Ablation, UpdateResult, UpdateRun
@@ -34,12 +35,18 @@ class Experiment:
         method: The way to accumulate that is compared with the full batch.
         window: The window of the comparison.
         rounding: How much equal combinations of runs may differ, relative to the largest entry.
+        left: The largest difference of gradients in the last comparison that was equal, relative to the largest entry.
+        has_exact: Whether `batchnorm="exact"` was what made it equal.
+        exact_failure: Why no update ran with `batchnorm="exact"`; None where one did, or none was tried.
     """
 
     def __init__(self, runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> None:
         self.runs, self.method, self.window = runs, comparison.method, comparison.window
         self._tolerances = tolerances
         self.rounding = _SLACK * tolerances.relative
+        self.left: float | None = None
+        self.has_exact = False
+        self.exact_failure: str | None = None
 
     @cached_property
     def model(self) -> nn.Module:
@@ -53,12 +60,18 @@ class Experiment:
 
     @cached_property
     def batchnorms(self) -> tuple[str, ...]:
-        """Names of BatchNorm modules that normalise by the batch, and by running statistics in eval mode."""
-        return tuple(
-            name
-            for name, module in self.model.named_modules()
-            if isinstance(module, BATCHNORMS) and module.training and module.running_mean is not None
-        )
+        """Names of BatchNorm modules that normalise by the batch."""
+        return tuple(name for name, module in self.model.named_modules() if normalises_by_batch(module))
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether the loss is computed of the outputs of the whole batch, so that no part has a weight."""
+        return bool(self.runs.objective.coupled) and self.method == "accumulator"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether BatchNorm normalises by the whole batch in the comparison as it was made."""
+        return self.runs.fixture.workload.batchnorm == "exact" and self.method == "accumulator"
 
     @cached_property
     def state(self) -> tuple[str, ...]:
@@ -92,10 +105,13 @@ class Experiment:
     def pair(self, ablation: Ablation) -> tuple[UpdateResult, UpdateResult] | None:
         """Return the full and the accumulated update; None where the user's code raises under this ablation."""
         try:
-            accumulate = self.runs.accumulated if self.method == "accumulator" else self.runs.user_loop
-            return self.runs.full(ablation), accumulate(ablation)
+            return self._run(ablation)
         except AutoaccumError:
             return None
+
+    def _run(self, ablation: Ablation) -> tuple[UpdateResult, UpdateResult]:
+        accumulate = self.runs.accumulated if self.method == "accumulator" else self.runs.user_loop
+        return self.runs.full(ablation), accumulate(ablation)
 
     def differences(self, ablation: Ablation) -> Mapping[Quantity, Difference] | None:
         """Return what is unequal under `ablation`; None where there is nothing to compare.
@@ -119,8 +135,29 @@ class Experiment:
         return all(difference.equal for difference in compare(one, other, self._tolerances))
 
     def is_equal(self, ablation: Ablation) -> bool:
-        """Return whether the full and the accumulated update are equal under `ablation`."""
-        return self.differences(ablation) == {}
+        """Return whether the full and the accumulated update are equal under `ablation`.
+
+        Where it puts all BatchNorms at rest, `batchnorm="exact"` is tried in its place: what cures them, not what takes
+        them away. Only where that does not run do they rest.
+        """
+        self.left, self.has_exact, norms = None, False, frozenset(self.batchnorms)
+        if norms and norms <= ablation.eval_modules and self.method == "accumulator":
+            exact = replace(ablation, eval_modules=ablation.eval_modules - norms, batchnorm="exact")
+            try:
+                self._run(exact)
+            except AutoaccumError as error:
+                self.exact_failure = first_line(error.message)
+            else:
+                return self._compare(exact, has_exact=True)
+        return self._compare(ablation, has_exact=False)
+
+    def _compare(self, ablation: Ablation, *, has_exact: bool) -> bool:
+        pair = self.pair(ablation)
+        if pair is None or self.differences(ablation):
+            return False
+        self.has_exact = has_exact
+        self.left = next(one.error for one in compare(*pair, self._tolerances) if one.quantity == "gradients")
+        return True
 
 
 def two_splits(total: int) -> tuple[tuple[int, ...], ...]:

@@ -10,7 +10,14 @@ from typing import Literal, NamedTuple
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling, list_names
 from autoaccum.accumulation.first_step_checks import load_balancing_factors
 from autoaccum.verification.causes.cause_experiment import Experiment, find_nondeterminism, look_for_coupling
-from autoaccum.verification.causes.coupling_causes import coupling_causes, explain_whole, make_cause, state_cause
+from autoaccum.verification.causes.coupling_causes import (
+    batchnorm_cause,
+    coupled_cause,
+    coupling_causes,
+    explain_whole,
+    make_cause,
+    state_cause,
+)
 from autoaccum.verification.causes.loop_causes import explain_loop
 from autoaccum.verification.causes.weighting_causes import explain_mixed_terms, explain_weighting
 from autoaccum.verification.paired_runs import PairedRuns
@@ -26,7 +33,7 @@ _COARSE = 1e-2
 class _PossibleCause(NamedTuple):
     """One possible cause, and the modules, attributes or buffers it is in."""
 
-    kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model", "balancing loss"]
+    kind: Literal["batchnorm", "state", "hook", "randomness", "coupled model", "balancing loss", "coupled loss"]
     where: tuple[str, ...] = ()
 
     def added(self, ablation: Ablation) -> Ablation:
@@ -38,6 +45,8 @@ class _PossibleCause(NamedTuple):
             return replace(ablation, neutral_rng=True)
         if self.kind == "balancing loss":
             return replace(ablation, without_balancing_loss=True)
+        if self.kind == "coupled loss":
+            return replace(ablation, coupled=True)
         return replace(ablation, eval_modules=ablation.eval_modules | frozenset(self.where))
 
 
@@ -70,8 +79,13 @@ def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
     candidates = _find_candidates(experiment)
     found = _find_least(experiment, candidates)
     if found is not None:
-        return _causes(experiment, found)
+        return _cure_loss(experiment, candidates, _causes(experiment, found))
     coupling = look_for_coupling(experiment)
+    if experiment.is_coupled:  # The loss is computed of all samples.
+        coupling = replace(coupling, loss=False)
+    if experiment.is_exact:
+        modules = tuple(name for name in coupling.modules if name not in experiment.batchnorms)
+        coupling = replace(coupling, modules=modules)
     others = tuple(name for name in coupling.modules if name != WHOLE_MODEL and name not in experiment.batchnorms)
     found = _find_least(experiment, candidates, _PossibleCause("coupled model", others)) if others else None
     if found is not None:
@@ -80,15 +94,37 @@ def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
         # Two divisors in one loss only look like samples that are mixed.
         return *coupling_causes(experiment, replace(coupling, loss=False)), mixed, *_observed_state(experiment)
     seen = (*coupling_causes(experiment, coupling), *_observed_state(experiment))
+    seen = _cure_loss(experiment, candidates, seen)
+    if all(cause.proved for cause in seen) and seen:
+        return seen
     if experiment.moved_parameters or any(cause.kind in ("coupled loss", "coupled model") for cause in seen):
         return seen
     return (*seen, _remaining_cause(experiment, coupling))
 
 
+def _cure_loss(
+    experiment: Experiment, candidates: Sequence[_PossibleCause], causes: tuple[Cause, ...]
+) -> tuple[Cause, ...]:
+    """Try what cures a coupled loss among `causes`: one computation of the loss from the outputs of all parts.
+
+    That is possible where the loss has a function for outputs, as a criterion has.
+    """
+    objective = experiment.runs.objective
+    loss = next((cause for cause in causes if cause.kind == "coupled loss" and not cause.proved), None)
+    if loss is None or experiment.method == "accumulate" or not objective.takes_outputs:
+        return causes
+    found = _find_least(experiment, candidates, _PossibleCause("coupled loss", loss.where))
+    if found is None:
+        return causes
+    cured = coupled_cause(experiment, loss)
+    others = tuple(one for one in found.candidates if one.kind != "coupled loss")
+    return (*_causes(experiment, _Found(others)), cured)
+
+
 def _find_candidates(experiment: Experiment) -> list[_PossibleCause]:
     runs = experiment.runs
     found = [
-        _PossibleCause("batchnorm", experiment.batchnorms),
+        _PossibleCause("batchnorm", () if experiment.is_exact else experiment.batchnorms),
         _PossibleCause("balancing loss", load_balancing_factors(experiment.model)),
         _PossibleCause("state", experiment.state),
         _PossibleCause("hook", experiment.hooked_parameters),
@@ -135,8 +171,10 @@ def _combine(
 
 
 def _explain(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...] | None:
-    if experiment.rounding > _COARSE:
+    if experiment.rounding > _COARSE or ablation.coupled or experiment.is_coupled:
         return None
+    if experiment.is_exact:  # Parts by themselves add up only where BatchNorm does not join them.
+        ablation = replace(ablation, eval_modules=ablation.eval_modules | frozenset(experiment.batchnorms))
     explain = explain_loop if experiment.method == "accumulate" else explain_weighting
     return explain(experiment, ablation)
 
@@ -152,9 +190,11 @@ def _cause(experiment: Experiment, one: _PossibleCause, found: _Found) -> Cause:
     proved = all(cause.proved for cause in found.explained)
     if one.kind == "state":
         return replace(state_cause(experiment, one.where, _combine(found.candidates, but=one)[1]), proved=proved)
-    alone = one.kind == "batchnorm" and len(found.candidates) == 1 and not found.explained
-    if alone and set(experiment.differences(UNCHANGED) or ()) == {"buffers"}:
-        return make_cause("statistics", one.where, proved=True)
+    if one.kind == "batchnorm":
+        alone = len(found.candidates) == 1 and not found.explained
+        if alone and set(experiment.differences(UNCHANGED) or ()) == {"buffers"}:
+            return replace(make_cause("statistics", one.where, proved=True), mode='batchnorm="running"')
+        return batchnorm_cause(experiment, one.where, proved=proved)
     return make_cause("module" if one.kind == "coupled model" else one.kind, one.where, proved=proved)
 
 
@@ -171,8 +211,8 @@ def _observed_state(experiment: Experiment) -> tuple[Cause, ...]:
 
 def _remaining_cause(experiment: Experiment, coupling: Coupling) -> Cause:
     """Return the cause that remains when all coupling is known: terms that need different weights, or unknown."""
-    known = None if coupling.loss else _mixed_terms(experiment)
-    if known is None and not coupling.modules and experiment.rounding <= _COARSE:
+    known = None if coupling.loss or experiment.is_coupled else _mixed_terms(experiment)
+    if known is None and not experiment.is_coupled and not coupling.modules and experiment.rounding <= _COARSE:
         ablation = replace(_base_ablation(experiment), neutral_rng=bool(experiment.runs.rng_sites))
         known = explain_whole(experiment, ablation)
     return known or _unknown_cause(experiment, "no experiment makes both updates equal", coupling)

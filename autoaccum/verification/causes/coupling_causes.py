@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from autoaccum.accumulation.coupling import Coupling, describe_modules, list_names
 from autoaccum.errors import AutoaccumError
@@ -13,6 +14,8 @@ from autoaccum.verification.update_run import Ablation
 from autoaccum.verification.verification_result import Cause, CauseKind
 from autoaccum.workload.pytree import CustomBatch
 
+EXACT = 'batchnorm="exact"'
+
 
 def coupling_causes(experiment: Experiment, coupling: Coupling) -> tuple[Cause, ...]:
     """Return the causes for what was seen to couple samples, where ablating it was not enough."""
@@ -21,9 +24,15 @@ def coupling_causes(experiment: Experiment, coupling: Coupling) -> tuple[Cause, 
         is_outside, is_pair = name.startswith(OUTSIDE), name in coupling.pairs
         text = "outside" if is_outside else "pairs" if is_pair else "module"
         found["batchnorm" if name in experiment.batchnorms else text].append(name)
-    causes = [make_cause(text, tuple(names)) for text, names in found.items() if names]
+    causes = [
+        batchnorm_cause(experiment, tuple(names)) if text == "batchnorm" else make_cause(text, tuple(names))
+        for text, names in found.items()
+        if names
+    ]
     return (*causes, _loss_cause(experiment)) if coupling.loss else tuple(causes)
 
+
+_OUTPUTS = "write outputs(model, batch) and coupled_loss(outputs, batch) in place of loss, with coupled = True"
 
 _TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
     "statistics": (
@@ -34,14 +43,14 @@ _TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
     "batchnorm": (
         "batchnorm",
         "BatchNorm normalises by the micro-batch, not by the whole batch, in {modules}",
-        'batchnorm="frozen" (normalises by running statistics, as with eval() on these modules), or GroupNorm or'
-        ' InstanceNorm (without running statistics) instead; batchnorm="running" mends running statistics only',
+        'batchnorm="frozen" (by running statistics, as with eval()) and GroupNorm are exact too; batchnorm="running"'
+        " mends running statistics only",
     ),
     "module": (
         "coupled model",
         "a sample's output depends on the others of its micro-batch in {modules}",
-        "make it look at one sample at a time, as LayerNorm and GroupNorm do, call eval() on it if that changes it, or"
-        f" remove it; {LARGER}",
+        "compute what it takes of other samples from autoaccum.whole_batch(x); or make it look at one sample at a time,"
+        " as LayerNorm and GroupNorm do, or call eval() on it if that changes it",
     ),
     "outside": (
         "coupled model",
@@ -53,14 +62,14 @@ _TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
         "coupled model",
         "a matrix of all pairs of samples, as for in-batch negatives, is computed in {modules}: a micro-batch has only"
         " the pairs of its own samples",
-        f"no weight helps here: {LARGER}",
+        f"no weight helps here: {_OUTPUTS}, with this matrix computed in coupled_loss",
     ),
     "balancing loss": (
         "coupled loss",
         "the auxiliary loss that balances experts (of output_router_logits) is computed from all tokens of a"
         " micro-batch at once",
-        "leave it out with output_router_logits=False, or accept that it balances each micro-batch by itself, as in"
-        f" most training; {LARGER}",
+        "compute it in loss(model, batch), of autoaccum.whole_batch(logits) of each router; or leave it out with"
+        " output_router_logits=False, or accept that it balances each micro-batch by itself, as in most training",
     ),
     "randomness": (
         "randomness",
@@ -80,6 +89,33 @@ def make_cause(text: str, names: tuple[str, ...], *, proved: bool = False) -> Ca
     kind, found, change = _TEXTS[text]
     said = found.format(modules=describe_modules(names), names=list_names(names))
     return Cause(kind=kind, found=said, change=change, where=names, proved=proved)
+
+
+def batchnorm_cause(experiment: Experiment, names: tuple[str, ...], *, proved: bool = False) -> Cause:
+    """Make the cause for BatchNorm, whose cure is `batchnorm="exact"`; proved by it where the experiment says so."""
+    cause, mode = make_cause("batchnorm", names, proved=proved), EXACT
+    if experiment.method == "accumulate":
+        first = f"{EXACT}, which only the Accumulator has, in place of the loop"
+    elif proved and experiment.has_exact:
+        return _cured(cause, EXACT, f"{EXACT} normalises by the whole batch", experiment.left)
+    elif experiment.exact_failure is not None:
+        mode, first = None, f"{EXACT} does not run here ({experiment.exact_failure})"
+    else:
+        first = f"{EXACT}, which normalises by the whole batch"
+    return replace(cause, change=f"{first}; {cause.change}", mode=mode)
+
+
+def coupled_cause(experiment: Experiment, cause: Cause) -> Cause:
+    """Return the cause for a coupled loss, of which the experiment proved that `coupled = True` cures it."""
+    change = "if samples are not meant to be compared, give outputs and targets the same shape"
+    first = "coupled = True computes the loss once, of all outputs"
+    return _cured(replace(cause, change=change), "coupled = True", first, experiment.left)
+
+
+def _cured(cause: Cause, mode: str, first: str, left: float | None) -> Cause:
+    """Return `cause` with the mode that cures it, and the difference of gradients that was left under it."""
+    proof = f"{first}: the full batch's gradient within {left:.0e}, proved here"
+    return replace(cause, change=f"{proof}; {cause.change}", mode=mode, left=left, proved=True)
 
 
 def state_cause(experiment: Experiment, names: tuple[str, ...], without: Ablation) -> Cause:
@@ -136,7 +172,7 @@ def _loss_cause(experiment: Experiment) -> Cause:
     first = "check first that split(batch, sizes) returns each sample once, in order; if it does, "
     change = (
         f"{first if isinstance(experiment.runs.batch, CustomBatch) else ''}give what is compared the same shape;"
-        " otherwise no weight helps: compute a statistic of targets where the batch is made, before it is split, and"
-        f" pass it along with each sample; for a statistic of outputs, {LARGER}"
+        " otherwise no weight helps: compute a statistic of targets where the batch is made, before it is split; for"
+        f" one of outputs, {_OUTPUTS}, or take autoaccum.whole_batch(x) of what is compared"
     )
     return Cause(kind="coupled loss", found=found, change=change, where=("the loss",))

@@ -52,7 +52,8 @@ _FUNCTION = Cause(
     ),
     change=(
         "return a sum over samples divided by a count that adds up over parts, and apply such functions only to what"
-        " is reported; no weight helps here: only the whole batch in one part gives the exact gradient"
+        " is reported; no weight helps here, but outputs(model, batch) and coupled_loss(outputs, batch) with coupled ="
+        " True do: the loss is then computed once, of the whole batch"
     ),
     where=("the loss",),
 )
