@@ -30,6 +30,7 @@ from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.options import BatchNormMode, Coupled
 from autoaccum.verification.fixture import Fixture, TrainingCopy
+from autoaccum.verification.recalled_outputs import take_apart
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.objective import Objective, match_weights, with_coupling
@@ -302,6 +303,8 @@ def _users_code(doing: str) -> Iterator[None]:
 def _apply_changes(objective: Objective, ablation: Ablation) -> Objective:
     """Return the objective with the weighting of an ablation, and coupled if it says so."""
     if ablation.coupled is not None:
+        if objective.loss_function is not None and not objective.takes_outputs:
+            objective = dataclasses.replace(objective, loss_function=take_apart(objective.loss_function))
         objective = with_coupling(objective, ablation.coupled, WorkloadError)
     if ablation.sum_losses:
         return dataclasses.replace(objective, reduction="sum", weight_function=None)

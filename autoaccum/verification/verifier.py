@@ -52,7 +52,7 @@ _MIN_LOSS_SCALE = 2.0**-10
 _ONE_VALUE = "more than 1 value per channel"
 """From `_verify_batch_size` of torch/nn/functional.py: BatchNorm refuses a single sample."""
 
-_SINGLE = 'BatchNorm cannot run a single sample: give --batchnorm exact, or --micro-batch 2'
+_SINGLE = "BatchNorm cannot run a single sample: give --batchnorm exact, or --micro-batch 2"
 
 
 class Verifier:

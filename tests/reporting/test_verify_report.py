@@ -81,7 +81,11 @@ DIFFERENT = dataclasses.replace(
             proved=True,
         ),
         Cause(
-            kind="batchnorm", found="normalises by the part", change='batchnorm="frozen"', where=("a", "b", "c", "d")
+            kind="batchnorm",
+            found="normalises by the part",
+            change='batchnorm="exact"',
+            where=("a", "b", "c", "d"),
+            mode='batchnorm="exact"',
         ),
     ),
     notes=(),
@@ -131,13 +135,17 @@ def test_what_differs_is_said_with_the_cause_and_code_to_copy() -> None:
     assert "  def weight(batch): return (batch[1] != -100).sum()" in lines
     assert "proved       with all of these done, the same comparison is equal" in lines
     assert "in           a, b, c and 1 more" in lines
-    assert 'change       batchnorm="frozen"' in lines
+    assert 'change       batchnorm="exact"' in lines
     assert any(line.startswith("unproved") for line in lines)
     assert "plan" not in text
     assert lines[-2:] == [
-        "see what remains with BatchNorm frozen (-v shows all that was compared):",
-        "  autoaccum verify 'my model.py' --batchnorm frozen",
+        "see what remains with BatchNorm exact (-v shows all that was compared):",
+        "  autoaccum verify 'my model.py' --batchnorm exact",
     ]
+    alone = drawn(dataclasses.replace(DIFFERENT, causes=(dataclasses.replace(DIFFERENT.causes[1], proved=True),)))
+    assert 'proved       with batchnorm="exact", the same comparison is equal' in alone.splitlines()
+    rest = dataclasses.replace(DIFFERENT.causes[1], mode=None)
+    assert "--batchnorm frozen" in drawn(dataclasses.replace(DIFFERENT, causes=(rest,))), "where exact does not run"
     again = drawn(dataclasses.replace(DIFFERENT, causes=DIFFERENT.causes[:1])).splitlines()
     assert again[-2:] == [
         "make the change, and verify again (-v shows all that was compared):",

@@ -39,6 +39,11 @@ def standardised() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 6), Standardised(), nn.Tanh(), nn.Linear(6, CLASSES))
 
 
+def normalised_anew() -> nn.Module:
+    norm = nn.BatchNorm1d(6, track_running_stats=False)
+    return nn.Sequential(nn.Linear(FEATURES, 6), norm, nn.Tanh(), nn.Linear(6, CLASSES))
+
+
 class Stubborn(Standardised):
     """Normalises by the batch in eval mode too."""
 

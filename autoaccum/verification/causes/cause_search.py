@@ -107,11 +107,10 @@ def _cure_loss(
 ) -> tuple[Cause, ...]:
     """Try what cures a coupled loss among `causes`: one computation of the loss from the outputs of all parts.
 
-    That is possible where the loss has a function for outputs, as a criterion has.
+    A `loss(model, batch)` is taken apart for it, where it calls the model once (`recalled_outputs`).
     """
-    objective = experiment.runs.objective
     loss = next((cause for cause in causes if cause.kind == "coupled loss" and not cause.proved), None)
-    if loss is None or experiment.method == "accumulate" or not objective.takes_outputs:
+    if loss is None or experiment.method == "accumulate" or experiment.is_coupled:
         return causes
     found = _find_least(experiment, candidates, _PossibleCause("coupled loss", loss.where))
     if found is None:

@@ -32,7 +32,16 @@ def coupling_causes(experiment: Experiment, coupling: Coupling) -> tuple[Cause, 
     return (*causes, _loss_cause(experiment)) if coupling.loss else tuple(causes)
 
 
-_OUTPUTS = "write outputs(model, batch) and coupled_loss(outputs, batch) in place of loss, with coupled = True"
+_OUTPUTS = "coupled = True with outputs(model, batch) and coupled_loss(outputs, batch) in place of loss"
+
+_COMPARES = (
+    "the loss compares samples or averages over them (in-batch negatives, a statistic of the batch, outputs of"
+    " shape (n, 1) with targets of shape (n,)): a part has only its own samples"
+)
+_SIMPLER = (
+    "give what is compared the same shape, and compute a statistic of targets where the batch is made, before it is"
+    " split"
+)
 
 _TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
     "statistics": (
@@ -62,7 +71,7 @@ _TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
         "coupled model",
         "a matrix of all pairs of samples, as for in-batch negatives, is computed in {modules}: a micro-batch has only"
         " the pairs of its own samples",
-        f"no weight helps here: {_OUTPUTS}, with this matrix computed in coupled_loss",
+        f"no weight helps here: take {_OUTPUTS}, and compute this matrix in coupled_loss",
     ),
     "balancing loss": (
         "coupled loss",
@@ -93,11 +102,13 @@ def make_cause(text: str, names: tuple[str, ...], *, proved: bool = False) -> Ca
 
 def batchnorm_cause(experiment: Experiment, names: tuple[str, ...], *, proved: bool = False) -> Cause:
     """Make the cause for BatchNorm, whose cure is `batchnorm="exact"`; proved by it where the experiment says so."""
-    cause, mode = make_cause("batchnorm", names, proved=proved), EXACT
+    cause = make_cause("batchnorm", names, proved=proved)
+    mode: str | None = EXACT
     if experiment.method == "accumulate":
         first = f"{EXACT}, which only the Accumulator has, in place of the loop"
     elif proved and experiment.has_exact:
-        return _cured(cause, EXACT, f"{EXACT} normalises by the whole batch", experiment.left)
+        made = _cured(cause, EXACT, f"{EXACT} normalises by the whole batch", experiment.left)
+        return replace(made, change=f"{made.change}; {cause.change}")
     elif experiment.exact_failure is not None:
         mode, first = None, f"{EXACT} does not run here ({experiment.exact_failure})"
     else:
@@ -107,15 +118,20 @@ def batchnorm_cause(experiment: Experiment, names: tuple[str, ...], *, proved: b
 
 def coupled_cause(experiment: Experiment, cause: Cause) -> Cause:
     """Return the cause for a coupled loss, of which the experiment proved that `coupled = True` cures it."""
-    change = "if samples are not meant to be compared, give outputs and targets the same shape"
-    first = "coupled = True computes the loss once, of all outputs"
-    return _cured(replace(cause, change=change), "coupled = True", first, experiment.left)
+    objective = experiment.runs.objective
+    first = "coupled = True" if objective.takes_outputs else _OUTPUTS
+    made = _cured(cause, "coupled = True", f"{first} computes the loss once, of all outputs", experiment.left)
+    if objective.criterion is not None and objective.criterion.rule is not None:  # It compares nothing by itself.
+        return replace(made, change=f"give outputs and targets the same shape; if all pairs are meant, {made.change}")
+    if cause.found != _COMPARES:
+        return replace(made, change=f"{made.change}; or {cause.change.partition(';')[0]}")
+    return replace(made, change=f"{made.change}; simpler, if that is all: {_SIMPLER}")
 
 
 def _cured(cause: Cause, mode: str, first: str, left: float | None) -> Cause:
     """Return `cause` with the mode that cures it, and the difference of gradients that was left under it."""
-    proof = f"{first}: the full batch's gradient within {left:.0e}, proved here"
-    return replace(cause, change=f"{proof}; {cause.change}", mode=mode, left=left, proved=True)
+    change = f"{first}: the full batch's gradient within {left:.0e}, proved here"
+    return replace(cause, change=change, mode=mode, left=left, proved=True)
 
 
 def state_cause(experiment: Experiment, names: tuple[str, ...], without: Ablation) -> Cause:
@@ -165,14 +181,9 @@ def explain_whole(experiment: Experiment, ablation: Ablation) -> Cause | None:
 
 def _loss_cause(experiment: Experiment) -> Cause:
     """Return the cause for a loss that mixes samples, in its arithmetic or before it calls the model."""
-    found = (
-        "the loss compares samples or averages over them (in-batch negatives, a statistic of the batch, outputs of"
-        " shape (n, 1) with targets of shape (n,)): a part has only its own samples"
-    )
     first = "check first that split(batch, sizes) returns each sample once, in order; if it does, "
     change = (
-        f"{first if isinstance(experiment.runs.batch, CustomBatch) else ''}give what is compared the same shape;"
-        " otherwise no weight helps: compute a statistic of targets where the batch is made, before it is split; for"
-        f" one of outputs, {_OUTPUTS}, or take autoaccum.whole_batch(x) of what is compared"
+        f"{first if isinstance(experiment.runs.batch, CustomBatch) else ''}{_SIMPLER}; otherwise no weight helps: take"
+        f" {_OUTPUTS}, or autoaccum.whole_batch(x) of what is compared"
     )
-    return Cause(kind="coupled loss", found=found, change=change, where=("the loss",))
+    return Cause(kind="coupled loss", found=_COMPARES, change=change, where=("the loss",))
