@@ -66,6 +66,10 @@ def labelled(size: int) -> tuple[Tensor, Tensor]:
     return torch.randn(size, WIDTH), torch.where(index % 3 == 0, -1, index % 4 % 3)  # -1: no label
 
 
+def labelled_first(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, WIDTH), torch.where(torch.arange(size) == 0, 1, -1)
+
+
 def outputs(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
@@ -79,6 +83,14 @@ def contrast(found: Any, batch: Any) -> Tensor:
 def balanced_loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     found, balance = model(batch[0])
     return {"labels": functional.cross_entropy(found, batch[1], ignore_index=-1), "balance": balance}
+
+
+def added_loss(model: nn.Module, batch: Any) -> Tensor:
+    return torch.stack(list(balanced_loss(model, batch).values())).sum()
+
+
+def labels(batch: Any) -> Any:
+    return (batch[1] != -1).sum()
 
 
 def weights(batch: Any) -> dict[str, Any]:
@@ -105,6 +117,9 @@ WELL = {
     "lock step": contrastive(coupled="lockstep", batchnorm="frozen"),
     "lock step and exact BatchNorm": contrastive(coupled="lockstep", batchnorm="exact"),
     "Python's numbers between meetings": contrastive(Chancy, coupled=True, batchnorm="exact"),
+    "a balance of the whole batch, one of whose parts counts": Workload(
+        model=Gated, batch=labelled_first, loss=added_loss, weight=labels
+    ),
     "a balance of the whole batch": Workload(model=Gated, batch=labelled, loss=balanced_loss, weight=weights),
 }
 
