@@ -197,8 +197,6 @@ class Backpropagation:
             if share > 0:
                 record.shares.append((name, share))
                 record.values.append(terms[name].detach().clone())
-        if not losses:  # A part without weight, which runs for the sake of others.
-            return torch.zeros((), device=self.device)
         return losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
 
     def _begin_forward(self) -> None:
