@@ -172,11 +172,7 @@ _PHRASES = {
 }
 _NAMES: dict[str, dict[Any, str]] = {
     "kind": {"cpu": "the CPU", "cuda": "a CUDA card"},
-    "coupled": {
-        False: "a loss of each micro-batch",
-        True: "a coupled loss of the whole batch",
-        "lockstep": 'a coupled loss in lock step (coupled="lockstep")',
-    },
+    "coupled": {False: "a loss of each micro-batch", True: "a coupled loss of the whole batch"},
 }
 
 
@@ -270,6 +266,7 @@ def plan_facts(plan: PlanLike) -> dict[str, Any]:
     workload, device = plan.workload, plan.device
     found = {name: workload.get(name) for name in _RECORDED}
     found |= {name: device.get(name) for name in ("kind", "card")}
+    found["coupled"] = bool(found["coupled"])  # In two passes or in lock step: a plan chooses between them.
     weight = workload.get("weight")
     found["loss"] = None if weight is None else _loss_phrase(workload.get("reduction") or "mean", weight)
     if found["kind"] == "simulated":
@@ -302,7 +299,7 @@ def current_facts(
         "kind": device.type,
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "batchnorm": batchnorm,
-        "coupled": objective.coupled,
+        "coupled": bool(objective.coupled),
         "accumulate_in": accumulate_in,
     }
 

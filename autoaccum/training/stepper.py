@@ -141,6 +141,7 @@ class Stepper(StepObserver):
             clip_norm=_MEASURE_ONLY if request.clip_norm is None else request.clip_norm,
             precision=components.precision,  # type: ignore[arg-type]
             batchnorm=components.batchnorm,
+            coupled=components.objective.coupled,
             accumulate_in=components.accumulate_in,
             scaler=components.scaler,
             multiple_of=choice.multiple_of,

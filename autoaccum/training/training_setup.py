@@ -192,7 +192,10 @@ class TrainingSetup:
         precision = self._resolve_option("precision", "fp32", plan)
         check_precision(precision)
         device = model_device(model)
-        objective = with_coupling(self.objective, self._resolve_option("coupled", False, plan), UsageError)
+        coupled = self._resolve_option("coupled", False, plan)
+        if coupled and plan is not None and self._request.options.coupled is None:
+            coupled = plan.workload.get("coupled") or coupled  # The faster way, as the plan found it.
+        objective = with_coupling(self.objective, coupled, UsageError)
         objective.move_criterion(device)
         _check_criterion(objective, optimizer)
         ema_decay = _resolve_ema_decay(self._request.ema_decay, self._keeps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.errors import UsageError
 from autoaccum.training.fit_events import Evaluated, FitResult, Updated
 from autoaccum.units import MIB, MemorySize
 
@@ -132,8 +133,9 @@ def test_a_window_of_one_micro_batch_is_the_same() -> None:
 @pytest.mark.parametrize("case", ["exact", "two towers"])
 def test_a_resumed_run_is_the_same_and_another_mode_is_refused(case: str, tmp_path: Path) -> None:
     fit(case, steps=7, run_dir=tmp_path)
-    for option, value in (("batchnorm", "frozen"), ("coupled", "lockstep")):
-        with pytest.raises(UsageError, match=f"{option} was .*, is '{value}'"):
+    other = not CASES[case].get("coupled_loss")
+    for option, value in (("batchnorm", "frozen"), ("coupled", other)):
+        with pytest.raises(UsageError, match=f"{option} was .*, is {value!r}"):
             fit(case, steps=9, run_dir=tmp_path, **{option: value})
     assert_same(fit(case, run_dir=tmp_path).model, fit(case).model, 0)
 
@@ -206,16 +208,27 @@ def test_a_live_model_trains_with_a_coupled_criterion() -> None:
         autoaccum.fit(live, LOADED, loss=lambda model, batch: model(batch[0]).sum(), coupled=True, **given)
 
 
-def test_a_plan_in_another_mode_is_refused() -> None:
-    own = workload("two towers")
-    plan = autoaccum.plan(own, target_batch=TARGET, memory=MemorySize(bytes=256 * MIB), coupled=True)
-    assert plan.workload["coupled"] is True
-    updates: list[Updated] = []
-    callbacks = [lambda event: updates.append(event) if isinstance(event, Updated) else None]
-    given: dict[str, Any] = {"target_batch": TARGET, "steps": 1, "progress": False, "plan": plan, "device": "cpu"}
-    autoaccum.fit(own, LOADED, callbacks=callbacks, **given)
-    assert [update.micro_batch for update in updates] == [plan.micro_batch]
+def test_a_plan_says_how_a_coupled_loss_is_computed_and_one_of_an_uncoupled_loss_is_refused() -> None:
+    calls: list[int] = []
+
+    def counted() -> nn.Module:
+        model = start(normed=False)
+        model.register_forward_hook(lambda *_: calls.append(1))
+        return model
+
+    own = workload("two towers", model=counted)
+    plan = autoaccum.plan(own, target_batch=TARGET, memory=MemorySize(bytes=256 * MIB), max_micro_batch=5)
+    given: dict[str, Any] = {"target_batch": TARGET, "steps": 1, "progress": False, "device": "cpu"}
+
+    def calls_of(way: Any, **options: Any) -> int:
+        calls.clear()
+        planned = dataclasses.replace(plan, workload={**plan.workload, "coupled": way})
+        autoaccum.fit(own, LOADED, plan=planned, **given, **options)
+        return len(calls)
+
+    twice, once = 2 * 2 * plan.iter_size, 2 * plan.iter_size  # Two towers.
+    assert (calls_of(True), calls_of("lockstep"), calls_of("lockstep", coupled=True)) == (twice, once, twice)
     with pytest.raises(UsageError, match="a coupled loss of the whole batch; here is a loss of each micro-batch"):
-        autoaccum.fit(own, LOADED, coupled=False, **given)
-    with pytest.raises(WorkloadError, match="there is outputs, but no coupled_loss: write both"):
-        workload("exact", outputs=outputs)
+        calls_of(True, coupled=False)
+    with pytest.raises(UsageError, match="a loss of each micro-batch; here is a coupled loss of the whole batch"):
+        calls_of(False)
