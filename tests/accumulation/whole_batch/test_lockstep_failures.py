@@ -1,0 +1,235 @@
+"""Parts that fail where they wait for each other: everything is undone, and nothing stays behind."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from greenlet import greenlet
+from memory_errors import OutOfMemoryAt
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from whole_batches import Recorded, check_equal, cross_entropy
+
+from autoaccum import whole_batch
+from autoaccum.accumulation.step_result import StepObserver
+from autoaccum.accumulation.whole_batch.lockstep import Lockstep, _saved_tensor_hooks
+from autoaccum.errors import WorkloadError
+
+SAMPLES, MICRO_BATCH, PARTS = 6, 2, 3
+
+
+class Net(nn.Module):
+    """Meets at two BatchNorms and at `whole_batch`; `fail` is called at every layer, with the layer's number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5)])
+        self.fail: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            for fail in self.fail:
+                fail(number, x)
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+                x = torch.relu(layer(x)) if number else layer(functional.dropout(x, 0.0))
+        return torch.as_tensor(x - whole_batch(x).mean(0))
+
+
+def batch_of(size: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4, dtype=torch.float64), torch.arange(size) % 5
+
+
+def contrast(outputs: Tensor, targets: Tensor) -> Tensor:
+    z = functional.normalize(outputs)
+    return functional.mse_loss(z @ z.T, (targets[:, None] == targets).to(z.dtype))
+
+
+MODES: dict[str, Any] = {
+    "exact": {"loss": cross_entropy, "batchnorm": "exact"},
+    "exact and coupled": {"criterion": contrast, "batchnorm": "exact", "coupled": True},
+    "two passes": {"criterion": contrast, "coupled": True},
+}
+
+
+def make(mode: str, observer: StepObserver | None = None) -> tuple[Recorded, nn.Module, Any]:
+    """Return a recorded model, the model, and the loss of its full batch."""
+    options = MODES[mode]
+    model: nn.Module = Net() if "batchnorm" in options else nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.0))
+    model.double()
+    recorded = Recorded(model, **options, micro_batch=MICRO_BATCH, observer=observer)
+    return recorded, model, cross_entropy if "loss" in options else lambda m, b: contrast(m(b[0]), b[1])
+
+
+@contextmanager
+def nothing_left_behind(recorded: Recorded) -> Iterator[None]:
+    """Assert that state, modes, hooks and greenlets are afterwards what they were before."""
+    model = recorded.model
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    forwards = [vars(module).get("forward") for module in model.modules()]
+    yield
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, greenlet) and one and one.parent is not None]
+    assert [vars(module).get("forward") for module in model.modules()] == forwards
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == (True, False)
+    assert (_saved_tensor_hooks(), _get_current_dispatch_mode_stack()) == ([], [])
+    x = torch.ones(1)
+    assert whole_batch(x) is x
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_may_run_out_anywhere(mode: str) -> None:
+    """At many of the storages that an update in parts of 2 makes, until one is over without a failure."""
+    batch, phases, number = batch_of(), set(), 0
+    while True:
+        recorded, model, loss = make(mode)
+        with OutOfMemoryAt(number) as failing, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = recorded.step(batch)
+        if not failing.fired:
+            break
+        phases |= {str(warning.message).split("(")[1].split(")")[0] for warning in caught}
+        assert result.micro_batches == ((1,) * SAMPLES if result.retries else (MICRO_BATCH,) * PARTS)
+        check_equal(recorded, model, loss, batch)
+        number += 7
+    assert {"forward", "backward"} <= phases
+    assert number > 40
+
+
+def at(part: int, place: int, act: Callable[[], None]) -> Callable[[int, Tensor], None]:
+    """Return what acts when the `part`-th part comes to a layer: whatever waits there, has met, or goes on."""
+    calls = [0]
+
+    def fail(number: int, _: Tensor) -> None:
+        if number == place:
+            calls[0] += 1
+            if calls[0] == part + 1:
+                act()
+
+    return fail
+
+
+def refuse() -> None:
+    raise RuntimeError("a layer fails")
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)  # The first one waits for the end of the phase.
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize(("act", "error"), [(refuse, RuntimeError), (interrupt, KeyboardInterrupt)])
+def test_a_part_that_fails_ends_all(part: int, place: int, act: Callable[[], None], error: type[BaseException]) -> None:
+    recorded, model, loss = make("exact")
+    recorded.model.fail.append(at(part, place, act))
+    with nothing_left_behind(recorded), pytest.raises(error):
+        recorded.step(batch_of())
+    recorded.model.fail.clear()
+    batch = batch_of()
+    recorded.step(batch)
+    check_equal(recorded, model, loss, batch)
+
+
+@pytest.mark.parametrize("index", range(PARTS * 4))
+def test_ctrl_c_arrives_where_a_part_goes_on(index: int) -> None:
+    seen = []
+
+    class Interrupting(StepObserver):
+        def part(self, index_of_part: int) -> None:
+            seen.append(index_of_part)
+            if len(seen) == index + 1:
+                signal.raise_signal(signal.SIGINT)
+
+    recorded, _, _ = make("exact", Interrupting())
+    with nothing_left_behind(recorded), pytest.raises(KeyboardInterrupt):
+        recorded.step(batch_of())
+    assert seen == (list(range(PARTS)) * 4)[: index + 1] + ([seen[-1] + 1] if len(seen) > index + 1 else [])
+
+
+def test_code_that_catches_exceptions_does_not_keep_a_part_alive() -> None:
+    caught: list[str] = []
+
+    def tolerant(model: nn.Module, batch: Any) -> Tensor:
+        try:
+            if len(batch[0]) == 1:
+                refuse()
+            return torch.as_tensor(cross_entropy(model, batch))
+        except Exception as error:
+            caught.append(str(error))
+            raise
+
+    def bare(model: nn.Module, batch: Any) -> Tensor:
+        for _ in range(3):
+            try:
+                return tolerant(model, batch)
+            except:  # noqa: E722
+                caught.append("anything")
+        raise ValueError("it gives up")
+
+    for loss in (tolerant, bare):
+        caught.clear()
+        model = Net().double()
+        recorded = Recorded(model, loss, micro_batch=MICRO_BATCH, batchnorm="exact")
+        with nothing_left_behind(recorded), pytest.raises((RuntimeError, ValueError), match="a layer fails|gives up"):
+            recorded.step(batch_of(5))
+        assert caught.count("a layer fails") in (1, 3)
+
+
+def test_parts_keep_their_own_contexts() -> None:
+    """Grad mode, autocast, hooks, function and dispatch modes, and context variables are those of the part."""
+    lockstep, variable = Lockstep(), ContextVar("variable", default=0)
+    variable.set(7)
+
+    def settings() -> tuple[Any, ...]:
+        functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        modes = len(functions), len(_get_current_dispatch_mode_stack())
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), len(_saved_tensor_hooks()), modes
+
+    def part(index: int) -> Callable[[], int]:
+        def run() -> int:
+            assert variable.get() == 7
+            variable.set(index)
+            with ExitStack() as stack:
+                if index == 1:
+                    stack.enter_context(torch.no_grad())
+                    stack.enter_context(torch.autocast("cpu", torch.bfloat16))
+                if index == 2:
+                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+                    stack.enter_context(torch.device("cpu"))
+                    stack.enter_context(OutOfMemoryAt(99))
+                before = settings()
+                for _ in range(3):
+                    shares = lockstep.meet("here", index, lambda values: [(sum(values), settings())] * len(values))
+                    assert shares == (sum(range(PARTS)), outside)
+                    assert settings() == before
+                    assert variable.get() == index
+            return index
+
+        return run
+
+    outside = settings()
+    assert lockstep.run([part(index) for index in range(PARTS)]) == list(range(PARTS))
+    assert settings() == outside
+    assert variable.get() == 7
+
+
+def test_parts_that_end_early_are_refused() -> None:
+    lockstep = Lockstep()
+    waits: Any = partial(lockstep.meet, "a norm", 0, list)
+    with pytest.raises(WorkloadError, match="a part of the batch is at a norm while another is at the end of its loss"):
+        lockstep.run([waits, lambda: None, waits])
