@@ -254,7 +254,8 @@ def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -
     if pytree.has_batch_dimension(first):
         return _concatenate(parts, path)
     children = [pytree.children(part) for part in parts]
-    if pytree.is_leaf(first) or children[0] is None or all(part is first for part in parts):
+    is_shared = all(part is first for part in parts) and not _has_rows(first)  # One batch may be given several times.
+    if pytree.is_leaf(first) or children[0] is None or is_shared:
         return first
     if pytree.is_sequence(first) and all(
         is_samples(part, size, top=top) for part, size in zip(parts, sizes, strict=True)
@@ -268,6 +269,10 @@ def _join(parts: list[Any], sizes: list[int], path: str, *, top: bool = False) -
         _join(list(column), sizes, path + step) for step, column in zip(steps, zip(*rows, strict=True), strict=True)
     ]
     return pytree.rebuild(first, joined)
+
+
+def _has_rows(node: Any) -> bool:
+    return pytree.has_batch_dimension(node) or any(_has_rows(child) for _, child in pytree.children(node) or ())
 
 
 def _concatenate(parts: list[Any], path: str) -> Any:

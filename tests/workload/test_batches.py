@@ -229,6 +229,15 @@ def test_refuses_to_join_parts_of_different_structure() -> None:
         join_batches([])
 
 
+def test_one_batch_given_twice_is_joined_to_twice_its_samples() -> None:
+    names = ["a", "b", "c"]
+    batch = {"inner": (rows(2), {"x": rows(2)}), "names": names}
+    joined = join_batches([batch, batch])
+    assert batch_size(joined) == 4
+    assert joined["names"] is names
+    assert len(joined["inner"][1]["x"]) == 4
+
+
 def test_moves_aliases_as_one() -> None:
     x = rows(5)
     moved = move_batch({"a": x, "b": x}, "meta")
