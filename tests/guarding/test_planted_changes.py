@@ -112,6 +112,31 @@ def test_settings_that_are_different_are_reported(measure: Measure) -> None:
     assert "precision bf16 -> fp32" in compare(CASE, measure(()), now, Tolerance()).explanation
 
 
+COUPLED = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 4096), nn.BatchNorm1d(4096), nn.Tanh(), nn.Linear(4096, 64))
+batchnorm, coupled = "exact", True
+def batch(size): return torch.randn(size, 64), torch.randn(size, 64)
+def outputs(model, batch): return model(batch[0]), model(batch[1])
+def coupled_loss(outputs, batch): return (outputs[0] @ outputs[1].T).logsumexp(1).mean()
+"""
+
+
+def test_the_modes_of_what_needs_the_whole_batch_are_locked(tmp_path: Path) -> None:
+    case = make_case(workload="train.py", gpu="rtx3090", micro_batch=512)
+    plain = COUPLED.replace('"exact", True', '"micro", False')
+    now, before = (measure_here(source, tmp_path, case=case) for source in (COUPLED, plain))
+    assert (now.batchnorm, now.coupled, before.batchnorm, before.coupled) == ("exact", "yes", "micro", None)
+    kept = as_locked(now, tmp_path, case)
+    assert kept.coupled == "yes"
+    assert compare(case, kept, now, Tolerance()).outcome == "unchanged"
+    assert "coupled =" in (tmp_path / "autoaccum.lock").read_text()
+    explanation = compare(case, as_locked(before, tmp_path, case), now, Tolerance()).explanation
+    assert "batchnorm micro -> exact, coupled no -> yes" in explanation
+    assert "coupled =" not in (tmp_path / "autoaccum.lock").read_text()
+
+
 def test_a_tolerance_above_the_growth_lets_it_pass(measure: Measure) -> None:
     now = measure(((" nn.GELU()", " nn.GELU(approximate='tanh')"), ("4 * WIDTH", "6 * WIDTH")))
     assert compare(CASE, measure(()), now, Tolerance()).outcome == "regressed"
