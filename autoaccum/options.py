@@ -25,6 +25,9 @@ Coupled = Literal[False, True, "lockstep"]
 """Whether the loss is computed once, of the outputs of the whole effective batch. True: each micro-batch runs forward
 twice, without and with a graph. `lockstep`: once, and what backward needs waits in host memory."""
 
+Joining = Literal["lockstep", "twice"]
+"""How parts of an update run that need each other: in lock step, or forward twice, with the loss in between."""
+
 AccumulateIn = Literal["fp32", "parameters"]
 """The dtype in which gradients of half-precision parameters are summed: `fp32`, rounded once at the end, or that of the
 `parameters`, which needs no further memory and rounds with every micro-batch."""

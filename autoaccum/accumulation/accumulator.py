@@ -57,7 +57,7 @@ from autoaccum.accumulation.whole_batch.joining import NeedsWholeBatch
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RepeatedParts
 from autoaccum.checks import check_group
 from autoaccum.errors import DoesNotFitError, NonFiniteError, UpdateInterrupted, UsageError
-from autoaccum.options import AccumulateIn, BatchNormMode, read_accumulate_in
+from autoaccum.options import AccumulateIn, BatchNormMode, Joining, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
 from autoaccum.workload.objective import Weights, read_coupled_loss, with_coupling
 from autoaccum.workload.weight_candidates import ignored_labels_warning
@@ -179,8 +179,8 @@ class Accumulator:
             plan=plan,
             model=model,
         )
-        coupled = objective.coupled if coupled is None else coupled
-        objective = with_coupling(objective, choose_option(plan, "coupled", coupled or None, False), UsageError)
+        coupled = choose_option(plan, "coupled", coupled, objective.coupled)
+        objective = with_coupling(objective, coupled, UsageError)
         if split is not None or size is not None:
             objective = dataclasses.replace(objective, batching=read_batching(split, size))
         batchnorm_mode = checked_batchnorm(
@@ -221,6 +221,17 @@ class Accumulator:
     def is_interrupted(self) -> bool:
         """True if an update failed half-way or could not be undone, so that the training state is unknown."""
         return self._updater.is_interrupted
+
+    @property
+    def joining(self) -> Joining | None:
+        """How the parts of an update run if they need each other; None: one after the other."""
+        runner = self._backpropagation.run_parts
+        return None if runner is None else "lockstep" if isinstance(runner, LockstepParts) else "twice"
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes that the last update kept in host memory for its backward."""
+        return getattr(self._backpropagation.run_parts, "host_bytes", 0)
 
     def step(self, batch: Any) -> StepResult:
         """Make one update from the effective batch `batch`, which may be on any device.

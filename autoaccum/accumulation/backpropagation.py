@@ -108,8 +108,8 @@ class Backpropagation:
     """
 
     _consequence = (
-        'the gradient is not the full batch\'s; batchnorm="frozen" or GroupNorm correct that, batchnorm="running"'
-        " corrects only the running statistics"
+        'the gradient is not the full batch\'s; batchnorm="exact" corrects that, batchnorm="running" corrects only the'
+        " running statistics"
     )
 
     def __init__(

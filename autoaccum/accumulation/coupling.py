@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ WHOLE_MODEL = "the model itself"
 
 COMPARES_SAMPLES = (
     "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a time, so that the"
-    " gradient is not the full batch's: `autoaccum verify` shows by how much"
+    " gradient is not the full batch's: coupled=True computes the loss of the whole batch's outputs, and `autoaccum"
+    " verify` shows by how much it is off"
 )
 """The warning for a loss that is computed from a table of samples by samples."""
 
@@ -39,20 +41,30 @@ class Coupling:
         """True if coupling was found."""
         return bool(self.modules) or bool(self.loss)
 
-    def warnings(self, covered: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the warnings for an update in several micro-batches; `covered` modules are warned of elsewhere."""
+    def without(self, names: Collection[str]) -> Coupling:
+        """Return the finding without the modules `names`, whose coupling is exact in micro-batches too."""
+        return dataclasses.replace(self, modules=tuple(name for name in self.modules if name not in names))
+
+    def warnings(self, covered: Collection[str] = (), *, is_joint: bool = False) -> tuple[str, ...]:
+        """Return the warnings for an update in several micro-batches.
+
+        Args:
+            covered: Modules that are warned of elsewhere.
+            is_joint: The loss is computed once, of the outputs of the whole batch.
+        """
         names = [name for name in self.modules if name not in {*covered, *self.pairs}]
         messages = [COMPARES_SAMPLES] if self.pairs else []
         if names:
             messages.append(
                 f"the output of {describe_modules(names)} for a sample depends on the others of its micro-batch, so"
-                " that the gradient is not the full batch's: use a layer that looks at one sample at a time (GroupNorm)"
+                " that the gradient is not the full batch's: let it compute from autoaccum.whole_batch(x), or use a"
+                " layer that looks at one sample at a time (GroupNorm)"
             )
-        if self.loss:
+        if self.loss and not is_joint:
             messages.append(
                 "the loss mixes the samples of a batch, as contrastive and load-balancing losses do, or adds to a sum a"
                 " term that does not grow with the batch, as weight decay: the gradient of micro-batches is not the"
-                " full batch's; make it a mean over samples"
+                " full batch's; coupled=True computes it of the whole batch's outputs, or make it a mean over samples"
             )
         return tuple(messages)
 

@@ -29,6 +29,8 @@ from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
 from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
+from autoaccum.accumulation.whole_batch.joining import in_lockstep
+from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.model_copies import (
     cast_batch,
@@ -59,6 +61,32 @@ _TOLERANCE, _HALF_TOLERANCE, _REPEATABLE = {torch.float64: 1e-8, torch.float32: 
 
 _TOO_LARGE = Coupling(reason="the model is too large for an experiment beside it")
 _NOT_COPIED = Coupling(reason="the model cannot be copied")
+
+
+class _RecordedValues(Lockstep):
+    """Gives the halves the values of `whole_batch(x)` that the whole batch had: that couples nothing wrongly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: list[Any] = []
+        self._is_whole = True
+        self._next = 0
+
+    def of_run(self, *, is_whole: bool) -> _RecordedValues:
+        """Begin the run of a whole batch, whose values are recorded, or of a half."""
+        self.part, self._is_whole, self._next = 0, is_whole, 0
+        if is_whole:
+            self._values.clear()
+        return self
+
+    def meet(self, place: str, value: Any, join: Any) -> Any:
+        """As `Lockstep.meet`, without the other parts."""
+        if self._is_whole:
+            self._values.append(value.detach())
+        elif self._next < len(self._values):
+            value = self._values[self._next]
+            self._next += 1
+        return value
 
 
 class _WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -175,6 +203,7 @@ class _Runs:
         self._model, self._objective, self._sizes, self._auxiliary = model, objective, sizes, auxiliary
         self._dtype = torch.float32
         self._random_use: list[Any] = []
+        self._joined = _RecordedValues()
 
     def find(self, batches: Sequence[Any]) -> Coupling:
         """Find out what couples samples; `batches` are the whole batch and its two parts."""
@@ -218,6 +247,7 @@ class _Runs:
             stack.callback(state.restore)
             if calls is not None:
                 stack.enter_context(calls.attach({"": model, **self._auxiliary}))
+            stack.enter_context(in_lockstep(self._joined.of_run(is_whole=batch_size(batch) == sum(self._sizes))))
             terms = objective.terms(model, batch)
             self._random_use.append((ranges, pickle.dumps((random.getstate(), np.random.get_state()))))
         self._dtype = next(iter(terms.values())).dtype

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
-from autoaccum.options import Options
+from autoaccum.options import Coupled, Joining, Options
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,6 +45,8 @@ class Trial:
         timed_out: Whether it was ended because it took too long.
         crashed: Whether a fault in native code (SIGSEGV, SIGBUS, SIGABRT) ended its process.
         peaks: The micro-batches of a growing trial that ran: size in samples, and the peak in bytes while it ran.
+        host_bytes: The host memory for what backward needs, where parts run in lock step; None where they do not, or
+            on the CPU, where the peak has it.
     """
 
     parts: tuple[int, ...]
@@ -63,6 +65,7 @@ class Trial:
     timed_out: bool = False
     crashed: bool = False
     peaks: tuple[tuple[int, int], ...] = ()
+    host_bytes: int | None = None
 
     @property
     def micro_batch(self) -> int:
@@ -129,6 +132,7 @@ class Inspection:
         worst_of: Batches are made of the longest of so many samples; None: `batch` makes them.
         batchnorm: The mode of its BatchNorms (`options.BatchNormMode`).
         coupled: How its loss is computed, if it compares samples (`options.Coupled`).
+        joining: How the parts of an update run if they need each other; None: one after the other.
         accumulate_in: The dtype that its gradients are summed in (`options.AccumulateIn`).
         compiles: The update imported PyTorch's compiler, which other processes import before their trials.
         multiple_of: Every micro-batch is a multiple of so many samples, as the workload says or as was detected.
@@ -163,7 +167,8 @@ class Inspection:
     evaluation_batch: int | None = None
     worst_of: int | None = None
     batchnorm: str = "micro"
-    coupled: bool | str = False
+    coupled: Coupled = False
+    joining: Joining | None = None
     accumulate_in: str = "fp32"
     multiple_of: int = 1
     found_multiple: str | None = None
@@ -218,8 +223,9 @@ class Device(Protocol):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
+        coupled: Coupled | None = None,
     ) -> Trial:
-        """Run one trial.
+        """Run one trial; of parts that need each other (`Inspection.joining`), all of an update.
 
         Args:
             parts: As in `Trial`.
@@ -227,6 +233,7 @@ class Device(Protocol):
             limit_bytes: Hold it to this budget, below the device's own.
             limit_seconds: End it after this time, below the settings' own limit. A trial in place is not ended.
             spare: Another process may be needed after it, so that one is made ready meanwhile.
+            coupled: How to compute a coupled loss; None: as the workload does.
         """
 
     def close(self) -> None:

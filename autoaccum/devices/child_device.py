@@ -17,6 +17,7 @@ from autoaccum.devices.child.requests import Ready, Reply, Request
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.devices.trial_record import Inspect, LoadWorkload, RunTrial, TrialMeasurement, record_death, record_trial
 from autoaccum.errors import NotMeasuredError, UsageError
+from autoaccum.options import Coupled
 from autoaccum.units import MIB
 
 _LEAVE_SECONDS = 5.0
@@ -115,7 +116,7 @@ class ChildDevice(Device, ABC):
         self._standby: ChildProcess | None = None
         self._limit_bytes: int | None = None
         self._least_size: int | None = None
-        self._compiles = False
+        self._compiles = self._joined = False
         self.resets_peak = True
 
     @abstractmethod
@@ -141,6 +142,7 @@ class ChildDevice(Device, ABC):
         self._start_standby()
         inspection = child.call(Inspect(), limit_seconds)
         self._least_size, self._compiles = inspection.least_size, inspection.compiles
+        self._joined = inspection.joining is not None
         return inspection
 
     def trial(
@@ -151,13 +153,15 @@ class ChildDevice(Device, ABC):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
+        coupled: Coupled | None = None,
     ) -> Trial:
         """As `Device.trial`; errors of loading and of choosing the budget are raised."""
         child = self._use_child(fresh=fresh or not self.resets_peak)
         if spare:
             self._start_standby()
         about = {"parts": parts, "limit_bytes": limit_bytes}
-        return self._run(child, about, self._request(parts, limit_bytes, limit_seconds), limit_seconds)
+        request = dataclasses.replace(self._request(parts, limit_bytes, limit_seconds), coupled=coupled)
+        return self._run(child, about, request, limit_seconds)
 
     def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
         """As `GrowingDevice.grow`; a trial of the least size where a library crashes or the kernel ends the child."""
@@ -174,6 +178,7 @@ class ChildDevice(Device, ABC):
     def _request(self, parts: tuple[int, ...], limit_bytes: int | None, limit_seconds: float | None) -> RunTrial:
         return RunTrial(
             parts=parts,
+            joined=self._joined,
             limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
             limit_seconds=min(self._settings.trial_limit_seconds, limit_seconds or math.inf),
         )

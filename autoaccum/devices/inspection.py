@@ -68,21 +68,26 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
             accumulator.step_parts([batch, batch])
         workload, found_multiple = detect_multiple(workload, model, share)
         sample_bytes = measure_sample_bytes(workload, model, size) if share >= 2 * size else None
-        least_size = find_least_size(workload, model)
+        least_size = find_least_size(workload, model, share)
     batchnorms = batchnorm_names(model)
     if model_device(model) != origin:  # `model()` may return the same object again, on the device where it was made.
         model.to(origin)
         workload.objective.move_criterion(origin)
     fields = describe_setup(workload, model, made, probe_size(workload, LAYOUT_SAMPLES, share), first.terms)
     coupling = probe_workload(workload, model)
-    coupled = coupling.warnings(covered=batchnorms)
+    if workload.batchnorm == "exact":
+        coupling = coupling.without(batchnorms)
+    coupled = coupling.warnings(covered=batchnorms, is_joint=bool(workload.coupled))
     said = [sentence for sentence in said if not isinstance(sentence, Advice)]  # `check_weighting` knows more.
-    weighting = check_weighting(workload, coupled=bool(coupled))
+    joining = accumulator.joining
+    # A coupled loss has no weights, and a part's values of whole_batch(x) are not those of training.
+    weighting = [] if workload.coupled else check_weighting(workload, coupled=bool(coupled or joining))
     fields["recipe"]["misweighted"] = find_advice(weighting)
     return Inspection(
         **fields,
         environment=describe_environment(meter.device),
         least_size=least_size,
+        joining=joining,
         update_bytes=update_bytes,
         update_samples=size,
         sample_bytes=sample_bytes,
@@ -185,10 +190,14 @@ def collect_warnings() -> Iterator[list[str]]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
-def find_least_size(workload: Workload, model: nn.Module) -> int:
-    """Return the smallest micro-batch that can be trained, in samples: BatchNorm refuses one value per channel."""
+def find_least_size(workload: Workload, model: nn.Module, share: int) -> int:
+    """Return the smallest micro-batch that can be trained, in samples: BatchNorm refuses one value per channel.
+
+    Under `exact` it normalises by all of the update's `share` samples.
+    """
     each = workload.multiple_of or 1
-    norms = [] if workload.batchnorm == "frozen" else batchnorm_names(model, workload.objective.criterion_module)
+    sees_one = workload.batchnorm != "frozen" and (workload.batchnorm != "exact" or share == 1)
+    norms = [] if not sees_one else batchnorm_names(model, workload.objective.criterion_module)
     if each > 1 or not norms:
         return each
     raised = _run(workload, model, 1)

@@ -11,6 +11,7 @@ from autoaccum.devices.base import Inspection, Phase, Trial
 from autoaccum.devices.child.failures import ChildDied, Failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Reply, Request
+from autoaccum.options import Coupled
 from autoaccum.units import format_bytes
 
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
@@ -60,6 +61,7 @@ class TrialMeasurement:
         phase: The phase in which it failed.
         parts: The parts of its last update, if its micro-batches grew.
         peaks: As `Trial.peaks`.
+        host_bytes: As `Trial.host_bytes`.
     """
 
     seconds: float
@@ -68,6 +70,7 @@ class TrialMeasurement:
     phase: Phase | None = None
     parts: tuple[int, ...] = ()
     peaks: tuple[tuple[int, int], ...] = ()
+    host_bytes: int | None = None
 
 
 def record_trial(measured: TrialMeasurement, limit_bytes: int, about: Mapping[str, Any]) -> Trial:
@@ -80,6 +83,7 @@ def record_trial(measured: TrialMeasurement, limit_bytes: int, about: Mapping[st
         "allocator_retries": reading.retries,
         "seconds": measured.seconds,
         "peaks": measured.peaks,
+        "host_bytes": measured.host_bytes,
     }
     if measured.parts:
         fields["parts"] = measured.parts
@@ -152,9 +156,14 @@ class Inspect(Request[Inspection]):
 
 @dataclass(frozen=True, kw_only=True)
 class PartsRequest(Request[Reply]):
-    """A job that is an update, and another one by `parts`: micro-batch sizes, in samples."""
+    """A job that is an update, and another one by `parts`: micro-batch sizes, in samples.
+
+    `joined`: the parts need each other, and every update runs all of them. `coupled` replaces the workload's, if given.
+    """
 
     parts: tuple[int, ...]
+    joined: bool = False
+    coupled: Coupled | None = None
 
     @property
     def doing(self) -> str:

@@ -32,6 +32,7 @@ from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_
 from autoaccum.devices.meters import Meter
 from autoaccum.devices.trial_record import Reading, RunTrial, TrialMeasurement, without_evaluation_retries
 from autoaccum.errors import WorkloadError
+from autoaccum.options import Joining
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.spec import Workload
@@ -111,11 +112,22 @@ class TrialRun:
         """The held outputs of the last micro-batch, if the loop holds any."""
         return [] if self._held is None else self._held.tensors
 
-    def run(self, parts: Sequence[int]) -> StepResult:
+    @property
+    def joining(self) -> Joining | None:
+        """As `Accumulator.joining`."""
+        return None if self._accumulator is None else self._accumulator.joining
+
+    @property
+    def host_bytes(self) -> int | None:
+        """The bytes that the last update kept in host memory for its backward; None if it kept none there."""
+        return None if self._accumulator is None else self._accumulator.host_bytes or None
+
+    def run(self, parts: Sequence[int], *, joined: bool = False) -> StepResult:
         """Update by `parts[:1]`, then by all `parts`: gradients and optimizer state are resident as in training.
 
         The first update is no smaller: a size that training never runs would leave kernels compiled for it (oneDNN), or
-        blocks of a cache that are not those of training.
+        blocks of a cache that are not those of training. `joined` parts need each other, and every update runs all: one
+        alone would keep on the device what waits elsewhere in training.
 
         Returns:
             The result of the last update.
@@ -126,7 +138,7 @@ class TrialRun:
         """
         accumulator, batch = self._prepare(parts)
         self.parts = tuple(parts)
-        first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
+        first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts if joined else parts[:1], parts))
         self._update(accumulator, first)
         if self._workload.evaluation_batch is not None:
             self._evaluate()
@@ -227,6 +239,8 @@ def run_trial(
         The measurements; readings before and after the evaluation, and after the update behind it; what was raised.
     """
     evaluation_readings: list[Reading] = []
+    if request.coupled is not None:
+        workload = replace(workload, coupled=request.coupled)
     trial_run = TrialRun(
         workload, share, meter.device, around_evaluation=lambda: evaluation_readings.append(meter.read())
     )
@@ -244,7 +258,7 @@ def run_trial(
                     }
                     trial_run.grow(min(request.parts), max(request.parts), lap=meter.lap, **bounds)
                 else:
-                    trial_run.run(request.parts)
+                    trial_run.run(request.parts, joined=request.joined)
         except BaseException as error:
             failure = error
     reading = without_evaluation_retries(meter.read(), evaluation_readings)
@@ -253,6 +267,7 @@ def run_trial(
         reading=reading,
         parts=trial_run.parts if request.grows else (),
         peaks=tuple(trial_run.peaks),
+        host_bytes=trial_run.host_bytes,
     )
     if failure is not None:
         doing = f"micro-batch {max(trial_run.parts or request.parts[:1])}, {trial_run.phase}"

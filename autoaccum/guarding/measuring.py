@@ -97,11 +97,14 @@ class Task:
     request: PlanRequest
     micro_batches: tuple[int, ...] | None
 
-    def trial_parts(self, micro_batches: tuple[int, ...]) -> tuple[int, ...]:
+    def trial_parts(self, micro_batches: tuple[int, ...], inspection: Inspection) -> tuple[int, ...]:
         """Return the parts of a schedule that have to run, over all ranks, as when a plan is confirmed.
 
-        The parts of the other ranks follow from the largest one, as they do in the plan.
+        The parts of the other ranks follow from the largest one, as they do in the plan. Parts that need each other
+        all run.
         """
+        if inspection.joining is not None:
+            return micro_batches
         planned = self.request.schedule(max(micro_batches))
         schedule = planned if planned.micro_batches == micro_batches else Schedule((micro_batches,))
         return schedule.trial_parts
@@ -148,7 +151,7 @@ def measure_simulated(task: Task) -> Measurement:
     device = task.setup.device
     assert isinstance(device, SimulatedDevice)
     sizing = _confirm_cap(task) or _search_size(task)
-    parts = task.trial_parts(sizing.micro_batches)
+    parts = task.trial_parts(sizing.micro_batches, sizing.inspection)
     trial = _run(task, parts)
     account = device.explain(parts, changes=False, detail=True)
     if account.explanation.peak_bytes != peak_bytes(trial):
@@ -186,7 +189,7 @@ def measure_by_runs(task: Task) -> Measurement:
         AutoaccumError: As of `measure`.
     """
     sizing = _search_size(task)
-    parts = task.trial_parts(sizing.micro_batches)
+    parts = task.trial_parts(sizing.micro_batches, sizing.inspection)
     runs = [trial for trial in sizing.proved if trial.parts == parts][-1:]
     runs += [_run(task, parts) for _ in range(len(runs), RUNS)]
     peaks = sorted(peak_bytes(run) or 0 for run in runs if run.ran)
@@ -250,7 +253,7 @@ def _confirm_cap(task: Task) -> _SearchResult | None:
         return None
     device = task.setup.device
     inspection = device.inspect(limit_seconds=task.request.load_limit_seconds)
-    if device.trial(task.trial_parts(task.micro_batches), fresh=True).outcome != "ok":
+    if device.trial(task.trial_parts(task.micro_batches, inspection), fresh=True).outcome != "ok":
         return None
     further = inspection.accumulation_warnings if len(task.micro_batches) > 1 else ()
     return _SearchResult(

@@ -62,22 +62,37 @@ class Estimate:
         return fits and (above == len(sizes) or self.probability(sizes[above]) <= 1 - _SURE)
 
 
-def choose_size(sizes: Sequence[int], largest_fit: int, first_fail: int | None, estimate: Estimate | None) -> int:
+def choose_size(
+    sizes: Sequence[int],
+    largest_fit: int,
+    first_fail: int | None,
+    estimate: Estimate | None,
+    *,
+    from_largest: bool = False,
+) -> int:
     """Choose the size to try next: the one of which it is least certain whether it fits.
 
-    Without an estimate sizes grow fourfold until one fails; then the geometric middle is tried.
+    Without an estimate sizes grow fourfold until one fails, or shrink fourfold until one runs; then the geometric
+    middle is tried.
 
     Args:
         sizes: The sizes worth trying, above `largest_fit` and below `first_fail`, in ascending order.
         largest_fit: The largest size that ran; 0 when none has.
         first_fail: The smallest larger size that failed; None when none did.
         estimate: Where memory reaches the limit.
+        from_largest: Begin with the largest size.
 
     >>> choose_size([32, 40, 64], 16, None, Estimate(45, 1))
     40
     >>> choose_size(range(5, 9), 4, 9, None)
     6
+    >>> choose_size(range(1, 65), 0, None, None, from_largest=True)
+    64
+    >>> choose_size(range(1, 64), 0, 64, None, from_largest=True)
+    16
     """
+    if estimate is None and from_largest and largest_fit == 0:
+        return sizes[-1] if first_fail is None else sizes[max(0, bisect_left(sizes, first_fail // 4 + 1) - 1)]
     if estimate is None:
         middle = 4 * largest_fit if first_fail is None else math.isqrt(largest_fit * first_fail)
         return sizes[max(0, bisect_left(sizes, middle + 1) - 1)]

@@ -33,6 +33,7 @@ class MemoryNeeds:
         update_samples: The samples of that update.
         sample_bytes: The bytes of one sample's activations; None: not measured.
         predicted: Whether trials are predicted: then a trial that does not fit has a peak too.
+        whole_batch_hint: What to do where every size takes the memory of the whole batch; None: it does not.
     """
 
     least_bytes: int = 0
@@ -40,6 +41,7 @@ class MemoryNeeds:
     update_samples: int = 0
     sample_bytes: int | None = None
     predicted: bool = False
+    whole_batch_hint: str | None = None
 
 
 def trial_error(trial: Trial) -> AutoaccumError:
@@ -89,6 +91,9 @@ def does_not_fit_error(trial: Trial, limit_bytes: int, needs: MemoryNeeds | None
     else:
         so_far = f" with {format_bytes(held)} taken" if held else ""
         message = f"micro-batch {trial.micro_batch} needs more memory than there is, {there}: it ran out{where}{so_far}"
+    if needs.whole_batch_hint is not None:
+        message += "; in lock step the CPU keeps what backward needs of the whole batch"
+        hint = needs.whole_batch_hint
     return DoesNotFitError(message, hint=hint)
 
 
@@ -132,7 +137,23 @@ def peak_bytes(trial: Trial) -> int | None:
 
 def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
     """Return what the plan records of the workload."""
-    return {"reference": reference, **{name: to_plain(getattr(inspection, name)) for name in _RECORDED_FIELDS}}
+    recorded = {name: to_plain(getattr(inspection, name)) for name in _RECORDED_FIELDS}
+    joint = {name: value for name in ("coupled", "joining") if (value := getattr(inspection, name))}
+    return {"reference": reference, **recorded, **joint}
+
+
+def coupled_note(twice: Trial, lockstep: Trial, *, predicted: bool) -> str:
+    """Return the note on what each way to compute a coupled loss costs: a trial by two passes, and one in lock step."""
+
+    def cost(trial: Trial) -> str:
+        if not trial.ran:
+            return "does not run" if trial.outcome == "error" else "does not fit"
+        host = f" and {format_bytes(trial.host_bytes)} of host memory" if trial.host_bytes else ""
+        seconds = "" if predicted else f", {trial.seconds:.1f} s"
+        return f"takes {format_bytes(peak_bytes(trial) or 0)}{host}{seconds}"
+
+    chosen = "which is faster, a trial on the card shows" if predicted else "the faster one that fits is taken"
+    return f'coupled=True (two passes) {cost(twice)}, coupled="lockstep" {cost(lockstep)}: {chosen}'
 
 
 def all_warnings(

@@ -46,10 +46,12 @@ class Plan:
         least_bytes: The smallest budget at which this schedule would still run; None when measured, unless requested.
         band_bytes: The uncertainty of whether a prediction fits: of the bytes needed and of the bytes free on the card,
             as far as those were never measured; None when measured.
+        host_bytes: The host memory for what backward needs, where parts run in lock step beside a card; else None.
         device: Name, kind, total and free bytes, how limits are enforced.
         environment: Versions and settings the trials ran under.
         workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction, weight,
-            batchnorm, and the recipe of a training step (`workload.step_recipe`).
+            batchnorm, and the recipe of a training step (`workload.step_recipe`); `joining` where parts need each other
+            (`Inspection`), and `coupled` where the loss is.
         trials: All trials in the order they ran, or were predicted; the last one within the plan's own budget is the
             schedule's, from a clean state.
         warnings: Sentences on what could make the plan fail or mislead.
@@ -79,6 +81,7 @@ class Plan:
     peak_bytes: int | None
     least_bytes: int | None = None
     band_bytes: int | None = None
+    host_bytes: int | None = None
     device: Mapping[str, Any]
     environment: Mapping[str, Any]
     workload: Mapping[str, Any]
@@ -142,6 +145,9 @@ class Plan:
             del record["multiple_of"]
         for name in ("coupling", "explanation", "notes", "warnings"):
             del record[name]
+        for held in (record, *record["trials"]):
+            if held["host_bytes"] is None:
+                del held["host_bytes"]
         for trial in record["trials"]:
             del trial["seconds"]
             if not trial["peaks"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,14 @@ from autoaccum.devices.explanation import (
 )
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.planning.plan_events import Explained, ExplanationStarted, Inspected, Listener, Loading, Tracing
-from autoaccum.planning.plan_messages import MemoryNeeds, all_notes, all_warnings, describe_workload, peak_bytes
+from autoaccum.planning.plan_messages import (
+    MemoryNeeds,
+    all_notes,
+    all_warnings,
+    coupled_note,
+    describe_workload,
+    peak_bytes,
+)
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
@@ -72,13 +80,14 @@ def plan_on_device(
     planner = _Planner.inspect(setup, request, on_event or (lambda event: None), started)
     forecast = planner.forecast_peaks()
     result, schedule = planner.search(forecast)
+    planner, result, coupled_notes = planner.choose_coupled(result)
     device, parts = setup.device, result.trial.parts
     prediction = device.predict(parts) if isinstance(device, PredictingDevice) else None
     least_bytes, least_notes = planner.find_least_bytes(result.trial, prediction)
     explanation, explanation_notes = explain_memory(setup, planner.request, parts, planner.limits, planner.notify)
     inspection = planner.inspection
     refuted = [_refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
-    more_notes = (*forecast.notes, *least_notes, *explanation_notes)
+    more_notes = (*coupled_notes, *forecast.notes, *least_notes, *explanation_notes)
     return Plan.of_schedule(
         schedule,
         kind="measured" if prediction is None else "predicted",
@@ -90,6 +99,7 @@ def plan_on_device(
         peak_bytes=peak_bytes(result.trial),
         least_bytes=least_bytes,
         band_bytes=None if prediction is None else prediction.band_bytes,
+        host_bytes=result.trial.host_bytes,
         device=device.describe(),
         environment=inspection.environment,
         workload=describe_workload(inspection, setup.reference),
@@ -121,7 +131,7 @@ class _Planner:
         load_seconds = time.monotonic() - before
         request = request.with_multiple_of(inspection.multiple_of)
         runner = TrialRunner(setup.device, request, notify, limits)
-        runner.least_size = inspection.least_size
+        runner.least_size, runner.joined = inspection.least_size, inspection.joining is not None
         planner = cls(setup, request, inspection, runner, limits, notify)
         if not planner.predicts:  # The confirmation starts a process, which takes most of the load time.
             runner.confirmation_start_seconds = load_seconds
@@ -141,7 +151,7 @@ class _Planner:
         """
         device, request = self.setup.device, self.request
         few_trials = request.max_trials is not None and request.max_trials < _MIN_TRIALS_TO_FORECAST
-        if few_trials and not self.predicts:
+        if (few_trials and not self.predicts) or self.runner.joined:
             return Forecast()
         if request.cap < _MIN_SIZES_TO_FORECAST or not isinstance(device, ForecastingDevice):
             return Forecast()
@@ -162,16 +172,37 @@ class _Planner:
             request.sizes(self.inspection.least_size),
             limit_bytes=self.setup.device.limit_bytes,
             needs=self._memory_needs,
-            grow=self.runner.grow if isinstance(self.setup.device, GrowingDevice) else None,
+            grow=self.runner.grow if isinstance(self.setup.device, GrowingDevice) and not self.runner.joined else None,
             predict=forecast.peak_bytes,
             answer=lambda size: request.schedule(size).micro_batch,
             isolated=isolated,
             confirms=isolated or self.predicts,
+            from_largest=self.runner.joined,
         )
         schedule = request.schedule(result.size)
         if schedule.smallest_part < self.inspection.least_size:
             raise _too_small_error(schedule, result.size, self.inspection.least_size, result)
         return result, schedule
+
+    def choose_coupled(self, result: SearchResult) -> tuple[_Planner, SearchResult, tuple[str, ...]]:
+        """Choose between two passes and lock step for a coupled loss: the faster one that fits; and a note on both.
+
+        On the CPU lock step takes the memory of the whole batch, and where that fits there is one micro-batch.
+        """
+        device, proved = self.setup.device, result.trial
+        if self.inspection.joining != "twice" or len(proved.parts) < 2 or device.describe().get("kind") == "cpu":
+            return self, result, ()
+        try:
+            tried = self.runner.try_lockstep(proved.parts)
+        except SearchStopped:
+            return self, result, ()
+        note = coupled_note(proved, tried, predicted=self.predicts)
+        if tried.outcome == "ok" and not self.predicts and tried.seconds < proved.seconds:
+            inspection = dataclasses.replace(self.inspection, coupled="lockstep", joining="lockstep")
+            chosen = dataclasses.replace(self, inspection=inspection)
+            return chosen, dataclasses.replace(result, trial=tried), (note,)
+        self.runner.trials.remove(tried)
+        return self, result, (note,)
 
     def find_least_bytes(self, proved: Trial, prediction: Prediction | None) -> tuple[int | None, tuple[str, ...]]:
         """Return the smallest budget, where it is predicted or to be measured, and a note if its search ended early."""
@@ -193,9 +224,22 @@ class _Planner:
             least_bytes=inspection.parameter_bytes,
             update_bytes=inspection.update_bytes,
             update_samples=inspection.update_samples,
-            sample_bytes=inspection.sample_bytes,
+            sample_bytes=None if inspection.joining == "lockstep" else inspection.sample_bytes,
             predicted=self.predicts,
+            whole_batch_hint=self._whole_batch_hint,
         )
+
+    @property
+    def _whole_batch_hint(self) -> str | None:
+        """What to do where memory runs out on the CPU in lock step, which takes that of the whole batch."""
+        inspection = self.inspection
+        if inspection.joining != "lockstep" or self.setup.device.describe().get("kind") != "cpu":
+            return None
+        if inspection.batchnorm == "exact":
+            return 'take a smaller target batch, batchnorm="running" or "frozen", or more memory'
+        if inspection.coupled:
+            return "take coupled=True, which runs the parts twice, or more memory"
+        return "take a smaller target batch, or more memory"
 
 
 def _refuted_warning(trial: Trial, larger: int, *, predicted: bool) -> str:

@@ -95,6 +95,7 @@ def search(
     answer: Callable[[int], int] | None = None,
     isolated: bool = True,
     confirms: bool = True,
+    from_largest: bool = False,
 ) -> SearchResult:
     """Find the largest of `sizes` that runs, by running it and, unless it is the last, a larger one that fails.
 
@@ -115,6 +116,7 @@ def search(
             again. None: the largest of `sizes` that is not above it.
         isolated: Whether a failure may be due to what earlier trials left behind in the process.
         confirms: Whether the answer has to run in a fresh process.
+        from_largest: Begin with the largest size, as where trials of small ones take long: they run all their parts.
 
     Raises:
         DoesNotFitError: The smallest size ran out of memory.
@@ -130,7 +132,7 @@ def search(
     while True:
         try:
             if stop is None:
-                _narrow_down(history, grow, forecast)
+                _narrow_down(history, grow, forecast, from_largest=from_largest)
         except SearchStopped as raised:
             stop = raised
         largest = history.largest_fit
@@ -154,7 +156,13 @@ def search(
             raise uncertain_oom_error(uncertain)
 
 
-def _narrow_down(history: _History, grow: Callable[[int], Trial] | None, forecast: CorrectedForecast | None) -> None:
+def _narrow_down(
+    history: _History,
+    grow: Callable[[int], Trial] | None,
+    forecast: CorrectedForecast | None,
+    *,
+    from_largest: bool,
+) -> None:
     """Run trials until no size is left between the largest that ran and the first that failed."""
     sizes, widening = history.sizes, 1.0
     while True:
@@ -175,7 +183,9 @@ def _narrow_down(history: _History, grow: Callable[[int], Trial] | None, forecas
             size = sizes[(low + high) // 2]
         else:
             wide = None if estimate is None else estimate.widened(widening)
-            size = choose_size(sizes[low + 1 : high], history.largest_fit, history.first_fail, wide)
+            size = choose_size(
+                sizes[low + 1 : high], history.largest_fit, history.first_fail, wide, from_largest=from_largest
+            )
         index = bisect_left(sizes, size)
         # What probably ends the search runs in a fresh process: a success is then confirmed, a failure not repeated.
         if estimate is not None and size <= estimate.ceiling:

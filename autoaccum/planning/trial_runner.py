@@ -67,6 +67,7 @@ class TrialRunner:
     Attributes:
         trials: All trials so far, in order.
         least_size: The smallest size that can be trained.
+        joined: Whether the parts of an update need each other: trials run the whole schedule.
         confirmation_start_seconds: The time to reserve for the start of the confirmation's process.
     """
 
@@ -74,16 +75,23 @@ class TrialRunner:
         self._device, self._request, self._notify, self._limits = device, request, notify, limits
         self.trials: list[Trial] = []
         self.least_size = 1
+        self.joined = False
         self.confirmation_start_seconds = 0.0
 
     def try_size(self, size: int, *, fresh: bool = False, spare: bool = True, unlimited: bool = False) -> Trial:
         """Run a trial of the search, as `search.RunTrial`.
 
         It runs the parts of the schedule whose largest is `size`, or else two micro-batches of that size: if it has
-        none, or if it is predicted, since uneven parts have to be traced by themselves.
+        none, or if it is predicted, since uneven parts have to be traced by themselves. Of parts that need each other
+        it runs all, in their order.
         """
         schedule = self._request.schedule(size)
         is_own = schedule.micro_batch == size and schedule.smallest_part >= self.least_size
+        if self.joined:
+            all_parts = schedule.micro_batches if is_own else (size,) * max(2, self._request.share // size)
+            return self._search(
+                lambda left: self._run(all_parts, fresh=fresh, spare=spare, limit_seconds=left), unlimited
+            )
         scales = isinstance(self._device, PredictingDevice) and not fresh and schedule.iter_size > 1
         parts = schedule.trial_parts if is_own and not scales else (size, size)
         trial = self._search(lambda left: self._run(parts, fresh=fresh, spare=spare, limit_seconds=left), unlimited)
@@ -108,6 +116,11 @@ class TrialRunner:
         if trial.timed_out and left is not None:
             self._limits.seconds_left(None, confirmation)
         return trial
+
+    def try_lockstep(self, parts: tuple[int, ...]) -> Trial:
+        """Run `parts` from a clean state in lock step; raise SearchStopped where the limit on time ends it."""
+        left = self._limits.seconds_left(None, 0.0)
+        return self._keep(parts, lambda: self._device.trial(parts, fresh=True, coupled="lockstep", limit_seconds=left))
 
     def try_budget(self, parts: tuple[int, ...], limit_bytes: int) -> Trial:
         """Run `parts` from a clean state within `limit_bytes`; raise SearchStopped where the limit on time ends it."""

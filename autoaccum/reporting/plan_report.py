@@ -22,6 +22,7 @@ _MANY_PARTS = 60
 _MODES = {
     "running": "running: normalises by the micro-batch, running statistics are the full batch's",
     "frozen": "frozen: normalises by its running statistics, which do not change",
+    "exact": "exact: normalises by the whole effective batch",
 }
 _KEPT = {
     "outputs": "the last micro-batch's outputs and loss, held until the next ones exist",
@@ -75,12 +76,14 @@ def print_plan(
 
 
 def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Text]]:
-    """Yield the six rows of the answer: name and value."""
+    """Yield the six rows of the answer, and one on host memory where parts run in lock step: name and value."""
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
     each = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks"
     yield "iter_size", Text(f"{plan.iter_size}{each}")
     yield "parts", Text(_parts(plan))
     yield "peak", Text(_peak(plan))
+    if plan.host_bytes is not None:
+        yield "host memory", Text(f"{format_bytes(plan.host_bytes)} for what backward needs")
     yield "device", Text(_device(plan))
     yield "train with", path_value(accumulator_line(plan, kept), "cyan")
 
@@ -120,6 +123,9 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
         numbers.append('reduction="sum"')
     if plan.workload.get("precision") in ("bf16", "fp16"):
         numbers.append(f'precision="{plan.workload["precision"]}"')
+    if coupled := plan.workload.get("coupled"):
+        numbers.append(f"coupled={coupled!r}".replace("'", '"'))
+        given = given if plan.workload.get("loss") == "criterion" else "outputs=outputs, coupled_loss=coupled_loss, "
     if plan.workload.get("batchnorm") in _MODES:
         numbers.append(f'batchnorm="{plan.workload["batchnorm"]}"')
     own = ["split=split", "size=size"] if plan.workload.get("recipe", {}).get("batch") == "own" else []

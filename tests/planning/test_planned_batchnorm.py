@@ -48,13 +48,13 @@ def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> N
     assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
     said = " ".join(plan.warnings)
     assert ("corrects only the running statistics" in said) is (mode == "micro")
-    assert ("the gradient is not" in said) is (mode != "frozen")
+    assert ("the gradient is not" in said) is (mode in ("micro", "running"))
     assert ("never estimated" in said) is (mode == "frozen")
 
 
-def test_only_frozen_takes_parts_of_one_sample() -> None:
+def test_only_frozen_and_exact_take_parts_of_one_sample() -> None:
     sizes = {mode: inspect_workload(workload(batchnorm=mode), share=8).least_size for mode in BATCHNORM_MODES}
-    assert sizes == {"micro": 2, "running": 2, "frozen": 1}
+    assert sizes == {"micro": 2, "running": 2, "frozen": 1, "exact": 1}
 
 
 def test_what_cannot_be_frozen_is_the_workload_s_fault() -> None:

@@ -12,6 +12,7 @@ from asking import make_request
 from autoaccum.api import plan
 from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.options import Coupled
 from autoaccum.planning import plan_setup
 from autoaccum.planning.plan_events import Event, Inspected, Loading, TrialFinished, TrialStarted
 from autoaccum.planning.plan_record import Plan
@@ -88,6 +89,7 @@ class ScriptedDevice(Device):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
+        coupled: Coupled | None = None,
     ) -> Trial:
         self.asked.append((parts, fresh))
         self.limits.append((limit_bytes, limit_seconds))

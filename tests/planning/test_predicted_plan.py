@@ -19,6 +19,7 @@ from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, UsageError
+from autoaccum.options import Coupled
 from autoaccum.planning.plan_events import Event, Inspected, TrialStarted
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
@@ -194,6 +195,7 @@ class RealCard(Device):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
+        coupled: Coupled | None = None,
     ) -> Trial:
         self.jobs = 1 if fresh or self.jobs == 0 else self.jobs + 1
         peak = GIB + max(parts) * 77 * MIB

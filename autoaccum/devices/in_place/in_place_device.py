@@ -23,6 +23,7 @@ from autoaccum.devices.meters import warm_up
 from autoaccum.devices.trial_record import RunTrial, record_trial
 from autoaccum.devices.trial_run import run_trial
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.options import Coupled
 from autoaccum.units import MemorySize, format_bytes
 from autoaccum.workload.spec import Workload
 
@@ -78,6 +79,7 @@ class InPlaceDevice(Device):
         self._live = measure_live_state(self._target.roots, self._target.optimizer, is_live=self._target.is_live)
         self._restorer = StateRestorer(self._target)
         self._least_size: int | None = None
+        self._joined = False
         self._started: tuple[MemoryLimit, int] | None = None
         self._resources = ExitStack()
 
@@ -117,7 +119,7 @@ class InPlaceDevice(Device):
         """
         limit, _ = self._start()
         inspection = self._restorer.run(lambda signals: self._inspect(limit, signals))
-        self._least_size = inspection.least_size
+        self._least_size, self._joined = inspection.least_size, inspection.joining is not None
         limit.end_job()
         return dataclasses.replace(inspection, cautions=tuple(self._cautions()))
 
@@ -129,14 +131,15 @@ class InPlaceDevice(Device):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
+        coupled: Coupled | None = None,
     ) -> Trial:
-        """Run one trial in this process; `fresh`, `limit_seconds` and `last` have no effect.
+        """Run one trial in this process; `fresh`, `limit_seconds` and `spare` have no effect.
 
         Raises:
             UsageError: As `limit_bytes`.
             NotMeasuredError: Something could not be restored; the message names it.
         """
-        return dataclasses.replace(self._run(parts, limit_bytes), limit_bytes=limit_bytes)
+        return dataclasses.replace(self._run(parts, limit_bytes, coupled=coupled), limit_bytes=limit_bytes)
 
     def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
         """As `GrowingDevice.grow`, in this process; sizes stop growing after a quarter of `limit_seconds`."""
@@ -149,11 +152,14 @@ class InPlaceDevice(Device):
         *,
         grows: bool = False,
         limit_seconds: float = TRIAL_LIMIT_SECONDS,
+        coupled: Coupled | None = None,
     ) -> Trial:
         limit, budget_bytes = self._start()
         self._check_threads()
         request = RunTrial(
             parts=parts,
+            joined=self._joined,
+            coupled=coupled,
             limit_bytes=budget_bytes if limit_bytes is None else limit_bytes,
             limit_seconds=limit_seconds,
             grows=grows,

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import singledispatchmethod
 from importlib import import_module
 from typing import Any, TypeVar
@@ -58,18 +59,20 @@ from autoaccum.workload.spec import Workload
 T = TypeVar("T")
 
 
-def trace_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode) -> tuple[Trace, TrialRun, list[str]]:
+def trace_trial(
+    workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False
+) -> tuple[Trace, TrialRun, list[str]]:
     """Run a trial of `parts` on the card of `mode`, which must be entered; also returns the names of the loss's terms.
 
     The batch has the size of the largest part and stays on the host. Garbage is collected only between updates, so
-    that every trace of a step is the same.
+    that every trace of a step is the same. `joined`: as in `PartsRequest`.
     """
     trial_run = _make_trial_run(workload, parts, mode.recorder.mark_update)
-    trace, result = _run_traced(trial_run, parts, mode)
+    trace, result = _run_traced(trial_run, parts, mode, joined=joined)
     return trace, trial_run, list(result.terms)
 
 
-def label_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode) -> LabelledTrace:
+def label_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False) -> LabelledTrace:
     """Return the same trace with labels for its blocks, which takes longer."""
 
     def begin_update() -> None:
@@ -82,7 +85,7 @@ def label_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode) ->
     auxiliary += find_auxiliary_modules(workload).values()
     labeller = BlockLabeller(mode.recorder, trial_run, mode.library_tensors, auxiliary)
     with labeller.labelling():
-        trace, _ = _run_traced(trial_run, parts, mode, labeller.label_next)
+        trace, _ = _run_traced(trial_run, parts, mode, labeller.label_next, joined=joined)
     return labeller.label(trace)
 
 
@@ -95,7 +98,12 @@ def _make_trial_run(workload: Workload, parts: Sequence[int], begin_update: Call
 
 
 def _run_traced(
-    trial_run: TrialRun, parts: Sequence[int], mode: FakeCudaMode, on_allocation: OnAllocation | None = None
+    trial_run: TrialRun,
+    parts: Sequence[int],
+    mode: FakeCudaMode,
+    on_allocation: OnAllocation | None = None,
+    *,
+    joined: bool,
 ) -> tuple[Trace, StepResult]:
     mode.library_tensors.clear()
     gc.collect()
@@ -103,11 +111,11 @@ def _run_traced(
     mode.recorder.begin(lambda: trial_run.phase, on_allocation)
     with manual_garbage_collection():
         try:
-            result = trial_run.run(parts)
+            result = trial_run.run(parts, joined=joined)
         finally:
             mode.phase = trial_run.phase
             trace = mode.recorder.trace(parts)
-    return trace, result
+    return replace(trace, host_bytes=trial_run.host_bytes), result
 
 
 @contextmanager
@@ -132,8 +140,10 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode) -> tup
     No values are computed, so neither the loss nor its weighting can be checked.
     """
     size = probe_size(workload, SAMPLES, share)
+    parts = (size,) if size == share else (size, size)
+    joined = bool(workload.coupled) or workload.batchnorm == "exact"
     with collect_warnings() as messages:
-        trace, trial_run, terms = trace_trial(workload, (size,) if size == share else (size, size), mode)
+        trace, trial_run, terms = trace_trial(workload, parts, mode, joined=joined)
     assert trial_run.made is not None
     model, optimizer = trial_run.made
     workload, found_multiple = detect_multiple(workload, model, share)
@@ -143,7 +153,8 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode) -> tup
     inspection = Inspection(
         **fields,
         environment=describe_environment(DEVICE),
-        least_size=find_least_size(workload, model),
+        least_size=find_least_size(workload, model, share),
+        joining=trial_run.joining,
         found_multiple=found_multiple,
         accumulation_warnings=tuple(messages),
         cautions=tuple(mode.notices),
@@ -162,7 +173,7 @@ class SimulatedChild:
         self._workload: Workload | None = None
         self._share = 0
         self._lazy: tuple[str, ...] = ("models", "batches")
-        self._traces: dict[tuple[int, ...], Trace] = {}
+        self._traces: dict[TraceParts, Trace] = {}
 
     @staticmethod
     def prepare() -> None:
@@ -206,7 +217,7 @@ class SimulatedChild:
     def _inspect(self, request: Inspect) -> Inspection | Failure:
         def run(workload: Workload, mode: FakeCudaMode) -> Inspection:
             inspection, trace = inspect_simulated(workload, self._share, mode)
-            self._traces[trace.parts] = trace
+            self._traces[TraceParts(parts=trace.parts, joined=inspection.joining is not None)] = trace
             return inspection
 
         return self._run(run, "a trial of two samples on the simulated card")
@@ -214,16 +225,21 @@ class SimulatedChild:
     @handle.register
     def _trace(self, request: TraceParts) -> Trace | Failure:
         def run(workload: Workload, mode: FakeCudaMode) -> Trace:
-            if request.parts not in self._traces:
-                self._traces[request.parts], *_ = trace_trial(workload, request.parts, mode)
-            return self._traces[request.parts]
+            if request not in self._traces:
+                if request.coupled is not None:
+                    workload = replace(workload, coupled=request.coupled)
+                self._traces[request], *_ = trace_trial(workload, request.parts, mode, joined=request.joined)
+            return self._traces[request]
 
         return self._run(run, f"{request.doing} on the simulated card", silent=True)
 
     @handle.register
     def _label(self, request: LabelParts) -> LabelledTrace | Failure:
         doing = f"{request.doing} on the simulated card"
-        return self._run(lambda workload, mode: label_trial(workload, request.parts, mode), doing, silent=True)
+        joined = request.joined
+        return self._run(
+            lambda workload, mode: label_trial(workload, request.parts, mode, joined=joined), doing, silent=True
+        )
 
     @handle.register
     def _suggest(self, request: SuggestChanges) -> tuple[SuggestedChange, ...] | Failure:
@@ -237,7 +253,8 @@ class SimulatedChild:
     @handle.register
     def _change(self, request: TraceChanged) -> ChangedTrace:
         def run(workload: Workload, mode: FakeCudaMode) -> Trace:
-            return trace_trial(apply_change(workload, request.change), request.parts, mode)[0]
+            changed = apply_change(workload, request.change)
+            return trace_trial(changed, request.parts, mode, joined=request.joined)[0]
 
         assert self._mode is not None
         gc.collect()

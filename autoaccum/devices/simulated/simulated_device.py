@@ -16,9 +16,10 @@ from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budge
 from autoaccum.devices.explanation import Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, context_memory
-from autoaccum.devices.simulated.simulation_requests import Tracer
+from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.options import Coupled
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class SimulatedDevice(Device):
     of its parts in an allocator of that capacity: the outcome is `ok` if the replay succeeds, `tight` if every update
     would have to release cached memory and retry, and `oom` if it fails. Peaks come from a replay without a limit.
     Traces of larger sizes are extrapolated from small ones where all sizes are affine in the batch. A fresh trial is
-    traced with its own parts (`Trial.fresh`); with more than two, the pairs with the smallest part are traced.
+    traced with its own parts (`Trial.fresh`); with more than two, the pairs with the smallest part are traced. Parts
+    that need each other are always traced together.
 
     Args:
         make_tracer: Starts a process that traces the workload on the card.
@@ -162,11 +164,16 @@ class SimulatedDevice(Device):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
+        coupled: Coupled | None = None,
     ) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
         began = time.monotonic()
         try:
-            traces = self._traces.traces_of(parts, fresh, limit_seconds)
+            if coupled is None:
+                traces = self._traces.traces_of(parts, fresh, limit_seconds)
+            else:
+                request = TraceParts(parts=parts, joined=True, coupled=coupled)
+                traces = [self._traces.call(request, limit_seconds)]
         except (WorkloadError, NotMeasuredError) as error:
             seconds = time.monotonic() - began
             return dataclasses.replace(_failed(error, parts, seconds, limit_seconds), limit_bytes=limit_bytes)
@@ -174,7 +181,12 @@ class SimulatedDevice(Device):
         trial = self._replayer.update(traces, capacity_bytes)
         traced = any(self._traces.was_traced(trace) for trace in traces)
         return dataclasses.replace(
-            trial, parts=parts, limit_bytes=limit_bytes, fresh=traced, seconds=time.monotonic() - began
+            trial,
+            parts=parts,
+            limit_bytes=limit_bytes,
+            fresh=traced,
+            seconds=time.monotonic() - began,
+            host_bytes=max((trace.host_bytes for trace in traces if trace.host_bytes), default=None),
         )
 
     def forecast(self, *, limit_seconds: float | None = None) -> Forecast:

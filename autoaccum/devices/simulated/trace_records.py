@@ -34,6 +34,7 @@ class Trace:
         sizes: Bytes requested for each block, or a rule for them.
         phases: Start of each phase of the step, as (index into `events`, phase), ascending.
         last_update: The index in `events` at which the last update begins.
+        host_bytes: As `Trial.host_bytes`.
     """
 
     parts: tuple[int, ...]
@@ -41,6 +42,7 @@ class Trace:
     sizes: tuple[int | Workspace, ...]
     phases: tuple[tuple[int, Phase], ...]
     last_update: int
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)

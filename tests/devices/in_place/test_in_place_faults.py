@@ -51,9 +51,9 @@ def test_out_of_memory_at_any_allocation_is_undone(
     modes: list[OutOfMemoryAt] = []
 
     class Short(TrialRun):
-        def run(self, parts: Sequence[int]) -> StepResult:
+        def run(self, parts: Sequence[int], *, joined: bool = False) -> StepResult:
             with modes[-1]:
-                return super().run(parts)
+                return super().run(parts, joined=joined)
 
     device = live_device(model, pairs, optimizer=made)
     assert device.limit_bytes

@@ -91,7 +91,8 @@ class Explainer:
                 other memory each time.
         """
         trace = max(made, key=self.replayer.peak_bytes)
-        labelled = self.traces.call(LabelParts(parts=trace.parts), deadline.left_seconds)
+        request = LabelParts(parts=trace.parts, joined=self.traces.joined)
+        labelled = self.traces.call(request, deadline.left_seconds)
         if detail:
             labelled = self._repeatable(trace, labelled, deadline)
         breakdown = MemoryBreakdown(labelled, self.replayer.with_sizes(labelled.trace))
@@ -121,7 +122,8 @@ class Explainer:
         """
         if labelled.trace == trace:
             return labelled
-        again = self.traces.call(LabelParts(parts=trace.parts), deadline.left_seconds)
+        request = LabelParts(parts=trace.parts, joined=self.traces.joined)
+        again = self.traces.call(request, deadline.left_seconds)
         if again.trace != labelled.trace:
             once, twice = (format_bytes(self.replayer.peak_bytes(each.trace)) for each in (labelled, again))
             took = "the same memory in other pieces" if once == twice else f"other memory ({once}, then {twice})"
@@ -185,8 +187,9 @@ class Explainer:
         return tuple(sorted(found, key=_saving)), notes
 
     def _change(self, suggestion: SuggestedChange, trace: Trace, deadline: Deadline) -> Change:
+        request = TraceChanged(parts=trace.parts, joined=self.traces.joined, change=suggestion.name)
         try:
-            changed = self.traces.call(TraceChanged(parts=trace.parts, change=suggestion.name), deadline.left_seconds)
+            changed = self.traces.call(request, deadline.left_seconds)
         except AutoaccumError as error:
             changed = ChangedTrace(message=str(error))
         if changed.trace is None:

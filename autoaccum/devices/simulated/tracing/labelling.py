@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from functools import cache
 from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
@@ -56,10 +58,15 @@ class ModuleTracker:
         self._modules: list[nn.Module] = []
         self._indices: dict[int, int] = {}
         self._owners: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._stack: list[tuple[int, bool]] = []
+        self._stacks: WeakKeyDictionary[greenlet, list[tuple[int, bool]]] = WeakKeyDictionary()
         self._numbers: list[int] = []
         self._running: list[int] = []
         self.names: list[ModuleName] = [NO_MODULE]
+
+    @property
+    def _stack(self) -> list[tuple[int, bool]]:
+        """The modules that are running; parts that run in lock step have a stack each, as they have of Python's."""
+        return self._stacks.setdefault(getcurrent(), [])
 
     @contextmanager
     def tracking(self) -> Iterator[None]:

@@ -33,6 +33,7 @@ class TraceCache:
         notes: Sentences for the plan on sizes that cannot be extrapolated from small ones.
         warnings: The same, if trials had relied on the extrapolation before.
         grows_quadratically: True if some block grows with the square of the micro-batch.
+        joined: True if the parts of an update need each other: each schedule is traced whole, and none extrapolated.
     """
 
     def __init__(self, make_tracer: Callable[[], Tracer], share: int) -> None:
@@ -46,7 +47,7 @@ class TraceCache:
         self._can_extrapolate = share >= max(_SIZES)
         self.notes: list[str] = []
         self.warnings: list[str] = []
-        self.grows_quadratically = False
+        self.grows_quadratically = self.joined = False
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
         """Inspect the workload in the tracer, and learn which multiples its micro-batches need."""
@@ -55,12 +56,14 @@ class TraceCache:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
             self._can_extrapolate = self.share >= max(self._sizes)
+        self.joined = inspection.joining is not None
+        self._can_extrapolate = self._can_extrapolate and not self.joined
         return inspection
 
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
         """Return the trace of exactly these parts, traced if it is not there yet."""
         if parts not in self._made:
-            self.keep(self.call(TraceParts(parts=parts), limit_seconds))
+            self.keep(self.call(TraceParts(parts=parts, joined=self.joined), limit_seconds))
         return self._made[parts]
 
     def keep(self, made: Trace) -> None:
@@ -76,7 +79,7 @@ class TraceCache:
 
     def traces_of(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
         """Return the traces for a trial of `parts`; for a fresh one the smallest part is traced, not extrapolated."""
-        pairs = dict.fromkeys(pairwise(parts)) if len(parts) > 2 else {parts: None}
+        pairs = dict.fromkeys(pairwise(parts)) if len(parts) > 2 and not self.joined else {parts: None}
         traces = []
         for pair in sorted(pairs, key=sum):  # The first trace that is made shows if the others can be extrapolated.
             extrapolates = len(set(pair)) == 1 and len(pair) == 2 and not (fresh and min(pair) == min(parts))
