@@ -169,7 +169,8 @@ class Backpropagation:
 
     def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
         self.on_phase("forward")
-        loss = self.part_loss(part, weights, buffers, record)
+        # What the loss is made of lives until backward has ended, as in training loops.
+        _scaled, loss, _terms = self._weighted_terms(part, weights, buffers, record)
         if self._check_loss:
             self._check_loss, self._has_checked_loss = False, True
             if compares_samples(loss, self.model, part):
@@ -179,6 +180,12 @@ class Backpropagation:
 
     def part_loss(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> Tensor:
         """Run the forward of a part and return its share of the loss."""
+        return self._weighted_terms(part, weights, buffers, record)[1]
+
+    def _weighted_terms(
+        self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord
+    ) -> tuple[list[Tensor], Tensor, Mapping[str, Tensor]]:
+        """Run the forward of a part; return the terms by their shares, their sum, and the terms as they are."""
         # An autocast of the user's around the whole loop would keep the weights that it cast before an update.
         torch.clear_autocast_cache()
         self._begin_forward()
@@ -197,7 +204,8 @@ class Backpropagation:
             if share > 0:
                 record.shares.append((name, share))
                 record.values.append(terms[name].detach().clone())
-        return losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+        loss = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
+        return losses, loss, terms
 
     def _begin_forward(self) -> None:
         """Prepare the model for the forward of a part."""

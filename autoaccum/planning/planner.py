@@ -80,14 +80,14 @@ def plan_on_device(
     planner = _Planner.inspect(setup, request, on_event or (lambda event: None), started)
     forecast = planner.forecast_peaks()
     result, schedule = planner.search(forecast)
-    planner, result, coupled_notes = planner.choose_coupled(result)
+    planner, result = planner.choose_coupled(result)
     device, parts = setup.device, result.trial.parts
     prediction = device.predict(parts) if isinstance(device, PredictingDevice) else None
     least_bytes, least_notes = planner.find_least_bytes(result.trial, prediction)
     explanation, explanation_notes = explain_memory(setup, planner.request, parts, planner.limits, planner.notify)
     inspection = planner.inspection
     refuted = [_refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
-    more_notes = (*coupled_notes, *forecast.notes, *least_notes, *explanation_notes)
+    more_notes = (*forecast.notes, *least_notes, *explanation_notes)
     return Plan.of_schedule(
         schedule,
         kind="measured" if prediction is None else "predicted",
@@ -184,25 +184,24 @@ class _Planner:
             raise _too_small_error(schedule, result.size, self.inspection.least_size, result)
         return result, schedule
 
-    def choose_coupled(self, result: SearchResult) -> tuple[_Planner, SearchResult, tuple[str, ...]]:
-        """Choose between two passes and lock step for a coupled loss: the faster one that fits; and a note on both.
+    def choose_coupled(self, result: SearchResult) -> tuple[_Planner, SearchResult]:
+        """Choose between two passes and lock step for a coupled loss: the faster one that fits; a note tells of both.
 
         On the CPU lock step takes the memory of the whole batch, and where that fits there is one micro-batch.
         """
-        device, proved = self.setup.device, result.trial
-        if self.inspection.joining != "twice" or len(proved.parts) < 2 or device.describe().get("kind") == "cpu":
-            return self, result, ()
+        device, proved, found = self.setup.device, result.trial, self.inspection
+        if found.joining != "twice" or len(proved.parts) < 2 or device.describe().get("kind") == "cpu":
+            return self, result
         try:
             tried = self.runner.try_lockstep(proved.parts)
         except SearchStopped:
-            return self, result, ()
-        note = coupled_note(proved, tried, predicted=self.predicts)
+            return self, result
+        found = dataclasses.replace(found, notes=(*found.notes, coupled_note(proved, tried, predicted=self.predicts)))
         if tried.outcome == "ok" and not self.predicts and tried.seconds < proved.seconds:
-            inspection = dataclasses.replace(self.inspection, coupled="lockstep", joining="lockstep")
-            chosen = dataclasses.replace(self, inspection=inspection)
-            return chosen, dataclasses.replace(result, trial=tried), (note,)
-        self.runner.trials.remove(tried)
-        return self, result, (note,)
+            found = dataclasses.replace(found, coupled="lockstep", joining="lockstep")
+            return dataclasses.replace(self, inspection=found), dataclasses.replace(result, trial=tried)
+        self.runner.trials.remove(tried)  # The last one is that of the plan.
+        return dataclasses.replace(self, inspection=found), result
 
     def find_least_bytes(self, proved: Trial, prediction: Prediction | None) -> tuple[int | None, tuple[str, ...]]:
         """Return the smallest budget, where it is predicted or to be measured, and a note if its search ended early."""

@@ -242,6 +242,8 @@ class PlanProgress(Progress):
         line = trial_line(event.trial, predicted=self._predicted)
         if event.trial.fresh and event.trial.ran and event.trial.limit_bytes is None:
             line.append("  by a trace of its own" if self._predicted else "  from a clean state", "dim")
+        if event.trial.host_bytes is not None:
+            line.append(f"  and {format_bytes(event.trial.host_bytes)} of host memory", "dim")
         self.say(line)
 
 

@@ -33,8 +33,9 @@ def test_each_mode_is_traced(mode: str, simulated: Callable[..., Any]) -> None:
     seen = ask(Inspect())
     assert not isinstance(seen, Failure), seen
     assert seen.batchnorm == mode
-    assert seen.least_size == (1 if mode == "frozen" else 2)
-    reply = ask(TraceParts(parts=(1, 1) if mode == "frozen" else (8, 8, 3)))
+    takes_one = mode in ("frozen", "exact")
+    assert seen.least_size == (1 if takes_one else 2)
+    reply = ask(TraceParts(parts=(1, 1) if takes_one else (8, 8, 3), joined=mode == "exact"))
     assert not isinstance(reply, Failure), reply
     assert reply.events
 

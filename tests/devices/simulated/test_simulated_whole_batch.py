@@ -1,0 +1,126 @@
+"""Parts that need each other, on a card that is not there: what the card holds, and what waits in host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts
+from autoaccum.devices.simulated.trace_records import Trace
+from autoaccum.devices.trial_record import Inspect
+
+SIZE, WIDTH, CHANNELS = 4, 32, 64
+WAITING = SIZE * CHANNELS * WIDTH * WIDTH * 4
+"""The input of a BatchNorm: what each part holds on the card while it waits for the others."""
+BATCH = SIZE * 3 * WIDTH * WIDTH * 4
+
+NET = f"""
+def batch(n):
+    return torch.randn(n, 3, {WIDTH}, {WIDTH}), torch.randint(0, 4, (n,))
+
+class Block(nn.Module):
+    def __init__(self, skips):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d({CHANNELS}, {CHANNELS}, 3, padding=1), nn.BatchNorm2d({CHANNELS})
+        self.skips = skips
+    def forward(self, x):
+        return x + self.norm(self.conv(x)) if self.skips else self.norm(self.conv(x))
+
+def net(skips):
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear({CHANNELS}, 4)
+    body = nn.Conv2d(3, {CHANNELS}, 3, padding=1), Block(skips), nn.ReLU(), Block(skips), nn.ReLU()
+    return nn.Sequential(*body, *head)
+"""
+FLAT = f"nn.Conv2d({CHANNELS}, {CHANNELS}, 3, padding=1), nn.BatchNorm2d({CHANNELS}), nn.ReLU(), "
+PLAIN = (
+    NET
+    + f"""
+model = lambda: nn.Sequential(
+    nn.Conv2d(3, {CHANNELS}, 3, padding=1), {2 * FLAT} nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear({CHANNELS}, 4)
+)
+"""
+)
+SKIPS = NET + "model = lambda: net(True)\n"
+COUPLED = NET.replace("nn.BatchNorm2d", "nn.InstanceNorm2d") + "model = lambda: net(False)\ncoupled = True\n"
+
+
+def held_bytes(trace: Trace) -> int:
+    """Return the most that tensors hold at once in the last update, without workspaces."""
+    held, most = 0, 0
+    for at, event in enumerate(trace.events):
+        size = trace.sizes[event if event >= 0 else ~event]
+        if isinstance(size, int):
+            held += size if event >= 0 else -size
+        most = max(most, held) if at >= trace.last_update else most
+    return most
+
+
+def trace(ask: Callable[..., Any], parts: int, **fields: Any) -> Trace:
+    made = ask(TraceParts(parts=(SIZE,) * parts, joined=True, **fields))
+    assert not isinstance(made, Failure), made
+    assert isinstance(made, Trace)
+    return made
+
+
+def test_exact_batchnorm_holds_one_part_and_the_inputs_that_wait(simulated: Callable[..., Any]) -> None:
+    ask = simulated(PLAIN, batchnorm="exact")
+    traces = {parts: trace(ask, parts) for parts in (2, 4, 8, 16)}
+    host = {parts: made.host_bytes for parts, made in traces.items()}
+    assert all(host[parts] == 2 * (host[parts // 2] or 0) > 0 for parts in (4, 8, 16))
+    held = {parts: held_bytes(made) for parts, made in traces.items()}
+    for parts in (8, 16):
+        assert WAITING <= (held[parts] - held[parts // 2]) / (parts // 2) <= WAITING + 1.1 * BATCH
+    assert held[4] < 2.1 * held_bytes(trace(ask, 1))
+    with_skips = simulated(SKIPS, batchnorm="exact")
+    held = {parts: held_bytes(trace(with_skips, parts)) for parts in (4, 8, 16)}
+    for parts in (8, 16):
+        assert 2 * WAITING <= (held[parts] - held[parts // 2]) / (parts // 2) <= 2 * WAITING + 1.1 * BATCH
+
+
+def test_nothing_is_left_on_the_card_after_an_update(simulated: Callable[..., Any]) -> None:
+    ask = simulated(PLAIN, batchnorm="exact")
+    made = trace(ask, 4)
+    before = sum(1 if event >= 0 else -1 for event in made.events[: made.last_update])
+    assert sum(1 if event >= 0 else -1 for event in made.events) <= before
+    assert {phase for _, phase in made.phases} >= {"forward", "backward", "update"}
+    again = trace(simulated(PLAIN, batchnorm="exact"), 4)
+    assert again == made
+
+
+def test_two_passes_keep_outputs_and_lock_step_host_memory(simulated: Callable[..., Any]) -> None:
+    ask = simulated(COUPLED)
+    seen = ask(Inspect())
+    assert (seen.coupled, seen.joining, seen.accumulation_warnings) == (True, "twice", ())
+    held = [held_bytes(trace(ask, parts)) for parts in (4, 8, 16)]
+    assert held[2] - held[0] < 0.1 * WAITING
+    assert trace(ask, 4).host_bytes is None
+    assert (trace(ask, 4, coupled="lockstep").host_bytes or 0) > 4 * WAITING
+
+
+def test_modules_keep_their_blocks_in_lock_step(simulated: Callable[..., Any]) -> None:
+    ask = simulated(SKIPS, batchnorm="exact")
+    labelled = ask(LabelParts(parts=(SIZE,) * 3, joined=True))
+    assert not isinstance(labelled, Failure), labelled
+    assert labelled.trace == trace(ask, 3)
+    convolved = {labelled.modules[origin.module].path for origin in labelled.origins if origin.op == "aten.convolution"}
+    assert convolved == {"0", "1.conv", "3.conv"}
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_whole_batch_is_noticed_by_the_inspection(joined: bool, simulated: Callable[..., Any]) -> None:
+    value = "autoaccum.whole_batch(x)" if joined else "x"
+    lines = f"""
+import autoaccum
+class Net(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) - {value}.mean(0)[:4]
+model = lambda: Net(8, 4)
+"""
+    seen = simulated(lines)(Inspect())
+    assert not isinstance(seen, Failure), seen
+    assert seen.joining == ("lockstep" if joined else None)
+    assert dataclasses.replace(seen, joining=None).coupled is False

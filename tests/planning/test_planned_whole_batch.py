@@ -1,0 +1,190 @@
+"""Plans of updates whose parts need each other: whole schedules run, and the cost of each way is known."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoaccum
+from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.inspection import inspect_workload
+from autoaccum.errors import DoesNotFitError
+from autoaccum.options import Coupled
+from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.planning.plan_setup import PlanSetup
+from autoaccum.planning.planner import plan_on_device
+from autoaccum.reporting.plan_report import accumulator_line, answer_rows
+from autoaccum.units import GIB, MIB, MemorySize
+
+pytestmark = pytest.mark.usefixtures("warm_children")
+
+LIMIT = MemorySize(bytes=256 * MIB)
+
+
+class Balanced(nn.Module):
+    """Adds a loss of its own, which needs the gates of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates, self.experts = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        share = autoaccum.whole_batch(self.gates(x).softmax(1)).mean(0)
+        return self.experts(x), 4 * (share * share).sum()
+
+
+def balanced_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    outputs, balance = model(batch[0])
+    loss: torch.Tensor = nn.functional.cross_entropy(outputs, batch[1]) + balance
+    return loss
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(size, 8), torch.randint(0, 4, (size,))
+
+
+def similarity(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    alike = nn.functional.normalize(outputs) @ nn.functional.normalize(outputs).T
+    return nn.functional.mse_loss(alike, (targets[:, None] == targets).to(alike))
+
+
+EXACT = autoaccum.Workload(model=normed, batch=batch, criterion=nn.CrossEntropyLoss(), batchnorm="exact")
+TWICE = autoaccum.Workload(model=plain, batch=batch, criterion=similarity, coupled=True)
+LOCKSTEP = dataclasses.replace(TWICE, coupled="lockstep")
+BALANCED = autoaccum.Workload(model=Balanced, batch=batch, loss=balanced_loss)
+
+
+@pytest.mark.parametrize(
+    ("workload", "joining"), [(EXACT, "lockstep"), (TWICE, "twice"), (LOCKSTEP, "lockstep"), (BALANCED, "lockstep")]
+)
+def test_trials_run_all_parts_and_nothing_is_said_of_what_is_exact(workload: autoaccum.Workload, joining: str) -> None:
+    plan = autoaccum.plan(workload, target_batch=9, max_micro_batch=4, memory=LIMIT)
+    assert plan.micro_batches == (3, 3, 3)
+    assert [trial.parts for trial in plan.trials] == [(3, 3, 3)] * len(plan.trials)
+    assert plan.workload["joining"] == joining
+    assert plan.workload.get("coupled", False) == workload.coupled
+    assert not any("full batch's" in said for said in plan.warnings), plan.warnings
+    assert plan.host_bytes is None  # On the CPU the peak has it.
+    again = Plan.from_json(plan.to_json())
+    assert (again, again.digest()) == (plan, plan.digest())
+
+
+def test_an_accumulator_takes_the_plan_s_way() -> None:
+    plan = autoaccum.plan(LOCKSTEP, target_batch=8, max_micro_batch=2, memory=LIMIT)
+    assert 'coupled="lockstep"' in accumulator_line(plan)
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for loss in (TWICE.objective, None):  # What `fit` gives it, and a user.
+        criterion = None if loss is not None else similarity
+        made = autoaccum.Accumulator(model, optimizer, loss, criterion=criterion, plan=plan)
+        assert made.joining == "lockstep"
+        assert made.step(batch(8)).micro_batches == (2, 2, 2, 2)
+
+
+def test_exact_takes_parts_of_one_sample_unless_that_is_the_batch() -> None:
+    assert inspect_workload(EXACT, share=2).least_size == 1
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        inspect_workload(EXACT, share=1)
+
+
+@pytest.mark.parametrize(
+    ("workload", "cure"),
+    [
+        (dataclasses.replace(EXACT, batchnorm="micro"), 'batchnorm="exact"'),
+        (dataclasses.replace(TWICE, coupled=False), "coupled=True"),
+        (
+            dataclasses.replace(EXACT, batchnorm="micro", model=lambda: nn.Sequential(Centred(), nn.Linear(8, 4))),
+            "autoaccum.whole_batch(x)",
+        ),
+    ],
+)
+def test_a_warning_names_the_cure(workload: autoaccum.Workload, cure: str) -> None:
+    said = inspect_workload(workload, share=8).accumulation_warnings
+    assert any(cure in sentence for sentence in said), said
+
+
+class Centred(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+def test_a_loss_that_is_not_joined_is_still_told_of_beside_exact_batchnorm() -> None:
+    found = inspect_workload(dataclasses.replace(EXACT, criterion=similarity), share=8)
+    assert found.coupling is not None
+    assert found.coupling.modules == ()
+    assert any("coupled=True" in said for said in found.accumulation_warnings)
+
+
+def test_in_lock_step_the_cpu_holds_the_whole_batch_and_the_error_says_what_helps() -> None:
+    def rows(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(size, 8, 16_384), torch.ones(size, 8, 16_384)
+
+    held = autoaccum.Workload(model=Convolved, batch=rows, criterion=nn.MSELoss(), batchnorm="exact")
+    with pytest.raises(
+        DoesNotFitError, match="in lock step the CPU keeps what backward needs of the whole batch"
+    ) as raised:
+        autoaccum.plan(held, target_batch=16, memory=MemorySize(bytes=48 * MIB))
+    assert 'batchnorm="running"' in str(raised.value.hint)
+
+
+class Convolved(nn.Sequential):
+    def __init__(self) -> None:
+        layers = [module for _ in range(8) for module in (nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.Tanh())]
+        super().__init__(*layers)
+
+
+class Card(Device):
+    """A card on which lock step takes host memory, and `seconds` where two passes take 1."""
+
+    name, limit_bytes = "cuda:0", GIB
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"name": self.name, "kind": "cuda"}
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        return dataclasses.replace(inspect_workload(TWICE, 8), environment={})
+
+    def trial(self, parts: tuple[int, ...], *, coupled: Coupled | None = None, **_: Any) -> Trial:
+        joint = coupled == "lockstep"
+        return Trial(
+            parts=parts,
+            outcome="ok",
+            fresh=True,
+            peak_reserved_bytes=200 * MIB,
+            seconds=self._seconds if joint else 1.0,
+            host_bytes=300 * MIB if joint else None,
+        )
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.5, "lockstep"), (2.0, True)])
+def test_the_faster_way_that_fits_is_taken(seconds: float, chosen: Coupled) -> None:
+    request = PlanRequest(8, max_micro_batch=2)
+    plan = plan_on_device(PlanSetup(Card(seconds), "model.py"), request)
+    assert plan.workload["coupled"] == chosen
+    assert plan.host_bytes == (300 * MIB if chosen == "lockstep" else None)
+    assert plan.trials[-1].host_bytes == plan.host_bytes
+    assert ("host memory" in [name for name, _ in answer_rows(plan)]) == (chosen == "lockstep")
+    (note,) = [note for note in plan.notes if "two passes" in note]
+    assert note == (
+        'coupled=True (two passes) takes 200 MiB, 1.0 s, coupled="lockstep" takes 200 MiB and 300 MiB of host memory,'
+        f" {seconds} s: the faster one that fits is taken"
+    )
