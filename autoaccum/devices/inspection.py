@@ -65,7 +65,10 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
                     " nothing",
                 )
             update_bytes = meter.read().peak_reserved_bytes
-            accumulator.step_parts([batch, batch])
+            if not workload.coupled:
+                accumulator.step_parts([batch, batch])
+            elif share >= 2 * size:  # Its loss needs one batch: samples that are there twice are alike.
+                accumulator.step(workload.build_batch(2 * size))
         workload, found_multiple = detect_multiple(workload, model, share)
         sample_bytes = measure_sample_bytes(workload, model, size) if share >= 2 * size else None
         least_size = find_least_size(workload, model, share)

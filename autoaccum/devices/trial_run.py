@@ -138,7 +138,9 @@ class TrialRun:
         """
         accumulator, batch = self._prepare(parts)
         self.parts = tuple(parts)
-        first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts if joined else parts[:1], parts))
+        first, last = (slice_parts(batch, self._size, sizes) for sizes in (parts[:1], parts))
+        if joined:
+            first = last = [batch] if sum(parts) == self._size else last
         self._update(accumulator, first)
         if self._workload.evaluation_batch is not None:
             self._evaluate()

@@ -138,8 +138,7 @@ def peak_bytes(trial: Trial) -> int | None:
 def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
     """Return what the plan records of the workload."""
     recorded = {name: to_plain(getattr(inspection, name)) for name in _RECORDED_FIELDS}
-    joint = {name: value for name in ("coupled", "joining") if (value := getattr(inspection, name))}
-    return {"reference": reference, **recorded, **joint}
+    return {"reference": reference, **recorded, **({"joining": inspection.joining} if inspection.joining else {})}
 
 
 def coupled_note(twice: Trial, lockstep: Trial, *, predicted: bool) -> str:

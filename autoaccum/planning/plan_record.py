@@ -50,8 +50,8 @@ class Plan:
         device: Name, kind, total and free bytes, how limits are enforced.
         environment: Versions and settings the trials ran under.
         workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction, weight,
-            batchnorm, and the recipe of a training step (`workload.step_recipe`); `joining` where parts need each other
-            (`Inspection`), and `coupled` where the loss is.
+            batchnorm, coupled, and the recipe of a training step (`workload.step_recipe`); `joining` where parts need
+            each other (`Inspection`).
         trials: All trials in the order they ran, or were predicted; the last one within the plan's own budget is the
             schedule's, from a clean state.
         warnings: Sentences on what could make the plan fail or mislead.

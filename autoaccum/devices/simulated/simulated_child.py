@@ -64,10 +64,10 @@ def trace_trial(
 ) -> tuple[Trace, TrialRun, list[str]]:
     """Run a trial of `parts` on the card of `mode`, which must be entered; also returns the names of the loss's terms.
 
-    The batch has the size of the largest part and stays on the host. Garbage is collected only between updates, so
-    that every trace of a step is the same. `joined`: as in `PartsRequest`.
+    The batch has the size of the largest part, or of all `joined` ones (`PartsRequest`), and stays on the host. Garbage
+    is collected only between updates, so that every trace of a step is the same.
     """
-    trial_run = _make_trial_run(workload, parts, mode.recorder.mark_update)
+    trial_run = _make_trial_run(workload, sum(parts) if joined else max(parts), mode.recorder.mark_update)
     trace, result = _run_traced(trial_run, parts, mode, joined=joined)
     return trace, trial_run, list(result.terms)
 
@@ -79,7 +79,7 @@ def label_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *,
         mode.recorder.mark_update()
         labeller.mark_update()
 
-    trial_run = _make_trial_run(workload, parts, begin_update)
+    trial_run = _make_trial_run(workload, sum(parts) if joined else max(parts), begin_update)
     loss = workload.objective.criterion
     auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
     auxiliary += find_auxiliary_modules(workload).values()
@@ -89,12 +89,12 @@ def label_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *,
     return labeller.label(trace)
 
 
-def _make_trial_run(workload: Workload, parts: Sequence[int], begin_update: Callable[[], None]) -> TrialRun:
+def _make_trial_run(workload: Workload, size: int, begin_update: Callable[[], None]) -> TrialRun:
     def before_update() -> None:
         gc.collect()
         begin_update()
 
-    return TrialRun(workload, max(parts), device=DEVICE, before_update=before_update)
+    return TrialRun(workload, size, device=DEVICE, before_update=before_update)
 
 
 def _run_traced(
