@@ -197,6 +197,27 @@ def test_a_signal_between_the_parts_ends_the_run_without_a_trace(
     assert_same(resumed.model, fit(case).model, 0)
 
 
+@pytest.mark.parametrize("case", ["exact", "two towers", "two towers in lock step"])
+def test_out_of_memory_leads_to_smaller_parts_of_the_same_update_and_evaluation(case: str) -> None:
+    seen: list[Evaluated] = []
+
+    def refuse(_: nn.Module, given: tuple[Tensor]) -> None:
+        if len(given[0]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    def small() -> nn.Module:
+        model = start(normed=CASES[case].get("normed", True))
+        model.register_forward_pre_hook(refuse)
+        return model
+
+    callbacks = [lambda event: seen.append(event) if isinstance(event, Evaluated) else None]
+    data = TensorDataset(*HELD_OUT)
+    done = fit(case, model=small, micro_batch=9, callbacks=callbacks, evaluation_dataset=data)
+    assert_same(done.model, full_batch(case), 1e-9)
+    assert seen[-1].samples == 21
+    assert done.oom_retries > 0
+
+
 def test_a_live_model_trains_with_a_coupled_criterion() -> None:
     given: dict[str, Any] = {"target_batch": TARGET, "progress": False, "device": "cpu", "steps": UPDATES}
     live = start(normed=False)
