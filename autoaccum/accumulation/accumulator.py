@@ -179,7 +179,8 @@ class Accumulator:
             plan=plan,
             model=model,
         )
-        coupled = choose_option(plan, "coupled", coupled, objective.coupled)
+        if coupled is None:
+            coupled = choose_option(plan, "coupled", None, objective.coupled)
         objective = with_coupling(objective, coupled, UsageError)
         if split is not None or size is not None:
             objective = dataclasses.replace(objective, batching=read_batching(split, size))

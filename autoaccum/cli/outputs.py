@@ -82,7 +82,8 @@ class Outputs:
 
         if isinstance(event, Inspected) and "--emit" in self._asked:
             seen = event.inspection
-            check_emittable(recipe=seen.recipe, batchnorm=seen.batchnorm, coupled=bool(seen.coupled))
+            joins = bool(seen.coupled or seen.joining)
+            check_emittable(recipe=seen.recipe, batchnorm=seen.batchnorm, joins=joins)
         elif isinstance(event, Explained):
             self._account = event.account
 

@@ -33,11 +33,11 @@ _ALTERNATIVES = "write loss(model, batch) and weight(batch), or train with autoa
 
 
 def check_emittable(
-    *, world_size: int = 1, batchnorm: str = "micro", coupled: bool = False, recipe: Mapping[str, Any] | None = None
+    *, world_size: int = 1, batchnorm: str = "micro", joins: bool = False, recipe: Mapping[str, Any] | None = None
 ) -> None:
     """Refuse plans for which no file can be emitted, as early as possible: before any trial.
 
-    `recipe` is that of the `Inspection`, if it is known yet.
+    `recipe` is that of the `Inspection`, if it is known yet. `joins`: parts of an update need each other.
 
     Raises:
         UsageError: Several ranks, BatchNorm statistics or a loss over several parts, or a batch or criterion that
@@ -53,9 +53,10 @@ def check_emittable(
             f'--emit writes a few lines of plain PyTorch, which cannot do batchnorm "{batchnorm}"',
             hint="plan with --batchnorm frozen or micro, or write the loop around autoaccum.Accumulator",
         )
-    if coupled:
+    if joins:
         raise UsageError(
-            "--emit writes a few lines of plain PyTorch, which cannot compute a coupled loss of all micro-batches",
+            "--emit writes a few lines of plain PyTorch, which cannot join what micro-batches need of each other, for a"
+            " coupled loss or whole_batch(x)",
             hint="plan without --emit, and write the loop around autoaccum.Accumulator",
         )
     if recipe is None:
@@ -106,8 +107,8 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
     """
     recipe, workload = plan.workload["recipe"], plan.workload
     batchnorm = str(workload.get("batchnorm") or "micro")
-    coupled = bool(workload.get("coupled"))
-    check_emittable(world_size=plan.world_size, batchnorm=batchnorm, coupled=coupled, recipe=recipe)
+    joins = bool(workload.get("coupled") or workload.get("joining"))
+    check_emittable(world_size=plan.world_size, batchnorm=batchnorm, joins=joins, recipe=recipe)
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -162,11 +161,9 @@ class Loop:
         components = self.components
         known = None if self.choice.plan is None else self.choice.plan.coupling
         found = known or _probe_coupling(components, _take_samples(window.parts))
-        if components.objective.coupled:  # The loss is computed of the whole window.
-            found = dataclasses.replace(found, loss=None)
         # The Accumulator itself warns of BatchNorm layers, in more detail; exact ones are those of the whole window.
         already_warned = () if components.batchnorm == "frozen" else batchnorm_names(components.model)
-        for sentence in found.warnings(already_warned):
+        for sentence in found.warnings(already_warned, is_joint=bool(components.objective.coupled)):
             self._notifier.notify(Notice(sentence))
 
     def _update(self, window: Window, began: float) -> None:

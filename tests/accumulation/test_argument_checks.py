@@ -110,3 +110,14 @@ def test_batches_that_cannot_be_split_are_refused_before_anything_runs() -> None
         build().step((torch.ones(4, 3), torch.ones(3, 3)))
     with pytest.raises((UsageError, WorkloadError)):
         build().step((torch.ones(0, 3), torch.ones(0, 3)))
+
+
+def test_a_coupled_loss_is_coupled_unless_that_is_refused() -> None:
+    pair: dict[str, Any] = {
+        "outputs": lambda model, batch: model(batch),
+        "coupled_loss": lambda found, batch: found.std(),
+    }
+    assert build(loss=None, **pair).joining == "twice"
+    assert build(loss=None, **pair, coupled="lockstep").joining == "lockstep"
+    assert build(loss=None, **pair, coupled=False).joining is None
+    assert build().joining is None

@@ -15,9 +15,9 @@ from autoaccum.planning.plan_events import Inspected
 
 def test_a_mode_that_cannot_be_emitted_is_refused_once_it_is_known(tmp_path: Path) -> None:
     outputs = Outputs(None, str(tmp_path / "step.py"), None, force=False)
-    coupled = dataclasses.replace(INSPECTION, coupled=True)
-    with pytest.raises(UsageError, match="cannot compute a coupled loss of all micro-batches: plan without --emit"):
-        outputs.listen(Inspected(coupled, "cpu", 1, 8, False))
+    for joining in (dataclasses.replace(INSPECTION, coupled=True), dataclasses.replace(INSPECTION, joining="lockstep")):
+        with pytest.raises(UsageError, match=r"cannot join .* a coupled loss or whole_batch\(x\): plan without --emit"):
+            outputs.listen(Inspected(joining, "cpu", 1, 8, False))
     running = dataclasses.replace(INSPECTION, batchnorm="running")
     with pytest.raises(UsageError, match='cannot do batchnorm "running": plan with --batchnorm frozen'):
         outputs.listen(Inspected(running, "cpu", 1, 8, False))

@@ -53,11 +53,18 @@ def spread(found: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(table, targets)
 
 
+def balanced(model: nn.Module, batch: Any) -> Tensor:
+    gates = model(batch[0])
+    share = autoaccum.whole_batch(gates.softmax(1)).mean(0)
+    return nn.functional.cross_entropy(gates, batch[1]) + 4 * (share * share).sum()
+
+
 CASES: dict[str, dict[str, Any]] = {
     "exact": {"criterion": nn.CrossEntropyLoss(), "batchnorm": "exact"},
     "coupled criterion": {"criterion": spread, "coupled": True, "normed": False},
     "two towers": {"outputs": outputs, "coupled_loss": contrast, "normed": False},
     "two towers in lock step": {"outputs": outputs, "coupled_loss": contrast, "coupled": "lockstep", "normed": False},
+    "whole_batch": {"loss": balanced, "normed": False},
     "coupled and exact": {"outputs": outputs, "coupled_loss": contrast, "coupled": True, "batchnorm": "exact"},
 }
 
@@ -99,6 +106,8 @@ def windows() -> Iterator[tuple[Tensor, Tensor]]:
 def loss_of(case: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     if "coupled_loss" in CASES[case]:
         return contrast(outputs(model, batch), batch)
+    if "loss" in CASES[case]:
+        return balanced(model, batch)
     return torch.as_tensor(CASES[case]["criterion"](model(batch[0]), batch[1]))
 
 
