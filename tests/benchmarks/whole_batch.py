@@ -87,8 +87,11 @@ def main() -> None:
         ratios = [median(a / b for a, b in zip(seconds, taken[0], strict=True)) for seconds in taken]
         print(f"{parts} parts  " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in zip(MODES, ratios, strict=True)))
     print(f"\nparts of {TRACED_SAMPLES}, MiB on a simulated card (in host memory):")
+    workload = str(ROOT / f"tests/benchmarks/models/{MODEL}.py")
     for name, asked in MODES.items():
-        settings = TrialSettings(SAMPLES, Options(gpu=CARD, **asked), str(ROOT / f"tests/benchmarks/models/{MODEL}.py"))
+        settings = TrialSettings(
+            reference=workload, share=max(TRACED) * TRACED_SAMPLES, options=Options(gpu=CARD, **asked)
+        )
         tracer = Tracer(settings, find_card(CARD))
         tracer.call(Inspect())
         requests = [TraceParts(parts=(TRACED_SAMPLES,) * parts, joined=name != "micro") for parts in TRACED]
