@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LOOPS = {"accelerate_loop": "accelerate", "lightning_manual": "lightning"}
 """Loops of a framework's, which there is nothing to plan of, and what they need."""
-FITTED = {"digits_fit"}
-"""What `autoaccum fit` trains: tests/training/test_digits_example.py runs both of its commands."""
+ELSEWHERE = {"digits_fit", "batchnorm_modes"}
+"""What tests/training/test_digits_example.py and tests/verification/test_verified_examples.py run."""
 COMMANDS = {
     (path.stem, line)
     for path in EXAMPLES
@@ -39,7 +39,7 @@ def test_examples_fit_on_one_screen(path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("python") and c[0] not in FITTED)
+    ("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("python") and c[0] not in ELSEWHERE)
 )
 def test_examples_train(name: str, line: str, warm_python: WarmPython) -> None:
     if name in LOOPS and importlib.util.find_spec(LOOPS[name]) is None:
@@ -48,6 +48,13 @@ def test_examples_train(name: str, line: str, warm_python: WarmPython) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), f"{name} prints what it does"
     assert "nan" not in done.stdout
+
+
+@pytest.mark.parametrize(("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("autoaccum verify")))
+def test_examples_are_verified(name: str, line: str, command: Command) -> None:
+    done = command(ROOT, *shlex.split(line)[1:])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("equivalent: "), name
 
 
 @pytest.mark.slow
