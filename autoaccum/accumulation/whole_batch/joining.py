@@ -47,7 +47,8 @@ def whole_batch(x: Tensor) -> Tensor:
         share = autoaccum.whole_batch(gates).mean(0)
         balance = experts * (share * share).sum()
 
-    Each micro-batch's loss counts by its share of the update, so a term that all compute alike counts once.
+    Each micro-batch's loss counts by its share of the update, so a term that all compute alike counts once. With
+    `reduction="sum"` all losses count in full, and such a term once for each micro-batch: write it into `coupled_loss`.
 
     Args:
         x: A tensor whose first dimension is the sample, or a number of rows for each sample.
