@@ -240,10 +240,10 @@ class PlanProgress(Progress):
     def _end(self, event: plan_events.TrialFinished) -> None:
         self.stop()
         line = trial_line(event.trial, predicted=self._predicted)
-        if event.trial.fresh and event.trial.ran and event.trial.limit_bytes is None:
-            line.append("  by a trace of its own" if self._predicted else "  from a clean state", "dim")
         if event.trial.host_bytes is not None:
             line.append(f"  and {format_bytes(event.trial.host_bytes)} of host memory", "dim")
+        if event.trial.fresh and event.trial.ran and event.trial.limit_bytes is None:
+            line.append("  by a trace of its own" if self._predicted else "  from a clean state", "dim")
         self.say(line)
 
 
