@@ -10,10 +10,10 @@ from autoaccum.checks import join_words
 
 WHOLE_MODEL = "the model itself"
 
+_AS_ONE = "coupled=True (with a criterion, or with outputs and coupled_loss) computes it of the whole batch"
 COMPARES_SAMPLES = (
     "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a time, so that the"
-    " gradient is not the full batch's: coupled=True computes the loss of the whole batch's outputs, and `autoaccum"
-    " verify` shows by how much it is off"
+    f" gradient is not the full batch's: {_AS_ONE}, and `autoaccum verify` proves it"
 )
 """The warning for a loss that is computed from a table of samples by samples."""
 
@@ -64,7 +64,7 @@ class Coupling:
             messages.append(
                 "the loss mixes the samples of a batch, as contrastive and load-balancing losses do, or adds to a sum a"
                 " term that does not grow with the batch, as weight decay: the gradient of micro-batches is not the"
-                " full batch's; coupled=True computes it of the whole batch's outputs, or make it a mean over samples"
+                f" full batch's; {_AS_ONE}, autoaccum.whole_batch(x) a term of it, or make it a mean over samples"
             )
         return tuple(messages)
 
