@@ -174,7 +174,7 @@ def test_modules_in_eval_mode_stay_in_it_in_every_mode() -> None:
 
 def test_each_mode_has_its_warning() -> None:
     cases: list[tuple[str, nn.Module, str | None]] = [
-        ("micro", small(), r'BatchNorm normalises by the micro-batch.* in 0 and 2: .*"frozen" or GroupNorm.*"running"'),
+        ("micro", small(), r'BatchNorm normalises by the micro-batch.* in 0 and 2: .*"exact" corrects that.*"running"'),
         ("running", small(), r"in 0 and 2: running statistics are the full batch's, the gradient is not"),
         ("frozen", small(), r"never estimated \(mean 0, variance 1\)"),
     ]
