@@ -286,6 +286,11 @@ class Accumulator:
                 return outcome
             if isinstance(outcome, NeedsWholeBatch):  # The model called whole_batch: nothing was changed yet.
                 self._join_parts()
+                if self._objective.reduction == "sum" and not self._coupled:
+                    warn_caller(
+                        "the loss is a sum, and whole_batch(x) is called: a term that all micro-batches compute alike"
+                        " counts once for each of them; make the loss a mean, or compute it in a coupled loss"
+                    )
                 continue
             failed_in.append(self.phase)
             largest = max(max(cut) for cut in cuts)

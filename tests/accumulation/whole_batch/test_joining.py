@@ -13,6 +13,7 @@ from whole_batches import Recorded, check_equal
 
 from autoaccum import whole_batch
 from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError, WorkloadError
 
 
@@ -170,3 +171,11 @@ def test_a_compiled_model_runs_uncompiled() -> None:
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def test_a_sum_in_which_a_term_of_all_samples_would_count_often_is_warned_of() -> None:
+    model = Experts()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), balanced, reduction="sum", micro_batch=2)
+    with pytest.warns(AccumulationWarning, match="a term that all micro-batches compute alike counts once for each"):
+        accumulator.step((torch.randn(4, 6), torch.randint(3, (4,))))
+    accumulator.step((torch.randn(4, 6), torch.randint(3, (4,))))
