@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from autoaccum.accumulation.coupling import COMPARES_SAMPLES, list_names
 from autoaccum.accumulation.first_step_checks import compares_samples
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
-from autoaccum.accumulation.whole_batch.joining import in_sequence
+from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import join_batches, move_batch
 from autoaccum.workload.objective import Objective, Reduction, Weights, match_weights
@@ -84,19 +84,10 @@ class LossRecord:
         return sum(sums.values()), {name: sums.get(name, math.nan) for name in self.names}
 
 
-class PartsRunner(Protocol):
-    """A way to run the parts of an update other than one after the other."""
-
-    def __call__(
-        self,
-        backpropagation: Backpropagation,
-        parts: Sequence[Any],
-        shares: Sequence[Weights],
-        buffers: GradientBuffers | None,
-        record: LossRecord,
-        batches: Sequence[Any],
-    ) -> None:
-        """Run forward and backward of all `parts` of `batches`, and record their losses."""
+PartsRunner: TypeAlias = (
+    "Callable[[Backpropagation, Sequence[Any], Sequence[Weights], Sequence[Any], LossRecord], None]"
+)
+"""Runs forward and backward of all parts, with their shares, of batches that a coupled loss reads; records losses."""
 
 
 class Backpropagation:
@@ -120,9 +111,8 @@ class Backpropagation:
         precision: str,
         scaler: GradScaler | None,
         on_phase: Callable[[StepPhase], None],
-        run_parts: PartsRunner | None = None,
     ) -> None:
-        self.run_parts = run_parts
+        self.run_parts: PartsRunner | None = None
         self.model = model
         self._objective = objective
         self.criterion = objective.criterion_module
@@ -137,7 +127,7 @@ class Backpropagation:
         parts: Sequence[Any],
         shares: Sequence[Weights],
         buffers: GradientBuffers | None,
-        batches: Sequence[Any] = (),
+        batches: Sequence[Any],
     ) -> LossRecord:
         """Run `parts` one by one; each one's backward frees its graph.
 
@@ -149,9 +139,9 @@ class Backpropagation:
         self.device = model_device(self.model)
         with torch.enable_grad(), nullcontext() if buffers is None else buffers:
             if self.run_parts is not None and len(parts) > 1:
-                self.run_parts(self, parts, shares, buffers, record, batches or parts)
+                self.run_parts(self, parts, shares, batches, record)
                 return record
-            with in_sequence(len(parts) > 1):
+            with parts_run(IN_SEQUENCE if len(parts) > 1 else None):
                 for part, share in zip(parts, shares, strict=True):
                     if has_weight(share):
                         self.on_phase("batch")

@@ -158,7 +158,7 @@ class RunningBackpropagation(Backpropagation):
         parts: Sequence[Any],
         shares: Sequence[Weights],
         buffers: GradientBuffers | None,
-        batches: Sequence[Any] = (),
+        batches: Sequence[Any],
     ) -> LossRecord:
         """Run `parts` as every Backpropagation does; each run, also a repeated one, collects statistics of its own.
 
@@ -210,7 +210,7 @@ class FrozenBackpropagation(Backpropagation):
         parts: Sequence[Any],
         shares: Sequence[Weights],
         buffers: GradientBuffers | None,
-        batches: Sequence[Any] = (),
+        batches: Sequence[Any],
     ) -> LossRecord:
         """Run `parts` as every Backpropagation does, with BatchNorm modules in eval mode.
 

@@ -29,7 +29,7 @@ from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
 from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
-from autoaccum.accumulation.whole_batch.joining import in_lockstep
+from autoaccum.accumulation.whole_batch.joining import parts_run
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.model_copies import (
@@ -247,7 +247,7 @@ class _Runs:
             stack.callback(state.restore)
             if calls is not None:
                 stack.enter_context(calls.attach({"": model, **self._auxiliary}))
-            stack.enter_context(in_lockstep(self._joined.of_run(is_whole=batch_size(batch) == sum(self._sizes))))
+            stack.enter_context(parts_run(self._joined.of_run(is_whole=batch_size(batch) == sum(self._sizes))))
             terms = objective.terms(model, batch)
             self._random_use.append((ranges, pickle.dumps((random.getstate(), np.random.get_state()))))
         self._dtype = next(iter(terms.values())).dtype

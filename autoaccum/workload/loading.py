@@ -28,18 +28,8 @@ from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload
 
 _SPECIAL = {
-    "model",
-    "batch",
-    "split",
-    "size",
-    "batchnorm",
-    "coupled",
-    "outputs",
-    "coupled_loss",
-    "name",
-    "path",
-    "digest",
-    "worst_of",
+    *("model", "batch", "split", "size", "batchnorm", "coupled", "outputs", "coupled_loss"),
+    *("name", "path", "digest", "worst_of"),
 }
 _OPTIONAL = [field.name for field in dataclasses.fields(Workload) if field.name not in _SPECIAL]
 """Fields that a file may define by name. An imported module of such a name (such as Hugging Face's `evaluate`) is not

@@ -28,8 +28,9 @@ class _Part:
     """One part's input of one call of a BatchNorm, and its output's gradient, in host memory.
 
     Attributes:
-        scale: The weight over the standard deviation, and the mean, of each channel; set in forward.
+        mean, inverse, scale: The whole batch's mean, one over its standard deviation, and the weight over it.
         count: The number of values of each channel in the whole batch.
+        gradient: The gradient of the output, once backward has it.
     """
 
     scale: Tensor

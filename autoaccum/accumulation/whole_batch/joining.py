@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.errors import WorkloadError
 
-_IN_SEQUENCE = object()
+IN_SEQUENCE = object()
 _running: Any = None
 """How the parts of the present update run: in a `Lockstep`, one after the other, or None outside of one."""
 
@@ -23,17 +22,14 @@ class NeedsWholeBatch(BaseException):
 
 
 @contextmanager
-def in_lockstep(lockstep: Lockstep) -> Iterator[None]:
-    """Let `whole_batch` join the parts that run in `lockstep`."""
-    with _set_running(lockstep):
+def parts_run(how: Any) -> Iterator[None]:
+    """Let `whole_batch` join parts that run in the `Lockstep` given; raise NeedsWholeBatch for parts IN_SEQUENCE."""
+    global _running
+    before, _running = _running, how
+    try:
         yield
-
-
-@contextmanager
-def in_sequence(accumulates: bool) -> Iterator[None]:
-    """Let `whole_batch` raise NeedsWholeBatch, if the update `accumulates` several parts."""
-    with _set_running(_IN_SEQUENCE if accumulates else None):
-        yield
+    finally:
+        _running = before
 
 
 def whole_batch(x: Tensor) -> Tensor:
@@ -59,7 +55,7 @@ def whole_batch(x: Tensor) -> Tensor:
     if not isinstance(x, Tensor) or x.ndim == 0:
         raise WorkloadError("whole_batch(x) needs a tensor whose first dimension is the sample")
     running = _running
-    if running is _IN_SEQUENCE:
+    if running is IN_SEQUENCE:
         raise NeedsWholeBatch
     if running is None:
         return x
@@ -100,13 +96,3 @@ class _Joined(torch.autograd.Function):
 
 def _describe(value: Tensor) -> str:
     return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-
-
-@contextmanager
-def _set_running(now: Any) -> Iterator[None]:
-    global _running
-    before, _running = _running, now
-    try:
-        yield
-    finally:
-        _running = before

@@ -67,7 +67,7 @@ class Lockstep:
         self._parts = [greenlet(function) for function in functions]
         for part in self._parts:
             part.gr_context = copy_context()
-        states = [_TorchState.now()] * len(functions)
+        states = [_TorchState()] * len(functions)
         results: list[Any] = [()] * len(functions)
         try:
             while True:
@@ -86,7 +86,7 @@ class Lockstep:
         return self._parts[self.part].parent.switch(_Meeting(place, value, join))
 
     def _go_on(self, index: int, state: _TorchState, arguments: tuple[Any, ...]) -> tuple[Any, _TorchState]:
-        outside = _TorchState.now()
+        outside = _TorchState()
         self._on_part(index)
         self.part = index
         state.apply()
@@ -94,7 +94,7 @@ class Lockstep:
         torch.clear_autocast_cache()
         try:
             result = self._parts[index].switch(*arguments)
-            return result, _TorchState.now()
+            return result, _TorchState()
         finally:
             self.part = None
             outside.apply()
@@ -114,7 +114,7 @@ class Lockstep:
 
     def _end(self, states: Sequence[_TorchState]) -> None:
         """End parts that still wait, in the contexts in which they wait."""
-        outside = _TorchState.now()
+        outside = _TorchState()
         for part, state in zip(self._parts, states, strict=True):
             if part and not part.dead:
                 state.apply()
@@ -137,11 +137,6 @@ class _TorchState:
         self._functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._dispatch = _get_current_dispatch_mode_stack()
         self._stream = torch.cuda.current_stream() if torch.get_device_module("cuda").is_initialized() else None
-
-    @staticmethod
-    def now() -> _TorchState:
-        """Return the present settings."""
-        return _TorchState()
 
     def apply(self) -> None:
         """Set them again."""

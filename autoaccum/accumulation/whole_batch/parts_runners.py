@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
+from autoaccum.accumulation.backpropagation import Backpropagation
 from autoaccum.accumulation.batchnorm import uncompiled
-from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices, module_generators
 from autoaccum.accumulation.whole_batch.exact_batchnorm import ExactBatchNorm
 from autoaccum.accumulation.whole_batch.host_storage import HostStorage
-from autoaccum.accumulation.whole_batch.joining import in_lockstep, in_sequence
+from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
@@ -38,11 +38,8 @@ class LockstepParts:
         host_bytes: The bytes that the last update stored in host memory.
     """
 
-    def __init__(
-        self, *, exact_batchnorm: bool = False, coupled: bool = False, on_part: Callable[[int], None] | None = None
-    ) -> None:
-        self._exact_batchnorm, self._coupled = exact_batchnorm, coupled
-        self._on_part = on_part or (lambda index: None)
+    def __init__(self, *, exact_batchnorm: bool, coupled: bool, on_part: Callable[[int], None]) -> None:
+        self._exact_batchnorm, self._coupled, self._on_part = exact_batchnorm, coupled, on_part
         self.host_bytes = 0
 
     def __call__(
@@ -50,9 +47,8 @@ class LockstepParts:
         backpropagation: Backpropagation,
         parts: Sequence[Any],
         shares: Sequence[Weights],
-        buffers: GradientBuffers | None,
-        record: LossRecord,
-        batches: Sequence[Any],
+        batches: Any,
+        record: Any,
     ) -> None:
         """As `PartsRunner`. Parts without weight run too: other samples depend on theirs."""
         model, criterion, device = backpropagation.model, backpropagation.criterion, backpropagation.device
@@ -62,7 +58,7 @@ class LockstepParts:
         @contextmanager
         def joining_parts() -> Iterator[None]:
             exact = ExactBatchNorm(lockstep, storage).replacing(model, criterion) if self._exact_batchnorm else None
-            with in_lockstep(lockstep), uncompiled(), exact or nullcontext():
+            with parts_run(lockstep), uncompiled(), exact or nullcontext():
                 yield
 
         def run_part(part: Any, share: Weights) -> Any:
@@ -73,11 +69,8 @@ class LockstepParts:
                     return backpropagation.outputs(moved)
                 return backpropagation.part_loss(moved, share, None, record)
 
-        functions = [
-            lambda part=part, share=share: run_part(part, share) for part, share in zip(parts, shares, strict=True)
-        ]
         with joining_parts():
-            results = lockstep.run(functions)
+            results = lockstep.run([partial(run_part, *each) for each in zip(parts, shares, strict=True)])
         if self._coupled:
             loss = backpropagation.coupled_loss(join_outputs(results), batches, record)
         else:
@@ -98,16 +91,13 @@ class RepeatedParts:
     one pass.
     """
 
-    host_bytes = 0
-
     def __call__(
         self,
         backpropagation: Backpropagation,
         parts: Sequence[Any],
         shares: Sequence[Weights],
-        buffers: GradientBuffers | None,
-        record: LossRecord,
-        batches: Sequence[Any],
+        batches: Any,
+        record: Any,
     ) -> None:
         """As `PartsRunner`."""
         model, device = backpropagation.model, backpropagation.device
@@ -117,10 +107,8 @@ class RepeatedParts:
         for part in parts:
             states.append(RngState(initialized_cuda_devices(), generators))
             backpropagation.on_phase("forward")
-            with torch.no_grad(), in_sequence(True):
+            with torch.no_grad(), parts_run(IN_SEQUENCE):
                 leaves.append(_require_gradients(backpropagation.outputs(move_batch(part, device))))
-        if buffers is not None:
-            buffers.share = 1.0
         loss = backpropagation.coupled_loss(join_outputs(leaves), batches, record)
         backpropagation.on_phase("backward")
         backpropagation.backward(loss)
