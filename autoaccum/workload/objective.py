@@ -284,7 +284,7 @@ def _check_sum(objective: Objective) -> Objective:
             hint='remove weight, or make the loss a mean with reduction="mean"',
         )
     name = "" if objective.criterion is None else f" ({objective.criterion.name})"
-    return Objective("sum", f"nothing: the loss is a sum{name}", objective.criterion, objective.loss_function)
+    return dataclasses.replace(objective, reduction="sum", source=f"nothing: the loss is a sum{name}")
 
 
 def _check_loss_function(loss: Any) -> None:

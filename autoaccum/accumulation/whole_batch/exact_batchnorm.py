@@ -8,6 +8,7 @@ Normalization", 2015, section 3).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -39,7 +40,8 @@ class _Part:
     count: int
     gradient: Any = None
 
-    def __init__(self, inputs: Tensor, storage: HostStorage) -> None:
+    def __init__(self, inputs: Tensor, storage: HostStorage, lockstep: Lockstep) -> None:
+        self.lockstep = lockstep
         self.storage, self.present, self.version = storage, inputs.detach(), inputs._version
         self.inputs = storage.store(self.present)
         self.dims = [0, *range(2, inputs.ndim)]
@@ -135,6 +137,7 @@ class _Normalised(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         part: _Part = ctx.part
+        part.lockstep.check_backward("BatchNorm")
         wide = gradient.to(part.mean.dtype)
         if wide.device.type == "cpu" and wide.numel():
             moments, outputs = (part.mean, part.inverse), [False, True, True]
@@ -153,6 +156,9 @@ class _Normalised(torch.autograd.Function):
             None if bias is None else total.to(bias),
             *(None, None),
         )
+
+
+_BATCH_NORM = inspect.signature(F.batch_norm)
 
 
 class ExactBatchNorm:
@@ -200,8 +206,19 @@ class ExactBatchNorm:
         count, plain = module.num_batches_tracked, F.batch_norm
         before = None if count is None else count.clone()
 
-        def batch_norm(input: Tensor, *_: Any, **__: Any) -> Tensor:
+        def batch_norm(input: Tensor, *arguments: Any, **named: Any) -> Tensor:
             F.batch_norm = plain  # Other parts run next.
+            called = _BATCH_NORM.bind(input, *arguments, **named)
+            called.apply_defaults()
+            taken = called.arguments
+            if not taken["training"]:
+                return plain(input, *arguments, **named)
+            is_own = taken["weight"] is module.weight and taken["bias"] is module.bias and taken["eps"] == module.eps
+            if not is_own:
+                raise WorkloadError(
+                    f"BatchNorm {name} has a forward of its own, which gives F.batch_norm another weight, bias or eps",
+                    hint='multiply and add after the normalisation, or take batchnorm="micro"',
+                )
             if before is not None:
                 count.copy_(before)  # It is raised once for all parts.
             return self._normalise(name, module, input)
@@ -220,7 +237,7 @@ class ExactBatchNorm:
 
     def _normalise(self, name: str, module: Any, input: Tensor) -> Tensor:
         module._check_input_dim(input)
-        part = _Part(input, self._storage)
+        part = _Part(input, self._storage, self._lockstep)
         count = input.numel() // input.shape[1] if input.shape[1] else 0
         moments = _Moments.apply(input, part)  # type: ignore[no-untyped-call]
         mean, variance, part.count = self._lockstep.meet(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.errors import WorkloadError
 
 IN_SEQUENCE = object()
@@ -58,7 +59,7 @@ def whole_batch(x: Tensor) -> Tensor:
     if running is IN_SEQUENCE:
         raise NeedsWholeBatch
     if running is None:
-        return x
+        return x if torch.is_grad_enabled() else x.detach()
     if running.part is None:
         raise WorkloadError(
             "whole_batch(x) runs within backward (activation checkpointing), where it cannot wait for the other parts",
@@ -91,6 +92,8 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        if isinstance(_running, Lockstep):
+            _running.check_backward("whole_batch(x)")
         return torch.split(gradient, ctx.lengths)
 
 

@@ -8,7 +8,8 @@ of them, the last part first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from greenlet import GreenletExit, greenlet
+from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
@@ -30,6 +32,7 @@ from torch.utils._python_dispatch import (
 from autoaccum.errors import WorkloadError
 
 T = TypeVar("T")
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 Join = Callable[[list[Any]], Sequence[Any]]
 """Takes what each part has, in order, and returns the share of each."""
 
@@ -48,13 +51,17 @@ class Lockstep:
 
     `on_part` is called with the index of a part whenever it begins or goes on.
 
+    A part finds what it has set on one of the `modules`, and not what the others have set there since. Changes of
+    values in place are seen by all. When all have ended, the modules have what the last part has set.
+
     Attributes:
         part: The index of the part that runs; None between parts, and in backward.
     """
 
-    def __init__(self, on_part: Callable[[int], None] = lambda index: None) -> None:
+    def __init__(self, on_part: Callable[[int], None] = lambda index: None, modules: Iterable[nn.Module] = ()) -> None:
         self.part: int | None = None
         self._on_part = on_part
+        self._modules = list(modules)
         self._parts: list[greenlet] = []
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
@@ -68,6 +75,7 @@ class Lockstep:
         for part in self._parts:
             part.gr_context = copy_context()
         states = [_TorchState()] * len(functions)
+        self._views = [_ModuleView(self._modules)] * len(functions)
         results: list[Any] = [()] * len(functions)
         try:
             while True:
@@ -75,21 +83,32 @@ class Lockstep:
                     results[index], states[index] = self._go_on(index, states[index], results[index])
                 waiting = [not part.dead for part in self._parts]
                 if not any(waiting):
+                    self._views[-1].apply()
                     return results
                 results = [(share,) for share in self._join(results, waiting)]
         finally:
             self._end(states)
+            self._views = []
 
     def meet(self, place: str, value: Any, join: Join) -> Any:
         """Wait until all parts are at this `place`, and return this part's share of `join` of all values."""
         assert self.part is not None
         return self._parts[self.part].parent.switch(_Meeting(place, value, join))
 
+    def check_backward(self, place: str) -> None:
+        """Raise WorkloadError if a backward through `place` runs within a part: it would see that part alone."""
+        if self.part is not None:
+            raise WorkloadError(
+                f"a gradient is computed within the loss, through {place}, where it cannot wait for the other parts",
+                hint="leave that gradient out of the loss, or run the whole batch as one micro-batch",
+            )
+
     def _go_on(self, index: int, state: _TorchState, arguments: tuple[Any, ...]) -> tuple[Any, _TorchState]:
-        outside = _TorchState()
+        outside, modules = _TorchState(), _ModuleView(self._modules)
         self._on_part(index)
         self.part = index
         state.apply()
+        self._views[index].apply()
         # A weight that autocast has cast for several parts would sum their gradients in half precision.
         torch.clear_autocast_cache()
         try:
@@ -97,6 +116,8 @@ class Lockstep:
             return result, _TorchState()
         finally:
             self.part = None
+            self._views[index] = _ModuleView(self._modules)
+            modules.apply()
             outside.apply()
 
     def _join(self, results: Sequence[Any], waiting: Sequence[bool]) -> Sequence[Any]:
@@ -114,14 +135,30 @@ class Lockstep:
 
     def _end(self, states: Sequence[_TorchState]) -> None:
         """End parts that still wait, in the contexts in which they wait."""
-        outside = _TorchState()
-        for part, state in zip(self._parts, states, strict=True):
+        outside, modules = _TorchState(), _ModuleView(self._modules)
+        for part, state, view in zip(self._parts, states, self._views, strict=True):
             if part and not part.dead:
                 state.apply()
+                view.apply()
                 with suppress(BaseException):
                     part.throw(GreenletExit)
+                modules.apply()
         outside.apply()
         self._parts = []
+
+
+class _ModuleView:
+    """The attributes, parameters and buffers that modules have, as objects."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._kept = [(place, dict(place)) for one in modules for place in (vars(one), one._parameters, one._buffers)]
+
+    def apply(self) -> None:
+        """Give them back what they had."""
+        for place, kept in self._kept:
+            if len(place) != len(kept) or any(place.get(name, self) is not value for name, value in kept.items()):
+                place.clear()
+                place.update(kept)
 
 
 class _TorchState:
@@ -136,11 +173,18 @@ class _TorchState:
         self._hooks = _saved_tensor_hooks()
         self._functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         self._dispatch = _get_current_dispatch_mode_stack()
+        self._attention = [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION]
+        self._warnings = warnings.filters[:]
         self._stream = torch.cuda.current_stream() if torch.get_device_module("cuda").is_initialized() else None
 
     def apply(self) -> None:
         """Set them again."""
         torch.set_grad_enabled(self._grad)
+        for kind, enabled in zip(_ATTENTION, self._attention, strict=True):
+            getattr(torch.backends.cuda, f"enable_{kind}_sdp")(enabled)
+        if warnings.filters != self._warnings:
+            warnings.filters[:] = self._warnings  # type: ignore[index]
+            warnings._filters_mutated()  # type: ignore[attr-defined]
         for kind, enabled, dtype in self._autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.backpropagation import Backpropagation
 from autoaccum.accumulation.batchnorm import uncompiled
+from autoaccum.accumulation.module_calls import is_close
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices, module_generators
 from autoaccum.accumulation.whole_batch.exact_batchnorm import ExactBatchNorm
 from autoaccum.accumulation.whole_batch.host_storage import HostStorage
@@ -19,7 +20,7 @@ from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import move_batch
+from autoaccum.workload.batches import batch_size, move_batch
 from autoaccum.workload.objective import Weights
 
 
@@ -53,7 +54,8 @@ class LockstepParts:
         """As `PartsRunner`. Parts without weight run too: other samples depend on theirs."""
         model, criterion, device = backpropagation.model, backpropagation.criterion, backpropagation.device
         storage = HostStorage([*model.parameters(), *model.buffers()])
-        lockstep = Lockstep(self._on_part)
+        modules = [*model.modules(), *(() if criterion is None else criterion.modules())]
+        lockstep = Lockstep(self._on_part, modules)
 
         @contextmanager
         def joining_parts() -> Iterator[None]:
@@ -72,7 +74,9 @@ class LockstepParts:
         with joining_parts():
             results = lockstep.run([partial(run_part, *each) for each in zip(parts, shares, strict=True)])
         if self._coupled:
-            loss = backpropagation.coupled_loss(join_outputs(results), batches, record)
+            joined = join_outputs(results, [*map(batch_size, parts)])
+            loss = backpropagation.coupled_loss(joined, batches, record)
+            del joined
         else:
             loss = torch.stack(results).sum()
         del results
@@ -90,6 +94,9 @@ class RepeatedParts:
     same random numbers and begin with the same buffers, so that random states and BatchNorm's statistics are those of
     one pass.
     """
+
+    def __init__(self) -> None:
+        self._has_compared = False
 
     def __call__(
         self,
@@ -109,59 +116,81 @@ class RepeatedParts:
             backpropagation.on_phase("forward")
             with torch.no_grad(), parts_run(IN_SEQUENCE):
                 leaves.append(_require_gradients(backpropagation.outputs(move_batch(part, device))))
-        loss = backpropagation.coupled_loss(join_outputs(leaves), batches, record)
+        loss = backpropagation.coupled_loss(join_outputs(leaves, [*map(batch_size, parts)]), batches, record)
         backpropagation.on_phase("backward")
         backpropagation.backward(loss)
-        gradients = [[leaf.grad for leaf in pytree.tensors(one)] for one in leaves]
+        kept = [[(leaf.detach(), leaf.grad) for leaf in pytree.tensors(one)] for one in leaves]
         del loss, leaves
         after = RngState(initialized_cuda_devices(), generators)
         restore_buffers()
-        for part, state, kept in zip(parts, states, gradients, strict=True):
+        for part, state, first in zip(parts, states, kept, strict=True):
             state.restore()
             backpropagation.on_phase("forward")
-            again = pytree.tensors(backpropagation.outputs(move_batch(part, device)))
-            pairs = zip(again, kept, strict=True)
+            again = list(pytree.tensors(backpropagation.outputs(move_batch(part, device))))
+            if not self._has_compared:
+                _check_repeated([value for value, _ in first], again)
+            pairs = zip(again, (gradient for _, gradient in first), strict=True)
             used = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
             backpropagation.on_phase("backward")
             if used:
                 torch.autograd.backward([one for one, _ in used], [gradient for _, gradient in used])
+        self._has_compared = True
         after.restore()
+
+
+def _check_repeated(first: Sequence[Tensor], again: Sequence[Tensor]) -> None:
+    """Raise WorkloadError if a forward has given other outputs the second time."""
+    pairs = zip(first, again, strict=True)
+    if len(first) != len(again) or any(not is_close(one, other.detach()) for one, other in pairs):
+        raise WorkloadError(
+            "the forward of a part gives other outputs when it is repeated, since it changes what it reads",
+            hint='take coupled="lockstep", which runs it once',
+        )
 
 
 def _buffer_restorer(model: nn.Module) -> Callable[[], None]:
     """Return a function that restores all buffers of `model`, also replaced ones, to their present values."""
     held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    copies = [(name, buffer, buffer._version, buffer.clone()) for name, buffer in model.named_buffers()]
+    copies = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
     @torch.no_grad()
     def restore() -> None:
         for now, before in held:
             now.clear()
             now.update(before)
-        for name, buffer, version, value in copies:
-            # BatchNorm's kernels change its statistics without raising their version.
-            if buffer._version != version or name.endswith(("running_mean", "running_var")):
+        for buffer, value in copies:
+            if not torch.equal(buffer, value):  # Not every change raises the version.
                 buffer.copy_(value)
 
     return restore
 
 
-def join_outputs(parts: Sequence[Any]) -> Any:
+def join_outputs(parts: Sequence[Any], sizes: Sequence[int] | None = None) -> Any:
     """Return the outputs of all parts as one structure: tensors are joined along their first dimension.
 
     A tensor that belongs to no sample is the first part's: a number such as a learned temperature, a parameter.
+    `sizes` are the samples of the parts, if they are to be checked.
 
     Raises:
-        WorkloadError: The parts' outputs differ in structure or shape.
+        WorkloadError: The parts' outputs differ in structure, shape, or in a value that is no tensor; or a tensor has
+            no rows for its samples.
     """
+    if any(_values(part) != _values(parts[0]) for part in parts):
+        raise WorkloadError(
+            "the outputs of two parts of the batch have different structures, or other values that are no tensors",
+            hint="return tensors whose first dimension is the sample, and count samples in the loss",
+        )
     columns = [list(column) for column in zip(*map(pytree.tensors, parts), strict=False)]
-    if any(len(list(pytree.tensors(part))) != len(columns) for part in parts):
-        raise WorkloadError("the outputs of two parts of the batch have different structures", hint="return one kind")
 
     def join(column: list[Tensor]) -> Tensor:
         same = {(one.untyped_storage()._cdata, one.storage_offset(), one.shape) for one in column}
         if not column[0].ndim or len(same) == 1:
             return column[0]
+        if sizes is not None and any(len(one) % size for one, size in zip(column, sizes, strict=True)):
+            raise WorkloadError(
+                f"an output of a part of {sizes[0]} samples has the shape {list(column[0].shape)}",
+                hint="return tensors whose first dimension is the sample, or else a parameter itself",
+            )
         try:
             return torch.cat(column)
         except RuntimeError as error:
@@ -172,6 +201,16 @@ def join_outputs(parts: Sequence[Any]) -> Any:
 
     joined = iter([join(column) for column in columns])
     return pytree.map_tensors(parts[0], lambda tensor: next(joined))
+
+
+def _values(node: Any) -> Any:
+    """Return a structure with None for its tensors, by which two can be compared."""
+    if isinstance(node, Tensor):
+        return None
+    inner = pytree.children(node)
+    if inner is None:
+        return repr(node)
+    return type(node).__name__, [(name, _values(child)) for name, child in inner]
 
 
 def _require_gradients(outputs: Any) -> Any:

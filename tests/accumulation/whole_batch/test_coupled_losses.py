@@ -250,7 +250,10 @@ def test_outputs_that_cannot_be_joined() -> None:
         left = outputs(model, batch)["left"]
         return left @ left.T
 
-    for function, message in ((ragged, "have different structures: return"), (square, "cannot be joined: Sizes of t")):
+    for function, message in (
+        (ragged, "have different structures, or other"),
+        (square, "cannot be joined: Sizes of t"),
+    ):
         recorded = Recorded(model, outputs=function, coupled_loss=lambda z, _: z[0].sum(), coupled=True, micro_batch=4)
         with pytest.raises(WorkloadError, match=f"the outputs of two parts of the batch {message}"):
             recorded.step(batch)
@@ -274,3 +277,44 @@ def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: 
     chosen: Any = {"coupled": "lockstep", "micro_batch": 1} | options
     with pytest.raises((UsageError, WorkloadError), match=message):
         Accumulator(model, torch.optim.SGD(model.parameters()), **chosen)
+
+
+def test_values_and_tables_that_belong_to_no_sample_are_refused() -> None:
+    model, batch = Towers().double(), batch_of()
+
+    def counted(model: nn.Module, batch: Any) -> Any:
+        return [outputs(model, batch)["left"], len(batch["left"])]
+
+    def table(model: nn.Module, batch: Any) -> Any:
+        return outputs(model, batch)["left"].new_ones(7, 2, requires_grad=True)
+
+    for function, message in (
+        (counted, "other values that are no tensors"),
+        (table, r"4 samples has the shape \[7, 2"),
+    ):
+        recorded = Recorded(model, outputs=function, coupled_loss=lambda z, _: z[0].sum(), coupled=True, micro_batch=4)
+        with pytest.raises(WorkloadError, match=message):
+            recorded.step(batch)
+
+
+def test_a_forward_that_changes_what_it_reads_is_refused_in_two_passes_and_runs_once_in_lock_step() -> None:
+    class Drifting(Towers):
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            with torch.no_grad():
+                next(p for p in self.parameters() if p.ndim == 2).data.mul_(0.5)
+            return super().forward(*arguments, **named)
+
+    batch = batch_of()
+    recorded = Recorded(Drifting().double(), outputs=outputs, coupled_loss=info_nce, coupled=True, micro_batch=4)
+    with pytest.raises(WorkloadError, match='gives other outputs when it is repeated, .*: take coupled="lockstep"'):
+        recorded.step(batch)
+
+
+def test_a_summed_coupled_loss_is_computed_of_the_whole_batch() -> None:
+    def summed(outputs: Any, batch: Any) -> Tensor:
+        return info_nce(outputs, batch) * len(outputs["left"])
+
+    model, batch = Towers().double(), batch_of()
+    recorded = Recorded(model, outputs=outputs, coupled_loss=summed, reduction="sum", micro_batch=3)
+    recorded.step(batch)
+    check_equal(recorded, model, total(summed), batch)

@@ -179,3 +179,47 @@ def test_a_sum_in_which_a_term_of_all_samples_would_count_often_is_warned_of() -
     with pytest.warns(AccumulationWarning, match="a term that all micro-batches compute alike counts once for each"):
         accumulator.step((torch.randn(4, 6), torch.randint(3, (4,))))
     accumulator.step((torch.randn(4, 6), torch.randint(3, (4,))))
+
+
+class Noted(nn.Module):
+    """Keeps a loss of its activations on itself, and gates for a later layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.first(x)
+        self.penalty = hidden.square().mean()
+        return self.last(self.norm(hidden))
+
+
+def test_a_part_finds_what_it_has_set_on_a_module() -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        return torch.as_tensor(functional.cross_entropy(outputs, batch[1]) + model.penalty)
+
+    model, batch = Noted().double(), batch_of()
+    recorded = Recorded(model, loss, batchnorm="exact", micro_batch=2)
+    recorded.step(batch)
+    check_equal(recorded, model, loss, batch)
+
+
+def test_a_gradient_within_the_loss_is_refused() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].requires_grad_()
+        outputs = model(x)
+        (slope,) = torch.autograd.grad(outputs.sum(), x, retain_graph=True)
+        return torch.as_tensor(functional.cross_entropy(outputs, batch[1]) + slope.square().mean())
+
+    recorded = Recorded(Noted().double(), loss, batchnorm="exact", micro_batch=2)
+    with pytest.raises(
+        WorkloadError, match="a gradient is computed within the loss, through BatchNorm, where it cannot"
+    ):
+        recorded.step(batch_of())
+
+
+def test_it_records_no_gradient_where_none_is_recorded() -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    with torch.no_grad():
+        assert not whole_batch(x).requires_grad
