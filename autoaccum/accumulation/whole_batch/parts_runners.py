@@ -14,6 +14,8 @@ from autoaccum.accumulation.backpropagation import Backpropagation
 from autoaccum.accumulation.batchnorm import uncompiled
 from autoaccum.accumulation.module_calls import is_close
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices, module_generators
+from autoaccum.accumulation.step_result import warn_caller
+from autoaccum.accumulation.transaction import is_plain_tensor
 from autoaccum.accumulation.whole_batch.exact_batchnorm import ExactBatchNorm
 from autoaccum.accumulation.whole_batch.host_storage import HostStorage
 from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
@@ -128,7 +130,7 @@ class RepeatedParts:
             backpropagation.on_phase("forward")
             again = list(pytree.tensors(backpropagation.outputs(move_batch(part, device))))
             if not self._has_compared:
-                _check_repeated([value for value, _ in first], again)
+                _warn_of_other_outputs([value for value, _ in first], again)
             pairs = zip(again, (gradient for _, gradient in first), strict=True)
             used = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
             backpropagation.on_phase("backward")
@@ -138,13 +140,13 @@ class RepeatedParts:
         after.restore()
 
 
-def _check_repeated(first: Sequence[Tensor], again: Sequence[Tensor]) -> None:
-    """Raise WorkloadError if a forward has given other outputs the second time."""
-    pairs = zip(first, again, strict=True)
-    if len(first) != len(again) or any(not is_close(one, other.detach()) for one, other in pairs):
-        raise WorkloadError(
-            "the forward of a part gives other outputs when it is repeated, since it changes what it reads",
-            hint='take coupled="lockstep", which runs it once',
+def _warn_of_other_outputs(first: Sequence[Tensor], again: Sequence[Tensor]) -> None:
+    """Warn if a forward has given other outputs the second time; in a simulation there are no values to compare."""
+    pairs = [(one, other.detach()) for one, other in zip(first, again, strict=True)]
+    if all(map(is_plain_tensor, again)) and not all(is_close(one, other) for one, other in pairs):
+        warn_caller(
+            "the forward of a part gives other outputs when it is repeated, since it changes what it reads, so that the"
+            ' gradient is not the full batch\'s: take coupled="lockstep", which runs it once'
         )
 
 
@@ -159,7 +161,7 @@ def _buffer_restorer(model: nn.Module) -> Callable[[], None]:
             now.clear()
             now.update(before)
         for buffer, value in copies:
-            if not torch.equal(buffer, value):  # Not every change raises the version.
+            if not is_plain_tensor(buffer) or not torch.equal(buffer, value):  # Not every change raises the version.
                 buffer.copy_(value)
 
     return restore

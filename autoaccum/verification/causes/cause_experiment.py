@@ -69,6 +69,11 @@ class Experiment:
         return bool(self.runs.objective.coupled) and self.method == "accumulator"
 
     @property
+    def normalises_by_part(self) -> bool:
+        """Whether BatchNorm normalises by each part in the comparison as it was made."""
+        return self.runs.fixture.workload.batchnorm != "frozen" and not self.is_exact
+
+    @property
     def is_exact(self) -> bool:
         """Whether BatchNorm normalises by the whole batch in the comparison as it was made."""
         return self.runs.fixture.workload.batchnorm == "exact" and self.method == "accumulator"

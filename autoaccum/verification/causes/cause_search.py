@@ -123,7 +123,7 @@ def _cure_loss(
 def _find_candidates(experiment: Experiment) -> list[_PossibleCause]:
     runs = experiment.runs
     found = [
-        _PossibleCause("batchnorm", () if experiment.is_exact else experiment.batchnorms),
+        _PossibleCause("batchnorm", experiment.batchnorms if experiment.normalises_by_part else ()),
         _PossibleCause("balancing loss", load_balancing_factors(experiment.model)),
         _PossibleCause("state", experiment.state),
         _PossibleCause("hook", experiment.hooked_parameters),
