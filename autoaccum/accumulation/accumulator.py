@@ -201,9 +201,8 @@ class Accumulator:
             model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase
         )
         self._batchnorm_mode: BatchNormMode = batchnorm_mode
-        self._coupled = objective.coupled
-        if self._coupled or batchnorm_mode == "exact":
-            self._join_parts()
+        if objective.coupled or batchnorm_mode == "exact":
+            self._join_parts(in_lockstep=objective.coupled is not True or batchnorm_mode == "exact")
         self._interrupts = DelayedInterrupts()
         self._generators = module_generators(self._modules())
         self._is_first = True
@@ -232,7 +231,8 @@ class Accumulator:
     @property
     def host_bytes(self) -> int:
         """The bytes that the last update kept in host memory for its backward."""
-        return getattr(self._backpropagation.run_parts, "host_bytes", 0)
+        runner = self._backpropagation.run_parts
+        return runner.host_bytes if isinstance(runner, LockstepParts) else 0
 
     def step(self, batch: Any) -> StepResult:
         """Make one update from the effective batch `batch`, which may be on any device.
@@ -285,8 +285,8 @@ class Accumulator:
                 self.micro_batch = ceiling
                 return outcome
             if isinstance(outcome, NeedsWholeBatch):  # The model called whole_batch: nothing was changed yet.
-                self._join_parts()
-                if self._objective.reduction == "sum" and not self._coupled:
+                self._join_parts(in_lockstep=True)
+                if self._objective.reduction == "sum" and not self._objective.coupled:
                     warn_caller(
                         "the loss is a sum, and whole_batch(x) is called: a term that all micro-batches compute alike"
                         " counts once for each of them; make the loss a mean, or compute it in a coupled loss"
@@ -307,22 +307,21 @@ class Accumulator:
                     f" repeated in micro-batches of at most {ceiling}, and later ones use no more"
                 )
 
-    def _join_parts(self) -> None:
-        """Run the parts of every update so that they can need each other."""
-        exact = self._batchnorm_mode == "exact"
-        joins = not self._coupled or self._coupled == "lockstep" or exact or self._backpropagation.run_parts is not None
+    def _join_parts(self, *, in_lockstep: bool) -> None:
+        """Run the parts of every update so that they can need each other: in lock step, or twice for a coupled loss."""
         if self._batchnorm_mode == "running":
             raise UsageError(
                 'batchnorm is "running", and parts of the batch need each other', hint='take batchnorm="exact"'
             )
         half = any(parameter.dtype in HALF_DTYPES for parameter in optimizer_parameters(self._optimizer))
-        if joins and half and self._in_fp32:
+        if in_lockstep and half and self._in_fp32:
             raise UsageError(
                 "parts of the batch run in lock step, which sums gradients of half-precision parameters in their dtype",
                 hint='give accumulate_in="parameters", or keep the parameters in float32 under autocast',
             )
-        runner = LockstepParts(exact_batchnorm=exact, coupled=bool(self._coupled), on_part=self._begin_part)
-        self._backpropagation.run_parts = runner if joins else RepeatedParts()
+        exact, coupled = self._batchnorm_mode == "exact", bool(self._objective.coupled)
+        runner = LockstepParts(exact_batchnorm=exact, coupled=coupled, on_part=self._begin_part)
+        self._backpropagation.run_parts = runner if in_lockstep else RepeatedParts()
 
     def _attempt(
         self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from autoaccum.accumulation.batchnorm import batchnorm_names, normalises_by_batch
+from autoaccum.accumulation.batchnorm import batchnorm_names, named_modules, normalises_by_batch
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES, list_names
 from autoaccum.accumulation.first_step_checks import compares_samples
 from autoaccum.accumulation.gradients import GradientBuffers
+from autoaccum.accumulation.reachable_objects import find_used_modules
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
 from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
@@ -137,7 +138,7 @@ class Backpropagation:
         record = LossRecord()
         self._check_loss = not self._has_checked_loss and sum(map(has_weight, shares)) > 1
         self.device = model_device(self.model)
-        with torch.enable_grad(), nullcontext() if buffers is None else buffers:
+        with self._around_parts(), torch.enable_grad(), nullcontext() if buffers is None else buffers:
             if self.run_parts is not None and len(parts) > 1:
                 self.run_parts(self, parts, shares, batches, record)
                 return record
@@ -147,6 +148,10 @@ class Backpropagation:
                         self.on_phase("batch")
                         self._run_part(move_batch(part, self.device), share, buffers, record)
         return record
+
+    def _around_parts(self) -> AbstractContextManager[None]:
+        """Return the context in which all parts of an update run."""
+        return nullcontext()
 
     def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
         """Return warnings about BatchNorm among `modules`, which are all there are.
@@ -160,7 +165,7 @@ class Backpropagation:
     def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
         self.on_phase("forward")
         # What the loss is made of lives until backward has ended, as in training loops.
-        _scaled, loss, _terms = self._weighted_terms(part, weights, buffers, record)
+        _scaled, loss, _terms = self.weighted_terms(part, weights, buffers, record)
         if self._check_loss:
             self._check_loss, self._has_checked_loss = False, True
             if compares_samples(loss, self.model, part):
@@ -168,20 +173,20 @@ class Backpropagation:
         self.on_phase("backward")
         self.backward(loss)
 
-    def part_loss(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> Tensor:
-        """Run the forward of a part and return its share of the loss."""
-        return self._weighted_terms(part, weights, buffers, record)[1]
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield name and module for all modules of the model and the criterion, and of others that the loss uses."""
+        seen: set[nn.Module] = set()
+        for name, module in named_modules(self.model, self.criterion):
+            seen.add(module)
+            yield name, module
+        for prefix, root in find_used_modules(self._objective, self.model).items():
+            yield from root.named_modules(seen, prefix)
 
-    def _weighted_terms(
+    def weighted_terms(
         self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord
     ) -> tuple[list[Tensor], Tensor, Mapping[str, Tensor]]:
         """Run the forward of a part; return the terms by their shares, their sum, and the terms as they are."""
-        # An autocast of the user's around the whole loop would keep the weights that it cast before an update.
-        torch.clear_autocast_cache()
-        self._begin_forward()
-        with autocast(self._precision, self.device):
-            terms = self._terms(part)
-        torch.clear_autocast_cache()
+        terms = self._forward(self._objective.terms, part)
         shares = match_weights(weights, terms)
         record.names.update(dict.fromkeys(terms))
         # The buffers multiply by the common share in float32: multiplied into a bf16 loss, it would be 0.4 % off.
@@ -197,21 +202,18 @@ class Backpropagation:
         loss = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
         return losses, loss, terms
 
-    def _begin_forward(self) -> None:
-        """Prepare the model for the forward of a part."""
-
-    def _terms(self, part: Any) -> Mapping[str, Tensor]:
-        """Run the forward of a part and return the terms of its loss."""
-        return self._objective.terms(self.model, part)
-
     def outputs(self, part: Any) -> Any:
         """Run the forward of a part up to the outputs of which a coupled loss is computed."""
+        return self._forward(self._objective.outputs, part)
+
+    def _forward(self, function: Callable[[nn.Module, Any], Any], part: Any) -> Any:
+        """Return `function(model, part)`, which runs the forward of a part."""
+        # An autocast of the user's around the whole loop would keep the weights that it cast before an update.
         torch.clear_autocast_cache()
-        self._begin_forward()
         with autocast(self._precision, self.device):
-            outputs = self._objective.outputs(self.model, part)
+            result = function(self.model, part)
         torch.clear_autocast_cache()
-        return outputs
+        return result
 
     def coupled_loss(self, outputs: Any, batches: Sequence[Any], record: LossRecord) -> Tensor:
         """Return the loss of the outputs of all `batches`."""

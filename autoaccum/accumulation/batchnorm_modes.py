@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
+from autoaccum.accumulation.backpropagation import Backpropagation
 from autoaccum.accumulation.batchnorm import (
     BATCHNORMS,
     STATISTICS,
@@ -21,10 +21,8 @@ from autoaccum.accumulation.batchnorm import (
     uncompiled,
 )
 from autoaccum.accumulation.coupling import list_names
-from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.errors import UsageError
 from autoaccum.options import BatchNormMode
-from autoaccum.workload.objective import Weights
 
 
 class _Moments:
@@ -153,14 +151,9 @@ class RunningBackpropagation(Backpropagation):
     _recorders: Sequence[_StatisticsRecorder]
     _is_first = True
 
-    def run(
-        self,
-        parts: Sequence[Any],
-        shares: Sequence[Weights],
-        buffers: GradientBuffers | None,
-        batches: Sequence[Any],
-    ) -> LossRecord:
-        """Run `parts` as every Backpropagation does; each run, also a repeated one, collects statistics of its own.
+    @contextmanager
+    def _around_parts(self) -> Iterator[None]:
+        """Collect statistics of all parts; each run, also a repeated one, collects its own.
 
         Raises:
             UsageError: Running statistics were changed by a call that runs no hooks.
@@ -177,7 +170,7 @@ class RunningBackpropagation(Backpropagation):
                 stack.enter_context(uncompiled())
             for recorder in self._recorders:
                 stack.enter_context(recorder)
-            record = super().run(parts, shares, buffers, batches)
+            yield
         if names := find_changed():
             raise UsageError(
                 f'batchnorm is "running", and the running statistics of {list_names(names)} were changed by a'
@@ -187,13 +180,12 @@ class RunningBackpropagation(Backpropagation):
         self._is_first = False
         for recorder in self._recorders:
             recorder.update_statistics()
-        return record
 
-    def _terms(self, part: Any) -> Mapping[str, Tensor]:
+    def _forward(self, function: Callable[[nn.Module, Any], Any], part: Any) -> Any:
         try:
             for recorder in self._recorders:
                 recorder.next = 0
-            return super()._terms(part)
+            return super()._forward(function, part)
         finally:
             for recorder in self._recorders:
                 recorder.next = None
@@ -205,14 +197,9 @@ class FrozenBackpropagation(Backpropagation):
     _frozen: Mapping[str, nn.Module]
     _is_first = True
 
-    def run(
-        self,
-        parts: Sequence[Any],
-        shares: Sequence[Weights],
-        buffers: GradientBuffers | None,
-        batches: Sequence[Any],
-    ) -> LossRecord:
-        """Run `parts` as every Backpropagation does, with BatchNorm modules in eval mode.
+    @contextmanager
+    def _around_parts(self) -> Iterator[None]:
+        """Let parts put BatchNorm modules into eval mode.
 
         Raises:
             UsageError: A BatchNorm has no running statistics, or the loss put it back into training mode.
@@ -226,7 +213,7 @@ class FrozenBackpropagation(Backpropagation):
         find_changed = _watch_statistics(self._frozen if self._is_first else {})
         before = _training_calls(self._frozen)
         try:
-            record = super().run(parts, shares, buffers, batches)
+            yield
         finally:
             for module in self._frozen.values():
                 module.training = True
@@ -238,16 +225,16 @@ class FrozenBackpropagation(Backpropagation):
                 hint='do not change the mode of these modules within the loss, or use batchnorm="micro"',
             )
         self._is_first = False
-        return record
 
     def warnings(self, modules: Iterable[nn.Module], *, accumulates: bool) -> list[str]:
         """Return a warning if the running statistics were never estimated; they are read at the first step only."""
         warning = frozen_warning(self.model, self.criterion) if self._is_first else None
         return [] if warning is None else [warning]
 
-    def _begin_forward(self) -> None:
+    def _forward(self, function: Callable[[nn.Module, Any], Any], part: Any) -> Any:
         for module in self._frozen.values():
             module.training = False  # Not eval(), which would reach modules within it (an activation, a dropout).
+        return super()._forward(function, part)
 
 
 class ExactBackpropagation(Backpropagation):

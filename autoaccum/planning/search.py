@@ -28,7 +28,7 @@ _MAX_ESTIMATED_TRIALS = 12
 """After this many trials estimates are ignored, and the bracket is halved."""
 _UNSURE = 0.1
 """A failure that was this probable to run may be due to what other trials left in the process."""
-_SURE = 0.8
+_LIKELY = 0.8
 """A trial that is this probable to run will not need another process after it."""
 
 
@@ -193,7 +193,7 @@ def _narrow_down(
             next_fails = index + 1 == high or sizes[index + 1] > estimate.ceiling
             fresh = next_fails or not any(t.fresh for t in history.trials)
             is_answer = next_fails and history.answer(size) == size and history.isolated == history.confirms
-            spare = not is_answer or estimate.probability(size) < _SURE
+            spare = not is_answer or estimate.probability(size) < _LIKELY
         else:
             fresh = estimate is not None and estimate.probability(size) > _UNSURE
             is_answered = history.confirmation(history.answer(history.largest_fit or size)) is not None

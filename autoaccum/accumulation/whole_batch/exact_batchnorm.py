@@ -9,7 +9,7 @@ Normalization", 2015, section 3).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from autoaccum.accumulation.batchnorm import BATCHNORMS, named_modules, normalises_by_batch
+from autoaccum.accumulation.batchnorm import BATCHNORMS, normalises_by_batch
 from autoaccum.accumulation.whole_batch.host_storage import HostStorage
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.errors import WorkloadError
@@ -168,9 +168,9 @@ class ExactBatchNorm:
         self._lockstep, self._storage = lockstep, storage
 
     @contextmanager
-    def replacing(self, model: nn.Module, criterion: nn.Module | None) -> Iterator[None]:
-        """Replace them within; a module's own `forward` is restored."""
-        norms = [(name, one) for name, one in named_modules(model, criterion) if isinstance(one, BATCHNORMS)]
+    def replacing(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Replace those among `modules` within; a module's own `forward` is restored."""
+        norms = [(name, one) for name, one in modules.items() if isinstance(one, BATCHNORMS)]
         own = {module: vars(module).get("forward") for _, module in norms}
         try:
             for name, module in norms:

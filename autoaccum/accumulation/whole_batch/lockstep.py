@@ -19,15 +19,7 @@ import torch
 from greenlet import GreenletExit, greenlet
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils._python_dispatch import (
-    _get_current_dispatch_mode_stack,
-)
-from torch.utils._python_dispatch import (
-    _pop_mode as _pop_dispatch_mode,
-)
-from torch.utils._python_dispatch import (
-    _push_mode as _push_dispatch_mode,
-)
+from torch.utils import _python_dispatch as dispatch
 
 from autoaccum.errors import WorkloadError
 
@@ -172,7 +164,7 @@ class _TorchState:
         self._cached = torch.is_autocast_cache_enabled()
         self._hooks = _saved_tensor_hooks()
         self._functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        self._dispatch = _get_current_dispatch_mode_stack()
+        self._dispatch = dispatch._get_current_dispatch_mode_stack()
         self._attention = [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION]
         self._warnings = warnings.filters[:]
         self._stream = torch.cuda.current_stream() if torch.get_device_module("cuda").is_initialized() else None
@@ -192,7 +184,9 @@ class _TorchState:
         _change_stack(_saved_tensor_hooks(), self._hooks, _pop_hooks, _push_hooks)
         present = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         _change_stack(present, self._functions, _pop_mode, _push_mode)
-        _change_stack(_get_current_dispatch_mode_stack(), self._dispatch, _pop_dispatch_mode, _push_dispatch_mode)
+        _change_stack(
+            dispatch._get_current_dispatch_mode_stack(), self._dispatch, dispatch._pop_mode, dispatch._push_mode
+        )
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
 

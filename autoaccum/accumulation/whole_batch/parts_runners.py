@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.backpropagation import Backpropagation
+from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
 from autoaccum.accumulation.batchnorm import uncompiled
 from autoaccum.accumulation.module_calls import is_close
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices, module_generators
@@ -24,6 +24,9 @@ from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, move_batch
 from autoaccum.workload.objective import Weights
+
+_Parts: TypeAlias = Sequence[Any]
+"""The parts of the batch, each a nest of tensors."""
 
 
 class LockstepParts:
@@ -48,20 +51,20 @@ class LockstepParts:
     def __call__(
         self,
         backpropagation: Backpropagation,
-        parts: Sequence[Any],
+        parts: _Parts,
         shares: Sequence[Weights],
-        batches: Any,
-        record: Any,
+        batches: _Parts,
+        record: LossRecord,
     ) -> None:
         """As `PartsRunner`. Parts without weight run too: other samples depend on theirs."""
-        model, criterion, device = backpropagation.model, backpropagation.criterion, backpropagation.device
+        model, device = backpropagation.model, backpropagation.device
         storage = HostStorage([*model.parameters(), *model.buffers()])
-        modules = [*model.modules(), *(() if criterion is None else criterion.modules())]
-        lockstep = Lockstep(self._on_part, modules)
+        modules = dict(backpropagation.named_modules())
+        lockstep = Lockstep(self._on_part, modules.values())
 
         @contextmanager
         def joining_parts() -> Iterator[None]:
-            exact = ExactBatchNorm(lockstep, storage).replacing(model, criterion) if self._exact_batchnorm else None
+            exact = ExactBatchNorm(lockstep, storage).replacing(modules) if self._exact_batchnorm else None
             with parts_run(lockstep), uncompiled(), exact or nullcontext():
                 yield
 
@@ -71,7 +74,7 @@ class LockstepParts:
                 moved = move_batch(part, device)
                 if self._coupled:
                     return backpropagation.outputs(moved)
-                return backpropagation.part_loss(moved, share, None, record)
+                return backpropagation.weighted_terms(moved, share, None, record)[1]
 
         with joining_parts():
             results = lockstep.run([partial(run_part, *each) for each in zip(parts, shares, strict=True)])
@@ -103,10 +106,10 @@ class RepeatedParts:
     def __call__(
         self,
         backpropagation: Backpropagation,
-        parts: Sequence[Any],
+        parts: _Parts,
         shares: Sequence[Weights],
-        batches: Any,
-        record: Any,
+        batches: _Parts,
+        record: LossRecord,
     ) -> None:
         """As `PartsRunner`."""
         model, device = backpropagation.model, backpropagation.device
@@ -182,6 +185,11 @@ def join_outputs(parts: Sequence[Any], sizes: Sequence[int] | None = None) -> An
             "the outputs of two parts of the batch have different structures, or other values that are no tensors",
             hint="return tensors whose first dimension is the sample, and count samples in the loss",
         )
+    if sizes is not None and all(_counts(part, size) for part, size in zip(parts, sizes, strict=True)):
+        raise WorkloadError(
+            f"an output is {sizes[0]}, the number of samples of a part, which is not that of the whole batch",
+            hint="return no such number, and count samples in the loss",
+        )
     columns = [list(column) for column in zip(*map(pytree.tensors, parts), strict=False)]
 
     def join(column: list[Tensor]) -> Tensor:
@@ -213,6 +221,12 @@ def _values(node: Any) -> Any:
     if inner is None:
         return repr(node)
     return type(node).__name__, [(name, _values(child)) for name, child in inner]
+
+
+def _counts(node: Any, size: int) -> bool:
+    """Return whether a number in a structure is `size`."""
+    inner = pytree.children(node)
+    return type(node) is int and node == size if inner is None else any(_counts(child, size) for _, child in inner)
 
 
 def _require_gradients(outputs: Any) -> Any:

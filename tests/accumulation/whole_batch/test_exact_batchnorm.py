@@ -272,3 +272,21 @@ def test_half_precision_parameters_need_sums_in_their_dtype() -> None:
     with pytest.warns(UserWarning, match="gradients are summed in bfloat16"):
         recorded.step(batch)
     check_equal(recorded, model, cross_entropy, batch, tolerance=0.02)
+
+
+def test_a_batchnorm_that_only_the_loss_uses_normalises_by_the_whole_batch() -> None:
+    teacher = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.LazyLinear(5)).double()
+    model, batch = nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).double(), images(7)
+    teacher(batch[0])
+    before = copy.deepcopy(teacher.state_dict())
+
+    def distil(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(model(batch[0]), teacher(batch[0]))
+
+    recorded = Recorded(model, distil, batchnorm="exact", micro_batch=3)
+    recorded.step(batch)
+    after = copy.deepcopy(dict(teacher.named_buffers()))
+    teacher.load_state_dict(before)
+    check_equal(recorded, model, distil, batch)
+    for name, buffer in teacher.named_buffers():
+        torch.testing.assert_close(after[name], buffer, rtol=0, atol=1e-12, msg=name)
