@@ -18,7 +18,7 @@ from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memor
 from autoaccum.accumulation.rng_state import module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction
-from autoaccum.accumulation.whole_batch.parts_runners import join_outputs
+from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
 from autoaccum.training.data_source import is_map_style
@@ -100,6 +100,8 @@ class EvaluationMetrics:
         self._sums: dict[str, float] = {}
         self._weights: dict[str, float] = {}
         self._outputs: list[Any] = []
+        self._sizes: list[int] = []
+        self._joining = OutputsJoining()
 
     def add(self, model: nn.Module, part: Any, cpu_batch: Any) -> None:
         """Evaluate `part`, on the model's device; `cpu_batch` is its copy on the CPU. If it raises, nothing is added.
@@ -114,13 +116,20 @@ class EvaluationMetrics:
             self._count(figures, dict.fromkeys(figures, float(batch_size(cpu_batch))), cpu_batch)
         elif self._objective.coupled:
             self._outputs.append(self._objective.outputs(model, part))
+            self._sizes.append(batch_size(cpu_batch))
         else:
             self._count_terms(self._objective.terms(model, part), cpu_batch)
 
-    def end_batch(self, cpu_batch: Any, device: torch.device) -> None:
+    def end_batch(self, model: nn.Module, cpu_batch: Any, device: torch.device) -> None:
         """Compute a coupled loss of the outputs of all parts of `cpu_batch`, which are on `device`."""
+
+        def outputs_of(samples: int) -> Any:
+            first = split_batch(cpu_batch, [samples, batch_size(cpu_batch) - samples])[0]
+            return self._objective.outputs(model, move_batch(first, device))
+
         if self._outputs:
-            outputs, self._outputs = join_outputs(self._outputs), []
+            outputs = self._joining.join(self._outputs, self._sizes, outputs_of)
+            self._outputs, self._sizes = [], []
             self._count_terms(self._objective.coupled_terms(outputs, cpu_batch, device), cpu_batch)
 
     def _count_terms(self, terms: Mapping[str, Tensor], cpu_batch: Any) -> None:
@@ -251,7 +260,7 @@ class Evaluation:
             waiting.insert(0, part)
         device = model_device(model)
         with autocast(self._precision, device):
-            score.end_batch(batch, device)
+            score.end_batch(model, batch, device)
 
     def _attempt(self, model: nn.Module, part: Any, score: EvaluationMetrics) -> Exception | None:
         """Evaluate a part and return its exception, since handling it would keep the tensors of all its frames."""

@@ -47,6 +47,15 @@ def contrast(found: tuple[Tensor, Tensor], batch: Any) -> Tensor:
     return nn.functional.cross_entropy(4 * table, torch.arange(len(table)))
 
 
+def listed(model: nn.Module, batch: Any) -> list[Tensor]:
+    return list(model(batch[0]).unsqueeze(1))
+
+
+def contrast_of_list(found: list[Tensor], batch: Any) -> Tensor:
+    rows = torch.stack([one.mean(0) for one in found])
+    return contrast((rows, rows.flip(1)), batch)
+
+
 def spread(found: Tensor, targets: Tensor) -> Tensor:
     """A criterion that normalises by the batch."""
     table = (found - found.mean(0)) / (found.std(0) + 0.1)
@@ -64,6 +73,7 @@ CASES: dict[str, dict[str, Any]] = {
     "coupled criterion": {"criterion": spread, "coupled": True, "normed": False},
     "two towers": {"outputs": outputs, "coupled_loss": contrast, "normed": False},
     "two towers in lock step": {"outputs": outputs, "coupled_loss": contrast, "coupled": "lockstep", "normed": False},
+    "a list of samples": {"outputs": listed, "coupled_loss": contrast_of_list, "normed": False},
     "whole_batch": {"loss": balanced, "normed": False},
     "coupled and exact": {"outputs": outputs, "coupled_loss": contrast, "coupled": True, "batchnorm": "exact"},
 }
@@ -105,7 +115,7 @@ def windows() -> Iterator[tuple[Tensor, Tensor]]:
 
 def loss_of(case: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     if "coupled_loss" in CASES[case]:
-        return contrast(outputs(model, batch), batch)
+        return torch.as_tensor(CASES[case]["coupled_loss"](CASES[case]["outputs"](model, batch), batch))
     if "loss" in CASES[case]:
         return balanced(model, batch)
     return torch.as_tensor(CASES[case]["criterion"](model(batch[0]), batch[1]))
@@ -158,7 +168,7 @@ def test_a_run_of_an_earlier_version_had_no_coupled_loss(tmp_path: Path) -> None
     assert fit("exact", steps=4, run_dir=tmp_path).updates == 4
 
 
-@pytest.mark.parametrize("case", ["coupled criterion", "two towers"])
+@pytest.mark.parametrize("case", ["coupled criterion", "two towers", "a list of samples"])
 @pytest.mark.parametrize(("evaluation_batch", "bounds"), [(None, (0, 16, 21)), (8, (0, 8, 16, 21))])
 def test_an_evaluation_has_the_loss_of_whole_batches(
     case: str, evaluation_batch: int | None, bounds: tuple[int, ...]

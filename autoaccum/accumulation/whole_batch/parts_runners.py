@@ -18,11 +18,11 @@ from autoaccum.accumulation.step_result import warn_caller
 from autoaccum.accumulation.transaction import is_plain_tensor
 from autoaccum.accumulation.whole_batch.exact_batchnorm import ExactBatchNorm
 from autoaccum.accumulation.whole_batch.host_storage import HostStorage
+from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
 from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
-from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import batch_size, move_batch
+from autoaccum.workload.batches import batch_size, join_batches, move_batch, split_batch
 from autoaccum.workload.objective import Weights
 
 _Parts: TypeAlias = Sequence[Any]
@@ -47,6 +47,7 @@ class LockstepParts:
     def __init__(self, *, exact_batchnorm: bool, coupled: bool, on_part: Callable[[int], None]) -> None:
         self._exact_batchnorm, self._coupled, self._on_part = exact_batchnorm, coupled, on_part
         self.host_bytes = 0
+        self._joining = OutputsJoining()
 
     def __call__(
         self,
@@ -79,7 +80,7 @@ class LockstepParts:
         with joining_parts():
             results = lockstep.run([partial(run_part, *each) for each in zip(parts, shares, strict=True)])
         if self._coupled:
-            joined = join_outputs(results, [*map(batch_size, parts)])
+            joined = self._joining.join(results, [*map(batch_size, parts)], _outputs_of(backpropagation, batches))
             loss = backpropagation.coupled_loss(joined, batches, record)
             del joined
         else:
@@ -102,6 +103,7 @@ class RepeatedParts:
 
     def __init__(self) -> None:
         self._has_compared = False
+        self._joining = OutputsJoining()
 
     def __call__(
         self,
@@ -121,7 +123,9 @@ class RepeatedParts:
             backpropagation.on_phase("forward")
             with torch.no_grad(), parts_run(IN_SEQUENCE):
                 leaves.append(_require_gradients(backpropagation.outputs(move_batch(part, device))))
-        loss = backpropagation.coupled_loss(join_outputs(leaves, [*map(batch_size, parts)]), batches, record)
+        joined = self._joining.join(leaves, [*map(batch_size, parts)], _outputs_of(backpropagation, batches))
+        loss = backpropagation.coupled_loss(joined, batches, record)
+        del joined
         backpropagation.on_phase("backward")
         backpropagation.backward(loss)
         kept = [[(leaf.detach(), leaf.grad) for leaf in pytree.tensors(one)] for one in leaves]
@@ -170,63 +174,22 @@ def _buffer_restorer(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def join_outputs(parts: Sequence[Any], sizes: Sequence[int] | None = None) -> Any:
-    """Return the outputs of all parts as one structure: tensors are joined along their first dimension.
+def _outputs_of(backpropagation: Backpropagation, batches: _Parts) -> Callable[[int], Any]:
+    """Return a function that returns the outputs of the first samples of `batches`, and leaves nothing of its run."""
 
-    A tensor that belongs to no sample is the first part's: a number such as a learned temperature, a parameter.
-    `sizes` are the samples of the parts, if they are to be checked.
+    @torch.no_grad()
+    def run(samples: int) -> Any:
+        batch = join_batches(batches) if batches[1:] else batches[0]
+        first = split_batch(batch, [samples, batch_size(batch) - samples])[0]
+        restore_buffers = _buffer_restorer(backpropagation.model)
+        before = RngState(initialized_cuda_devices(), module_generators(backpropagation.model.modules()))
+        with parts_run(None), uncompiled():
+            outputs = backpropagation.outputs(move_batch(first, backpropagation.device))
+        restore_buffers()
+        before.restore()
+        return outputs
 
-    Raises:
-        WorkloadError: The parts' outputs differ in structure, shape, or in a value that is no tensor; or a tensor has
-            no rows for its samples.
-    """
-    if any(_values(part) != _values(parts[0]) for part in parts):
-        raise WorkloadError(
-            "the outputs of two parts of the batch have different structures, or other values that are no tensors",
-            hint="return tensors whose first dimension is the sample, and count samples in the loss",
-        )
-    if sizes is not None and all(_counts(part, size) for part, size in zip(parts, sizes, strict=True)):
-        raise WorkloadError(
-            f"an output is {sizes[0]}, the number of samples of a part, which is not that of the whole batch",
-            hint="return no such number, and count samples in the loss",
-        )
-    columns = [list(column) for column in zip(*map(pytree.tensors, parts), strict=False)]
-
-    def join(column: list[Tensor]) -> Tensor:
-        same = {(one.untyped_storage()._cdata, one.storage_offset(), one.shape) for one in column}
-        if not column[0].ndim or len(same) == 1:
-            return column[0]
-        if sizes is not None and any(len(one) % size for one, size in zip(column, sizes, strict=True)):
-            raise WorkloadError(
-                f"an output of a part of {sizes[0]} samples has the shape {list(column[0].shape)}",
-                hint="return tensors whose first dimension is the sample, or else a parameter itself",
-            )
-        try:
-            return torch.cat(column)
-        except RuntimeError as error:
-            raise WorkloadError(
-                f"the outputs of two parts of the batch cannot be joined: {error}",
-                hint="return tensors whose first dimension is the sample, and make the others equal",
-            ) from None
-
-    joined = iter([join(column) for column in columns])
-    return pytree.map_tensors(parts[0], lambda tensor: next(joined))
-
-
-def _values(node: Any) -> Any:
-    """Return a structure with None for its tensors, by which two can be compared."""
-    if isinstance(node, Tensor):
-        return None
-    inner = pytree.children(node)
-    if inner is None:
-        return repr(node)
-    return type(node).__name__, [(name, _values(child)) for name, child in inner]
-
-
-def _counts(node: Any, size: int) -> bool:
-    """Return whether a number in a structure is `size`."""
-    inner = pytree.children(node)
-    return type(node) is int and node == size if inner is None else any(_counts(child, size) for _, child in inner)
+    return run
 
 
 def _require_gradients(outputs: Any) -> Any:

@@ -260,6 +260,84 @@ def test_outputs_that_cannot_be_joined() -> None:
             recorded.step(batch)
 
 
+def spread(outputs: Any, batch: Any) -> Tensor:
+    """A loss of one vector for each sample, made of its list, by which it matters how many there are."""
+    z = torch.stack([one["z"].mean(0) if isinstance(one, dict) else one.reshape(-1, 8).mean(0) for one in outputs])
+    return torch.as_tensor(functional.normalize(z) @ z.T).square().mean()
+
+
+def ones(model: nn.Module, batch: Any) -> Any:
+    return list(outputs(model, batch)["left"])
+
+
+def single_rows(model: nn.Module, batch: Any) -> Any:
+    return outputs(model, batch)["left"].split(1)
+
+
+def boxes(model: nn.Module, batch: Any) -> Any:
+    left = outputs(model, batch)["left"]
+    return [{"z": row.expand(int(label) + 1, 8) * 2.0} for row, label in zip(left, batch["labels"], strict=True)]
+
+
+def maps(model: nn.Module, batch: Any) -> Any:
+    found = outputs(model, batch)
+    return [found["left"], found["right"]]
+
+
+def rows_of_two(model: nn.Module, batch: Any) -> Any:
+    return [one.repeat_interleave(2, 0) for one in maps(model, batch)]
+
+
+def contrast_of_maps(outputs: Any, batch: Any) -> Tensor:
+    assert [one.ndim for one in outputs] == [2, 2]
+    return torch.as_tensor((outputs[0] @ outputs[1].T).square().mean())
+
+
+@pytest.mark.parametrize(("function", "loss"), [(ones, spread), (single_rows, spread), (boxes, spread)])
+@pytest.mark.parametrize("coupled", [True, "lockstep"])
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 5])
+def test_a_list_of_samples_is_joined_as_a_list(function: Any, loss: Any, coupled: Any, micro_batch: int) -> None:
+    model, batch = Towers().double(), batch_of()
+    recorded = Recorded(model, outputs=function, coupled_loss=loss, coupled=coupled, micro_batch=micro_batch)
+    for _ in range(2):
+        recorded.step(batch)
+        check_equal(recorded, model, lambda model, batch: loss(function(model, batch), batch), batch)
+
+
+@pytest.mark.parametrize("function", [maps, rows_of_two])
+@pytest.mark.parametrize("coupled", [True, "lockstep"])
+@pytest.mark.parametrize("micro_batch", [1, 2, 5])
+def test_a_list_of_maps_may_be_as_long_as_a_part(function: Any, coupled: Any, micro_batch: int) -> None:
+    model, batch = Towers().double(), batch_of()
+    options: Any = {"outputs": function, "coupled_loss": contrast_of_maps, "coupled": coupled}
+    recorded = Recorded(model, **options, micro_batch=micro_batch)
+    recorded.step(batch)
+    check_equal(recorded, model, lambda model, batch: contrast_of_maps(function(model, batch), batch), batch)
+
+
+def test_the_run_that_tells_samples_from_maps_leaves_nothing() -> None:
+    """Random states and buffers are those of the same update with a dict of the same outputs."""
+    batch, states, model = batch_of(), [], Stateful().double()
+    for named in (False, True):
+        recorded = Recorded(
+            model,
+            outputs=(lambda m, b: dict(enumerate(maps(m, b)))) if named else maps,
+            coupled_loss=lambda found, _: functional.mse_loss(found[0], found[1]),
+            coupled=True,
+            micro_batch=2,
+        )
+        torch.manual_seed(3)
+        random.seed(3)
+        with pytest.warns(UserWarning, match="BatchNorm normalises by the micro-batch in norm"):
+            recorded.step(batch)
+        states.append((recorded, torch.get_rng_state(), random.random()))
+    assert torch.equal(states[0][1], states[1][1])
+    assert states[0][2] == states[1][2]
+    check_buffers(states[0][0].model, states[1][0].model)
+    for name, gradient in states[0][0].gradients.items():
+        torch.testing.assert_close(gradient, states[1][0].gradients[name], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -289,9 +367,13 @@ def test_values_and_tables_that_belong_to_no_sample_are_refused() -> None:
     def table(model: nn.Module, batch: Any) -> Any:
         return outputs(model, batch)["left"].new_ones(7, 2, requires_grad=True)
 
+    def mean(model: nn.Module, batch: Any) -> Any:
+        return {0: outputs(model, batch)["left"].mean()}
+
     for function, message in (
         (counted, "other values that are no tensors"),
         (table, r"4 samples has the shape \[7, 2"),
+        (mean, "an output is a number that differs between two parts of the batch"),
     ):
         recorded = Recorded(model, outputs=function, coupled_loss=lambda z, _: z[0].sum(), coupled=True, micro_batch=4)
         with pytest.raises(WorkloadError, match=message):
