@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.batchnorm import batchnorm_names, named_modules, normalises_by_batch
-from autoaccum.accumulation.coupling import COMPARES_SAMPLES, list_names
+from autoaccum.accumulation.coupling import COMPARES_SAMPLES, NOT_FULL, list_names
 from autoaccum.accumulation.first_step_checks import compares_samples
 from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.reachable_objects import find_used_modules
@@ -99,10 +99,7 @@ class Backpropagation:
     over the parts where they need each other (`whole_batch`).
     """
 
-    _consequence = (
-        'the gradient is not the full batch\'s; batchnorm="exact" corrects that, batchnorm="running" corrects only the'
-        " running statistics"
-    )
+    _consequence = f'{NOT_FULL}; batchnorm="exact" corrects that, batchnorm="running" only the running statistics'
 
     def __init__(
         self,

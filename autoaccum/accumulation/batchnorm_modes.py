@@ -20,7 +20,7 @@ from autoaccum.accumulation.batchnorm import (
     named_modules,
     uncompiled,
 )
-from autoaccum.accumulation.coupling import list_names
+from autoaccum.accumulation.coupling import NOT_FULL, list_names
 from autoaccum.errors import UsageError
 from autoaccum.options import BatchNormMode
 
@@ -145,9 +145,7 @@ class RunningBackpropagation(Backpropagation):
     torch.compile is off meanwhile: code compiled before ignores hooks that were registered later.
     """
 
-    _consequence = (
-        'running statistics are the full batch\'s, the gradient is not (it is with batchnorm="frozen" or GroupNorm)'
-    )
+    _consequence = f'only running statistics are exact, {NOT_FULL}; batchnorm="exact" corrects that'
     _recorders: Sequence[_StatisticsRecorder]
     _is_first = True
 

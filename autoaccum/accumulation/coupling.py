@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -10,14 +11,48 @@ from autoaccum.checks import join_words
 
 WHOLE_MODEL = "the model itself"
 
+NOT_FULL = "the gradient is not the full batch's"
+"""What warnings of coupling say; a semicolon and what cures it follow."""
+
 _AS_ONE = "coupled=True (with a criterion, or with outputs and coupled_loss) computes it of the whole batch"
 COMPARES_SAMPLES = (
-    "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a time, so that the"
-    f" gradient is not the full batch's: {_AS_ONE}, and `autoaccum verify` proves it"
+    "the loss compares samples with each other (in-batch negatives?) and sees one micro-batch at a time:"
+    f" {NOT_FULL}; {_AS_ONE}, and `autoaccum verify` proves it"
 )
 """The warning for a loss that is computed from a table of samples by samples."""
 
+_MIXES = (
+    "the loss mixes the samples of a batch (a contrastive loss?), or adds to a sum what does not grow with the batch"
+    f" (weight decay?): {NOT_FULL}; {_AS_ONE}, autoaccum.whole_batch(x) a term of it, or make it a mean over samples"
+)
+
 _SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Cure:
+    """The modes that are to cure coupling, and how an accumulated gradient in them compared with the full batch's.
+
+    Attributes:
+        modes: The modes, in words.
+        error: The largest difference of the two gradients, relative to the largest entry; None if they did not run.
+        proved: Whether that is rounding.
+        failure: Why they did not run.
+    """
+
+    modes: str
+    error: float | None = None
+    proved: bool = False
+    failure: str | None = None
+
+    def describe(self) -> str:
+        """Return what the experiment has shown, as the end of a sentence that says what is wrong."""
+        if self.proved:
+            return f"{self.modes} gives that, proved here to {max(self.error or 0.0, sys.float_info.epsilon):.0e}"
+        seen = f"does not run: {self.failure}" if self.error is None else f"is {self.error:.0e} off"
+        return (
+            f"no mode gives that here ({self.modes} {seen}), so take autoaccum.whole_batch(x) of what needs all samples"
+        )
 
 
 @dataclass(frozen=True)
@@ -29,12 +64,14 @@ class Coupling:
         loss: True if the loss mixes the rows of the model's outputs, or adds to a sum over them; None if unknown.
         reason: Why the experiment could not be made, or only in part; None if it was made.
         pairs: Those of the modules that return a table of all samples by all samples.
+        cure: What modes were tried as a cure; None if none was.
     """
 
     modules: tuple[str, ...] = ()
     loss: bool | None = None
     reason: str | None = None
     pairs: tuple[str, ...] = ()
+    cure: Cure | None = dataclasses.field(default=None, compare=False)
 
     @property
     def found(self) -> bool:
@@ -53,7 +90,7 @@ class Coupling:
             is_joint: The loss is computed once, of the outputs of the whole batch.
         """
         names = [name for name in self.modules if name not in {*covered, *self.pairs}]
-        messages = [COMPARES_SAMPLES] if self.pairs else []
+        messages = [self.cured(COMPARES_SAMPLES)] if self.pairs else []
         if names:
             messages.append(
                 f"the output of {describe_modules(names)} for a sample depends on the others of its micro-batch, so"
@@ -61,12 +98,13 @@ class Coupling:
                 " layer that looks at one sample at a time (GroupNorm)"
             )
         if self.loss and not is_joint:
-            messages.append(
-                "the loss mixes the samples of a batch, as contrastive and load-balancing losses do, or adds to a sum a"
-                " term that does not grow with the batch, as weight decay: the gradient of micro-batches is not the"
-                f" full batch's; {_AS_ONE}, autoaccum.whole_batch(x) a term of it, or make it a mean over samples"
-            )
+            messages.append(self.cured(_MIXES))
         return tuple(messages)
+
+    def cured(self, warning: str) -> str:
+        """Return a warning of coupling with what the experiment has shown in place of what may cure it."""
+        before, seen, _ = warning.partition(f"{NOT_FULL}; ")
+        return f"{before}{seen}{self.cure.describe()}" if seen and self.cure is not None else warning
 
 
 def list_names(names: Sequence[str]) -> str:

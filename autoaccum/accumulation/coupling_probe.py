@@ -7,8 +7,6 @@ weights fit all of them, the samples are coupled. The workload's own weights are
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
 import pickle
 import random
@@ -26,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms, uncompiled
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
+from autoaccum.accumulation.coupling_cure import with_cure
 from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
@@ -42,6 +41,7 @@ from autoaccum.workload.model_copies import (
     objective_in_float64,
     one_thread,
     prepare_copy,
+    with_own_criterion,
 )
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.samples import take_small_batch
@@ -111,8 +111,9 @@ def probe_workload(workload: Workload, model: nn.Module) -> Coupling:
     def experiment() -> Coupling:
         model_copy, is_copied = copy_workload_model(workload)
         each = workload.multiple_of or 1
-        batch = take_small_batch(workload, 2 * each * -(-_HALF // each))
-        return _check(model_copy, workload.objective, batch, workload.batchnorm) if is_copied else _NOT_COPIED
+        half = each * -(-_HALF // each)
+        batch = take_small_batch(workload, 2 * half + each)  # Parts of two sizes show more of a cure.
+        return _check(model_copy, workload.objective, batch, workload.batchnorm, half) if is_copied else _NOT_COPIED
 
     return _run_safely(model, experiment)
 
@@ -125,7 +126,7 @@ def probe_model(model: nn.Module, objective: Objective, batch: Any, batchnorm: s
         if not is_copied:
             return _NOT_COPIED
         prepare_copy(model_copy)
-        return _check(model_copy, objective, batch, batchnorm)
+        return _check(model_copy, objective, batch, batchnorm, batch_size(batch) // 2)
 
     return _run_safely(model, experiment)
 
@@ -140,14 +141,14 @@ def _run_safely(model: nn.Module, experiment: Callable[[], Coupling]) -> Couplin
         return Coupling(reason=_describe_error(error))
 
 
-def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -> Coupling:
-    sizes = [batch_size(batch) // 2] * 2
+def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str, half: int) -> Coupling:
+    sizes, parts = [half, half, batch_size(batch) - 2 * half], (half, batch_size(batch) - half)
     if batchnorm == "frozen":
-        objective = _with_own_criterion(objective)
+        objective = with_own_criterion(objective)
         for module in find_batchnorms(model, objective.criterion_module):
             module.eval()
     narrow = move_batch(cast_batch(batch, None), model_device(model))
-    runs, work = _Runs(model, objective, sizes, {}), _WorkCounter()  # type: ignore[no-untyped-call]
+    runs, work = _Runs(model, objective, sizes[:2], {}), _WorkCounter()  # type: ignore[no-untyped-call]
     with suppress(Exception, SystemExit), work:  # The experiment below reports the error.
         runs.run(split_batch(narrow, sizes)[0])
     if work.done > _MOST_WORK:
@@ -157,10 +158,11 @@ def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str) -
     if work.done <= _MOST_FLOAT64_WORK:
         with suppress(Exception, SystemExit):  # A model may fail in float64 and work as it is.
             wide = move_batch(cast_batch(batch, torch.float64), model_device(model))
-            found = find_coupling(copy_module(model).double(), objective_in_float64(objective), wide, sizes)
+            case = copy_module(model).double(), objective_in_float64(objective), wide
+            found = find_coupling(*case, sizes)
             if found.reason is None or found.found:
-                return found
-    return find_coupling(model, objective, narrow, sizes)
+                return with_cure(found, [case, (model, objective, narrow)], parts, batchnorm)
+    return with_cure(find_coupling(model, objective, narrow, sizes), [(model, objective, narrow)], parts, batchnorm)
 
 
 def find_coupling(
@@ -238,7 +240,7 @@ class _Runs:
     def run(self, batch: Any, calls: ModuleCalls | None = None) -> dict[str, float]:
         """Return the terms of the loss of `batch`, computed by a copy of the model that shares its parameters."""
         parameters = {id(one): one for one in self._model.parameters()}
-        model, objective = copy_module(self._model, parameters), _with_own_criterion(self._objective)
+        model, objective = copy_module(self._model, parameters), with_own_criterion(self._objective)
         batch = cast_batch(batch, None)
         with ExitStack() as stack:
             ranges = stack.enter_context(neutral_rng())
@@ -298,13 +300,6 @@ def _change(parameter: Tensor, values: Tensor, strength: float, generator: torch
     shape = values.shape[-1:] if values.ndim else ()
     factors = (torch.randn(shape, generator=generator) * strength).to(values)
     parameter.copy_(values + values * factors if bool(values.any()) else values + factors)
-
-
-def _with_own_criterion(objective: Objective) -> Objective:
-    if objective.criterion is None or objective.criterion_module is None:
-        return objective
-    used = dataclasses.replace(objective.criterion, function=copy.deepcopy(objective.criterion_module))
-    return dataclasses.replace(objective, criterion=used)
 
 
 def _describe_error(error: BaseException) -> str:

@@ -30,11 +30,11 @@ from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.options import BatchNormMode, Coupled
 from autoaccum.verification.fixture import Fixture, TrainingCopy
-from autoaccum.verification.recalled_outputs import take_apart
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.objective import Objective, match_weights, with_coupling
 from autoaccum.workload.pytree import unwrap_batch
+from autoaccum.workload.recalled_outputs import take_apart
 from autoaccum.workload.tracebacks import blame_exit, blame_workload
 
 Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]

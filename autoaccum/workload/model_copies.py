@@ -137,6 +137,14 @@ def objective_in_float64(objective: Objective) -> Objective:
     return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
 
 
+def with_own_criterion(objective: Objective) -> Objective:
+    """Return the objective with a copy of its criterion, if that is a module."""
+    if objective.criterion is None or objective.criterion_module is None:
+        return objective
+    used = dataclasses.replace(objective.criterion, function=copy.deepcopy(objective.criterion_module))
+    return dataclasses.replace(objective, criterion=used)
+
+
 def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 

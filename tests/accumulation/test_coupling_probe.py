@@ -173,7 +173,7 @@ def test_the_warning_fits_a_summed_loss_with_weight_decay() -> None:
         return nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum") + decay
 
     (message,) = probe((small.mlp, summed, small.rows)).warnings()
-    assert "or adds to a sum a term that does not grow with the batch, as weight decay" in message
+    assert "or adds to a sum what does not grow with the batch (weight decay?)" in message
     assert message.endswith("make it a mean over samples")
     assert probe((small.mlp, small.regularised_loss, small.rows)).loss is False  # As of a mean.
 
