@@ -44,6 +44,9 @@ def whole_batch(x: Tensor) -> Tensor:
         share = autoaccum.whole_batch(gates).mean(0)
         balance = experts * (share * share).sum()
 
+    Where a micro-batch waits for this, others run. What it has set on a module it finds again; what it has written
+    elsewhere, such as into a dict of one's own, may be another's.
+
     Each micro-batch's loss counts by its share of the update, so a term that all compute alike counts once. With
     `reduction="sum"` all losses count in full, and such a term once for each micro-batch: write it into `coupled_loss`.
 

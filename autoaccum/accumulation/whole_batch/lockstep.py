@@ -9,8 +9,8 @@ of them, the last part first.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -69,6 +69,8 @@ class Lockstep:
         states = [_TorchState()] * len(functions)
         self._views = [_ModuleView(self._modules)] * len(functions)
         results: list[Any] = [()] * len(functions)
+        self._forks = [0] * len(functions)
+        fork_rng, torch.random.fork_rng = torch.random.fork_rng, self._counted(torch.random.fork_rng)
         try:
             while True:
                 for index in range(len(self._parts)):
@@ -81,10 +83,20 @@ class Lockstep:
         finally:
             self._end(states)
             self._views = []
+            torch.random.fork_rng = fork_rng
 
     def meet(self, place: str, value: Any, join: Join) -> Any:
-        """Wait until all parts are at this `place`, and return this part's share of `join` of all values."""
+        """Wait until all parts are at this `place`, and return this part's share of `join` of all values.
+
+        Raises:
+            WorkloadError: The part has set a generator aside (`fork_rng`) or seeded one: the others would draw from it.
+        """
         assert self.part is not None
+        if self._forks[self.part] or self._seeds != _seeds():
+            raise WorkloadError(
+                f"random numbers are seeded or forked around {place}, where the other parts of the batch run and draw",
+                hint="end fork_rng before it, or draw from a torch.Generator made for each call",
+            )
         return self._parts[self.part].parent.switch(_Meeting(place, value, join))
 
     def check_backward(self, place: str) -> None:
@@ -101,6 +113,7 @@ class Lockstep:
         self.part = index
         state.apply()
         self._views[index].apply()
+        self._seeds = _seeds()
         # A weight that autocast has cast for several parts would sum their gradients in half precision.
         torch.clear_autocast_cache()
         try:
@@ -111,6 +124,21 @@ class Lockstep:
             self._views[index] = _ModuleView(self._modules)
             modules.apply()
             outside.apply()
+
+    def _counted(self, fork_rng: Any) -> Any:
+        """Return `fork_rng`, which counts for each part how many it has entered."""
+
+        @contextmanager
+        def fork(devices: Any = None, enabled: bool = True, *arguments: Any, **named: Any) -> Iterator[None]:
+            part = self.part
+            with fork_rng(devices, enabled, *arguments, **named):
+                self._forks[part or 0] += bool(enabled)
+                try:
+                    yield
+                finally:
+                    self._forks[part or 0] -= bool(enabled)
+
+        return fork
 
     def _join(self, results: Sequence[Any], waiting: Sequence[bool]) -> Sequence[Any]:
         places = [
@@ -189,6 +217,10 @@ class _TorchState:
         )
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
+
+
+def _seeds() -> list[int]:
+    return [one.initial_seed() for one in (torch.default_generator, *torch.cuda.default_generators)]
 
 
 def _saved_tensor_hooks() -> list[tuple[Any, Any]]:

@@ -62,6 +62,9 @@ MODES: dict[str, Any] = {
 }
 
 
+EXACT: dict[str, Any] = {"batchnorm": "exact", "micro_batch": MICRO_BATCH}
+
+
 def make(mode: str, observer: StepObserver | None = None) -> tuple[Recorded, nn.Module, Any]:
     """Return a recorded model, the model, and the loss of its full batch."""
     options = MODES[mode]
@@ -233,3 +236,44 @@ def test_parts_that_end_early_are_refused() -> None:
     waits: Any = partial(lockstep.meet, "a norm", 0, list)
     with pytest.raises(WorkloadError, match="a part of the batch is at a norm while another is at the end of its loss"):
         lockstep.run([waits, lambda: None, waits])
+
+
+@pytest.mark.parametrize("way", ["fork", "fork to the same seed", "seed"])
+def test_a_part_that_waits_with_other_random_numbers_is_refused(way: str) -> None:
+    """Else the others draw its numbers, and the generator is left with its seed: each update would draw the same."""
+
+    def seed(number: int, _: Tensor) -> None:
+        if number == 1:
+            torch.manual_seed(7 if way == "seed" else torch.initial_seed())
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        with torch.random.fork_rng(enabled=way != "seed"):
+            return torch.as_tensor(cross_entropy(model, batch))
+
+    recorded, batch = Recorded(Net().double(), loss, **EXACT), batch_of()
+    fork_rng, state = torch.random.fork_rng, torch.get_rng_state()
+    recorded.model.fail += [] if way == "fork" else [seed]
+    with (
+        nothing_left_behind(recorded),
+        pytest.raises(
+            WorkloadError, match=r"random numbers are seeded or forked around BatchNorm layers\.1, where the"
+        ),
+    ):
+        recorded.step(batch)
+    assert torch.random.fork_rng is fork_rng
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_random_numbers_may_be_forked_between_layers_that_wait() -> None:
+    def noisy(model: nn.Module, batch: Any) -> Tensor:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            noise = torch.randn(4, dtype=torch.float64)
+        with torch.random.fork_rng(enabled=False):
+            return torch.as_tensor(cross_entropy(model, (batch[0] + noise, batch[1])))
+
+    model, batch = Net().double(), batch_of()
+    recorded, state = Recorded(model, noisy, **EXACT), torch.get_rng_state()
+    recorded.step(batch)
+    check_equal(recorded, model, noisy, batch)
+    assert torch.equal(state, torch.get_rng_state())
