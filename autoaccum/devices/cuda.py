@@ -11,7 +11,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
 from autoaccum.devices.card_memory import CardReport
 from autoaccum.devices.child_device import ChildDevice
-from autoaccum.devices.explanation import Forecast, MemoryReport
+from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport
 from autoaccum.serialization import read_record
 from autoaccum.units import MemorySize, format_bytes
 
@@ -84,7 +84,7 @@ class CudaDevice(ChildDevice):
             limit_seconds=limit_seconds,
         )
 
-    def forecast(self, *, limit_seconds: float | None = None) -> Forecast:
+    def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
         """Forecast peaks by a simulation of this card in another process; its output is not shown."""
         from autoaccum.devices.simulated.explain.explainer import forecast_peaks
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, get_args, runtime_checkable
 
-from autoaccum.devices.base import Phase
+from autoaccum.devices.base import Phase, Trial
 
 Category = Literal[
     "parameters",
@@ -237,9 +237,18 @@ class PredictingDevice(Protocol):
         """Return the prediction for `parts`, after a fresh trial of them; raise the error in that trial's record."""
 
 
+ChooseParts = Callable[[Callable[[int], Trial]], tuple[int, ...]]
+"""Makes a plan by a function that predicts the trial of two parts of a size; returns the parts that would confirm it.
+
+Raises `AutoaccumError` if there is no plan."""
+
+
 @runtime_checkable
 class ForecastingDevice(Protocol):
     """A device that can forecast peaks."""
 
-    def forecast(self, *, limit_seconds: float | None = None) -> Forecast:
-        """Forecast the peaks; without a forecast, the search only takes more trials."""
+    def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
+        """Forecast the peaks; without a forecast, the search only takes more trials.
+
+        A device that predicts trials may check its forecast by a trace of the parts that `choose` chooses by it.
+        """

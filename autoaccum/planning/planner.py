@@ -157,7 +157,22 @@ class _Planner:
             return Forecast()
         self.notify(Tracing())
         limit = request.options.time_limit
-        return device.forecast(limit_seconds=None if limit is None else limit * _FORECAST_TIME_SHARE)
+        limit = None if limit is None else limit * _FORECAST_TIME_SHARE
+        return device.forecast(limit_seconds=limit, choose=self._choose_parts)
+
+    def _choose_parts(self, trial: Callable[[int], Trial]) -> tuple[int, ...]:
+        """Return the parts that would confirm the plan, as `devices.explanation.ChooseParts`."""
+        request = self.request
+        found = search(
+            lambda size, **_: trial(size),
+            request.sizes(self.inspection.least_size),
+            limit_bytes=self.setup.device.limit_bytes,
+            predict=lambda size: peak_bytes(trial(size)),
+            answer=lambda size: request.schedule(size).micro_batch,
+            isolated=False,
+            confirms=False,
+        )
+        return request.schedule(found.size).trial_parts
 
     def search(self, forecast: Forecast) -> tuple[SearchResult, Schedule]:
         """Find the largest micro-batch that fits, and the schedule of it that ran.

@@ -35,7 +35,7 @@ PLANS = {
     "llama_8b": ("tests/shared/workloads/llama_8b.py", "64", "b200"),
 }
 FLOOR = "import torch; torch.optim.AdamW"
-SMALL_PARTS = ((5, 5), (3, 3))
+SMALL_PARTS = (5, 5)
 """What every plan traces after the inspection, to extrapolate from."""
 REPEATS = 3
 _POLL_SECONDS = 0.02
@@ -71,9 +71,9 @@ def main(names: list[str]) -> None:
 
 
 def trace_seconds(workload: str, target: int, card: str, last: tuple[int, ...]) -> float:
-    """Return the seconds of a plan's traces alone: those of its inspection, of two small sizes, and of its schedule."""
+    """Return the seconds of a plan's traces alone: those of its inspection, of a small size, and of its schedule."""
     tracer = Tracer(TrialSettings(reference=workload, share=target, options=Options(gpu=card)), find_card(card))
-    requests: tuple[Request[Any], ...] = (Inspect(), *(TraceParts(parts=parts) for parts in (*SMALL_PARTS, last)))
+    requests: tuple[Request[Any], ...] = (Inspect(), *(TraceParts(parts=parts) for parts in (SMALL_PARTS, last)))
     try:
         return seconds_of(lambda: [tracer.call(request) for request in requests])
     finally:

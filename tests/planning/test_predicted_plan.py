@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
 from autoaccum.accumulation.argument_checks import plan_facts
 from autoaccum.devices.base import Device, Inspection, Trial
-from autoaccum.devices.explanation import Forecast
+from autoaccum.devices.explanation import ChooseParts, Forecast
 from autoaccum.devices.simulated.allocator.replay import least_capacity, replay
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
@@ -33,12 +33,13 @@ def predict(
     *,
     gib: float = 2.0,
     expandable: bool = False,
+    device: type[SimulatedDevice] = SimulatedDevice,
     **request: Any,
 ) -> Plan:
     asked = make_request(target, **request)
     made = tracer or SyntheticTracer()
     memory = MemorySize(bytes=int(gib * GIB))
-    device = SimulatedDevice(
+    card = device(
         find_card("rtx3090"),
         lambda: made,
         share=asked.share,
@@ -46,8 +47,8 @@ def predict(
         memory=memory,
         environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if expandable else {},
     )
-    with device:
-        return plan_on_device(PlanSetup(device, "model.py", isolated=False), asked)
+    with card:
+        return plan_on_device(PlanSetup(card, "model.py", isolated=False), asked)
 
 
 def test_a_predicted_plan() -> None:
@@ -75,12 +76,44 @@ def test_the_ceiling_is_the_largest_that_fits_and_the_next_does_not() -> None:
         assert outcomes[plan.largest_fit + 1] != "ok"
 
 
-@pytest.mark.parametrize(("target", "gib"), [(256, 2.0), (256, 20.0), (1000, 5.0), (5, 20.0)])
-def test_at_most_four_traces(target: int, gib: float) -> None:
+@pytest.mark.parametrize(
+    ("target", "gib", "most"), [(256, 2.0, 3), (256, 20.0, 4), (1000, 5.0, 3), (1024, 3.0, 3), (5, 20.0, 4)]
+)
+def test_a_plan_traces_two_small_sizes_and_its_own_parts(target: int, gib: float, most: int) -> None:
     tracer = SyntheticTracer()
     predict(tracer, target, gib=gib)
-    assert len(tracer.traced) <= 4
+    assert len(tracer.traced) <= most
     assert len(set(tracer.traced)) == len(tracer.traced)
+
+
+class _ThreeSizes(SimulatedDevice):
+    """Checks its extrapolation by a third small size, whatever the plan is."""
+
+    def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
+        return super().forecast(limit_seconds=limit_seconds)
+
+
+@pytest.mark.parametrize(
+    "activations",
+    [
+        linear(),
+        lambda size: 12 * MIB * -(-size // 4) * 4,
+        lambda size: 6 * MIB * -(-size // 8) * 8,
+        lambda size: 6 * MIB * (size + size % 2),
+        lambda size: MIB * size * size,
+        lambda size: 9 * MIB * size if size < 9 else 120 * MIB,
+    ],
+    ids=["affine", "steps of 4", "steps of 8", "steps of 2", "squares", "capped"],
+)
+@pytest.mark.parametrize(("target", "gib"), [(64, 0.9), (64, 1.0), (101, 1.2), (256, 2.0)])
+def test_parts_of_the_plan_check_an_extrapolation_as_well_as_a_third_size(
+    activations: Callable[[int], int], target: int, gib: float
+) -> None:
+    def timeless(plan: Plan) -> Plan:
+        return replace(plan, trials=tuple(replace(trial, seconds=0.0) for trial in plan.trials))
+
+    three = predict(SyntheticTracer(activations), target, gib=gib, device=_ThreeSizes)
+    assert timeless(predict(SyntheticTracer(activations), target, gib=gib)) == timeless(three)
 
 
 @pytest.mark.parametrize("target", [101, 251])
@@ -210,7 +243,7 @@ class RealCard(Device):
         self.jobs = self.jobs if ran else 0
         return trial
 
-    def forecast(self, *, limit_seconds: float | None = None) -> Forecast:
+    def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
         self.limit_seconds = limit_seconds
         return self._forecast
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
-from autoaccum.devices.explanation import Forecast, MemoryReport, Prediction
+from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, context_memory
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
@@ -189,8 +189,12 @@ class SimulatedDevice(Device):
             host_bytes=max((trace.host_bytes for trace in traces if trace.host_bytes), default=None),
         )
 
-    def forecast(self, *, limit_seconds: float | None = None) -> Forecast:
+    def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
         """Trace small sizes, which trials need anyway, and forecast the peaks of larger ones from them."""
+        if choose is not None:
+            self._traces.choose = lambda affine: choose(
+                lambda size: self._replayer.trial(affine.at(size), self.limit_bytes)
+            )
         self._peak_bytes(max(2, self._traces.step))
         return Forecast(peak_bytes=self._peak_bytes)
 

@@ -21,13 +21,18 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 
 _SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
 """Sizes that are traced to extrapolate others; or factors of the least size, if micro-batches must be multiples of it.
-A single sample is not traced: it often runs other operators, since its dimension is squeezed or broadcast."""
+The last one is left out where the plan's own parts, traced instead, agree with the other two. A single sample is not
+traced: it often runs other operators, since its dimension is squeezed or broadcast."""
+
+Choose = Callable[[AffineTrace], tuple[int, ...]]
+"""Returns the parts that would confirm a plan made by extrapolated traces; raises an error if there is no such plan."""
 
 
 class TraceCache:
     """Calls a tracer as rarely as possible and keeps its traces; after a failure it starts a new tracer.
 
     Attributes:
+        choose: Chooses the parts to check the next extrapolation by, if set.
         share: Samples per update; no larger size is traced.
         step: The number of samples of which every micro-batch is a multiple.
         notes: Sentences for the plan on sizes that cannot be extrapolated from small ones.
@@ -38,6 +43,7 @@ class TraceCache:
 
     def __init__(self, make_tracer: Callable[[], Tracer], share: int) -> None:
         self._make_tracer, self.share = make_tracer, share
+        self.choose: Choose | None = None
         self._tracer: Tracer | None = None
         self._made: dict[tuple[int, ...], Trace] = {}
         self._affine: AffineTrace | None = None
@@ -70,10 +76,11 @@ class TraceCache:
         """Keep a trace that was made. If it contradicts the extrapolated one, stop extrapolating."""
         self._made[made.parts] = made
         if self._affine is not None and not _agrees(self._affine, made):
+            sizes = ", ".join(map(str, self._affine.sizes))
             self._affine, self._can_extrapolate = None, False
             self.warnings.append(
                 f"the trace of {' + '.join(map(str, made.parts))} differs from the one that was extrapolated from sizes"
-                f" {', '.join(map(str, sorted(self._sizes)))}: later sizes were traced one by one, earlier peaks may be"
+                f" {sizes}: later sizes were traced one by one, earlier peaks may be"
                 " a little off"
             )
 
@@ -123,12 +130,39 @@ class TraceCache:
 
     def _fit_affine(self, limit_seconds: float | None) -> AffineTrace:
         began = time.monotonic()
-        traces = []
-        for size in self._sizes:
+        choose, self.choose = self.choose, None
+
+        def make(parts: tuple[int, ...]) -> Trace:
             left = None if limit_seconds is None else max(limit_seconds - (time.monotonic() - began), 0.001)
-            traces.append(self.make((size, size), left))
-        self.grows_quadratically = grows_quadratically(traces)
-        return fit_affine_trace(traces)
+            return self.make(parts, left)
+
+        *first, last = [(size, size) for size in self._sizes]
+        traces = [make(parts) for parts in first]
+        affine = None if choose is None else self._fit_checked(traces, choose, make)
+        if affine is None:
+            traces.append(make(last))
+            self.grows_quadratically = grows_quadratically(traces)
+            affine = fit_affine_trace(traces)
+        return affine
+
+    def _fit_checked(
+        self, traces: list[Trace], choose: Choose, make: Callable[[tuple[int, ...]], Trace]
+    ) -> AffineTrace | None:
+        """Fit two traces, and check them by that of the parts that `choose` chooses; None if it cannot, or disagrees.
+
+        A plan traces those parts anyway, and they tell as much as another small size.
+        """
+        try:
+            affine = fit_affine_trace(traces)
+            pair = choose(affine)[-2:]
+        except AutoaccumError:
+            return None
+        if len(pair) < 2 or pair in self._made or min(pair) < min(affine.sizes):
+            return None
+        if _agrees(affine, make(pair)):
+            return affine
+        del self._made[pair]  # The trial of it, if there is one, tells of the difference.
+        return None
 
     def close(self) -> None:
         """End the tracer's process."""
@@ -138,12 +172,15 @@ class TraceCache:
 
 
 def _agrees(affine: AffineTrace, made: Trace) -> bool:
-    """Return whether a trace equals the extrapolated one; blocks of a smaller last part may have either size."""
+    """Return whether a trace equals the extrapolated one; the last update may have blocks of either size."""
     if len(made.parts) != 2 or min(made.parts) < min(affine.sizes):
         return True
     try:
-        large, small = (affine.at(size) for size in (max(made.parts), min(made.parts)))
+        first, second = (affine.at(size) for size in made.parts)
     except NotAffineError:
         return False
-    sizes = zip(made.sizes, large.sizes, small.sizes, strict=False)
-    return made.events == large.events and all(size in either for size, *either in sizes)
+    if (made.events, made.phases, made.last_update) != (first.events, first.phases, first.last_update):
+        return False
+    before = 1 + max(made.events[: made.last_update], default=-1)
+    sizes = zip(made.sizes, first.sizes, second.sizes, strict=True)
+    return made.sizes[:before] == first.sizes[:before] and all(size in either for size, *either in sizes)
