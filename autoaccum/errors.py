@@ -120,3 +120,15 @@ class UpdateInterrupted(AutoaccumError):
     """An optimizer step failed half-way, and there is no copy of the state before it: load a checkpoint."""
 
     exit_code = 3
+
+
+class RankLostError(AutoaccumError):
+    """Another rank of this run has ended, or does not answer in time."""
+
+    exit_code = 3
+
+
+class RankFailedError(AutoaccumError):
+    """Another rank of this run failed with an error of its own; nothing was changed here."""
+
+    exit_code = 3

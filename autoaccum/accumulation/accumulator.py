@@ -26,7 +26,7 @@ from autoaccum.accumulation.argument_checks import (
     choose_objective,
     choose_option,
 )
-from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device
+from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device, total_loss
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
 from autoaccum.accumulation.first_step_checks import BufferVersions, load_balancing_warning
 from autoaccum.accumulation.gradients import (
@@ -46,6 +46,8 @@ from autoaccum.accumulation.out_of_memory import (
     release_memory,
     shrink,
 )
+from autoaccum.accumulation.ranks.group import Failure, OtherRanksFailed, join_ranks, world_size
+from autoaccum.accumulation.ranks.replicated import sum_gradients
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.schedule import check_multiple, split_evenly
 from autoaccum.accumulation.state_hash import ForwardSideEffects, batch_versions
@@ -55,8 +57,15 @@ from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.joining import NeedsWholeBatch
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RepeatedParts
-from autoaccum.checks import check_group
-from autoaccum.errors import DoesNotFitError, NonFiniteError, UpdateInterrupted, UsageError
+from autoaccum.errors import (
+    DoesNotFitError,
+    NonFiniteError,
+    RankFailedError,
+    RankLostError,
+    UpdateInterrupted,
+    UsageError,
+    first_line,
+)
 from autoaccum.options import AccumulateIn, BatchNormMode, Joining, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
 from autoaccum.workload.objective import Weights, read_coupled_loss, with_coupling
@@ -78,6 +87,13 @@ class Accumulator:
     `micro_batch` stays at the smaller size. The first update is protected by a copy in host memory; later ones
     allocate their temporary memory in advance instead. Should one of those still fail half-way, UpdateInterrupted
     ends the training. Ctrl-C takes effect between forward, backward and update; a second Ctrl-C takes effect at once.
+
+    Under an initialised process group of several ranks, every rank makes an Accumulator and steps with its own samples;
+    all together are the effective batch, whatever share a rank has. Weights are summed over ranks before the first
+    backward, gradients once per update, in float32 where parameters are of half precision. A module wrapped in
+    DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers of rank 0, and
+    with the least of their micro-batches. An error on one rank ends the step on all, and memory that runs out on one
+    makes all repeat it in smaller micro-batches.
 
     >>> import torch
     >>> from torch.nn import Linear, MSELoss
@@ -161,7 +177,7 @@ class Accumulator:
         accumulate_in: AccumulateIn | None = None,
         observer: StepObserver | None = None,
     ) -> None:
-        check_model(model)
+        model = check_model(model)
         check_optimizer(optimizer, model)
         check_scheduler(scheduler, optimizer)
         check_clip_norm(clip_norm)
@@ -203,6 +219,11 @@ class Accumulator:
         self._batchnorm_mode: BatchNormMode = batchnorm_mode
         if objective.coupled or batchnorm_mode == "exact":
             self._join_parts(in_lockstep=objective.coupled is not True or batchnorm_mode == "exact")
+        self._ranks = join_ranks()
+        self.micro_batch = min(self._ranks.gather(self.micro_batch))
+        self._ranks.copy_from_first(
+            [model] if objective.criterion_module is None else [model, objective.criterion_module]
+        )
         self._interrupts = DelayedInterrupts()
         self._generators = module_generators(self._modules())
         self._is_first = True
@@ -235,7 +256,7 @@ class Accumulator:
         return runner.host_bytes if isinstance(runner, LockstepParts) else 0
 
     def step(self, batch: Any) -> StepResult:
-        """Make one update from the effective batch `batch`, which may be on any device.
+        """Make one update from the effective batch `batch`, or this rank's share of it, which may be on any device.
 
         The state is as before the step when it raises anything but UpdateInterrupted.
 
@@ -244,7 +265,9 @@ class Accumulator:
             UpdateInterrupted: The update failed half-way, now or in an earlier step.
             WorkloadError: The batch cannot be split, or the loss is not usable.
             NonFiniteError: The loss or the gradient is not finite, and `check_finite` is set.
-            UsageError: The chosen BatchNorm mode could not be kept, or the process is now one of several ranks.
+            UsageError: The chosen BatchNorm mode could not be kept, or the process group is not that of the beginning.
+            RankFailedError: Another rank failed with an error of its own, which it raises itself.
+            RankLostError: Another rank has ended, or does not answer in time.
         """
         with self._interrupts:
             return self._run([batch])
@@ -256,27 +279,36 @@ class Accumulator:
                 result = accumulator.step_parts(window)
 
         Micro-batches may differ in form, such as the length they are padded to, and each counts by its own weight. One
-        that is larger than `micro_batch` is split further. A last window with fewer of them is weighted correctly.
+        that is larger than `micro_batch` is split further. A last window with fewer of them is weighted correctly. One
+        of several ranks may have none.
 
         Raises:
             UsageError: `batches` is empty.
             DoesNotFitError: As in `step`; so are the other errors.
         """
         batches = list(batches)
-        if not batches:
+        if not batches and self._ranks.size == 1:
             raise UsageError("there is no micro-batch to step with", hint="give at least one")
         with self._interrupts:
             return self._run(batches)
 
     def _run(self, batches: list[Any]) -> StepResult:
         self._updater.check()
-        check_group()
+        if world_size() != self._ranks.size:
+            raise UsageError(
+                f"there are {world_size()} ranks now, and {self._ranks.size} when the Accumulator was made",
+                hint="initialise the process group first",
+            )
         if torch.is_inference_mode_enabled():
             raise UsageError("a step is called within torch.inference_mode()", hint="call it outside of that")
-        batches = [self._objective.wrap_batch(batch) for batch in batches]
-        sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
-        for size in sizes:
-            check_multiple(size, self._multiple_of, "a batch's size")
+        try:
+            batches = [self._objective.wrap_batch(batch) for batch in batches]
+            sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
+            for size in sizes:
+                check_multiple(size, self._multiple_of, "a batch's size")
+        except Exception as error:
+            self._tell(error, 0, unchanged=True)
+            raise
         ceiling, failed_in = self.micro_batch, list[StepPhase]()
         while True:
             cuts = [split_evenly(size, ceiling, self._multiple_of) for size in sizes]
@@ -292,19 +324,21 @@ class Accumulator:
                         " counts once for each of them; make the loss a mean, or compute it in a coupled loss"
                     )
                 continue
-            failed_in.append(self.phase)
-            largest = max(max(cut) for cut in cuts)
-            self._check_retry(outcome, largest, failed_in, unchanged=batch_versions(batches) == versions)
+            largest = max((max(cut) for cut in cuts), default=0)
+            failures = self._tell(outcome, largest, unchanged=batch_versions(batches) == versions)
+            is_own, largest = not isinstance(outcome, OtherRanksFailed), max(one.largest for one in failures)
+            failed_in.append(failures[0].phase)
+            self._check_retry(outcome, failures, failed_in)
             clear_frames(outcome)
             del outcome
             release_memory(model_device(self._model))
             ceiling = shrink(largest, len(failed_in) - 1, self._multiple_of)
             if self._observer is not None:
-                self._observer.out_of_memory(self.phase, largest, ceiling)
-            else:
+                self._observer.out_of_memory(failed_in[-1], largest, ceiling)
+            elif is_own:
                 warn_caller(
-                    f"out of memory ({self.phase}) with micro-batches of {largest}: nothing was changed, the batch is"
-                    f" repeated in micro-batches of at most {ceiling}, and later ones use no more"
+                    f"out of memory ({failed_in[-1]}) with micro-batches of {largest}: nothing was changed, the batch"
+                    f" is repeated in micro-batches of at most {ceiling}, and later ones use no more"
                 )
 
     def _join_parts(self, *, in_lockstep: bool) -> None:
@@ -358,30 +392,48 @@ class Accumulator:
         self._begin_phase("batch")
         parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
         sizes = tuple(size for cut in cuts for size in cut)
-        shares = make_shares([self._objective.weight(part) for part in parts], self._objective.reduction)
-        if not any(map(has_weight, shares)):
-            return StepResult(math.nan, sum(sizes), sizes, None, retries, updated=False, terms={})
-        record, buffers = self._accumulate(parts, shares, modules, batches)
+        weights = [self._objective.weight(part) for part in parts]
+        ceilings, samples, weights_by_rank = zip(
+            *self._ranks.gather((self.micro_batch, sum(sizes), weights)), strict=True
+        )
+        if len(set(ceilings)) > 1:
+            raise UsageError(f"micro_batch differs between ranks: {ceilings}", hint="set the same on all")
+        all_shares = make_shares([one for weights in weights_by_rank for one in weights], self._objective.reduction)
+        if not any(map(has_weight, all_shares)):
+            return StepResult(math.nan, sum(samples), sizes, None, retries, updated=False, terms={})
+        before = sum(map(len, weights_by_rank[: self._ranks.rank]))
+        shares = all_shares[before : before + len(parts)]
+        is_split = sum(map(has_weight, all_shares)) > 1
+        record, buffers = self._accumulate(parts, shares, modules, batches, is_split=is_split)
         self._begin_phase("clip")
+        sum_gradients(self._ranks, optimizer_parameters(self._optimizer), buffers)
         loss, terms, norm = self._measure(record, buffers)
         if self._check_finite:
             self._refuse_nonfinite(loss, norm)
         self._begin_phase("update")
         if buffers is not None:
             buffers.write_gradients()
-        updated = self._updater.run(transaction)
-        return StepResult(loss, sum(sizes), sizes, norm, retries, updated, terms)
+        updated = self._updater.run(transaction, lambda: self._ranks.gather(None))
+        return StepResult(loss, sum(samples), sizes, norm, retries, updated, terms)
 
     def _accumulate(
-        self, parts: Sequence[Any], shares: Sequence[Weights], modules: Sequence[nn.Module], batches: Sequence[Any]
+        self,
+        parts: Sequence[Any],
+        shares: Sequence[Weights],
+        modules: Sequence[nn.Module],
+        batches: Sequence[Any],
+        *,
+        is_split: bool,
     ) -> tuple[LossRecord, GradientBuffers | None]:
+        """Run all parts; `is_split` tells whether the effective batch, over all ranks, has several."""
         joins = self._backpropagation.run_parts is not None
         accumulates = (len(parts) if joins else sum(map(has_weight, shares))) > 1
+        is_split = is_split or accumulates
         trained = optimizer_parameters(self._optimizer)
         buffers = GradientBuffers(trained, in_fp32=self._in_fp32) if accumulates and needs_buffers(trained) else None
         side_effects = ForwardSideEffects(self._model, parts) if self._is_first else None
-        versions = BufferVersions(self._model) if accumulates and not self._has_accumulated else None
-        messages = [] if self._has_warned else self._backpropagation.warnings(modules, accumulates=accumulates)
+        versions = BufferVersions(self._model) if is_split and not self._has_accumulated else None
+        messages = [] if self._has_warned else self._backpropagation.warnings(modules, accumulates=is_split)
         record = self._backpropagation.run(parts, shares, buffers, batches)
         self._has_warned, self._is_first = self._has_warned or bool(messages), False
         messages += [] if side_effects is None else side_effects.warnings()
@@ -400,17 +452,20 @@ class Accumulator:
     ) -> tuple[float, dict[str, float], float | None]:
         """Unscale and clip the gradients, then read loss, terms and norm in the step's only synchronisation."""
         if self._scaler is not None:
+            if not record.values:  # This rank ran no part: the scaler makes its scale when it is first used.
+                self._scaler.scale(torch.zeros((), device=model_device(self._model)))
             self._scaler.unscale_(self._optimizer)
-        scalars = record.values
+        scalars, norm = record.values, None
         if self._clip_norm is not None:
             trained = optimizer_parameters(self._optimizer)
             gradients = dense_gradients(trained) if buffers is None else buffers.values()
-            if not gradients:
-                return *record.total(_read(scalars)), 0.0
-            scalars = [*scalars, clip_gradients(gradients, self._clip_norm)]
+            norm = 0.0
+            if gradients:
+                scalars = [*scalars, clip_gradients(gradients, self._clip_norm)]
         values = _read(scalars)
-        count = len(record.values)
-        return *record.total(values[:count]), values[count] if self._clip_norm is not None else None
+        if len(values) > len(record.values):
+            norm = values.pop()
+        return *total_loss(self._ranks.gather((list(record.names), record.sums(values)))), norm
 
     def _refuse_nonfinite(self, loss: float, norm: float | None) -> None:
         """Raise NonFiniteError; with a scaler, which skips what overflowed by its own scale, only for a loss of NaN."""
@@ -482,30 +537,58 @@ class Accumulator:
         if self._observer is not None:
             self._observer.phase(phase)
 
-    def _check_retry(self, error: BaseException, largest: int, failed_in: list[StepPhase], *, unchanged: bool) -> None:
-        """Raise `error`, or DoesNotFitError in its place, unless the batch can be repeated in smaller parts."""
+    def _tell(self, error: BaseException, largest: int, *, unchanged: bool) -> tuple[Failure, ...]:
+        """Return the failures of all ranks in this attempt, which hear of this rank's `error`."""
+        if isinstance(error, OtherRanksFailed):
+            return error.failures
+        if isinstance(error, RankLostError):
+            raise error
+        oom = None if isinstance(error, UpdateInterrupted) else find_out_of_memory(error)
+        kind: Literal["certain", "uncertain"] | None = None
+        if oom is not None and self._recover:
+            kind = "certain" if oom.certain else "uncertain"
+        text = f"{type(error).__name__}: {first_line(error)}"
         try:
-            oom = None if isinstance(error, UpdateInterrupted) else find_out_of_memory(error)
-            if oom is None or not self._recover:
-                raise error
-            if not unchanged:
-                warn_caller("memory ran out, and forward has changed the batch in place: it cannot be repeated")
-                raise error
+            return self._ranks.tell(Failure(self._ranks.rank, self.phase, largest, kind, text, unchanged))
+        except RankLostError:  # This rank's own error says more.
+            raise error from None
+        finally:
+            del error  # the traceback holds this frame
+
+    def _check_retry(self, error: BaseException, failures: Sequence[Failure], failed_in: list[StepPhase]) -> None:
+        """Raise `error`, or another in its place, unless the batch can be repeated in smaller parts.
+
+        All ranks decide alike, from the same `failures`.
+        """
+        try:
+            is_own = not isinstance(error, OtherRanksFailed)
+            others = RankFailedError(str(error), hint="its own output says more; nothing was changed here")
+            fatal = [one for one in failures if one.out_of_memory is None]
+            if not all(one.unchanged for one in failures):
+                if is_own and not fatal:
+                    warn_caller("memory ran out, and forward has changed the batch in place: it cannot be repeated")
+                fatal = list(failures)
+            if fatal:
+                if is_own and any(one.rank == self._ranks.rank for one in fatal):
+                    raise error
+                text = f"rank {fatal[0].rank} failed: {fatal[0].text}"
+                raise RankFailedError(text, hint="its own output says more; nothing was changed here")
             # An update's memory does not depend on the micro-batch: a first failure may be fragmentation, two are not.
             is_update = failed_in[-2:] == ["update", "update"]
-            if largest > self._multiple_of and not is_update:
+            if max(one.largest for one in failures) > self._multiple_of and not is_update:
                 return
-            if not oom.certain:
-                raise error
+            if not any(one.out_of_memory == "certain" for one in failures):
+                raise error if is_own else others
             clear_frames(error)
+            where = "" if self._ranks.size == 1 else f" on rank {failures[0].rank}"
             if is_update:
                 raise DoesNotFitError(
-                    "the update runs out of memory, whatever the micro-batch",
+                    f"the update runs out of memory{where}, whatever the micro-batch",
                     hint="free memory on the device, or use an optimizer with less state",
                 ) from error
             least = "one sample" if self._multiple_of == 1 else f"{self._multiple_of} samples"
             raise DoesNotFitError(
-                f"not even {least} at a time fits: out of memory ({self.phase})",
+                f"not even {least} at a time fits: out of memory ({failed_in[-1]}{where})",
                 hint="free memory on the device, shorten the samples, or lower the precision",
             ) from error
         finally:
@@ -519,4 +602,6 @@ def _drop_gradients(parameters: Iterable[Tensor]) -> None:
 
 def _read(scalars: Sequence[Tensor]) -> list[float]:
     """Read scalars of any dtype and device in one transfer."""
+    if not scalars:
+        return []
     return [float(value) for value in torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()]

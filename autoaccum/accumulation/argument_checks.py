@@ -8,12 +8,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum.accumulation.backpropagation import model_device
-from autoaccum.checks import check_group, read_count
+from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 from autoaccum.workload.objective import Objective, Reduction, resolve_objective
 from autoaccum.workload.optimizers import needs_closure
@@ -57,15 +58,21 @@ def _is_wrapper(optimizer: Optimizer) -> bool:
     return type(optimizer).__module__.partition(".")[0] in _FRAMEWORKS
 
 
-def check_model(model: Any) -> None:
-    """Raise UsageError unless `model` is a module with initialised parameters, in a process of its own."""
+def check_model(model: Any) -> nn.Module:
+    """Return the module to train: `model`, or what DistributedDataParallel wraps.
+
+    Raises:
+        UsageError: It is no module, is sharded, or has parameters that are not initialised.
+    """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}", hint="give an nn.Module")
-    check_group()
+    if isinstance(model, DistributedDataParallel):
+        model = cast(nn.Module, model.module)
     check_unsharded(model)
     lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise UsageError(f"parameter {lazy} is not initialised yet", hint="run the model on a sample batch first")
+    return model
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -77,12 +77,26 @@ class LossRecord:
     shares: list[tuple[str, float]] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
-    def total(self, values: Sequence[float]) -> tuple[float, dict[str, float]]:
-        """Return the effective batch's loss and its terms from the `values` read; a term without weight is NaN."""
+    def sums(self, values: Sequence[float]) -> dict[str, float]:
+        """Return the sum of each term with weight over the parts, from the `values` read."""
         sums: dict[str, float] = {}
         for (name, share), value in zip(self.shares, values, strict=True):
             sums[name] = sums.get(name, 0.0) + share * value
-        return sum(sums.values()), {name: sums.get(name, math.nan) for name in self.names}
+        return sums
+
+
+def total_loss(ranks: Sequence[tuple[Sequence[str], Mapping[str, float]]]) -> tuple[float, dict[str, float]]:
+    """Return the effective batch's loss and its terms from each rank's names and sums; a term without weight is NaN.
+
+    >>> total_loss([(["a", "b"], {"a": 1.0}), ([], {}), (["a", "b"], {"a": 2.0})])
+    (3.0, {'a': 3.0, 'b': nan})
+    """
+    names = dict.fromkeys(name for names, _ in ranks for name in names)
+    totals: dict[str, float] = {}
+    for _, sums in ranks:
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return sum(totals.values()), {name: totals.get(name, math.nan) for name in names}
 
 
 PartsRunner: TypeAlias = (

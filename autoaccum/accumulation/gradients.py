@@ -58,13 +58,17 @@ class GradientBuffers:
     precision of the sum, so that the share is not rounded to half precision.
 
     If `in_fp32` is False, sums have the dtype of their parameters and need no memory beyond the gradients'.
+
+    Attributes:
+        share: What the next gradients are multiplied by.
+        sums: The sums so far.
     """
 
     def __init__(self, parameters: Sequence[Tensor], *, in_fp32: bool = True) -> None:
         self.share = 1.0
         self._in_fp32 = in_fp32
         self._parameters: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
-        self._sums: dict[Tensor, Tensor] = {}
+        self.sums: dict[Tensor, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> GradientBuffers:
@@ -77,26 +81,26 @@ class GradientBuffers:
 
     def values(self) -> list[Tensor]:
         """Return the sums so far as dense tensors that may be changed in place."""
-        for parameter, total in self._sums.items():
+        for parameter, total in self.sums.items():
             if total.is_sparse:
-                self._sums[parameter] = total.coalesce()
-        return [total.values() if total.is_sparse else total for total in self._sums.values()]
+                self.sums[parameter] = total.coalesce()
+        return [total.values() if total.is_sparse else total for total in self.sums.values()]
 
     def write_gradients(self) -> None:
         """Round each sum once into its parameter's `.grad`, and free it before the next is rounded."""
-        for parameter in list(self._sums):
-            parameter.grad = self._sums.pop(parameter).to(parameter.dtype)
+        for parameter in list(self.sums):
+            parameter.grad = self.sums.pop(parameter).to(parameter.dtype)
 
     def _collect(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
-        total = self._sums.get(parameter)
+        total = self.sums.get(parameter)
         if total is None:
             is_widened = self._in_fp32 and gradient.dtype in HALF_DTYPES
-            self._sums[parameter] = gradient.to(torch.float32 if is_widened else gradient.dtype).mul_(self.share)
+            self.sums[parameter] = gradient.to(torch.float32 if is_widened else gradient.dtype).mul_(self.share)
         elif gradient.is_sparse:
-            self._sums[parameter] = total + gradient.to(total.dtype).mul_(self.share)
+            self.sums[parameter] = total + gradient.to(total.dtype).mul_(self.share)
         else:
             total.add_(gradient, alpha=self.share)
 

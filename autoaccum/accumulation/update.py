@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -117,17 +117,22 @@ class Updater:
                 hint="load a checkpoint and make a new Accumulator",
             )
 
-    def run(self, transaction: Transaction) -> bool:
+    def run(self, transaction: Transaction, agree: Callable[[], object]) -> bool:
         """Update once; return False if the scaler found gradients that are not finite and skipped the update.
 
         An exception of the scheduler after an unprotected update is raised as it is, since that update was made.
+
+        Args:
+            transaction: The state before the step, to which a protected update can be rolled back.
+            agree: Called when memory is there, and after a protected update: returns once all ranks have got so far.
 
         Raises:
             UpdateInterrupted: The update failed half-way and was not protected.
         """
         if self._signature() != self._protected_signature:
-            return self._run_protected(transaction)
+            return self._run_protected(transaction, agree)
         preallocate(self._temporaries)
+        agree()
         try:
             updated = self._step(transaction.scale)
             transaction.commit()
@@ -143,11 +148,12 @@ class Updater:
         self._schedule(updated)
         return updated
 
-    def _run_protected(self, transaction: Transaction) -> bool:
+    def _run_protected(self, transaction: Transaction, agree: Callable[[], object]) -> bool:
         transaction.protect(self._optimizer, self._scheduler)
         with StorageRecorder() as recorder:
             updated = self._step(transaction.scale)
             self._schedule(updated)
+        agree()
         transaction.commit()
         # A skipped update creates neither optimizer state nor temporary blocks.
         self._protected_signature = self._signature() if updated else None

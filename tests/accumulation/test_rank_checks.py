@@ -1,16 +1,14 @@
-"""Several ranks are refused: two real gloo processes, wrapped models of one rank, commands under torchrun."""
+"""What several ranks cannot do yet is refused: two gloo processes, a sharded model, commands under torchrun."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from on_ranks import on_ranks
 from torch import nn
 
 from autoaccum import Accumulator, fit, plan, verify
@@ -19,7 +17,6 @@ from autoaccum.checks import check_launch
 from autoaccum.cli import main
 from autoaccum.errors import UsageError
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import torch
 from torch import nn
@@ -28,34 +25,6 @@ dataset = [(torch.randn(4), torch.randn(2)) for _ in range(8)]
 
 def batch(size):
     return torch.randn(size, 4), torch.randn(size, 2)
-"""
-RANK = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from autoaccum import Accumulator, fit, plan, verify
-from autoaccum.errors import UsageError
-
-model, loss = nn.Linear(4, 2), nn.MSELoss()
-pair = torch.randn(4, 4), torch.randn(4, 2)
-early = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch=2)
-early.step(pair)
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[1]), world_size=2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-calls = {
-    "step": lambda: early.step(pair),
-    "made": lambda: Accumulator(model, optimizer, loss, micro_batch=2),
-    "fit": lambda: fit(model, [pair], target_batch=4, loss=loss, steps=1, micro_batch=2),
-    "plan": lambda: plan(model=model, batch=pair, loss=loss, target_batch=4),
-    "verify": lambda: verify(model=model, batch=pair, loss=loss, target_batch=4),
-}
-for name, call in calls.items():
-    try:
-        call()
-    except UsageError as error:
-        print(name, error)
-dist.destroy_process_group()
 """
 
 
@@ -67,25 +36,25 @@ def one_rank(tmp_path: Path) -> object:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_two_processes_of_one_group_are_refused(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "meeting")],
-            env=environment | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        output, failed = rank.communicate(timeout=120)
-        assert rank.returncode == 0, failed
-        message = "this process is one of 2 ranks, and several ranks are not built yet: run it in one process"
-        assert [line.split()[0] for line in output.splitlines()] == ["step", "made", "fit", "plan", "verify"]
-        assert all(message in line for line in output.splitlines())
+def refusals() -> list[str]:
+    model, loss, pair = nn.Linear(4, 2), nn.MSELoss(), (torch.randn(4, 4), torch.randn(4, 2))
+    found = []
+    for call in (
+        lambda: fit(model, [pair], target_batch=4, loss=loss, steps=1, micro_batch=2),
+        lambda: plan(model=model, batch=pair, loss=loss, target_batch=4),
+        lambda: verify(model=model, batch=pair, loss=loss, target_batch=4),
+    ):
+        try:
+            call()
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_several_ranks_cannot_do_yet_is_refused() -> None:
+    for found in on_ranks(2, refusals):
+        assert len(found) == 3
+        assert all("several ranks are not built yet" in text for text in found)
 
 
 def sharded(net: nn.Module) -> nn.Module:
@@ -98,17 +67,8 @@ def sharded(net: nn.Module) -> nn.Module:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(
-    ("wrap", "seen"),
-    [
-        (nn.parallel.DistributedDataParallel, "the model is a DistributedDataParallel"),
-        (lambda net: nn.Sequential(sharded(net)), "0 in the model is sharded by fully_shard"),
-    ],
-    ids=["ddp", "fsdp2 inside"],
-)
-def test_a_model_of_ranks_is_refused_by_all(wrap: object, seen: str, tmp_path: Path) -> None:
-    assert callable(wrap)
-    model = wrap(nn.Linear(4, 2))
+def test_a_sharded_model_is_refused_by_all() -> None:
+    model, seen = nn.Sequential(sharded(nn.Linear(4, 2))), "0 in the model is sharded by fully_shard"
     pair, loss = (torch.randn(4, 4), torch.randn(4, 2)), nn.MSELoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for call in (

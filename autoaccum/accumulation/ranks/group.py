@@ -1,0 +1,220 @@
+"""The ranks that share each update: what they tell each other, and how all learn that one has failed.
+
+Ranks talk over a gloo group of their own, beside the group of the gradients, so that a rank can tell of an error while
+nobody waits in a collective on a card. They do so at the same few points of every update; a rank that fails tells the
+others at the next of them, in place of what they expect. All then know the same failures and decide alike.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.step_result import StepPhase
+from autoaccum.checks import join_words
+from autoaccum.errors import RankLostError, UsageError, first_line
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_T = TypeVar("_T")
+
+_ROW_BYTES = 2048
+"""The bytes of a message for which one collective is enough; a longer one takes a second."""
+
+_GRACE_SECONDS = 3.0
+"""How long ranks that see an exchange fail wait for the others to see it, to tell who is gone."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error that ended a rank's part of an update, as the other ranks are told of it.
+
+    Attributes:
+        rank: The rank that failed.
+        phase: The phase of the step in which it did.
+        largest: The samples of its largest micro-batch.
+        out_of_memory: Whether memory ran out: `certain`, `uncertain` (bugs can cause that error, too) or None.
+        text: The error in words.
+        unchanged: Whether its batch is as it was before, so that it can be repeated.
+    """
+
+    rank: int
+    phase: StepPhase
+    largest: int
+    out_of_memory: Literal["certain", "uncertain"] | None
+    text: str
+    unchanged: bool = True
+
+
+class OtherRanksFailed(Exception):
+    """Raised where other ranks tell of their failures; this rank is not to tell of it again."""
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        super().__init__(f"rank {failures[0].rank} failed: {failures[0].text}")
+        self.failures = tuple(failures)
+
+
+class Ranks:
+    """The ranks of a process group, or this process alone.
+
+    Every rank makes it, since it makes a group of its own.
+
+    Attributes:
+        rank: The number of this rank, from 0.
+        size: The number of ranks.
+        group: The group over which gradients are summed; None for one rank.
+    """
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank, self.size = 0, 1
+        if group is None:
+            return
+        import torch.distributed as dist
+        from torch._C._distributed_c10d import PrefixStore
+
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        members = dist.get_process_group_ranks(group)
+        self._control = dist.new_group(members, timeout=_timeout(group), backend="gloo")
+        self._store = PrefixStore("autoaccum", self._control.get_group_store())
+        self._exchanges = 0
+
+    def group_for(self, tensor: Tensor) -> ProcessGroup | None:
+        """Return the group for collectives of tensors like `tensor`."""
+        return self._control if tensor.device.type == "cpu" else self.group
+
+    def gather(self, value: _T) -> list[_T]:
+        """Return the values that the ranks give, in their order; each calls this at the same point.
+
+        Raises:
+            OtherRanksFailed: Ranks told of failures instead.
+            RankLostError: A rank has ended, or did not call this in time.
+        """
+        if self.size == 1:
+            return [value]
+        values = self._exchange(value)
+        if failures := [one for one in values if isinstance(one, Failure)]:
+            raise OtherRanksFailed(failures)
+        return values
+
+    def tell(self, failure: Failure) -> tuple[Failure, ...]:
+        """Tell the other ranks of this rank's failure, in place of what they expect; return the failures of all."""
+        if self.size == 1:
+            return (failure,)
+        return tuple(one for one in self._exchange(failure) if isinstance(one, Failure))
+
+    def copy_from_first(self, modules: Iterable[nn.Module]) -> None:
+        """Give all ranks the parameters and buffers of rank 0.
+
+        Raises:
+            UsageError: The ranks' modules differ in their parameters or buffers.
+        """
+        if self.size == 1:
+            return
+        import torch.distributed as dist
+
+        named = [one for module in modules for one in (*module.named_parameters(), *module.named_buffers())]
+        layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+        for rank, other in enumerate(self.gather(layout)):
+            if other != layout:
+                own = next((one for one in layout if one not in other), layout[-1] if layout else None)
+                raise UsageError(
+                    f"the models of rank {self.rank} and rank {rank} differ: only one has {own}",
+                    hint="build the same model on all ranks",
+                )
+        for _, tensor in named:
+            # A copy where values overlap or are not in a row, since collectives read plain memory.
+            plain = tensor.detach().contiguous()
+            dist.broadcast(plain, group=self.group_for(plain), group_src=0)
+            if plain.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(plain)
+
+    def _exchange(self, value: Any) -> list[Any]:
+        import torch.distributed as dist
+
+        self._exchanges += 1
+        data = pickle.dumps(value)
+        row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
+        header = len(data).to_bytes(8, "little")
+        first = header + data[: _ROW_BYTES - len(header)]
+        row[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+        try:
+            rows = self._gather_rows(row)
+            lengths = [int.from_bytes(each[:8].numpy().tobytes(), "little") for each in rows]
+            if (longest := max(lengths)) > _ROW_BYTES - len(header):
+                row = torch.zeros(longest, dtype=torch.uint8)
+                row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                rows = self._gather_rows(row)
+            else:
+                rows = rows[:, len(header) :]
+        except (RuntimeError, dist.DistError) as error:
+            raise self._lost(error) from error
+        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def _gather_rows(self, row: Tensor) -> Tensor:
+        import torch.distributed as dist
+
+        rows = row.new_empty(self.size, len(row))
+        dist.all_gather(list(rows.unbind()), row, group=self._control)
+        return rows
+
+    def _lost(self, error: Exception) -> RankLostError:
+        """Return the error that names the ranks that do not take part any more."""
+        missing = None
+        try:
+            name = f"lost/{self._exchanges}"
+            self._store.set(f"{name}/{self.rank}", "here")
+            time.sleep(_GRACE_SECONDS)
+            missing = [str(rank) for rank in range(self.size) if not self._store.check([f"{name}/{rank}"])]
+        except RuntimeError:  # The store was rank 0's, and is gone with it.
+            pass
+        who = "a rank" if not missing else f"rank{'s' if missing[1:] else ''} {join_words(missing)}"
+        return RankLostError(
+            f"{who} of {self.size} ended or no longer answers",
+            hint=f"look at its output; nothing was changed here since the last update ({first_line(error)[:200]})",
+        )
+
+
+_ranks: tuple[object, Ranks] | None = None
+
+
+def join_ranks() -> Ranks:
+    """Return the ranks of the default process group, or this process alone if there is none or it has one rank.
+
+    All Accumulators of a process share them.
+    """
+    global _ranks
+    import torch.distributed as dist
+
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None or dist.get_world_size(group) == 1:
+        return ONE_RANK
+    if _ranks is None or _ranks[0] is not group:
+        _ranks = group, Ranks(group)
+    return _ranks[1]
+
+
+def world_size() -> int:
+    """Return the number of ranks of the default process group; 1 without one."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _timeout(group: ProcessGroup) -> Any:
+    """Return the time after which `group`, as the user made it, gives up."""
+    import torch.distributed as dist
+
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+
+
+ONE_RANK = Ranks()
+"""This process alone."""

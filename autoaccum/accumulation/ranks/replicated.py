@@ -1,0 +1,118 @@
+"""Sum the gradients of ranks that each hold the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers
+from autoaccum.accumulation.ranks.group import Ranks
+from autoaccum.errors import WorkloadError
+from autoaccum.units import MIB
+
+_BUCKET_BYTES = 25 * MIB
+"""Gradients below this size are summed together, in buckets of up to this size; it is that of PyTorch's DDP."""
+
+
+def sum_gradients(ranks: Ranks, parameters: Sequence[Tensor], buffers: GradientBuffers | None) -> None:
+    """Sum the gradients of `parameters` over all ranks, in place; those of half precision are added in float32.
+
+    A parameter that has a gradient on some ranks only has the sum on all. Memory is taken before a rank tells the
+    others that its parts have run, so that none waits in a collective for one that has no memory left.
+
+    Raises:
+        OtherRanksFailed: Another rank did not get so far.
+        WorkloadError: A gradient is sparse.
+    """
+    if ranks.size == 1:
+        return
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    sums = {} if buffers is None else buffers.sums
+    held = [sums.get(parameter, parameter.grad) for parameter in trained]
+    if any(gradient is not None and gradient.is_sparse for gradient in held):
+        raise WorkloadError(
+            "a gradient is sparse and cannot be summed over ranks", hint="build Embedding(sparse=False)"
+        )
+    # Those without a gradient are counted in, since other ranks may have one.
+    expected = [parameter if gradient is None else gradient for parameter, gradient in zip(trained, held, strict=True)]
+    room = _allocate(list(_buckets(expected)))
+    masks = ranks.gather([gradient is not None for gradient in held])
+    used = [any(column) for column in zip(*masks, strict=True)]
+    if any(mask != masks[0] for mask in masks):
+        for at, parameter in enumerate(trained):
+            if used[at] and held[at] is None:
+                held[at] = _zeros(parameter, buffers)
+        ranks.gather(None)  # Each has got the memory for it.
+    for bucket in _buckets([gradient for gradient in held if gradient is not None]):
+        _sum_bucket(ranks, bucket, room)
+
+
+def _zeros(parameter: Tensor, buffers: GradientBuffers | None) -> Tensor:
+    if buffers is None:
+        parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad
+    buffers.sums[parameter] = torch.zeros_like(parameter, dtype=_sum_dtype(parameter))
+    return buffers.sums[parameter]
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype in HALF_DTYPES else tensor.dtype
+
+
+def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
+    return tensor.device, _sum_dtype(tensor)
+
+
+def _sum_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * _sum_dtype(tensor).itemsize
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors to be summed together, alike on all ranks: of one device and dtype, in order; large ones alone."""
+    filling: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if _sum_bytes(tensor) >= _BUCKET_BYTES:
+            yield [tensor]
+            continue
+        bucket = filling.setdefault(_kind(tensor), [])
+        if bucket and sum(map(_sum_bytes, bucket)) + _sum_bytes(tensor) > _BUCKET_BYTES:
+            yield filling.pop(_kind(tensor))
+            bucket = filling.setdefault(_kind(tensor), [])
+        bucket.append(tensor)
+    yield from filling.values()
+
+
+def _needs_room(bucket: list[Tensor]) -> bool:
+    """Return whether a bucket is copied to be summed: a single tensor that lies in a row is summed where it is."""
+    return len(bucket) > 1 or not bucket[0].is_contiguous() or bucket[0].dtype != _sum_dtype(bucket[0])
+
+
+def _allocate(buckets: Sequence[list[Tensor]]) -> dict[tuple[torch.device, torch.dtype], Tensor]:
+    """Return a tensor for each device and dtype in which every bucket has room."""
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for bucket in filter(_needs_room, buckets):
+        kind = _kind(bucket[0])
+        sizes[kind] = max(sizes.get(kind, 0), sum(tensor.numel() for tensor in bucket))
+    return {kind: torch.empty(size, device=kind[0], dtype=kind[1]) for kind, size in sizes.items()}
+
+
+def _sum_bucket(ranks: Ranks, bucket: list[Tensor], room: dict[tuple[torch.device, torch.dtype], Tensor]) -> None:
+    import torch.distributed as dist
+
+    if not _needs_room(bucket):
+        dist.all_reduce(bucket[0], group=ranks.group_for(bucket[0]))
+        return
+    total, views, start = sum(tensor.numel() for tensor in bucket), [], 0
+    kind = _kind(bucket[0])
+    # A gradient may lie otherwise in memory than when the room was measured.
+    flat = room[kind][:total] if kind in room else torch.empty(total, device=kind[0], dtype=kind[1])
+    for tensor in bucket:
+        views.append(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()
+    for view, tensor in zip(views, bucket, strict=True):
+        view.copy_(tensor)
+    dist.all_reduce(flat, group=ranks.group_for(flat))
+    for view, tensor in zip(views, bucket, strict=True):
+        tensor.copy_(view)

@@ -1,0 +1,175 @@
+"""All ranks decide alike when one of them fails: out of memory in each phase, an error of the user's, a killed rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from memory_errors import OutOfMemoryAt
+from on_ranks import Died, on_ranks
+from torch import Tensor, nn
+
+from autoaccum import Accumulator
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.errors import DoesNotFitError, RankFailedError, RankLostError, UsageError
+
+
+def make(micro_batch: int = 4, **options: Any) -> tuple[Accumulator, nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.0), nn.Linear(8, 5)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    loss = options.pop("loss", nn.CrossEntropyLoss())
+    return Accumulator(model, optimizer, loss, micro_batch=micro_batch, **options), model, optimizer
+
+
+def batch(samples: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(2)
+    inputs, targets = torch.randn(20, 6, dtype=torch.float64), torch.randint(0, 5, (20,))
+    return inputs[first : first + samples], targets[first : first + samples]
+
+
+def out_of_memory_in(phase: str, number: int, first_update: bool) -> Any:
+    accumulator, model, _ = make(clip_norm=0.1)
+    mine = batch(8, 8 * dist.get_rank())
+    if not first_update:
+        accumulator.step(mine)
+    injected = OutOfMemoryAt(number, lambda: accumulator.phase == phase and dist.get_rank() == 1)
+    with injected, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = accumulator.step(mine)
+    told = [str(one.message) for one in caught if "out of memory" in str(one.message)]
+    return injected.fired, result.retries, accumulator.micro_batch, told, model.state_dict(), result.loss
+
+
+@pytest.mark.parametrize("first_update", [True, False], ids=["first", "later"])
+@pytest.mark.parametrize(
+    ("phase", "number"), [("batch", 0), ("forward", 2), ("backward", 5), ("clip", 0), ("clip", 3), ("update", 0)]
+)
+def test_memory_that_runs_out_on_one_rank_makes_all_repeat(phase: str, number: int, first_update: bool) -> None:
+    first, second = on_ranks(2, out_of_memory_in, phase, number, first_update)
+    alone, model, _ = make(clip_norm=0.1)
+    for _ in range(1 if first_update else 2):
+        loss = alone.step(batch(16)).loss
+    assert not first[0]
+    assert second[0], "nothing was injected"
+    assert first[1:3] == second[1:3] == (1, 3)
+    assert first[3] == []
+    assert len(second[3]) == 1
+    for *_, state, seen in (first, second):
+        assert seen == pytest.approx(loss, rel=1e-12)
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
+
+
+def without_recovery(fail: str) -> Any:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if fail == "error" and dist.get_rank() == 1:
+            raise ValueError("a bug of the user's")
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    accumulator, model, optimizer = make(loss=loss, recover=fail != "no recovery", micro_batch=1)
+    mine = batch(4)
+    torch.manual_seed(dist.get_rank())
+    before = state_digest(model, optimizer)
+    active = fail != "error" and dist.get_rank() == 1
+    injected = OutOfMemoryAt(3, lambda: active and accumulator.phase == "forward")
+    try:
+        with injected:
+            accumulator.step(mine)
+    except Exception as error:
+        seen: Any = type(error), str(error), error.__cause__.__class__
+    else:
+        seen = None
+    unchanged = state_digest(model, optimizer) == before
+    after = accumulator.step(mine).updated if fail != "error" else None
+    return seen, unchanged, after
+
+
+@pytest.mark.parametrize("fail", ["error", "no recovery", "one sample"])
+def test_a_rank_that_cannot_go_on_ends_the_step_on_all(fail: str) -> None:
+    (first, *unchanged), (second, *too) = on_ranks(2, without_recovery, fail)
+    after = None if fail == "error" else True
+    assert unchanged == too == [True, after]
+    if fail == "one sample":
+        message = "not even one sample at a time fits: out of memory (forward on rank 1): "
+        assert first[0] is second[0] is DoesNotFitError
+        assert first[1].startswith(message)
+        assert second[1].startswith(message)
+    else:
+        assert first[0] is RankFailedError
+        assert first[1].startswith("rank 1 failed: ")
+        assert second[0] is (ValueError if fail == "error" else torch.OutOfMemoryError)
+
+
+def die_in_forward() -> Any:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if dist.get_rank() == 1 and calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls.append(1)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    calls: list[int] = []
+    accumulator, _, _ = make(loss=loss)
+    began = time.monotonic()
+    try:
+        accumulator.step(batch(8))
+    except RankLostError as error:
+        return str(error), error.exit_code, time.monotonic() - began < 15
+    return None
+
+
+def test_a_killed_rank_ends_the_others_with_its_name() -> None:
+    results = on_ranks(3, die_in_forward)
+    assert results[1] == Died()
+    for text, code, is_soon in (results[0], results[2]):
+        assert text.startswith("rank 1 of 3 ended or no longer answers: ")
+        assert (code, is_soon) == (3, True)
+
+
+def stay_away() -> Any:
+    accumulator, _, _ = make()
+    if dist.get_rank() == 0:
+        time.sleep(8)
+        return None
+    try:
+        accumulator.step(batch(8))
+    except RankLostError as error:
+        return str(error)
+    return None
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout() -> None:
+    results = on_ranks(3, stay_away, patience=3)
+    for text in results[1:]:
+        assert text.startswith("rank 0 of 3 ended or no longer answers: ")
+
+
+def differ(what: str) -> Any:
+    torch.manual_seed(dist.get_rank())
+    wide = 8 + dist.get_rank() if what == "models" else 8
+    model = nn.Linear(6, wide)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        accumulator = Accumulator(model, optimizer, nn.MSELoss(), micro_batch=4 - dist.get_rank())
+        if what == "later":
+            accumulator.micro_batch = 4 - dist.get_rank()
+            accumulator.step((torch.randn(8, 6), torch.randn(8, 8)))
+    except UsageError as error:
+        return str(error)
+    return accumulator.micro_batch, model.weight.sum().item()
+
+
+def test_ranks_begin_alike() -> None:
+    assert len(set(on_ranks(2, differ, "nothing"))) == 1
+    assert on_ranks(2, differ, "nothing")[0][0] == 3
+    first, second = on_ranks(2, differ, "models")
+    assert first.startswith("the models of rank 0 and rank 1 differ: only one has ('weight', (8, 6), 'torch.float32')")
+    assert second.startswith("the models of rank 1 and rank 0 differ: only one has ('weight', (9, 6), 'torch.float32')")
+    for text in on_ranks(2, differ, "later"):
+        assert text == "micro_batch differs between ranks: (4, 3): set the same on all"
