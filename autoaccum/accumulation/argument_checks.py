@@ -66,13 +66,12 @@ def check_model(model: Any) -> nn.Module:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}", hint="give an nn.Module")
-    if isinstance(model, DistributedDataParallel):
-        model = cast(nn.Module, model.module)
-    check_unsharded(model)
-    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    module = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+    check_unsharded(module)
+    lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise UsageError(f"parameter {lazy} is not initialised yet", hint="run the model on a sample batch first")
-    return model
+    return module
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
