@@ -37,6 +37,8 @@ def plan(
     batch: Any = None,
     loss: Any = None,
     criterion: Any = None,
+    outputs: Callable[[nn.Module, Any], Any] | None = None,
+    coupled_loss: Callable[[Any, Any], Any] | None = None,
     weight: Callable[[Any], Any] | None = None,
     split: Callable[[Any, list[int]], Any] | None = None,
     size: Callable[[Any], int] | None = None,
@@ -69,6 +71,8 @@ def plan(
         batch: `batch(size)`; or a batch, which is repeated and cut to size.
         loss: `loss(model, batch)`, or a criterion.
         criterion: `criterion(outputs, targets)`, in place of `loss`.
+        outputs: `outputs(model, batch)`: what a coupled loss is computed of, as for the Accumulator.
+        coupled_loss: `coupled_loss(outputs, batch)`: the loss of the whole effective batch, in place of `loss`.
         weight: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
         split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples
             are not rows of tensors; needs `size`.
@@ -117,6 +121,7 @@ def plan(
     )
     live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
     live |= {"reduction": reduction, "evaluate": evaluate, "split": split, "size": size}
+    live |= {"outputs": outputs, "coupled_loss": coupled_loss}
     return make_plan(workload, request, live=live, on_event=on_event, on_output=on_output)
 
 
@@ -127,6 +132,8 @@ def fit(
     target_batch: int,
     loss: Any = None,
     criterion: Any = None,
+    outputs: Callable[[nn.Module, Any], Any] | None = None,
+    coupled_loss: Callable[[Any, Any], Any] | None = None,
     weight: Callable[[Any], Any] | None = None,
     reduction: str = "mean",
     split: Callable[[Any, list[int]], Any] | None = None,
@@ -175,6 +182,8 @@ def fit(
         target_batch: Samples per update. The last update of an epoch has the samples that are left.
         loss: For a model: `loss(model, batch)`, or a criterion.
         criterion: For a model: `criterion(outputs, targets)`, in place of `loss`.
+        outputs: For a model: `outputs(model, batch)`: what a coupled loss is computed of; needs `coupled_loss`.
+        coupled_loss: For a model: `coupled_loss(outputs, batch)`: the loss of the whole effective batch.
         weight: For a model: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
         reduction: For a model: `mean` or `sum`.
         split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples
@@ -207,9 +216,9 @@ def fit(
         options: Fields of `autoaccum.options.Options`, each in place of the plan's or the workload's own. `optimizer`:
             an optimizer of the model, a function of its parameters, a class, or a name of `torch.optim` (AdamW by
             default). `device`: `auto`, `cpu`, `cuda` or `cuda:N`; a model whose optimizer is given stays where it is.
-            `memory` and `reserve`: the budget of the plan. `precision`: by autocast. `batchnorm`, `coupled` (for a live
-            model, with a criterion), `accumulate_in` and `multiple_of`: as for the Accumulator; samples that make no
-            multiple at the end of an epoch are left out, with a warning. `keeps`: `ema` keeps an average of the
+            `memory` and `reserve`: the budget of the plan. `precision`: by autocast. `batchnorm`, `coupled`,
+            `accumulate_in` and `multiple_of`: as for the Accumulator; samples that make no multiple at the end of an
+            epoch are left out, with a warning. `keeps`: `ema` keeps an average of the
             weights, as `torch.optim.swa_utils.AveragedModel` makes it, updated once per update, stored in every
             checkpoint, evaluated beside the weights (`ema_loss`), and returned as `ema.pt` and `FitResult.ema_model`;
             `outputs` plans for a loop that holds outputs for logging. `worst_of`: plan for the longest of this many
@@ -249,6 +258,8 @@ def verify(
     batch: Any = None,
     loss: Any = None,
     criterion: Any = None,
+    outputs: Callable[[nn.Module, Any], Any] | None = None,
+    coupled_loss: Callable[[Any, Any], Any] | None = None,
     weight: Callable[[Any], Any] | None = None,
     split: Callable[[Any, list[int]], Any] | None = None,
     size: Callable[[Any], int] | None = None,
@@ -275,6 +286,8 @@ def verify(
         batch: `batch(size)`; or a batch, which is repeated and cut to size.
         loss: `loss(model, batch)`, or a criterion.
         criterion: `criterion(outputs, targets)`, in place of `loss`.
+        outputs: `outputs(model, batch)`: what a coupled loss is computed of, as for the Accumulator.
+        coupled_loss: `coupled_loss(outputs, batch)`: the loss of the whole effective batch, in place of `loss`.
         weight: `weight(batch)`: the divisor of the mean in `loss`; the number of samples when None.
         split: `split(batch, sizes)`: returns a list of parts with these numbers of samples, for batches whose samples
             are not rows of tensors; needs `size`.
@@ -295,7 +308,7 @@ def verify(
     from autoaccum.verification.verification_setup import run_verification
 
     live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
-    live |= {"split": split, "size": size, "reduction": reduction}
+    live |= {"split": split, "size": size, "reduction": reduction, "outputs": outputs, "coupled_loss": coupled_loss}
     return run_verification(
         workload,
         Options.of("verify", {"device": "cpu", **options}),

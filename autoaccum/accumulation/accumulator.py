@@ -318,11 +318,6 @@ class Accumulator:
                 return outcome
             if isinstance(outcome, NeedsWholeBatch):  # The model called whole_batch: nothing was changed yet.
                 self._join_parts(in_lockstep=True)
-                if self._objective.reduction == "sum" and not self._objective.coupled:
-                    warn_caller(
-                        "the loss is a sum, and whole_batch(x) is called: a term that all micro-batches compute alike"
-                        " counts once for each of them; make the loss a mean, or compute it in a coupled loss"
-                    )
                 continue
             largest = max((max(cut) for cut in cuts), default=0)
             failures = self._tell(outcome, largest, unchanged=batch_versions(batches) == versions)

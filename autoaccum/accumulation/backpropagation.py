@@ -128,6 +128,7 @@ class Backpropagation:
         self.model = model
         self._objective = objective
         self.criterion = objective.criterion_module
+        self.reduction = objective.reduction
         self._precision = precision
         self._scaler = scaler
         self.on_phase = on_phase

@@ -32,6 +32,7 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "host memory. The gradient of the last two is exactly the full batch's.",
     },
     "coupled": {
+        "type": click.Choice(["yes", "no", "lockstep"]),
         "metavar": "yes|no|lockstep",
         "callback": lambda context, parameter, word: {"yes": True, "no": False}.get(word, word),
         "help": "Compute a loss that compares samples once, of the outputs of the whole effective batch, in place of "

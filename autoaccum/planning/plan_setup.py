@@ -50,8 +50,8 @@ def make_setup(
     Args:
         workload: A reference, a Workload, or None where live objects are given.
         request: The target batch, the options, and the limits of the search.
-        live: Live objects: `model`, `batch`, `loss`, `criterion`, `weight`, `reduction`, `evaluate`, `split` and
-            `size`; those not given are None or left out.
+        live: Live objects: `model`, `batch`, `loss`, `criterion`, `outputs`, `coupled_loss`, `weight`, `reduction`,
+            `evaluate`, `split` and `size`; those not given are None or left out.
         checkout: The folder the workload's modules are imported from; None: this process's import path.
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
         verb: The command named in messages.
@@ -143,10 +143,10 @@ def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Optio
 
     from autoaccum.devices.in_place import LiveObjects
     from autoaccum.workload.batches import read_batching
-    from autoaccum.workload.objective import resolve_objective
+    from autoaccum.workload.objective import read_coupled_loss, resolve_objective
 
     objective = resolve_objective(
-        live.get("loss"),
+        read_coupled_loss(live.get("loss"), live.get("outputs"), live.get("coupled_loss")),
         criterion=live.get("criterion"),
         weight=live.get("weight"),
         reduction=live.get("reduction") or "mean",

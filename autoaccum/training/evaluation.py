@@ -19,11 +19,12 @@ from autoaccum.accumulation.rng_state import module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
+from autoaccum.accumulation.whole_batch.joining import OnePart, parts_run
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
 from autoaccum.training.data_source import is_map_style
 from autoaccum.training.data_workers import Reader
-from autoaccum.training.fit_events import Evaluated, EvaluationFailed
+from autoaccum.training.fit_events import Evaluated, EvaluationFailed, Notice
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.training_setup import TrainingComponents
 from autoaccum.training.training_state import Progress
@@ -191,6 +192,7 @@ class Evaluation:
 
     Attributes:
         micro_batch: The largest micro-batch now.
+        joined_samples: The most samples that `whole_batch(x)` had so far; 0 if it was not called.
 
     Raises:
         WorkloadError: `evaluate` is not a function of a model and a batch.
@@ -211,7 +213,7 @@ class Evaluation:
     ) -> None:
         if evaluate is not None:
             check_function(evaluate, "evaluate", "(model, batch)")
-        self.micro_batch, self._loss_batch = micro_batch, loss_batch
+        self.micro_batch, self._loss_batch, self.joined_samples = micro_batch, loss_batch, 0
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
         self._loss_modules, self._seed, self._interruptible = list(loss_modules), seed, interruptible
 
@@ -264,10 +266,11 @@ class Evaluation:
 
     def _attempt(self, model: nn.Module, part: Any, score: EvaluationMetrics) -> Exception | None:
         """Evaluate a part and return its exception, since handling it would keep the tensors of all its frames."""
-        device = model_device(model)
+        device, running = model_device(model), OnePart()
         try:
-            with autocast(self._precision, device):
+            with autocast(self._precision, device), parts_run(running):
                 score.add(model, move_batch(part, device), part)
+            self.joined_samples = max(self.joined_samples, batch_size(part) if running.calls else 0)
         except SystemExit as leaving:
             return WorkloadError(f"it called sys.exit({leaving.code!r})", hint="an evaluation cannot end the training")
         except Exception as error:
@@ -340,7 +343,8 @@ class Evaluator:
         notify: Callable[[Any], Any],
     ) -> None:
         self._evaluation, self._components, self._progress, self._notify = evaluation, components, progress, notify
-        self._every, self._due = request.eval_every, request.eval_due
+        self._every, self._due, self._target = request.eval_every, request.eval_due, request.target_batch
+        self._has_warned = False
         self._after_epochs = self._every is None and self._due is None
         if evaluation is None and not self._after_epochs:
             name = "eval_due" if self._every is None else "eval_every"
@@ -386,7 +390,19 @@ class Evaluator:
         progress.evaluated_at = progress.update
         if isinstance(done, Evaluated):
             progress.evaluation = dict(done.values)
+            self._warn_of_parts(self._evaluation.joined_samples, min(self._target, done.samples))
         self._notify(done)
+
+    def _warn_of_parts(self, joined: int, samples: int) -> None:
+        """Warn once if `whole_batch(x)` had fewer samples in an evaluation than it has in training."""
+        if not self._has_warned and 0 < joined < samples:
+            self._has_warned = True
+            self._notify(
+                Notice(
+                    f"in an evaluation whole_batch(x) is that of {joined} samples, in training of {self._target}: give"
+                    f" evaluation_batch={self._target} (--evaluation-batch), or evaluation data in batches of that size"
+                )
+            )
 
     def state(self) -> dict[str, int]:
         """Return the checkpoint's entry: the micro-batch that fitted."""

@@ -43,6 +43,8 @@ class FitRequest:
     target_batch: int
     loss: Any = None
     criterion: Any = None
+    outputs: Callable[[Any, Any], Any] | None = None
+    coupled_loss: Callable[[Any, Any], Any] | None = None
     weight: Callable[[Any], Any] | None = None
     reduction: str = "mean"
     split: Callable[[Any, list[int]], Any] | None = None

@@ -41,10 +41,12 @@ from autoaccum.training.fit_events import WorkloadOutput
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.workload.batches import read_batching
 from autoaccum.workload.loading import load_workload
-from autoaccum.workload.objective import Objective, with_coupling
+from autoaccum.workload.objective import Objective, read_coupled_loss, with_coupling
 from autoaccum.workload.optimizers import make_optimizer, set_learning_rate
 from autoaccum.workload.samples import replace_fields
 from autoaccum.workload.spec import Workload, no_batch
+
+_OF_THE_LOSS = ("loss", "criterion", "outputs", "coupled_loss", "weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +154,7 @@ class TrainingSetup:
         request, options, workload = self._request, self._request.options, self._workload
         limits: dict[str, Any] = {"memory": options.memory, "reserve": options.reserve}
         if workload is None:
-            live = {name: getattr(request, name) for name in ("loss", "criterion", "weight", "split", "size")}
+            live = {name: getattr(request, name) for name in (*_OF_THE_LOSS, "split", "size")}
             live |= {"model": request.model_or_workload, "batch": planning_batch(options.worst_of)}
             live["reduction"] = _reduction(request)
             limits |= {**options.overrides, "evaluation_batch": None}  # It has no batch of evaluation data.
@@ -192,7 +194,7 @@ class TrainingSetup:
         precision = self._resolve_option("precision", "fp32", plan)
         check_precision(precision)
         device = model_device(model)
-        coupled = self._resolve_option("coupled", False, plan)
+        coupled = self._resolve_option("coupled", self.objective.coupled, plan)
         if coupled and plan is not None and self._request.options.coupled is None:
             coupled = plan.workload.get("coupled") or coupled  # The faster way, as the plan found it.
         objective = with_coupling(self.objective, coupled, UsageError)
@@ -250,13 +252,15 @@ class TrainingSetup:
         if request.data is None:
             raise UsageError("a model is given, and no data", hint="give a Dataset, a DataLoader or batches")
         given = {name: getattr(request, name) for name in ("criterion", "weight")}
-        objective = choose_objective(request.loss, **given, reduction=_reduction(request), plan=None, model=model)
+        loss = read_coupled_loss(request.loss, request.outputs, request.coupled_loss)
+        objective = choose_objective(loss, **given, reduction=_reduction(request), plan=None, model=model)
         if isinstance(request.options.optimizer, Optimizer):
             check_optimizer(request.options.optimizer, model)
         _check_scheduler_function(request.scheduler, request.learning_rate)
         if not model.training:  # Planning and training use train mode.
             model.train()
-        objective = with_coupling(objective, request.options.coupled or False, UsageError)
+        coupled = objective.coupled if request.options.coupled is None else request.options.coupled
+        objective = with_coupling(objective, coupled, UsageError)
         return dataclasses.replace(objective, batching=read_batching(request.split, request.size))
 
     def _move_model(self, model: nn.Module) -> torch.device:
@@ -283,7 +287,7 @@ def _read_workload(request: FitRequest) -> Workload:
     source = request.model_or_workload
     if not isinstance(source, (str, os.PathLike, Workload)):
         raise UsageError(f"model_or_workload is {describe_type(source)}", hint="give a module, a Workload or a file")
-    given = [name for name in ("loss", "criterion", "weight") if getattr(request, name) is not None]
+    given = [name for name in _OF_THE_LOSS if getattr(request, name) is not None]
     given += [] if _reduction(request) is None else ["reduction"]
     if given:
         raise UsageError(f"a workload is given, and {given[0]} too", hint="define it in the workload")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import autoaccum
-from autoaccum.errors import UsageError
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.training.fit_events import Evaluated, FitResult, Updated
 from autoaccum.units import MIB, MemorySize
 
@@ -246,6 +246,37 @@ def test_a_live_model_trains_with_a_coupled_criterion() -> None:
     assert_same(done.model, full_batch("coupled criterion"), 1e-9)
     with pytest.raises(UsageError, match="coupled is set, but the loss is a function of model and batch: write def"):
         autoaccum.fit(live, LOADED, loss=lambda model, batch: model(batch[0]).sum(), coupled=True, **given)
+
+
+@pytest.mark.parametrize("coupled", [None, "lockstep"])
+def test_live_objects_are_planned_verified_and_trained_with_a_loss_of_outputs(coupled: Any) -> None:
+    given: dict[str, Any] = {"outputs": outputs, "coupled_loss": contrast, "coupled": coupled}
+    live = start(normed=False)
+    sample: dict[str, Any] = {"model": live, "batch": lambda size: (X[:size], Y[:size]), **given}
+    limits: dict[str, Any] = {"max_micro_batch": 5, "memory": MemorySize(bytes=256 * MIB)}
+    assert autoaccum.plan(target_batch=TARGET, **sample, **limits).workload["coupled"] in (coupled or True, "lockstep")
+    assert autoaccum.verify(target_batch=6, micro_batch=2, **sample).equivalent
+    own: dict[str, Any] = {"target_batch": TARGET, "progress": False, "device": "cpu", "steps": UPDATES, **given}
+    done = autoaccum.fit(live, LOADED, micro_batch=5, optimizer=optimizer(live.parameters()), **own)
+    assert_same(done.model, full_batch("two towers"), 1e-9)
+    with pytest.raises(UsageError, match="a workload is given, and outputs too"):
+        autoaccum.fit(workload("two towers"), LOADED, **own)
+    with pytest.raises(WorkloadError, match="there is outputs, but no coupled_loss"):
+        autoaccum.fit(live, LOADED, **{**own, "coupled_loss": None})
+
+
+@pytest.mark.parametrize(
+    ("case", "evaluation_batch", "warned"),
+    [("whole_batch", None, True), ("whole_batch", TARGET, False), ("two towers", None, False)],
+)
+def test_an_evaluation_in_parts_says_that_whole_batch_is_of_a_part(
+    case: str, evaluation_batch: int | None, warned: bool
+) -> None:
+    given: dict[str, Any] = {"evaluation_dataset": TensorDataset(*HELD_OUT), "evaluation_batch": evaluation_batch}
+    said = fit(case, steps=6, **given).warnings  # After two epochs.
+    assert [text.partition(":")[0] for text in said] == [
+        "in an evaluation whole_batch(x) is that of 5 samples, in training of 16"
+    ] * warned
 
 
 def test_a_plan_says_how_a_coupled_loss_is_computed_and_one_of_an_uncoupled_loss_is_refused() -> None:

@@ -22,9 +22,18 @@ class NeedsWholeBatch(BaseException):
     """Raised by `whole_batch` where parts run one after the other: the update has to run in lock step."""
 
 
+class OnePart:
+    """A part that runs alone, as in an evaluation: `whole_batch(x)` is `x`, and `calls` counts how often."""
+
+    calls = 0
+
+
 @contextmanager
 def parts_run(how: Any) -> Iterator[None]:
-    """Let `whole_batch` join parts that run in the `Lockstep` given; raise NeedsWholeBatch for parts IN_SEQUENCE."""
+    """Let `whole_batch` join parts that run in the `Lockstep` given; raise NeedsWholeBatch for parts IN_SEQUENCE.
+
+    In `OnePart` it joins nothing.
+    """
     global _running
     before, _running = _running, how
     try:
@@ -47,26 +56,34 @@ def whole_batch(x: Tensor) -> Tensor:
     Where a micro-batch waits for this, others run. What it has set on a module it finds again; what it has written
     elsewhere, such as into a dict of one's own, may be another's.
 
-    Each micro-batch's loss counts by its share of the update, so a term that all compute alike counts once. With
-    `reduction="sum"` all losses count in full, and such a term once for each micro-batch: write it into `coupled_loss`.
+    Each micro-batch's loss counts by its share of the update, so a term that all compute alike counts once. In a loss
+    with `reduction="sum"` it would count once for each micro-batch, so that is refused.
 
     Args:
         x: A tensor whose first dimension is the sample, or a number of rows for each sample.
 
     Raises:
-        WorkloadError: `x` is no such tensor, or the micro-batches' tensors cannot be joined.
+        WorkloadError: `x` is no such tensor, the micro-batches' tensors cannot be joined, or their losses are added up.
     """
     if not isinstance(x, Tensor) or x.ndim == 0:
         raise WorkloadError("whole_batch(x) needs a tensor whose first dimension is the sample")
     running = _running
     if running is IN_SEQUENCE:
         raise NeedsWholeBatch
-    if running is None:
+    if running is None or isinstance(running, OnePart):
+        if running is not None:
+            running.calls += 1
         return x if torch.is_grad_enabled() else x.detach()
     if running.part is None:
         raise WorkloadError(
             "whole_batch(x) runs within backward (activation checkpointing), where it cannot wait for the other parts",
             hint="leave out the checkpointing, or call whole_batch outside of the checkpointed part",
+        )
+    if running.adds_up:
+        raise WorkloadError(
+            "the loss is a sum, and whole_batch(x) is called: a term that all micro-batches compute alike would count"
+            " once for each of them",
+            hint='make the loss a mean (reduction="mean"), or compute it of all outputs in coupled_loss',
         )
     # The joined tensor and its gradients wait in host memory for the other parts.
     joined: Tensor = running.meet("whole_batch(x)", x.cpu(), join_rows)

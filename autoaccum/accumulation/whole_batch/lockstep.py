@@ -48,7 +48,10 @@ class Lockstep:
 
     Attributes:
         part: The index of the part that runs; None between parts, and in backward.
+        adds_up: Whether the losses of the parts are added up, and not averaged.
     """
+
+    adds_up = False
 
     def __init__(self, on_part: Callable[[int], None] = lambda index: None, modules: Iterable[nn.Module] = ()) -> None:
         self.part: int | None = None

@@ -62,6 +62,7 @@ class LockstepParts:
         storage = HostStorage([*model.parameters(), *model.buffers()])
         modules = dict(backpropagation.named_modules())
         lockstep = Lockstep(self._on_part, modules.values())
+        lockstep.adds_up = backpropagation.reduction == "sum" and not self._coupled
 
         @contextmanager
         def joining_parts() -> Iterator[None]:

@@ -63,6 +63,7 @@ class LiveObjects:
         """Return a Workload whose functions return these objects; raise WorkloadError if they do not fit together."""
         criterion, batching, live = self.objective.criterion, self.objective.batching, self.live_optimizer
         given = {name: value for name, value in self.options.overrides.items() if value is not None}
+        given.setdefault("coupled", self.objective.coupled)
         if live is not None:
             given["optimizer"] = lambda params: live
         return _LiveWorkload(

@@ -13,7 +13,6 @@ from whole_batches import Recorded, check_equal
 
 from autoaccum import whole_batch
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError, WorkloadError
 
 
@@ -173,12 +172,15 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def test_a_sum_in_which_a_term_of_all_samples_would_count_often_is_warned_of() -> None:
+@pytest.mark.parametrize("batchnorm", ["micro", "exact"])
+def test_a_sum_in_which_a_term_of_all_samples_would_count_often_is_refused(batchnorm: Any) -> None:
     model = Experts()
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), balanced, reduction="sum", micro_batch=2)
-    with pytest.warns(AccumulationWarning, match="a term that all micro-batches compute alike counts once for each"):
+    optimizer = torch.optim.SGD(model.parameters())
+    accumulator = Accumulator(model, optimizer, balanced, reduction="sum", micro_batch=2, batchnorm=batchnorm)
+    with pytest.raises(WorkloadError, match="alike would count once for each of them") as refused:
         accumulator.step((torch.randn(4, 6), torch.randint(3, (4,))))
-    accumulator.step((torch.randn(4, 6), torch.randint(3, (4,))))
+    assert "coupled_loss" in (refused.value.hint or "")
+    accumulator.step((torch.randn(2, 6), torch.randint(3, (2,))))  # One micro-batch is the whole batch.
 
 
 class Noted(nn.Module):
