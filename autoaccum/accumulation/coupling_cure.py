@@ -14,9 +14,10 @@ from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.batchnorm import batchnorm_names, uncompiled
 from autoaccum.accumulation.coupling import Coupling, Cure
 from autoaccum.accumulation.random_ops import neutral_rng
+from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.options import BatchNormMode
-from autoaccum.workload.batches import batch_size, split_batch
+from autoaccum.workload.batches import batch_size
 from autoaccum.workload.model_copies import cast_batch, copy_module, fixed_seeds, with_own_criterion
 from autoaccum.workload.objective import Objective, with_coupling
 from autoaccum.workload.recalled_outputs import take_apart
@@ -37,7 +38,7 @@ def with_cure(
         found: What couples the samples.
         cases: Model in training mode, loss and batch, the widest precision first; later ones are tried where rounding
             within the model spoils the one before.
-        sizes: The samples of the parts.
+        sizes: The samples of the parts, in any order.
         batchnorm: The BatchNorm mode that is set.
     """
     model, objective, _ = cases[0]
@@ -50,7 +51,7 @@ def with_cure(
             modes.append("coupled=True (if all pairs are meant; else give outputs and targets the same shape)")
         else:
             modes.append("coupled=True" if objective.takes_outputs else "coupled=True (with outputs and coupled_loss)")
-    if not found.found or not modes:
+    if not found.found or not modes or world_size() > 1:  # Updates of copies would wait for other ranks.
         return found
     cures = []
     for case in cases:
@@ -110,8 +111,14 @@ def _gradients(
     optimizer = torch.optim.SGD(own.parameters(), lr=0.0)
     optimizer.register_step_pre_hook(keep)
     accumulator = Accumulator(
-        own, optimizer, with_own_criterion(objective), micro_batch=max(sizes), batchnorm=batchnorm, recover=False
+        own,
+        optimizer,
+        with_own_criterion(objective),
+        micro_batch=max(sizes),
+        multiple_of=math.gcd(*sizes),
+        batchnorm=batchnorm,
+        recover=False,
     )
     with fixed_seeds(), neutral_rng():
-        accumulator.step_parts(split_batch(cast_batch(batch, None), list(sizes)))
+        accumulator.step(cast_batch(batch, None))
     return seen

@@ -37,6 +37,14 @@ class AllPairs(nn.Linear):
         return hidden @ hidden.T
 
 
+def split(batch: Any, sizes: list[int]) -> list[Any]:
+    return list(zip(*(part.split(sizes) for part in batch), strict=True))
+
+
+SPLIT_BY_ITSELF = {"split": split, "size": lambda batch: len(batch[0])}
+"""Batches that cannot be joined again, as of graphs."""
+
+
 def normed(*more: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(small.WIDTH, 8), nn.BatchNorm1d(8), *more, nn.Linear(8, 3))
 
@@ -61,6 +69,7 @@ def found(**fields: Any) -> Coupling:
         ({"model": normed, "criterion": similar, "batchnorm": "exact"}, "coupled=True"),
         ({"model": normed, "criterion": similar, "coupled": True}, 'batchnorm="exact"'),
         ({"model": normed, "loss": small.mean_square, "multiple_of": 2}, 'batchnorm="exact"'),
+        ({"model": normed, "criterion": similar, **SPLIT_BY_ITSELF}, 'batchnorm="exact" with coupled=True'),
     ],
 )
 def test_the_modes_that_give_the_full_batch_s_gradient_are_named_as_proved(fields: Any, modes: str) -> None:
