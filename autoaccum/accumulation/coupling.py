@@ -49,10 +49,8 @@ class Cure:
         """Return what the experiment has shown, as the end of a sentence that says what is wrong."""
         if self.proved:
             return f"{self.modes} gives that, proved here to {max(self.error or 0.0, sys.float_info.epsilon):.0e}"
-        seen = f"does not run: {self.failure}" if self.error is None else f"is {self.error:.0e} off"
-        return (
-            f"no mode gives that here ({self.modes} {seen}), so take autoaccum.whole_batch(x) of what needs all samples"
-        )
+        seen = f"run here ({self.failure})" if self.error is None else f"give that here ({self.error:.0e} off)"
+        return f"{self.modes} does not {seen}, and `autoaccum verify` looks for the reason"
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ def test_rounding_within_a_loss_leaves_a_proof_in_float32() -> None:
 
 def test_a_mode_that_leaves_a_difference_is_not_named_as_a_cure() -> None:
     normalised, centred = said(model=lambda: normed(small.Normaliser()), loss=small.mean_square)
-    assert '; no mode gives that here (batchnorm="exact" is ' in normalised
-    assert normalised.endswith(" off), so take autoaccum.whole_batch(x) of what needs all samples")
+    assert '; batchnorm="exact" does not give that here (' in normalised
+    assert normalised.endswith(" off), and `autoaccum verify` looks for the reason")
     assert "proved" not in normalised
     assert centred.startswith("the output of module 2 for a sample depends on the others")
 
@@ -105,7 +105,7 @@ def test_a_mode_that_does_not_run_is_not_named_as_a_cure() -> None:
         return functional.cross_entropy(outputs, torch.arange(len(outputs)))
 
     (compared,) = said(model=lambda: AllPairs(small.WIDTH, 4), criterion=own)
-    assert "(coupled=True does not run: the outputs of two parts of the batch cannot be joined)" in compared
+    assert "coupled=True does not run here (the outputs of two parts of the batch cannot be joined)" in compared
 
 
 def test_what_was_not_tried_is_named_without_a_proof() -> None:
