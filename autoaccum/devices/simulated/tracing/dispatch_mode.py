@@ -78,6 +78,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, card: Card, recorder: Recorder) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.cache_enabled = False  # `OperatorCache` is faster, and hardly a call that misses it hits FakeTensorMode's.
         self.recorder = recorder
         self.lazy = False
         self.notices: dict[str, None] = {}
@@ -213,8 +214,9 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         base: torch.Tensor | None = None,
         offset: int = 0,
         nbytes: int | None = None,
+        device: torch.device = DEVICE,
     ) -> FakeTensor:
-        """Make a tensor on the card, with a storage of `nbytes` if given; or a view of `base`."""
+        """Make a tensor on `device`, with a storage of `nbytes` if given; or a view of `base`."""
         if base is None:
             made = torch.empty_strided(shape, stride, dtype=dtype, device=_META)
             if nbytes is not None and made.untyped_storage().nbytes() != nbytes:
@@ -223,7 +225,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             made = torch.empty(0, dtype=dtype, device=_META)
             with torch.no_grad(), fake_tensor.in_kernel_invocation_manager(self):
                 made.set_(base.untyped_storage(), offset, shape, stride)
-        return self._make_fake(made)
+        return self._make_fake(made) if device == DEVICE else FakeTensor(self, made, device)
 
     def _make_fake(self, made: torch.Tensor) -> FakeTensor:
         """Return `FakeTensor(self, made, DEVICE)`, in a third of its time.
@@ -245,17 +247,6 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 sparse_dim, dense_dim, size, dtype=values.dtype, layout=torch.sparse_coo, device=_META
             )
         return FakeTensor(self, made, DEVICE)
-
-    def _get_output_info_for_cache_entry(self, *args: Any) -> Any:
-        """Keep tensors with larger storages out of FakeTensorMode's cache, which would make their storages smaller.
-
-        Such tensors have rows padded to a multiple of 8, as the gradient of an attention mask does. Source:
-        `_get_output_tensor_from_cache_entry` in `torch/_subclasses/fake_tensor.py`.
-        """
-        info = super()._get_output_info_for_cache_entry(*args)
-        if info.view_idx is None and info.inplace_idx is None and _is_padded(args[-1]):
-            raise fake_tensor._BypassDispatchCache("a storage larger than its tensor")
-        return info
 
     def _is_simulated(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether an operator takes or makes a fake tensor, or is part of another simulated operator."""
@@ -296,13 +287,6 @@ def _only_moves(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
         return False
     is_plain = kwargs.get("layout") in (None, torch.strided)
     return is_plain and kwargs.get("memory_format") in (None, torch.preserve_format)
-
-
-def _is_padded(tensor: Any) -> bool:
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.numel() == 0:
-        return False
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.untyped_storage().nbytes() != (last + 1) * tensor.itemsize
 
 
 def _has_fake(values: Any) -> bool:

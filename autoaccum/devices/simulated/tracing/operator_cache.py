@@ -76,25 +76,28 @@ class OperatorCache:
         return lambda args: kind(part(args) for part in whole)
 
     def _part_maker(self, args: Sequence[Any], one: Any) -> ResultMaker | None:
-        if one is None:
-            return lambda args: None
+        if one is None or type(one) is int:
+            return lambda args: one
         return self._tensor_maker(args, one) if isinstance(one, Tensor) else None
 
     def _tensor_maker(self, args: Sequence[Any], out: Tensor) -> ResultMaker | None:
-        if not isinstance(out, FakeTensor) or out.fake_device.type != "cuda" or out.layout is not torch.strided:
+        if not isinstance(out, FakeTensor) or out.constant is not None or out.layout is not torch.strided:
             return None
         for index, arg in enumerate(args):
             if arg is out:
                 return lambda args: args[index]
+        if out.fake_device.type not in ("cuda", "cpu"):
+            return None
+        device = out.fake_device
         shape, stride, dtype, make = tuple(out.shape), out.stride(), out.dtype, self._make
         storage, offset = out.untyped_storage()._cdata, out.storage_offset()
         for index, arg in enumerate(args):
             if isinstance(arg, FakeTensor) and arg.untyped_storage()._cdata == storage:
-                return lambda args: make(shape, stride, dtype, args[index], offset)
+                return lambda args: make(shape, stride, dtype, args[index], offset, device=device)
         if offset or any(arg.untyped_storage()._cdata == storage for arg in find_tensors(args)):
             return None
         nbytes = out.untyped_storage().nbytes()
-        return lambda args: make(shape, stride, dtype, nbytes=nbytes)
+        return lambda args: make(shape, stride, dtype, nbytes=nbytes, device=device)
 
 
 class _NotCacheableError(Exception):
