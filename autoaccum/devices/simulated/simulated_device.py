@@ -192,9 +192,7 @@ class SimulatedDevice(Device):
     def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
         """Trace small sizes, which trials need anyway, and forecast the peaks of larger ones from them."""
         if choose is not None:
-            self._traces.choose = lambda affine: choose(
-                lambda size: self._replayer.trial(affine.at(size), self.limit_bytes)
-            )
+            self._traces.choose = lambda at: choose(lambda size: self._replayer.trial(at(size), self.limit_bytes))
         self._peak_bytes(max(2, self._traces.step))
         return Forecast(peak_bytes=self._peak_bytes)
 

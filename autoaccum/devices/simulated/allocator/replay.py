@@ -226,7 +226,8 @@ def _lower_bound_bytes(events: Sequence[int], sizes: Sequence[int], optional: Co
         size = 0 if block in optional else sizes[block]
         alive[size <= SMALL_BYTES] += size if event >= 0 else -size
         if event >= 0:
-            most = max(most, sum(-(-held // LARGE_GRAIN_BYTES) for held in alive.values()))
+            held = -(-alive[True] // LARGE_GRAIN_BYTES) - (-alive[False] // LARGE_GRAIN_BYTES)
+            most = max(most, held)
     return most * LARGE_GRAIN_BYTES
 
 

@@ -24,8 +24,9 @@ _SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
 The last one is left out where the plan's own parts, traced instead, agree with the other two. A single sample is not
 traced: it often runs other operators, since its dimension is squeezed or broadcast."""
 
-Choose = Callable[[AffineTrace], tuple[int, ...]]
-"""Returns the parts that would confirm a plan made by extrapolated traces; raises an error if there is no such plan."""
+Choose = Callable[[Callable[[int], Trace]], tuple[int, ...]]
+"""Plans by a function that extrapolates the trace of a size; returns the parts that would confirm the plan, or raises.
+"""
 
 
 class TraceCache:
@@ -119,9 +120,7 @@ class TraceCache:
             return None
         try:
             self._affine = self._affine or self._fit_affine(limit_seconds)
-            if size not in self._extrapolated:
-                self._extrapolated[size] = self._affine.at(size)
-            return self._extrapolated[size]
+            return self._extrapolate(self._affine, size)
         except NotAffineError as error:
             self._affine, self._can_extrapolate = None, False
             reason = f"since memory is not affine in the batch ({error.message})"
@@ -154,15 +153,20 @@ class TraceCache:
         """
         try:
             affine = fit_affine_trace(traces)
-            pair = choose(affine)[-2:]
+            pair = choose(lambda size: self._extrapolate(affine, size))[-2:]
         except AutoaccumError:
-            return None
-        if len(pair) < 2 or pair in self._made or min(pair) < min(affine.sizes):
-            return None
-        if _agrees(affine, make(pair)):
-            return affine
-        del self._made[pair]  # The trial of it, if there is one, tells of the difference.
+            pair = ()
+        if len(pair) == 2 and pair not in self._made and min(pair) >= min(affine.sizes):
+            if _agrees(affine, make(pair)):
+                return affine
+            del self._made[pair]  # The trial of it, if there is one, tells of the difference.
+        self._extrapolated.clear()
         return None
+
+    def _extrapolate(self, affine: AffineTrace, size: int) -> Trace:
+        if size not in self._extrapolated:
+            self._extrapolated[size] = affine.at(size)
+        return self._extrapolated[size]
 
     def close(self) -> None:
         """End the tracer's process."""

@@ -80,8 +80,12 @@ def fit_affine_trace(traces: Sequence[Trace]) -> AffineTrace:
     ordered = [by_size[size] for size in sizes]
     for other in ordered[1:]:
         _check_same_events(ordered[0], other)
-    functions = tuple(_fit_block(block, ordered) for block in range(len(ordered[0].sizes)))
-    return AffineTrace(sizes, ordered[0], functions)
+    known: dict[tuple[int | Workspace, ...], tuple[_Affine, ...]] = {}
+    rows = list(zip(*(trace.sizes for trace in ordered), strict=True))
+    for block, row in enumerate(rows):
+        if row not in known:
+            known[row] = _fit_block(block, ordered)
+    return AffineTrace(sizes, ordered[0], tuple(known[row] for row in rows))
 
 
 def grows_quadratically(traces: Sequence[Trace]) -> bool:
