@@ -38,12 +38,14 @@ class _Part:
     mean: Tensor
     inverse: Tensor
     count: int
+    present: Tensor
     gradient: Any = None
 
     def __init__(self, inputs: Tensor, storage: HostStorage, lockstep: Lockstep) -> None:
         self.lockstep = lockstep
-        self.storage, self.present, self.version = storage, inputs.detach(), inputs._version
-        self.inputs = storage.store(self.present)
+        self.storage, self.version = storage, inputs._version
+        stored = storage.store(inputs)
+        self.inputs = stored.detach() if isinstance(stored, Tensor) else stored
         self.dims = [0, *range(2, inputs.ndim)]
         self.shape = [1, -1] + [1] * (inputs.ndim - 2)
 
@@ -122,8 +124,7 @@ class _Normalised(torch.autograd.Function):
         ctx: Any, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, part: _Part, eps: float
     ) -> Tensor:
         inputs = part.present
-        if part.inputs is not inputs:
-            del part.present  # Its copy in host memory is enough from here on.
+        del part.present  # Its copy in host memory is enough from here on.
         part.mean, part.inverse = mean.detach(), (variance + eps).rsqrt()
         part.scale = part.inverse if weight is None else part.inverse * weight.to(mean.dtype)
         ctx.part = part
@@ -243,6 +244,7 @@ class ExactBatchNorm:
         mean, variance, part.count = self._lockstep.meet(
             f"BatchNorm {name}", (count, *moments), lambda values: [_combine(module, values)] * len(values)
         )
+        part.present = input.detach()
         output: Tensor = _Normalised.apply(  # type: ignore[no-untyped-call]
             mean, variance, module.weight, module.bias, part, module.eps
         )

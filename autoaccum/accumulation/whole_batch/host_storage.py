@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+
+_LEAST_EMPTIED = 1 << 16
+"""The bytes from which on it is worth to free a tensor that waits."""
 
 
 class _OnHost:
@@ -31,8 +36,11 @@ class HostStorage:
     Tensors of the CPU stay where they are, and so do those of the model, which are there in any case.
 
     Attributes:
+        host: The type of the device whose tensors stay.
         stored_bytes: The bytes of all copies made since it was created.
     """
+
+    host = "cpu"
 
     def __init__(self, kept: Iterable[Tensor] = ()) -> None:
         self.stored_bytes = 0
@@ -45,13 +53,13 @@ class HostStorage:
 
     def store(self, tensor: Tensor) -> Tensor | _OnHost:
         """Return a copy in host memory of a tensor; itself if it stays where it is."""
-        if tensor.device.type == "cpu" or tensor.layout != torch.strided:
+        if tensor.device.type == self.host or tensor.layout != torch.strided:
             return tensor
         storage = tensor.untyped_storage()
         if storage._cdata in self._kept:
             return tensor
         # One layer's output is the next one's input: autograd saves many tensors twice.
-        key = storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        key = _key(tensor)
         found = self._copies.get(key)
         if found is None or not found.is_of(tensor):
             pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
@@ -62,7 +70,57 @@ class HostStorage:
             self._copies[key] = found = _OnHost(tensor, weak, copy)
         return found
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Free what module calls in progress have as inputs, where a copy is stored, and fill it again at the end.
+
+        Their callers would keep it on the device while a part waits. What something else may read meanwhile stays: a
+        tensor that autograd's graph has not made, or whose memory other tensors share.
+        """
+        emptied = []
+        for tensor in _inputs_of_calls() if self._copies else ():
+            found = self._copies.get(_key(tensor))
+            if found is not None and found.is_of(tensor) and _is_own(tensor, storage := tensor.untyped_storage()):
+                emptied.append((tensor, storage, storage.nbytes(), found.copy))
+                storage.resize_(0)
+        try:
+            yield
+        finally:
+            for tensor, storage, size, copy in emptied:
+                storage.resize_(size)
+                tensor.data.copy_(copy, non_blocking=True)  # `data`: the version stays as it was.
+
     @staticmethod
     def load(stored: Tensor | _OnHost) -> Tensor:
         """Return a stored tensor on its device."""
         return stored.copy.to(stored.device, non_blocking=True) if isinstance(stored, _OnHost) else stored
+
+
+def _key(tensor: Tensor) -> tuple[Any, ...]:
+    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return *place, tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _inputs_of_calls() -> Iterator[Tensor]:
+    """Yield the tensors that are inputs of the module calls in progress, the innermost first."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__:
+            named = frame.f_locals
+            given = [*named["args"], *named["kwargs"].values()]
+            given += [each for one in given if isinstance(one, list | tuple) for each in one]
+            yield from (one for one in given if isinstance(one, Tensor) and one.layout == torch.strided)
+        frame = frame.f_back
+
+
+def _is_own(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Return whether `tensor` fills its storage, which is large, and only the graph and its base share it."""
+    root = tensor if tensor._base is None else tensor._base
+    return (
+        root.grad_fn is not None
+        and tensor.device.type != "mps"  # Its storages cannot be resized.
+        and _LEAST_EMPTIED <= storage.nbytes() == tensor.nbytes
+        and torch._debug_has_internal_overlap(tensor) == 0
+        and storage.resizable()
+        and torch._C._storage_Use_Count(storage._cdata) <= 2 + (root is not tensor)  # `storage` counts, too.
+    )

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.transaction import is_plain_tensor
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
@@ -101,6 +102,8 @@ def _join_tensors(column: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     try:
         return torch.cat([*column])
     except RuntimeError as error:
+        if find_out_of_memory(error) is not None:
+            raise
         raise WorkloadError(
             f"the outputs of two parts of the batch cannot be joined: {error}",
             hint="return tensors whose first dimension is the sample, and make the others equal",

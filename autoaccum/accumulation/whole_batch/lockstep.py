@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -41,7 +41,8 @@ class _Meeting:
 class Lockstep:
     """Runs the parts of one update in lock step.
 
-    `on_part` is called with the index of a part whenever it begins or goes on.
+    `on_part` is called with the index of a part whenever it begins or goes on; `while_waiting()` is a context that a
+    part enters where it waits.
 
     A part finds what it has set on one of the `modules`, and not what the others have set there since. Changes of
     values in place are seen by all. When all have ended, the modules have what the last part has set.
@@ -53,8 +54,14 @@ class Lockstep:
 
     adds_up = False
 
-    def __init__(self, on_part: Callable[[int], None] = lambda index: None, modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self,
+        on_part: Callable[[int], None] = lambda index: None,
+        modules: Iterable[nn.Module] = (),
+        while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.part: int | None = None
+        self._while_waiting = while_waiting
         self._on_part = on_part
         self._modules = list(modules)
         self._parts: list[greenlet] = []
@@ -100,7 +107,10 @@ class Lockstep:
                 f"random numbers are seeded or forked around {place}, where the other parts of the batch run and draw",
                 hint="end fork_rng before it, or draw from a torch.Generator made for each call",
             )
-        return self._parts[self.part].parent.switch(_Meeting(place, value, join))
+        # A weight that autocast has cast for several parts would sum their gradients in half precision.
+        torch.clear_autocast_cache()
+        with self._while_waiting():
+            return self._parts[self.part].parent.switch(_Meeting(place, value, join))
 
     def check_backward(self, place: str) -> None:
         """Raise WorkloadError if a backward through `place` runs within a part: it would see that part alone."""
@@ -117,8 +127,6 @@ class Lockstep:
         state.apply()
         self._views[index].apply()
         self._seeds = _seeds()
-        # A weight that autocast has cast for several parts would sum their gradients in half precision.
-        torch.clear_autocast_cache()
         try:
             result = self._parts[index].switch(*arguments)
             return result, _TorchState()

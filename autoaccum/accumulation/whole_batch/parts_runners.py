@@ -61,7 +61,7 @@ class LockstepParts:
         model, device = backpropagation.model, backpropagation.device
         storage = HostStorage([*model.parameters(), *model.buffers()])
         modules = dict(backpropagation.named_modules())
-        lockstep = Lockstep(self._on_part, modules.values())
+        lockstep = Lockstep(self._on_part, modules.values(), storage.waiting)
         lockstep.adds_up = backpropagation.reduction == "sum" and not self._coupled
 
         @contextmanager
@@ -72,7 +72,7 @@ class LockstepParts:
 
         def run_part(part: Any, share: Weights) -> Any:
             backpropagation.on_phase("forward")
-            with nullcontext() if device.type == "cpu" else storage.saving():
+            with nullcontext() if device.type == storage.host else storage.saving():
                 moved = move_batch(part, device)
                 if self._coupled:
                     return backpropagation.outputs(moved)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from memory_errors import OutOfMemoryAt
 from torch import Tensor, nn
 from torch.nn import functional
 from whole_batches import Recorded, check_buffers, check_equal
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.step_result import AccumulationWarning
+from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
 from autoaccum.errors import UsageError, WorkloadError
 
 WIDTH = 6
@@ -404,3 +406,9 @@ def test_a_summed_coupled_loss_is_computed_of_the_whole_batch() -> None:
     recorded = Recorded(model, outputs=outputs, coupled_loss=summed, reduction="sum", micro_batch=3)
     recorded.step(batch)
     check_equal(recorded, model, total(summed), batch)
+
+
+def test_memory_that_runs_out_where_outputs_are_joined_is_no_error_of_theirs() -> None:
+    parts = [torch.randn(2, 3, requires_grad=True) for _ in range(2)]
+    with OutOfMemoryAt(0), pytest.raises(torch.OutOfMemoryError):
+        OutputsJoining().join(parts, [2, 2], lambda samples: None)

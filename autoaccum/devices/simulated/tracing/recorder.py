@@ -20,7 +20,7 @@ OnAllocation = Callable[[Phase, bool, torch.dtype | None], None]
 tensor's storage the dtype of its first tensor."""
 
 _Live = tuple[weakref.ref[Any], int, int | Workspace, torch.dtype | None]
-"""A live storage, the number and size of its block, and its dtype."""
+"""A live storage, the number and size of its block (0: it was emptied, and its block freed), and its dtype."""
 
 
 class Recorder:
@@ -56,7 +56,13 @@ class Recorder:
                 if tensor.layout is not torch.strided:
                     layout = str(tensor.layout).removeprefix("torch.")
                     raise UnsupportedError(f"a tensor of layout {layout} is made, but only dense ones can be simulated")
-                self._record_storage(tensor)
+                self._record_storage(tensor.untyped_storage(), tensor.dtype)
+
+    def record_resized(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage has another size, by `UntypedStorage.resize_`; one that was never recorded stays so."""
+        live = self._live.get(id(storage))
+        if live is not None:
+            self._record_storage(storage, live[3])
 
     def record_steps(self, steps: Iterable[MemoryStep], out: Any = None) -> None:
         """Record a kernel's workspaces and outputs in the order of `steps`; those still held are freed at its end."""
@@ -85,7 +91,7 @@ class Recorder:
     def block_of(self, tensor: Tensor) -> int | None:
         """Return the number of the block that holds `tensor`; None if none was recorded."""
         live = None if tensor.layout is not torch.strided else self._live.get(id(tensor.untyped_storage()))
-        return None if live is None else live[1]
+        return None if live is None or not live[2] else live[1]
 
     def live_storages(self) -> frozenset[int]:
         """Return the keys of the live storages, for `forget_all_but`."""
@@ -103,7 +109,7 @@ class Recorder:
         self._phase, self._on_allocation, self.op = phase, on_allocation, None
         self._resident.clear()
         for key, (ref, _, size, dtype) in live:
-            self._live[key] = (ref, self._allocate(size, dtype), size, dtype)
+            self._live[key] = (ref, self._allocate(size, dtype) if size else -1, size, dtype)
 
     def mark_update(self) -> None:
         """Mark the start of an update."""
@@ -123,19 +129,18 @@ class Recorder:
     def _free_latest(self, blocks: list[int], count: int) -> None:
         self.events.extend(~blocks.pop() for _ in range(count))
 
-    def _record_storage(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def _record_storage(self, storage: torch.UntypedStorage, dtype: torch.dtype | None) -> None:
         key, size = id(storage), storage.nbytes()
         live = self._live.get(key)
         if live is not None and live[2] == size:
             return
         if size:
-            dtype = tensor.dtype if live is None else live[3]
+            dtype = dtype if live is None else live[3]
             block = self._allocate(size, dtype)
             self._live[key] = (weakref.ref(storage, partial(self._free, key)), block, size, dtype)
         elif live is not None:
-            del self._live[key]
-        if live is not None:  # Resized: the old memory is freed after the new memory is allocated.
+            self._live[key] = (live[0], live[1], 0, live[3])
+        if live is not None and live[2]:  # Resized: the old memory is freed after the new memory is allocated.
             self.events.append(~live[1])
 
     def _allocate(self, size: int | Workspace, dtype: torch.dtype | None = None, *, is_workspace: bool = False) -> int:
@@ -150,7 +155,9 @@ class Recorder:
         return block
 
     def _free(self, key: int, _: Any) -> None:
-        self.events.append(~self._live.pop(key)[1])
+        _, block, size, _ = self._live.pop(key)
+        if size:
+            self.events.append(~block)
 
 
 def _no_phase() -> Phase:

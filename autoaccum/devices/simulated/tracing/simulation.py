@@ -80,6 +80,7 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[FakeCudaM
         _hide_fake_tensors(stack)
         patch_torch_cuda(card, mode.recorder, stack)
         patch_functions(mode.notices, stack)
+        _hear_resizes(mode.recorder, stack)
         patch_torch_load(stack)
         patch_hashes(mode.numbering, stack)
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -124,6 +125,18 @@ def _hide_fake_tensors(stack: ExitStack) -> None:
     del names["FakeTensor"]
     stack.callback(names.pop, "__getattr__")
     stack.callback(names.__setitem__, "FakeTensor", FakeTensor)
+
+
+def _hear_resizes(recorder: Recorder, stack: ExitStack) -> None:
+    """Record memory that code frees and takes again without an operator, as FSDP2 does with gathered parameters."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = resize(storage, size)
+        recorder.record_resized(storage)
+        return resized
+
+    stack.enter_context(patched(torch.UntypedStorage, "resize_", resize_and_record))
 
 
 class _NoTensor:

@@ -78,6 +78,25 @@ class TestDevices:
             torch.ones(2, device="cuda:1")
 
 
+def test_a_storage_that_is_resized_is_heard(mode: FakeCudaMode) -> None:
+    tensor = torch.empty(256, device="cuda")
+    storage = tensor.untyped_storage()
+    assert mode.recorder.block_of(tensor) == 0
+    storage.resize_(0)
+    assert mode.recorder.block_of(tensor) is None
+    assert mode.recorder.live_bytes == 0
+    storage.resize_(2048)
+    storage.resize_(1024)
+    tensor.add_(1)
+    assert (mode.recorder.events, mode.recorder.sizes) == ([0, ~0, 1, 2, ~1], [1024, 2048, 1024])
+    mode.recorder.begin(lambda: "load")
+    assert mode.recorder.sizes == [1024]
+    storage.resize_(0)
+    mode.recorder.begin(lambda: "load")
+    del tensor, storage
+    assert (mode.recorder.events, mode.recorder.sizes) == ([], [])
+
+
 def test_storages_are_noted_as_they_come_and_go(mode: FakeCudaMode) -> None:
     recorder = mode.recorder
     recorder.begin(lambda: "forward")
