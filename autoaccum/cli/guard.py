@@ -89,6 +89,8 @@ def command(
     measured as it was locked, and the largest micro-batch that fits is searched anew. On a --device, the median of
     three runs counts, and their spread is added to the tolerance.
 
+    It keeps to one rank, and refuses to run under torchrun; --world-size guards the largest share of several.
+
     Settings of a project:
       [tool.autoaccum]                # in pyproject.toml
       tolerance = "1%"                # or a size, such as "50MiB"

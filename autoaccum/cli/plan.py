@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ import click
 
 from autoaccum.cli.flags import HelpWithHeadings, count, options
 from autoaccum.cli.outputs import Outputs, running_words
+from autoaccum.errors import AutoaccumError, RankLostError
 
 if TYPE_CHECKING:
     from autoaccum.planning.plan_events import Event
@@ -116,13 +119,18 @@ def command(
       3  the trials gave no answer
     """
     from autoaccum.api import plan
-    from autoaccum.checks import check_launch
+    from autoaccum.checks import is_one_of_ranks
     from autoaccum.reporting.console import make_console, print_labelled
     from autoaccum.reporting.plan_report import PlanProgress, print_plan
 
-    check_launch()
+    of_ranks = is_one_of_ranks()
     outputs = Outputs(output, emit, plot, force=force)
-    outputs.check(workload, request["world_size"])
+    outputs.check(workload, 2 if of_ranks else request["world_size"])
+    if of_ranks and os.environ.get("RANK", "0") != "0":
+        _plan_silently(workload, picture=plot is not None, **request)
+        return
+    if request["world_size"] > 1 and not of_ranks and _run_ranks(request):
+        return
     stderr = make_console(stderr=True)
     with PlanProgress(stderr, quiet=quiet) as progress:
 
@@ -153,6 +161,35 @@ def command(
     if not quiet:
         stderr.print()
     print_plan(make_console(), found, **offer | outputs.written)
+
+
+def _run_ranks(request: dict[str, Any]) -> bool:
+    """Run this command on a rank for each device, if there are enough; leave with their exit code unless it is 0."""
+    from autoaccum.options import Options
+    from autoaccum.planning.device_choice import has_device_for_each
+
+    known = {field.name for field in dataclasses.fields(Options)}
+    options = Options.of("plan", {name: value for name, value in request.items() if name in known})
+    if not has_device_for_each(options):
+        return False
+    from autoaccum.accumulation.ranks.launch import run_ranks
+
+    words = running_words()
+    if code := run_ranks(options.world_size, ["-m", "autoaccum", *words[words.index("plan") :]]):
+        raise click.exceptions.Exit(code)
+    return True
+
+
+def _plan_silently(workload: str, **request: Any) -> None:
+    """Plan as a rank that is not the first, which says and writes what comes of it, errors too, unless it has ended."""
+    from autoaccum.api import plan
+
+    try:
+        plan(workload, **request)
+    except RankLostError:
+        raise
+    except AutoaccumError:
+        return
 
 
 def _free_name() -> str:

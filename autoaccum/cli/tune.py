@@ -113,6 +113,8 @@ def command(
     once; on one card, give each its share by --memory. The best of many losses is lower than the loss on new data:
     keep a test set apart. The rate is the best for the budget, and a longer training may need another.
 
+    It keeps to one rank, and refuses to run under torchrun: trials train on one card.
+
     Example:
       autoaccum tune model.py --target-batch 256 --trials 20 -o best.json --plot pictures
 

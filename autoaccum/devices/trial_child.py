@@ -37,6 +37,7 @@ class TrialChild:
         self._workload: Workload | None = None
         self._meter: Meter | None = None
         self._share = 0
+        self._world_size = 1
 
     @staticmethod
     def prepare() -> None:
@@ -67,6 +68,7 @@ class TrialChild:
         except BaseException as error:
             return describe_failure(error, f"loading {request.reference}")
         self._meter, self._share = meter, request.share
+        self._world_size = Options(**request.options).world_size
         return _start(meter)
 
     @handle.register
@@ -88,7 +90,7 @@ class TrialChild:
         assert self._workload is not None
         assert self._meter is not None
         release_memory()
-        measured, *_ = run_trial(self._workload, self._share, request, meter=self._meter)
+        measured, *_ = run_trial(self._workload, self._share, request, meter=self._meter, world_size=self._world_size)
         if measured.failure is None:
             release_memory()
             if request.grows:

@@ -24,8 +24,10 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.ranks.replicated import take_room
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
+from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
@@ -55,6 +57,22 @@ class _PartPeak(StepObserver):
             self.bytes = self._lap()
 
 
+class _RankRoom(StepObserver):
+    """Takes the memory in which several ranks would sum their gradients; passes phases on to `then`."""
+
+    def __init__(self, optimizer: Optimizer, then: StepObserver | None, *, in_fp32: bool) -> None:
+        self._optimizer, self._then, self._in_fp32 = optimizer, then or StepObserver(), in_fp32
+        self._backwards = 0
+
+    def phase(self, phase: StepPhase) -> None:
+        self._then.phase(phase)
+        if phase == "backward":
+            self._backwards += 1
+        elif phase == "clip":
+            take_room(optimizer_parameters(self._optimizer), in_buffers=self._in_fp32 and self._backwards > 1)
+            self._backwards = 0
+
+
 class TrialRun:
     """The model, optimizer, batch and updates of one trial; `phase` is the current phase, or the one that failed.
 
@@ -68,6 +86,7 @@ class TrialRun:
         share: Samples per update on this rank: the batch that is made and held, as `Accumulator.step` holds it.
         device: The device that the model is moved to before the optimizer is made; None: it stays. The batch stays on
             the CPU, and the Accumulator moves one part at a time.
+        world_size: The ranks of the training; the memory in which several sum their gradients is taken too.
         before_update: Called before each update.
         around_evaluation: Called before and after the evaluation, and after the update that follows it.
     """
@@ -78,6 +97,7 @@ class TrialRun:
         share: int,
         device: torch.device | None = None,
         *,
+        world_size: int = 1,
         before_update: Callable[[], None] = lambda: None,
         around_evaluation: Callable[[], object] = lambda: None,
     ) -> None:
@@ -85,6 +105,7 @@ class TrialRun:
         each = workload.multiple_of or 1
         self._share = self._size = -(-share // each) * each
         self._device = device
+        self._world_size = world_size
         self._before_update = before_update
         self._around_evaluation = around_evaluation
         self._phase: Phase = "start"
@@ -196,6 +217,8 @@ class TrialRun:
         objective = (
             self._workload.objective if self._held is None else hold_outputs(self._workload.objective, self._held)
         )
+        if self._world_size > 1:
+            observer = _RankRoom(optimizer, observer, in_fp32=self._workload.accumulate_in == "fp32")
         self._accumulator = make_accumulator(self._workload, model, optimizer, max(parts), objective, observer)
         return self._accumulator, batch
 
@@ -233,6 +256,7 @@ def run_trial(
     request: RunTrial,
     *,
     meter: Meter,
+    world_size: int = 1,
     window: AbstractContextManager[None] | None = None,
 ) -> tuple[TrialMeasurement, list[Reading], BaseException | None]:
     """Run the requested trial under its limit, which is lifted at the end; `window` is open meanwhile.
@@ -244,7 +268,11 @@ def run_trial(
     if request.coupled is not None:
         workload = replace(workload, coupled=request.coupled)
     trial_run = TrialRun(
-        workload, share, meter.device, around_evaluation=lambda: evaluation_readings.append(meter.read())
+        workload,
+        share,
+        meter.device,
+        world_size=world_size,
+        around_evaluation=lambda: evaluation_readings.append(meter.read()),
     )
     failure: BaseException | None = None
     meter.start()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from autoaccum.checks import read_seconds
+from autoaccum.checks import check_alone, read_seconds
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.errors import (
     AutoaccumError,
@@ -73,6 +73,7 @@ def guard(
         LockFileError: The lock cannot be read; it is not changed.
         MissingLockError, NotMeasuredError: There is nothing to guard, or the revision cannot be checked out.
     """
+    check_alone("guard")
     if update and baseline is not None:
         raise UsageError(
             "an update and a baseline exclude each other", hint="give one of them: a baseline needs no lock"

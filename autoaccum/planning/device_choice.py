@@ -10,6 +10,7 @@ from pathlib import Path
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.errors import UsageError
+from autoaccum.options import Options
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 _WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
@@ -59,12 +60,29 @@ def _make_simulated(gpu: str, settings: TrialSettings) -> Device:
 def card_index(name: str) -> int | None:
     """Return the index of the card `name`; None for the CPU.
 
-    `auto` is the first card where torch is built for CUDA and the driver shows a card, else the CPU.
+    `auto` is a card where torch is built for CUDA and the driver shows one, else the CPU. Without an index it is the
+    first card; of the ranks of a launcher, each takes that of its LOCAL_RANK.
     """
     if name == "auto":
-        return 0 if torch_build()[1] is not None and has_nvidia_gpu() else None
+        name = "cuda" if torch_build()[1] is not None and has_nvidia_gpu() else "cpu"
     kind, _, index = name.partition(":")
-    return None if kind == "cpu" else int(index or 0)
+    return None if kind == "cpu" else int(index or os.environ.get("LOCAL_RANK") or 0)
+
+
+def has_device_for_each(options: Options) -> bool:
+    """Return whether ranks of `options` could each try on a device of their own, all at once, on this machine.
+
+    On the CPU that is so where a budget for each is given; else they would compete for what is free.
+    """
+    if options.world_size == 1 or options.gpu is not None:
+        return False
+    if options.device == "cpu":
+        return options.memory is not None
+    if options.device not in ("auto", "cuda") or card_index("auto") is None:
+        return False
+    import torch
+
+    return torch.cuda.device_count() >= options.world_size
 
 
 def check_device(name: str) -> None:

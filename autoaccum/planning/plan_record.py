@@ -48,6 +48,8 @@ class Plan:
             as far as those were never measured; None when measured.
         host_bytes: The host memory for what backward needs, where parts run in lock step beside a card; else None.
         device: Name, kind, total and free bytes, how limits are enforced.
+        devices: The device of every rank, where each tried on its own, and the plan is that of the one where the least
+            fits; None: `device` alone was tried.
         environment: Versions and settings the trials ran under.
         workload: Reference, name, digest, model, parameters, precision, optimizer, loss, reduction, weight,
             batchnorm, coupled, and the recipe of a training step (`workload.step_recipe`); `joining` where parts need
@@ -83,6 +85,7 @@ class Plan:
     band_bytes: int | None = None
     host_bytes: int | None = None
     device: Mapping[str, Any]
+    devices: tuple[Mapping[str, Any], ...] | None = None
     environment: Mapping[str, Any]
     workload: Mapping[str, Any]
     trials: tuple[Trial, ...]
@@ -94,7 +97,7 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        for name in ("device", "environment", "workload", "explanation"):
+        for name in ("device", "devices", "environment", "workload", "explanation"):
             object.__setattr__(self, name, freeze(getattr(self, name)))
         for text in self._contradictions():
             raise UsageError(f"a plan that contradicts itself: {text}")
@@ -143,6 +146,8 @@ class Plan:
             del record["learning_rate"]
         if self.multiple_of == 1:
             del record["multiple_of"]
+        if self.devices is None:
+            del record["devices"]
         for name in ("coupling", "explanation", "notes", "warnings"):
             del record[name]
         for held in (record, *record["trials"]):
@@ -208,6 +213,8 @@ class Plan:
             for name in names
             if getattr(self, name) != getattr(schedule, name)
         ]
+        if self.devices is not None and len(self.devices) != self.world_size:
+            found.append(f"devices are {len(self.devices)}, world_size {self.world_size}")
         if self.least_bytes is not None and not 0 < self.least_bytes <= self.limit_bytes:
             found.append(f"least_bytes is {self.least_bytes}, limit_bytes {self.limit_bytes}")
         found += self._unproved()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
+from autoaccum.checks import is_one_of_ranks
 from autoaccum.devices.base import GrowingDevice, Inspection, Trial
 from autoaccum.devices.explanation import (
     ExplainingDevice,
@@ -27,7 +28,9 @@ from autoaccum.planning.plan_messages import (
     all_warnings,
     coupled_note,
     describe_workload,
+    does_not_fit_error,
     peak_bytes,
+    trial_error,
 )
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
@@ -36,9 +39,14 @@ from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, find_least_budget
 
 if TYPE_CHECKING:
+    from autoaccum.accumulation.ranks.group import Ranks
     from autoaccum.workload.spec import Workload
 
 _MIN_SIZES_TO_FORECAST, _MIN_TRIALS_TO_FORECAST = 6, 3
+_NCCL_NOTE = (
+    "what NCCL holds on each card, some hundred MiB beside PyTorch's allocator, is not part of the trials: leave room"
+    " for it (--reserve)"
+)
 _FORECAST_TIME_SHARE = 0.25
 """The part of a time limit that a forecast may take."""
 
@@ -64,30 +72,52 @@ def make_plan(
         UsageError, WorkloadError, DoesNotFitError, NotMeasuredError: As `autoaccum.plan`.
     """
     started = time.monotonic()
+    if is_one_of_ranks():
+        from autoaccum.planning.ranks_plan import plan_with_ranks
+
+        def plan_here(
+            ranks: Ranks, request: PlanRequest, heard: Listener, printed: Callable[[str], None] | None
+        ) -> Plan:
+            setup = make_setup(workload, request, live=live, on_output=printed)
+            with setup.device:
+                return plan_on_device(setup, request, on_event=heard, started=started, ranks=ranks)
+
+        return plan_with_ranks(plan_here, request, on_event, on_output)
     setup = make_setup(workload, request, live=live, on_output=on_output)
     with setup.device:
         return plan_on_device(setup, request, on_event=on_event, started=started)
 
 
 def plan_on_device(
-    setup: PlanSetup, request: PlanRequest, *, on_event: Listener | None = None, started: float | None = None
+    setup: PlanSetup,
+    request: PlanRequest,
+    *,
+    on_event: Listener | None = None,
+    started: float | None = None,
+    ranks: Ranks | None = None,
 ) -> Plan:
     """Plan as `make_plan`, on a device that is already made; the caller closes it.
 
-    The time limit begins at `started`, by `time.monotonic`, or else now.
+    The time limit begins at `started`, by `time.monotonic`, or else now. Several `ranks` plan so at the same time, each
+    on its own device.
     """
     check_explainable(setup, request)
     planner = _Planner.inspect(setup, request, on_event or (lambda event: None), started)
     forecast = planner.forecast_peaks()
     result, schedule = planner.search(forecast)
-    planner, result = planner.choose_coupled(result)
+    if ranks is None:
+        planner, result = planner.choose_coupled(result)
+    else:
+        result = planner.agree(result, ranks)
+        schedule = planner.request.schedule(result.size)
     device, parts = setup.device, result.trial.parts
     prediction = device.predict(parts) if isinstance(device, PredictingDevice) else None
     least_bytes, least_notes = planner.find_least_bytes(result.trial, prediction)
     explanation, explanation_notes = explain_memory(setup, planner.request, parts, planner.limits, planner.notify)
     inspection = planner.inspection
     refuted = [_refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
-    more_notes = (*forecast.notes, *least_notes, *explanation_notes)
+    of_ranks = () if schedule.world_size == 1 or device.describe()["kind"] == "cpu" else (_NCCL_NOTE,)
+    more_notes = (*forecast.notes, *of_ranks, *least_notes, *explanation_notes)
     return Plan.of_schedule(
         schedule,
         kind="measured" if prediction is None else "predicted",
@@ -181,10 +211,43 @@ class _Planner:
             UsageError, NotMeasuredError, DoesNotFitError: As `search`, or the schedule has parts too small to be
                 trained: because a cap ended the search, because a limit did, or because larger ones do not fit.
         """
+        request, result = self.request, self._search(self.request.sizes(self.inspection.least_size), forecast)
+        schedule = request.schedule(result.size)
+        if schedule.smallest_part < self.inspection.least_size:
+            raise _too_small_error(schedule, result.size, self.inspection.least_size, result)
+        return result, schedule
+
+    def agree(self, result: SearchResult, ranks: Ranks) -> SearchResult:
+        """Take the least of what the ranks have found; those with more run that schedule as well.
+
+        Raises:
+            OtherRanksFailed, RankLostError: As `Ranks.gather`.
+            UsageError, NotMeasuredError, DoesNotFitError: As `search`.
+        """
+        while len(found := set(ranks.gather(result.size))) > 1:
+            if result.size > min(found):
+                result = self._prove(min(found), result)
+        return result
+
+    def _prove(self, size: int, larger: SearchResult) -> SearchResult:
+        """Run the schedule of `size` from a clean state; search below it where that fails, although a larger ran."""
+        trial = self.runner.try_size(size, fresh=True, spare=False, unlimited=True)
+        if trial.outcome == "error":
+            raise trial_error(trial)
+        if trial.ran:
+            return dataclasses.replace(larger, size=size, trial=trial)
+        below = [one for one in self.request.sizes(self.inspection.least_size) if one < size]
+        if not below:
+            raise does_not_fit_error(trial, self.setup.device.limit_bytes, self._memory_needs)
+        found = self._search(below, Forecast())
+        refuted = (*larger.refuted, (trial, larger.largest_fit), *found.refuted)
+        return dataclasses.replace(found, capped=False, refuted=refuted)
+
+    def _search(self, sizes: Sequence[int], forecast: Forecast) -> SearchResult:
         request, isolated = self.request, self.setup.isolated
-        result = search(
+        return search(
             self.runner.try_size,
-            request.sizes(self.inspection.least_size),
+            sizes,
             limit_bytes=self.setup.device.limit_bytes,
             needs=self._memory_needs,
             grow=self.runner.grow if isinstance(self.setup.device, GrowingDevice) and not self.runner.joined else None,
@@ -194,10 +257,6 @@ class _Planner:
             confirms=isolated or self.predicts,
             from_largest=self.runner.joined,
         )
-        schedule = request.schedule(result.size)
-        if schedule.smallest_part < self.inspection.least_size:
-            raise _too_small_error(schedule, result.size, self.inspection.least_size, result)
-        return result, schedule
 
     def choose_coupled(self, result: SearchResult) -> tuple[_Planner, SearchResult]:
         """Choose between two passes and lock step for a coupled loss: the faster one that fits; a note tells of both.

@@ -177,6 +177,10 @@ def _device(plan: Plan) -> str:
         known.append("in this process")
     if device.get("used_by_others_bytes"):
         known.append(f"of which others hold {format_bytes(device['used_by_others_bytes'])}")
+    if plan.devices is not None:
+        known.append(f"where the least fits of {len(plan.devices)} that were tried at once")
+    elif plan.world_size > 1 and plan.kind == "measured":
+        known.append(f"tried for all {plan.world_size} ranks")
     return ", ".join(known)
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.checks import check_launch
+from autoaccum.checks import check_alone
 from autoaccum.errors import AutoaccumError, UsageError
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
@@ -51,7 +51,7 @@ def tune(request: TuneRequest, *, on_event: Listener | None = None, on_output: O
     """
     from autoaccum.tuning.study import open_storage, parse_storage_address
 
-    check_launch()
+    check_alone("tune")
     began = time.monotonic()
     notices: list[str] = []
 

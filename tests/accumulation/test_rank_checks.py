@@ -90,15 +90,25 @@ def test_one_rank_trains_as_without_a_group() -> None:
     assert accumulator.step((torch.randn(4, 4), torch.randn(4, 2))).updated
 
 
-@pytest.mark.parametrize("words", ["plan model.py --target-batch 8 --world-size 2", "verify model.py"])
-def test_commands_under_torchrun_are_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("plan model.py --target-batch 8", "WORLD_SIZE is 2, without RANK, MASTER_ADDR and MASTER_PORT"),
+        (
+            "verify model.py",
+            "this process is one of 2 (WORLD_SIZE), and several ranks are not built yet: start it once",
+        ),
+        ("tune model.py --target-batch 8", "tune keeps to one rank, and this process is one of several: start it once"),
+        ("guard model.py --gpu rtx3090", "guard keeps to one rank, and this process is one of several: start it once"),
+    ],
+)
+def test_commands_that_cannot_run_among_ranks(
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = CliRunner().invoke(main, words.split())
     assert result.exit_code == 2
-    message = (
-        "this process is one of 2 (WORLD_SIZE), and several ranks are not built yet: start it once, without torchrun"
-    )
     assert message in " ".join(result.stderr.split())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.py"]

@@ -136,6 +136,13 @@ class Ranks:
             if plain.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(plain)
 
+    def leave(self) -> None:
+        """Let go of the groups: one that is destroyed as Python ends, held by a traceback, aborts the process."""
+        global _ranks
+        self.group = _ranks = None
+        self.__dict__.pop("_control", None)
+        self.__dict__.pop("_store", None)
+
     def _exchange(self, value: Any) -> list[Any]:
         import torch.distributed as dist
 

@@ -1,31 +1,92 @@
-"""Join the process group that a launcher such as torchrun has started this process for."""
+"""Join the process group that a launcher such as torchrun has started this process for; start such processes."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator
+import signal
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from autoaccum.accumulation.ranks.group import Ranks, join_ranks, world_size
+from autoaccum.checks import join_words
+from autoaccum.errors import NotMeasuredError, UsageError
+
+_NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+_OWN_CODES = range(1, 4)
+"""Exit codes of a rank that has said what went wrong."""
 
 
 @contextmanager
-def launched_ranks() -> Iterator[Ranks]:
+def launched_ranks(*, on_cards: bool = True) -> Iterator[Ranks]:
     """Join the ranks that WORLD_SIZE and RANK tell of, unless the user did, and leave them at the end.
 
-    Each rank takes the card of its LOCAL_RANK where there are cards. Without a launcher this process is alone.
+    Each rank takes the card of its LOCAL_RANK where there are cards, unless they only talk: a context takes half a GiB
+    of the card. Without a launcher this process is alone.
+
+    Raises:
+        UsageError: WORLD_SIZE is set, and what else a launcher sets is missing.
     """
     if world_size() > 1 or int(os.environ.get("WORLD_SIZE") or 1) <= 1:
         yield join_ranks()
         return
     import torch.distributed as dist
 
-    if torch.cuda.is_available():
+    if missing := [name for name in _NEEDED if name not in os.environ]:
+        raise UsageError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, without {join_words(missing)}",
+            hint="start the ranks by torchrun, or unset WORLD_SIZE",
+        )
+    on_cards = on_cards and torch.cuda.is_available()
+    if on_cards:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cards else "gloo")
+    ranks = join_ranks()
     try:
-        yield join_ranks()
+        yield ranks
     finally:
+        ranks.leave()
         dist.destroy_process_group()
+
+
+def run_ranks(count: int, arguments: Sequence[str]) -> int:
+    """Start `python *arguments` as `count` ranks on this machine, wait for them, and return their exit code.
+
+    It is that of the first rank that failed; what it printed says why.
+
+    Raises:
+        NotMeasuredError: A rank was killed.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=count,
+        run_id=str(os.getpid()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    logging.disable(logging.CRITICAL)  # A rank says itself what went wrong.
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode in _OWN_CODES:
+            return failure.exitcode
+        if failure.exitcode > 0:
+            how = f"left with exit status {failure.exitcode}"
+        else:
+            how = f"was ended by {signal.Signals(-failure.exitcode).name}"
+        raise NotMeasuredError(f"rank {rank} of {count} {how}", hint="look at its output") from None
+    except SignalException as ended:
+        return 128 + int(ended.sigval)
+    finally:
+        logging.disable(logging.NOTSET)
+    return 0

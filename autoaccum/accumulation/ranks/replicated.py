@@ -37,7 +37,7 @@ def sum_gradients(ranks: Ranks, parameters: Sequence[Tensor], buffers: GradientB
         )
     # Those without a gradient are counted in, since other ranks may have one.
     expected = [parameter if gradient is None else gradient for parameter, gradient in zip(trained, held, strict=True)]
-    room = _allocate(list(_buckets(expected)))
+    room = _allocate([bucket for bucket in _buckets(expected) if _needs_room(bucket)])
     masks = ranks.gather([gradient is not None for gradient in held])
     used = [any(column) for column in zip(*masks, strict=True)]
     if any(mask != masks[0] for mask in masks):
@@ -47,6 +47,20 @@ def sum_gradients(ranks: Ranks, parameters: Sequence[Tensor], buffers: GradientB
         ranks.gather(None)  # Each has got the memory for it.
     for bucket in _buckets([gradient for gradient in held if gradient is not None]):
         _sum_bucket(ranks, bucket, room)
+
+
+def take_room(parameters: Sequence[Tensor], *, in_buffers: bool) -> None:
+    """Take the memory that `sum_gradients` takes between backward and update, and give it back.
+
+    A trial has one rank, and its memory is to be that of several.
+
+    Args:
+        parameters: The parameters of the optimizer.
+        in_buffers: Whether gradients of half precision are summed in buffers, and need no copy.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    kept = HALF_DTYPES if in_buffers else ()
+    _allocate([one for one in _buckets(trained) if len(one) > 1 or (_needs_room(one) and one[0].dtype not in kept)])
 
 
 def _zeros(parameter: Tensor, buffers: GradientBuffers | None) -> Tensor:
@@ -90,9 +104,9 @@ def _needs_room(bucket: list[Tensor]) -> bool:
 
 
 def _allocate(buckets: Sequence[list[Tensor]]) -> dict[tuple[torch.device, torch.dtype], Tensor]:
-    """Return a tensor for each device and dtype in which every bucket has room."""
+    """Return a tensor for each device and dtype in which each of the buckets has room."""
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
-    for bucket in filter(_needs_room, buckets):
+    for bucket in buckets:
         kind = _kind(bucket[0])
         sizes[kind] = max(sizes.get(kind, 0), sum(tensor.numel() for tensor in bucket))
     return {kind: torch.empty(size, device=kind[0], dtype=kind[1]) for kind, size in sizes.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,6 +38,8 @@ _MALLOC_SETTINGS = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536", 
 _INSIDE = "AUTOACCUM_INSIDE_CHILD"
 """Set in every child: a script that plans at its top level and is its own workload would start children without end."""
 
+_OF_RANKS = re.compile(r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w*)")
+"""What a launcher sets for a rank; a child is alone, whatever its parent is."""
 _STDERR = 2
 _POLL_SECONDS = 0.2
 _LEAVE_POLL_SECONDS = 0.01
@@ -53,7 +56,8 @@ def child_environment(*, measured: bool = True) -> dict[str, str]:
     `measured` goes without. Hashes of strings are fixed, and the child imports this same autoaccum.
     """
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH", "")]))
-    shared = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path, _INSIDE: "1"}
+    alone = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
+    shared = {**alone, "PYTHONHASHSEED": "0", "PYTHONPATH": path, _INSIDE: "1"}
     python = {} if sysconfig.get_config_var("Py_GIL_DISABLED") else {"PYTHONMALLOC": "malloc"}
     return {**shared, **_MALLOC_SETTINGS, **python} if measured else shared
 

@@ -1,0 +1,141 @@
+"""One plan of several ranks: each tries on its own card at the same time, and the least that fits counts for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from autoaccum.accumulation.ranks.group import Failure, OtherRanksFailed, Ranks
+from autoaccum.accumulation.ranks.launch import launched_ranks
+from autoaccum.devices.budget import choose_budget
+from autoaccum.devices.host_memory import read_host_memory
+from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UsageError
+from autoaccum.options import Options
+from autoaccum.planning.device_choice import card_index
+from autoaccum.planning.plan_events import Event, Explained, Listener
+from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.units import MemorySize, format_bytes
+
+
+class PlanHere(Protocol):
+    """A function that plans on this rank's device and agrees with the others on the size."""
+
+    def __call__(
+        self, ranks: Ranks, request: PlanRequest, heard: Listener, printed: Callable[[str], None] | None, /
+    ) -> Plan:
+        """Plan; listeners are those of `make_plan`."""
+
+
+@dataclass(frozen=True)
+class _PlanFailure(Failure):
+    """An error that ended the plan of a rank; None where it is none of autoaccum's."""
+
+    error: AutoaccumError | None = None
+
+
+def plan_with_ranks(
+    plan_here: PlanHere,
+    request: PlanRequest,
+    on_event: Listener | None,
+    on_output: Callable[[str], None] | None,
+) -> Plan:
+    """Plan on all ranks at once and return the same plan on each: that of the rank where the least fits.
+
+    Only the first rank tells of its progress. An error on one rank is raised on all, with its name.
+
+    Raises:
+        UsageError: The options do not go with several ranks.
+        RankLostError: A rank has ended.
+        RankFailedError: A rank failed by an error that is none of autoaccum's.
+        AutoaccumError: As `make_plan`.
+    """
+    with launched_ranks(on_cards=False) as ranks:
+        tell = on_event if on_event is not None and ranks.rank == 0 else lambda event: None
+        explained: list[Explained] = []
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Explained):
+                explained.append(event)
+            else:
+                tell(event)
+
+        try:
+            request = _for_ranks(request, ranks)
+            own = plan_here(ranks, request, hear, on_output if ranks.rank == 0 else lambda line: None)
+            found = ranks.gather((own, explained))
+        except RankLostError:
+            raise
+        except OtherRanksFailed as others:
+            failures = others.failures
+        except Exception as error:
+            known = error if isinstance(error, AutoaccumError) else None
+            failures = ranks.tell(_PlanFailure(ranks.rank, "batch", 0, None, str(error), error=known))
+            if known is None:
+                raise
+        else:
+            plans = [plan for plan, _ in found]
+            least = min(range(ranks.size), key=lambda rank: (plans[rank].largest_fit, plans[rank].limit_bytes, rank))
+            for event in found[least][1]:
+                tell(event)
+            return _join_plans(plans[least], plans)
+    raise _first_error(failures, ranks)
+
+
+def _for_ranks(request: PlanRequest, ranks: Ranks) -> PlanRequest:
+    options, cards = request.options, "each rank tries on its own card"
+    if options.world_size not in (1, ranks.size):
+        raise UsageError(
+            f"world_size (--world-size) is {options.world_size}, and {ranks.size} ranks plan together",
+            hint="leave it out",
+        )
+    if options.gpu is not None:
+        raise UsageError(
+            f"--gpu {options.gpu} simulates a card, and {ranks.size} ranks plan together",
+            hint=f"start one process, with --world-size {ranks.size}",
+        )
+    if ":" in options.device:
+        raise UsageError(f"--device {options.device} is one card, and {cards}", hint="take --device cuda")
+    if card_index(options.device) is None:
+        options = _with_own_budget(options, ranks)
+    return dataclasses.replace(request, options=dataclasses.replace(options, world_size=ranks.size))
+
+
+def _with_own_budget(options: Options, ranks: Ranks) -> Options:
+    """Return the options with a budget for this rank: the ranks of a machine share its memory, and try at once."""
+    count = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks.size)
+    host = read_host_memory()
+    budget_bytes = choose_budget(host, options.memory, options.reserve)
+    if options.memory is None:
+        least = min(ranks.gather(budget_bytes // count))
+        return dataclasses.replace(options, memory=MemorySize(bytes=least), reserve=None)
+    if budget_bytes * count > host.free_bytes:
+        raise UsageError(
+            f"{count} budgets of {format_bytes(budget_bytes)}, one for each rank, are more than the"
+            f" {format_bytes(host.free_bytes)} that {host.bound} has free",
+            hint="lower --memory, or leave it away to share what is free",
+        )
+    return options
+
+
+def _join_plans(least: Plan, plans: list[Plan]) -> Plan:
+    """Return the plan of the rank where the least fits, with the devices and warnings of all."""
+    warnings = [text for plan in (least, *plans) for text in plan.warnings]
+    return dataclasses.replace(
+        least, devices=tuple(plan.device for plan in plans), warnings=tuple(dict.fromkeys(warnings))
+    )
+
+
+def _first_error(failures: Sequence[Failure], ranks: Ranks) -> AutoaccumError:
+    """Return the error of the first rank that failed, which names the rank where others did not fail so."""
+    first = failures[0]
+    error = first.error if isinstance(first, _PlanFailure) else None
+    if error is None:
+        return RankFailedError(f"rank {first.rank} failed: {first.text}", hint="its own output says more")
+    if len({one.text for one in failures}) > 1 or len(failures) < ranks.size:
+        error.message = f"rank {first.rank} of {ranks.size}: {error.message}"
+        error.args = (f"rank {first.rank} of {ranks.size}: {error}",)
+    return error

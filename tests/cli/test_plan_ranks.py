@@ -1,0 +1,72 @@
+"""`autoaccum plan` on ranks: those that it starts itself, and those of torchrun."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import autoaccum, environment
+
+from autoaccum.planning.plan_record import Plan
+
+MODEL = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 8))
+
+def batch(size):
+    print("said by the workload")
+    return torch.randn(size, 256), torch.randint(0, 8, (size,))
+
+criterion = nn.CrossEntropyLoss()
+"""
+ASKED = ("--target-batch", "8192", "--device", "cpu", "--memory")
+
+
+def check(plan: Plan) -> None:
+    """The budget binds: on each rank the schedule ran, and one with fewer parts did not."""
+    assert plan.world_size == len(plan.devices or ()) == 2
+    assert plan.ranks == (plan.micro_batches,) * 2
+    assert 1 < plan.iter_size < 64
+    assert sum(plan.micro_batches) == 4096
+    assert plan.peak_bytes is not None
+    assert plan.peak_bytes <= plan.limit_bytes == 100 * 2**20
+    assert {trial.outcome for trial in plan.trials} == {"ok", "oom"}
+
+
+@pytest.mark.slow
+def test_the_command_starts_a_rank_for_each_budget(folder: Path) -> None:
+    done = autoaccum(folder, "plan", "model.py", *ASKED, "100MiB", "--world-size", "2", "-o", "plan.json")
+    assert done.returncode == 0, done.stderr
+    check(Plan.load(folder / "plan.json"))
+    assert "where the least fits of 2 that were tried at once" in " ".join(done.stdout.split())
+    assert done.stderr.count("micro-batch  outcome") == 1
+    assert "said by the workload" in done.stderr
+
+
+@pytest.mark.slow
+def test_an_error_of_ranks_is_said_once(folder: Path) -> None:
+    done = autoaccum(folder, "plan", "model.py", *ASKED, "3MiB", "--world-size", "2")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.count("error: ") == 1
+    assert "micro-batch 1 ran out of memory" in done.stderr
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_plan_together(folder: Path) -> None:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autoaccum", "plan"]
+    done = subprocess.run(
+        [sys.executable, *launch, "model.py", *ASKED, "100MiB", "-q", "--json"],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    check(Plan.from_json(json.dumps(json.loads(done.stdout))))

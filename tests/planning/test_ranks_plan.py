@@ -1,0 +1,153 @@
+"""A plan of several ranks, each with a scripted device of its own: the least that fits counts for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asking import make_request
+from on_ranks import on_ranks
+
+from autoaccum.accumulation.ranks.group import Ranks, join_ranks
+from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
+from autoaccum.devices.host_memory import read_host_memory
+from autoaccum.errors import AutoaccumError, DoesNotFitError, WorkloadError
+from autoaccum.planning.plan_events import Event
+from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.planning.plan_setup import PlanSetup
+from autoaccum.planning.planner import plan_on_device
+from autoaccum.planning.ranks_plan import plan_with_ranks
+from autoaccum.units import GIB, MIB, MemorySize
+
+
+class ScriptedDevice(Device):
+    """Runs sizes as `outcome` says; a fresh process may say otherwise."""
+
+    name, limit_bytes = "cpu", GIB
+
+    def __init__(
+        self, outcome: Callable[[int, bool], Outcome], *, index: int = 0, fails: Exception | None = None
+    ) -> None:
+        self._outcome, self._index, self._fails = outcome, index, fails
+        self.limit_bytes = GIB - index * MIB
+        self.proofs: list[tuple[int, ...]] = []
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"name": f"card {self._index}", "kind": "cpu"}
+
+    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
+        if self._fails is not None:
+            raise self._fails
+        return Inspection(
+            name="net",
+            digest="d1",
+            model="Net",
+            parameters=10,
+            parameter_bytes=40,
+            precision="fp32",
+            optimizer="AdamW",
+            reduction="mean",
+            weight="samples",
+            environment={},
+            warnings=(f"seen by {self._index}", "seen by all"),
+        )
+
+    def trial(self, parts: tuple[int, ...], *, fresh: bool = False, **_: Any) -> Trial:
+        if fresh:
+            self.proofs.append(parts)
+        outcome = self._outcome(max(parts), fresh)
+        phase: Phase | None = None if outcome == "ok" else "backward"
+        return Trial(parts=parts, outcome=outcome, phase=phase, peak_reserved_bytes=max(parts) * MIB, fresh=fresh)
+
+    def close(self) -> None:
+        pass
+
+
+def planned(device: ScriptedDevice, request: PlanRequest) -> tuple[Plan, list[tuple[int, ...]], int]:
+    """Plan on this rank's device; return the plan, what ran from a clean state, and how many events were told."""
+    told: list[Event] = []
+
+    def here(ranks: Ranks, asked: PlanRequest, heard: Any, printed: Any) -> Plan:
+        return plan_on_device(PlanSetup(device, "model.py"), asked, on_event=heard, ranks=ranks)
+
+    return plan_with_ranks(here, request, told.append, None), device.proofs, len(told)
+
+
+def up_to(ceiling: int) -> Callable[[int, bool], Outcome]:
+    return lambda size, fresh: "ok" if size <= ceiling else "oom"
+
+
+def plan_unequal_cards() -> tuple[Plan, list[tuple[int, ...]], int]:
+    rank = join_ranks().rank
+    return planned(ScriptedDevice(up_to((100, 40, 70)[rank]), index=rank), make_request(3 * 256))
+
+
+def test_the_card_where_the_least_fits_decides_and_the_others_run_its_schedule() -> None:
+    plans, proofs, told = zip(*on_ranks(3, plan_unequal_cards), strict=True)
+    found = plans[0]
+    assert all(plan == found for plan in plans)
+    assert (found.world_size, found.micro_batch, found.iter_size) == (3, 37, 7)
+    assert found.ranks == ((37, 37, 37, 37, 36, 36, 36),) * 3
+    assert found.device["name"] == "card 1"
+    assert [device["name"] for device in found.devices or ()] == ["card 0", "card 1", "card 2"]
+    assert found.limit_bytes == GIB - MIB
+    assert set(found.warnings) >= {"seen by 0", "seen by 1", "seen by 2", "seen by all"}
+    for ran in proofs:
+        assert ran[-1] == found.schedule.trial_parts
+    assert told[0] > 0
+    assert told[1:] == (0, 0)
+    assert Plan.from_json(found.to_json()) == found
+
+
+def plan_a_card_that_refuses_the_least() -> tuple[Plan, list[tuple[int, ...]], int]:
+    """The first card runs 86 samples; of what the other can do, 43 and less, it only runs 32 and less again."""
+
+    def of_the_first(size: int, fresh: bool) -> Outcome:
+        return "ok" if size <= 32 or 60 < size <= 100 else "oom"
+
+    return planned(ScriptedDevice((of_the_first, up_to(43))[join_ranks().rank]), make_request(2 * 256))
+
+
+def test_ranks_agree_anew_where_the_least_does_not_run_on_one() -> None:
+    plans, proofs, _ = zip(*on_ranks(2, plan_a_card_that_refuses_the_least), strict=True)
+    assert plans[0] == plans[1]
+    assert plans[0].micro_batch == 32
+    assert all((32, 32) in ran for ran in proofs)
+
+
+def fail() -> list[tuple[str, str]]:
+    rank = join_ranks().rank
+    most_of_what_is_free = MemorySize(bytes=int(0.7 * read_host_memory().free_bytes))
+    calls: list[tuple[ScriptedDevice, dict[str, Any]]] = [
+        (ScriptedDevice(up_to((100, 0)[rank])), {}),
+        (ScriptedDevice(up_to(100), fails=WorkloadError("no batch", user_traceback="line 7") if rank else None), {}),
+        (ScriptedDevice(up_to(100), fails=WorkloadError("no model")), {}),
+        (ScriptedDevice(up_to(100)), {"world_size": 3}),
+        (ScriptedDevice(up_to(100)), {"gpu": "rtx3090"}),
+        (ScriptedDevice(up_to(100)), {"device": "cuda:1"}),
+        (ScriptedDevice(up_to(100)), {"device": "cpu", "memory": most_of_what_is_free}),
+        (ScriptedDevice(up_to(100), fails=ZeroDivisionError("ours") if rank else None), {}),
+    ]
+    found = []
+    for device, options in calls:
+        try:
+            planned(device, make_request(64, **options))
+        except (AutoaccumError, ZeroDivisionError) as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
+    first, second = on_ranks(2, fail)
+    assert first[:-1] == second[:-1]
+    kinds, texts = zip(*first, strict=True)
+    assert kinds[:3] == (DoesNotFitError.__name__, WorkloadError.__name__, WorkloadError.__name__)
+    assert set(kinds[3:7]) == {"UsageError"}
+    assert texts[0].startswith("rank 1 of 2: micro-batch 1 ")
+    assert texts[1:3] == ("rank 1 of 2: no batch", "no model")
+    assert "is 3, and 2 ranks plan together: leave it out" in texts[3]
+    assert "start one process, with --world-size 2" in texts[4]
+    assert "is one card, and each rank tries on its own card" in texts[5]
+    assert "2 budgets of " in texts[6]
+    assert (kinds[7], second[7][0]) == ("RankFailedError", "ZeroDivisionError")
