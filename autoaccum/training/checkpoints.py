@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from autoaccum.checks import describe_type
 from autoaccum.errors import CheckpointError, UsageError, first_line
 from autoaccum.training.fit_events import CheckpointFailed, CheckpointWritten, Notice
+from autoaccum.training.ranks_agreement import Together
 from autoaccum.training.training_state import Progress
 
 FORMAT = "autoaccum checkpoint"
@@ -146,11 +147,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """The newest `keep` checkpoints in a folder that no other process writes to; it is cleared of unfinished files."""
+    """The newest `keep` checkpoints in a folder that no other process writes to.
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    It is cleared of unfinished files, except by a process that only reads.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3, *, reads_only: bool = False) -> None:
         self.folder, self._keep = folder, keep
-        for path in folder.glob(".checkpoint-*.pt.tmp"):
+        for path in () if reads_only else folder.glob(".checkpoint-*.pt.tmp"):
             path.unlink(missing_ok=True)
 
     def paths(self) -> list[Path]:
@@ -203,13 +207,15 @@ class CheckpointWriter:
     """Writes a checkpoint before the first update, after every `every` updates, and at the end.
 
     The first one must succeed: a folder or a state that cannot be written is better known before hours of training. A
-    later failure is reported, earlier checkpoints stay, and training continues.
+    later failure is reported, earlier checkpoints stay, and training continues. All ranks call its methods, rank 0
+    writes, and all know how that went.
 
     Args:
         store: The checkpoints to add to; None writes nothing.
         every: Updates between two checkpoints.
         make_record: Builds the content of a checkpoint.
         notify: Called with `CheckpointWritten` and `CheckpointFailed` events.
+        together: The ranks.
 
     Attributes:
         newest: The newest undamaged checkpoint.
@@ -223,10 +229,11 @@ class CheckpointWriter:
         progress: Progress,
         make_record: Callable[[], dict[str, Any]],
         notify: Callable[[Any], Any],
+        together: Together,
     ) -> None:
         self.newest: Path | None = None
         self.failure: str | None = None
-        self._store, self._every, self._progress = store, every, progress
+        self._store, self._every, self._progress, self._together = store, every, progress, together
         self._make_record, self._notify = make_record, notify
         self._written_at: tuple[int, int, int] | None = None
 
@@ -260,10 +267,11 @@ class CheckpointWriter:
             self._notify(CheckpointFailed(self._progress.update, self.failure))
 
     def _write(self, store: Checkpoints) -> None:
-        began, update = time.perf_counter(), self._progress.update
-        self.newest = store.write(update, self._make_record())
-        self._written_at = self._position()
-        self._notify(CheckpointWritten(update, self.newest, time.perf_counter() - began))
+        began, update, record = time.perf_counter(), self._progress.update, self._make_record()
+        written = self._together.by_first(lambda: store.write(update, record))
+        if written is not None:
+            self.newest, self._written_at = written, self._position()
+            self._notify(CheckpointWritten(update, written, time.perf_counter() - began))
 
     def _position(self) -> tuple[int, int, int]:
         return self._progress.update, self._progress.epoch, self._progress.evaluated_at

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from autoaccum.checks import describe_type, type_name
 from autoaccum.errors import UsageError, WorkloadError
@@ -32,6 +32,8 @@ def open_source(data: Any, settings: DataSettings) -> Source:
     Raises:
         UsageError: The data is none of these, or has fewer samples than a window.
     """
+    if settings.ranks > 1 and isinstance(data, DataLoader):
+        _check_undivided(data)
     if isinstance(data, DataLoader) and can_fetch_samples(data):
         return MapStyleSource(data.dataset, settings, data)
     if is_map_style(data):
@@ -42,6 +44,16 @@ def open_source(data: Any, settings: DataSettings) -> Source:
         return BatchesSource(data, settings, _count_samples(data, settings))
     _check_iterable(data)
     return BatchesSource(data, settings)
+
+
+def _check_undivided(loader: DataLoader[Any]) -> None:
+    """Raise UsageError if the loader itself leaves out the samples of other ranks."""
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, DistributedSampler):
+            raise UsageError(
+                f"the DataLoader has a {type_name(sampler)}, and fit deals the samples to the ranks itself",
+                hint="give it a sampler of all samples, such as shuffle=True",
+            )
 
 
 def can_fetch_samples(loader: DataLoader[Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.schedule import even_parts, split_evenly
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import Batching, batch_size, has_size, is_samples, join_batches, split_batch, wrap_batch
@@ -30,6 +30,8 @@ class DataSettings:
         collate: Builds a batch from a list of samples; None: torch's `default_collate`. A DataLoader has its own.
         batching: How batches are counted and split; None: by rows.
         card: The GPU for which parts are put into pinned memory; None: no pinned memory.
+        rank: The number of this rank, whose share of each window is read.
+        ranks: The number of ranks.
     """
 
     target_batch: int
@@ -38,6 +40,8 @@ class DataSettings:
     collate: Callable[[list[Any]], Any] | None = None
     batching: Batching | None = None
     card: torch.device | None = None
+    rank: int = 0
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -45,26 +49,29 @@ class Window:
     """The samples of one update, as parts for `Accumulator.step_parts`.
 
     Attributes:
-        parts: Collated batches on the CPU, in order. Each may have its own structure, such as padding.
-        samples: Samples of all parts: the target batch, or fewer at the end of an epoch.
+        parts: Collated batches on the CPU, in order. Each may have its own structure, such as padding. Of several
+            ranks, those of this one.
+        samples: Samples of all parts of all ranks: the target batch, or fewer at the end of an epoch.
+        checksum: A checksum of the data up to here, as far as it is known without reading: equal on all ranks.
     """
 
     parts: list[Any]
     samples: int
+    checksum: int = 0
 
     def drop_remainder(self, multiple_of: int) -> Window:
         """Return the window without the last samples that do not fill a multiple, as at the end of an epoch."""
         left = self.samples % multiple_of
         if not left:
             return self
-        parts, room = [], self.samples - left
-        for part in self.parts:
-            size = batch_size(part)
+        sizes = [batch_size(part) for part in self.parts]
+        parts, room = [], sum(sizes) - sum(sizes) % multiple_of  # Of several ranks, the last one has the remainder.
+        for part, size in zip(self.parts, sizes, strict=True):
             used = min(size, room)
             if used:
                 parts.append(part if used == size else split_batch(part, [used, size - used])[0])
             room -= used
-        return Window(parts, self.samples - left)
+        return Window(parts, self.samples - left, self.checksum)
 
 
 class WindowSource(abc.ABC):
@@ -99,6 +106,22 @@ class WindowSource(abc.ABC):
     @abc.abstractmethod
     def _begin(self, epoch: int) -> None:
         """Go to the start of an epoch."""
+
+    def _share(self, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """Yield this rank's share of a window that consists of lists of `sizes`: a list's number, and where it is cut.
+
+        Shares are consecutive, differ by at most `multiple_of`, and the last rank has what makes no multiple.
+        """
+        whole, left = divmod(sum(sizes), self.multiple_of)
+        shares = [share * self.multiple_of for share in even_parts(whole, self._settings.ranks)]
+        shares[-1] += left
+        start = sum(shares[: self._settings.rank])
+        stop, at = start + shares[self._settings.rank], 0
+        for number, size in enumerate(sizes):
+            first, last = max(start - at, 0), min(stop - at, size)
+            if first < last:
+                yield number, first, last
+            at += size
 
     def _check_fills_window(self, samples: int, epoch: int = 0) -> None:
         """Raise UsageError for an epoch smaller than a window: no smaller batch than requested is trained silently."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from autoaccum.training.data_source import is_map_style
 from autoaccum.training.data_workers import Reader
 from autoaccum.training.fit_events import Evaluated, EvaluationFailed, Notice
 from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.ranks_agreement import Together
 from autoaccum.training.training_setup import TrainingComponents
 from autoaccum.training.training_state import Progress
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
@@ -67,18 +70,27 @@ class EvaluationData:
                     hint="give a second one as the evaluation data, for example by copy.deepcopy",
                 )
 
-    def batches(self, size: int, seed: int) -> Iterator[Any]:
-        """Iterate over the data on the CPU: a dataset's samples in batches of `size`, batches as they are."""
+    def batches(self, size: int, seed: int, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
+        """Iterate over the data on the CPU: a dataset's samples in batches of `size`, batches as they are.
+
+        Of several ranks, each has every so many-th batch; only those of a dataset are not read by the others.
+        """
         if not self._has_samples:
-            return iter(Reader(self._data))
+            return islice(Reader(self._data), rank, None, ranks)
+        if ranks > 1 and is_map_style(self._data):
+            total = len(self._data)
+            starts = range(rank * size, total, ranks * size)
+            chosen: dict[str, Any] = {"batch_sampler": [range(at, min(at + size, total)) for at in starts]}
+        else:
+            chosen = {"batch_size": size}
         loader: DataLoader[Any] = DataLoader(
             self._data,
-            batch_size=size,
+            **chosen,
             collate_fn=self._collate,
             num_workers=self._workers if is_map_style(self._data) else 0,
             generator=torch.Generator().manual_seed(seed),
         )
-        return iter(Reader(loader))
+        return iter(Reader(loader)) if "batch_sampler" in chosen else islice(Reader(loader), rank, None, ranks)
 
 
 class EvaluationMetrics:
@@ -144,6 +156,15 @@ class EvaluationMetrics:
             self._weights[name] = self._weights.get(name, 0.0) + weight
         self.samples += batch_size(cpu_batch)
 
+    def totals(self) -> tuple[dict[str, float], dict[str, float], int]:
+        """Return the sums, the weights and the samples so far, for `set_totals`."""
+        return self._sums, self._weights, self.samples
+
+    def set_totals(self, totals: Iterable[tuple[Mapping[str, float], Mapping[str, float], int]]) -> None:
+        """Continue from the totals of several ranks."""
+        sums, weights, counts = zip(*totals, strict=True)
+        self._sums, self._weights, self.samples = _add_up(sums), _add_up(weights), sum(counts)
+
     def values(self) -> dict[str, float]:
         """Return the metrics by name. A term without any weight is NaN, and does not count in `loss`."""
         found = {name: math.nan for name in self._sums}
@@ -167,6 +188,14 @@ class EvaluationMetrics:
         return numbers
 
 
+def _add_up(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, list[float]] = {}
+    for each in figures:
+        for name, figure in each.items():
+            found.setdefault(name, []).append(figure)
+    return {name: sum(values) for name, values in found.items()}
+
+
 def _is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0 and not value.is_complex()
@@ -180,7 +209,8 @@ class Evaluation:
 
     After running out of memory, the rest of this evaluation and later ones use smaller micro-batches. Everything else
     that a step may change (see `Transaction`) is restored, and each evaluation reads the same data with the same seed,
-    so the number of evaluations does not affect the training.
+    so the number of evaluations does not affect the training. Several ranks share the batches, and begin with the
+    buffers of rank 0, such as BatchNorm's statistics.
 
     Args:
         objective, evaluate: As for `EvaluationMetrics`.
@@ -189,6 +219,7 @@ class Evaluation:
         loss_modules: Modules that the loss uses, such as the criterion: their state is restored as well.
         seed: The seed for reading and evaluating.
         interruptible: Context in which the run may be stopped at any moment without loss.
+        together: The ranks.
 
     Attributes:
         micro_batch: The largest micro-batch now.
@@ -210,12 +241,14 @@ class Evaluation:
         loss_modules: Iterable[nn.Module] = (),
         seed: int = 0,
         interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        together: Together | None = None,
     ) -> None:
         if evaluate is not None:
             check_function(evaluate, "evaluate", "(model, batch)")
         self.micro_batch, self._loss_batch, self.joined_samples = micro_batch, loss_batch, 0
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
         self._loss_modules, self._seed, self._interruptible = list(loss_modules), seed, interruptible
+        self._together = together or Together()
 
     def run(self, model: nn.Module, update: int) -> Evaluated | EvaluationFailed:
         """Evaluate `model` after `update`; an exception becomes the reason of a failure.
@@ -225,20 +258,35 @@ class Evaluation:
         started = time.perf_counter()
         score = EvaluationMetrics(self._objective, self._evaluate)
         failed: EvaluationFailed | None = None
+        ranks = self._together.ranks
+        self._together.copy_from_first([model, *self._loss_modules], buffers_only=True)
         try:
             with self._restoring_state(model), torch.no_grad(), self._interruptible():
-                for batch in self._data.batches(self._loss_batch or self.micro_batch, self._seed):
+                size = self._loss_batch or self.micro_batch
+                for batch in self._data.batches(size, self._seed, ranks.rank, ranks.size):
                     self._run_batch(model, batch, score)
-            if score.samples == 0:
+            if score.samples == 0 and ranks.rank == 0:  # It has the first batch, if there is one.
                 raise WorkloadError("the evaluation data has no samples", hint="give some, or no evaluation data")
         except Exception as error:
             out_of_memory = isinstance(error, DoesNotFitError) or find_out_of_memory(error) is not None
             failed = EvaluationFailed(update, _reason(error), out_of_memory)
             clear_frames(error)
+        if ranks.size > 1:
+            failed = self._join_ranks(failed, score)
         if failed is None:
             return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
         release_memory(model_device(model))
         return failed
+
+    def _join_ranks(self, failed: EvaluationFailed | None, score: EvaluationMetrics) -> EvaluationFailed | None:
+        """Add up the totals of all ranks, which go on with the least micro-batch; return the first failure."""
+        answers = self._together.ranks.gather((failed, self.micro_batch, score.totals()))
+        self.micro_batch = min(size for _, size, _ in answers)
+        for rank, (failure, *_) in enumerate(answers):
+            if failure is not None:
+                return dataclasses.replace(failure, reason=f"rank {rank}: {failure.reason}")
+        score.set_totals([totals for *_, totals in answers])
+        return None
 
     def _run_batch(self, model: nn.Module, batch: Any, score: EvaluationMetrics) -> None:
         """Evaluate in parts. A part that does not fit is split further, and earlier parts are not repeated."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Mapping
+import zlib
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -55,8 +56,8 @@ class StreamSource(WindowSource):
             self._open_and_seed()  # Outside of `interruptible`, so that no process is left half started.
             with self.interruptible():
                 entries, sizes = self._read_entries()
-                parts = self._make_parts(entries, sizes)
-        samples = sum(sizes)
+                parts = self._make_parts(*self._own(entries, sizes))
+        samples, checksum = sum(sizes), zlib.crc32(repr(sizes).encode())
         if self._windows == 0:
             self._check_fills_window(samples, self._epoch)
         is_committed = self._committed is self._position
@@ -64,7 +65,7 @@ class StreamSource(WindowSource):
         self._position = self._current_position()
         if not samples and is_committed:
             self.commit()
-        return Window(parts, samples) if samples else None
+        return Window(parts, samples, checksum) if samples else None
 
     def commit(self) -> None:
         """Move the position past the last window."""
@@ -109,8 +110,20 @@ class StreamSource(WindowSource):
         """Read up to a window; return the entries and the samples of each."""
 
     @abc.abstractmethod
-    def _make_parts(self, entries: list[Any], sizes: list[int]) -> list[Any]:
-        """Return the parts of a window."""
+    def _make_parts(self, entries: list[Any], sizes: list[int], start: int) -> list[Any]:
+        """Return the parts of a window, or of a share of it that begins with sample `start`."""
+
+    def _own(self, entries: Sequence[Any], sizes: Sequence[int]) -> tuple[list[Any], list[int], int]:
+        """Return this rank's entries of a window, their sizes, and the number of the first sample."""
+        if self._settings.ranks == 1:
+            return [*entries], [*sizes], 0
+        shares = list(self._share(sizes))
+        own = []
+        for number, first, last in shares:
+            cut = [first, last - first, sizes[number] - last]
+            own.append(entries[number] if cut[1] == sizes[number] else split_batch(entries[number], cut)[1])
+        start = sum(sizes[: shares[0][0]]) + shares[0][1] if shares else 0
+        return own, [last - first for _, first, last in shares], start
 
     def _begin(self, epoch: int) -> None:
         self.close()
@@ -209,9 +222,9 @@ class SamplesSource(StreamSource):
         self._buffered = samples[target:]
         return samples[:target], [1] * len(samples[:target])
 
-    def _make_parts(self, entries: list[Any], sizes: list[int]) -> list[Any]:
+    def _make_parts(self, entries: list[Any], sizes: list[int], start: int) -> list[Any]:
         parts, following = [], iter(entries)
-        base, position = derive_seed(self._settings.seed, "collate", self._epoch, self._windows), 0
+        base, position = derive_seed(self._settings.seed, "collate", self._epoch, self._windows), start
         for size in split_evenly(len(entries), self.part_size, self.multiple_of) if entries else ():
             seed_generators(item_seed(base, position))
             parts.append(self._check_collated(self._collate(list(islice(following, size))), size))
@@ -251,7 +264,7 @@ class BatchesSource(StreamSource):
                 room -= sizes[-1]
         return parts, sizes
 
-    def _make_parts(self, entries: list[Any], sizes: list[int]) -> list[Any]:
+    def _make_parts(self, entries: list[Any], sizes: list[int], start: int) -> list[Any]:
         return self._join_alike(entries, sizes)
 
     def _batch(self, entry: Any) -> tuple[Any, int]:

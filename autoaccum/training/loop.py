@@ -20,6 +20,7 @@ from autoaccum.training.data_windows import Window
 from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
 from autoaccum.training.fit_events import EpochEnded, EventNotifier, Notice, Updated
 from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.ranks_agreement import Together
 from autoaccum.training.resume import MicroBatchChoice
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.stepper import Stepper
@@ -58,9 +59,10 @@ class Loop:
         *,
         signals: StopSignals,
         notifier: EventNotifier,
+        together: Together,
     ) -> None:
         self.components, self.choice, self.progress = components, choice, Progress()
-        self._source, self._signals, self._notifier = source, signals, notifier
+        self._source, self._signals, self._notifier, self._together = source, signals, notifier, together
         self._run, self._digest = run, setup.digest
         self._settings = None if folder is None else capture_settings(components)
         self._has_noted_remainder = self._has_checked_coupling = False
@@ -70,11 +72,16 @@ class Loop:
         samples = source.samples_per_epoch
         used = None if samples is None else samples - samples % source.multiple_of
         self.goal = Goal(request.epochs, request.steps, None if used is None else -(-used // request.target_batch))
-        self.stepper = Stepper(request, components, choice, self.progress, signals.check, notifier.notify)
+        self._is_alone = together.ranks.size == 1
+        # Several ranks stop between two updates, since a step has to end alike on all.
+        check = signals.check if self._is_alone else lambda: None
+        self.stepper = Stepper(request, components, choice, self.progress, check, notifier.notify)
+        averaged = [] if components.averages is None else [components.averages.model]
+        together.copy_from_first([*components.loss_modules, *averaged])
         self._evaluator = self._make_evaluator(request, setup)
         store = None if folder is None else folder.checkpoints
         self.checkpoint_writer = CheckpointWriter(
-            store, request.checkpoint_every, self.progress, self.checkpoint_record, notifier.notify
+            store, request.checkpoint_every, self.progress, self.checkpoint_record, notifier.notify, together
         )
 
     def run(self) -> None:
@@ -89,10 +96,13 @@ class Loop:
         self._evaluator.run_missed()
         if not self.goal.is_reached(self.progress):
             self._source.start_epoch(self.progress.epoch)
-        while not (self._notifier.should_stop or self.goal.is_reached(self.progress)):
+        while not self.goal.is_reached(self.progress):
             self._signals.check()
             began = time.perf_counter()
-            window = self._source.next_window()
+            window = None if self._notifier.should_stop else self._source.next_window()
+            self._together.begin_update(window, self._notifier)
+            if self._notifier.should_stop:
+                break
             if window is not None and window.samples % self._source.multiple_of:
                 window = self._drop_remainder(window)
             if window is None:
@@ -108,7 +118,8 @@ class Loop:
 
     def checkpoint_record(self) -> dict[str, Any]:
         """Return the content of a checkpoint: plain values and tensors as of the last whole update."""
-        plan = self.choice.plan
+        plan, training = self.choice.plan, capture_training(self.components)
+        first, *others = self._together.gather(training.pop("random"))
         return {
             "run": dict(self._run),
             "digest": self._digest,
@@ -119,7 +130,8 @@ class Loop:
             "stepper": self.stepper.state(),
             "evaluation": self._evaluator.state(),
             "data": self._source.state_dict(),
-            "training": capture_training(self.components),
+            "training": {**training, "random": first},
+            "random_of_others": others,
         }
 
     def restore(self, record: Mapping[str, Any]) -> None:
@@ -155,9 +167,11 @@ class Loop:
 
         The experiment may run the model itself, a teacher, or their generators; all of them are restored.
         """
-        if self._has_checked_coupling or len(window.parts) < 2:
+        if self._has_checked_coupling or (len(window.parts) < 2 and self._is_alone):
             return
         self._has_checked_coupling = True
+        if not self._together.is_first:
+            return
         components = self.components
         known = None if self.choice.plan is None else self.choice.plan.coupling
         found = known or _probe_coupling(components, _take_samples(window.parts))
@@ -184,7 +198,7 @@ class Loop:
             samples_per_second=window.samples / seconds,
             peak_bytes=self.stepper.peak_bytes(),
             micro_batches=len(result.micro_batches),
-            micro_batch=max(result.micro_batches),
+            micro_batch=max(result.micro_batches, default=0),
             retries=result.retries,
             updated=result.updated,
             terms=result.terms if len(result.terms) > 1 else None,
@@ -217,6 +231,7 @@ class Loop:
                 loss_modules=components.loss_modules,
                 seed=derive_seed(request.seed, "evaluation"),
                 interruptible=self._signals.interruptible,
+                together=self._together,
             )
         return Evaluator(evaluation, components, request, self.progress, self._notifier.notify)
 

@@ -56,7 +56,7 @@ class MapStyleSource(WindowSource):
             **worker_options(settings, loader),
         )
         self._reader: Reader | None = None
-        self._sizes: deque[tuple[int, int]] = deque()
+        self._asked: deque[_Asked] = deque()
         self._read = self._digest = 0
         self._committed = 0, 0
         self._begin(0)
@@ -89,14 +89,14 @@ class MapStyleSource(WindowSource):
                 self._loader.generator.manual_seed(derive_seed(self._settings.seed, "workers", self._epoch))
                 self._reader = Reader(self._loader)
             with self.interruptible():
-                parts, sizes = self._read_parts(self._reader)
-        samples = sum(sizes)
+                parts, sizes, samples = self._read_parts(self._reader)
         if self._read == 0:
             self._check_fills_window(samples)
         if not samples:
             return None
         self._read += samples
-        return Window(parts if self._chooses_parts else self._join_alike(parts, sizes), samples)
+        parts = parts if self._chooses_parts else self._join_alike(parts, sizes)
+        return Window(parts, samples, self._digest)
 
     def commit(self) -> None:
         """Move the position past the last window, which was trained on or skipped."""
@@ -136,37 +136,56 @@ class MapStyleSource(WindowSource):
         """Yield requests from the position on, as the DataLoader's batch sampler, which reads ahead."""
         position = self._read
         for window, digest in self._windows:
-            if self._chooses_parts:
-                indices = list(chain.from_iterable(window))
+            lengths = list(map(len, window))
+            own = [(number, window[number][first:last], first) for number, first, last in self._share(lengths)]
+            at = position + (sum(lengths[: own[0][0]]) + own[0][2] if own else 0)
+            parts = [part for _, part, _ in own]
+            if self._chooses_parts and own:
+                indices = list(chain.from_iterable(parts))
                 rest, sizes = iter(indices), split_evenly(len(indices), self.part_size, self.multiple_of)
-                window = [list(islice(rest, size)) for size in sizes]
-            for part in window:
-                self._sizes.append((len(part), digest))
-                yield PartRequest(self._epoch, position, part)
-                position += len(part)
+                parts = [list(islice(rest, size)) for size in sizes]
+            for number, part in enumerate(parts or [[]], 1):  # A rank without samples asks for a part of none.
+                self._asked.append(_Asked(len(part), sum(lengths), digest, number >= len(parts)))
+                yield PartRequest(self._epoch, at, part)
+                at += len(part)
+            position += sum(lengths)
 
     def _begin(self, epoch: int) -> None:
         if not self._loader.persistent_workers:
             self.close()
         self._reader = None
         self._epoch, self._read, self._digest, self._committed = epoch, 0, 0, (0, 0)
-        self._sizes.clear()
+        self._asked.clear()
         self._windows = _windows(self._sampler, self._user_loader, self._settings, epoch)
 
-    def _read_parts(self, reader: Reader) -> tuple[list[Any], list[int]]:
-        parts, sizes, room = [], list[int](), self._settings.target_batch
-        while room > 0 and (part := reader.read()) is not END:
-            size, self._digest = self._sizes.popleft()
-            parts.append(self._check_collated(part, size))
-            sizes.append(size)
-            room -= size
-        return parts, sizes
+    def _read_parts(self, reader: Reader) -> tuple[list[Any], list[int], int]:
+        """Read this rank's parts of a window; return them, their sizes, and the samples of the window."""
+        parts, sizes = [], list[int]()
+        while (part := reader.read()) is not END:
+            asked = self._asked.popleft()
+            self._digest = asked.digest
+            if asked.samples:
+                parts.append(self._check_collated(part, asked.samples))
+                sizes.append(asked.samples)
+            if asked.is_last:
+                return parts, sizes, asked.of_window
+        return parts, sizes, 0
 
     def _some_indices(self, most: int) -> Sequence[Any]:
         """Return indices spread over the dataset, or the sampler's first ones if samples are not numbered."""
         if hasattr(self._dataset, "__len__") and not isinstance(self._dataset, Mapping):
             return spread_indices(len(self._dataset), most)
         return list(islice(chain.from_iterable(self._sampler), most))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A part that was asked for: its samples, those of the window, the order's checksum, and whether it is the last."""
+
+    samples: int
+    of_window: int
+    digest: int
+    is_last: bool
 
 
 @dataclass(frozen=True)
@@ -197,6 +216,8 @@ class PartFetcher:
             raise RuntimeError(f"{what} raised StopIteration, which would end the epoch early") from error
 
     def _part(self, request: PartRequest) -> Any:
+        if not request.indices:
+            return None
         is_plain = self._collate is default_collate
         if is_plain and type(self.users_dataset) is TensorDataset:
             return list(self.users_dataset[torch.as_tensor(request.indices)])  # As row by row; nothing is random.

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.argument_checks import check_plan, differences, plan_facts, unwrap_model
+from autoaccum.accumulation.ranks.group import Ranks
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.plan_record import Plan
+from autoaccum.training.checkpoints import read_checkpoint
 from autoaccum.training.data_source import Source
 from autoaccum.training.fit_events import Notice, Planning
 from autoaccum.training.fit_request import FitRequest
+from autoaccum.training.ranks_agreement import Together
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
 from autoaccum.units import format_bytes
@@ -46,8 +49,12 @@ class LoadedCheckpoint:
         return None if text is None else Plan.from_json(text, source=f"the plan in {self.path}")
 
 
-def find_checkpoint(folder: RunFolder | None, resume: str, notify: Callable[[Any], Any]) -> LoadedCheckpoint | None:
+def find_checkpoint(
+    folder: RunFolder | None, resume: str, notify: Callable[[Any], Any], together: Together
+) -> LoadedCheckpoint | None:
     """Return the newest undamaged checkpoint of the folder, subject to `resume`; None for a new run.
+
+    All ranks read the one that rank 0 finds.
 
     Raises:
         UsageError: The folder holds a run that must not be resumed, or none although one is required.
@@ -55,6 +62,18 @@ def find_checkpoint(folder: RunFolder | None, resume: str, notify: Callable[[Any
     """
     if folder is None:
         return None
+    own: LoadedCheckpoint | None = None
+
+    def choose() -> Path | None:
+        nonlocal own
+        own = _find_newest(folder, resume, notify)
+        return None if own is None else own.path
+
+    path = together.by_first(choose)
+    return own if path is None or own is not None else LoadedCheckpoint(path, read_checkpoint(path))
+
+
+def _find_newest(folder: RunFolder, resume: str, notify: Callable[[Any], Any]) -> LoadedCheckpoint | None:
     if resume == "never":
         if folder.checkpoints.paths():
             raise UsageError(f"{folder.path} already holds a run, and resume is never", hint="use another folder")
@@ -128,6 +147,7 @@ def choose_micro_batch(
     source: Source,
     checkpoint: LoadedCheckpoint | None,
     notify: Callable[[Any], Any],
+    ranks: Ranks,
 ) -> MicroBatchChoice:
     """Return the micro-batch that was given, else that of the interrupted run, else that of a new plan.
 
@@ -135,7 +155,7 @@ def choose_micro_batch(
         UsageError: The given plan is for other updates or another device.
         DoesNotFitError, NotMeasuredError, WorkloadError: Planning failed.
     """
-    found = _choose_without_planning(request, setup, checkpoint, notify)
+    found = _choose_without_planning(request, setup, checkpoint, notify, ranks.size)
     if found is not None:
         unused = [name for name in ("memory", "reserve", "worst_of") if getattr(request.options, name) is not None]
         if unused:
@@ -146,10 +166,13 @@ def choose_micro_batch(
         return replace(found, multiple_of=each)
     notify(Planning(setup.name))
     try:
-        made = setup.plan(source.planning_batch, notify)
+        made = setup.plan(source.planning_batch, notify, ranks.size)
     except (UsageError, NotMeasuredError) as error:
         hint = "" if error.hint is None else f"{error.hint}; or "
         raise type(error)(error.message, hint=f"{hint}give a number of your own: {_as_option(32)}") from error.__cause__
+    if ranks.size > 1:
+        plans = [Plan.from_json(text, source="a rank's plan") for text in ranks.gather(made.to_json())]
+        made = min(plans, key=lambda plan: plan.micro_batch)
     earlier = None if checkpoint is None else checkpoint.plan
     if earlier is not None:  # Trials do not depend on the learning rate: a tuned one stays valid for the new plan.
         made = replace(made, learning_rate=earlier.learning_rate)
@@ -194,13 +217,17 @@ def check_choice(
 
 
 def _choose_without_planning(
-    request: FitRequest, setup: TrainingSetup, checkpoint: LoadedCheckpoint | None, notify: Callable[[Any], Any]
+    request: FitRequest,
+    setup: TrainingSetup,
+    checkpoint: LoadedCheckpoint | None,
+    notify: Callable[[Any], Any],
+    ranks: int,
 ) -> MicroBatchChoice | None:
     if request.micro_batch is not None:
         return MicroBatchChoice(request.micro_batch)
     if request.plan is not None:
         given = Plan.load(request.plan) if isinstance(request.plan, (str, os.PathLike)) else request.plan
-        _check_given_plan(given, request, setup)
+        _check_given_plan(given, request, setup, ranks)
         return MicroBatchChoice(given.micro_batch, given)
     if checkpoint is None:
         return None
@@ -208,18 +235,21 @@ def _choose_without_planning(
     if plan is None:
         return MicroBatchChoice(int(checkpoint.record["micro_batch"]))
     different = _device_differences(plan, setup.device)
+    if plan.world_size != ranks:
+        different = [(_count_ranks(plan.world_size), _count_ranks(ranks)), *different]
     if not different:
         return MicroBatchChoice(plan.micro_batch, plan)
     notify(Notice(f"the run was planned for {different[0][0]}, and this is {different[0][1]}: it is planned again"))
     return None
 
 
-def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup) -> None:
+def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup, ranks: int) -> None:
     """Check a plan before anything is built; `check_choice` compares the rest."""
     if not isinstance(plan, Plan):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
-    if plan.world_size != 1:
-        raise UsageError(f"the plan is for {plan.world_size} ranks, fit trains on one", hint="plan with --world-size 1")
+    if plan.world_size != ranks:
+        planned, here = _count_ranks(plan.world_size), _count_ranks(ranks)
+        raise UsageError(f"the plan is for {planned}, fit trains on {here}", hint=f"plan with --world-size {ranks}")
     if plan.target_batch != request.target_batch:
         raise UsageError(
             f"the plan is for updates of {plan.target_batch} samples, but {request.target_batch} are requested",
@@ -229,6 +259,10 @@ def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup) -> 
     if different:
         (planned, here), *_ = different
         raise UsageError(f"the plan is for {planned}; this is {here}", hint=_replan_hint(request, plan))
+
+
+def _count_ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _device_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]]:

@@ -33,6 +33,7 @@ class RunFolder:
     Args:
         path: The folder; created if missing.
         keep: The number of checkpoints to keep.
+        reads_only: Whether this process only reads, as those of several ranks do except for rank 0.
 
     Attributes:
         path: The absolute path, which stays valid when the process changes its working directory.
@@ -43,9 +44,13 @@ class RunFolder:
             like a run's but no checkpoint. Those belong to someone else, and nothing is touched.
     """
 
-    def __init__(self, path: str | Path, *, keep: int = 3) -> None:
+    def __init__(self, path: str | Path, *, keep: int = 3, reads_only: bool = False) -> None:
         self.path = Path(path).absolute()
         folder = self.path / "checkpoints"
+        self._lock: int | None = None
+        if reads_only:
+            self.checkpoints = Checkpoints(folder, keep, reads_only=True)
+            return
         try:
             others = [name for name in _RUN_FILES if os.path.lexists(self.path / name)]
             if others and not any(folder.glob("checkpoint-*.pt")):  # A run writes a checkpoint before anything else.
@@ -55,7 +60,7 @@ class RunFolder:
                 )
             self._created = [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock: int | None = _lock(self.path / _LOCK)
+            self._lock = _lock(self.path / _LOCK)
             folder.mkdir(exist_ok=True)  # A refused process may have removed it before it released the lock.
         except (FileExistsError, NotADirectoryError):
             raise UsageError(f"{self.path} is not a folder, or lies below a file", hint=_OTHER_FOLDER) from None

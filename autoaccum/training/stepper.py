@@ -112,6 +112,7 @@ class Stepper(StepObserver):
 
     Attributes:
         ceiling: The largest micro-batch now.
+        has_failed: Whether a step has raised, which all ranks know of then.
 
     Raises:
         UsageError: The plan does not match the training.
@@ -131,6 +132,7 @@ class Stepper(StepObserver):
         self._device = components.device
         self._check, self._notify = check, notify
         self._retries = 0
+        self.has_failed = False
         self._skip_reason: str | None = None
         self._accumulator = Accumulator(
             components.model,
@@ -181,11 +183,15 @@ class Stepper(StepObserver):
             return self._accumulator.step_parts(parts)
         except NonFiniteError as error:
             if not self._skip_nonfinite:
+                self.has_failed = True
                 message = f"update {self._progress.update + 1}: {error.message}"
                 raise NonFiniteError(message, loss=error.loss, grad_norm=error.grad_norm, hint=error.hint) from None
             self._skip_reason = error.message
             sizes = tuple(batch_size(part) for part in parts)
             return StepResult(error.loss, sum(sizes), sizes, error.grad_norm, self._retries, False, {})
+        except BaseException:
+            self.has_failed = True
+            raise
 
     def after_update(self, result: StepResult) -> None:
         """Update the averaged weights, the schedule and the ceiling, after the update has been counted.

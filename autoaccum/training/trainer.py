@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.out_of_memory import is_context_dead
+from autoaccum.accumulation.ranks.launch import launched_ranks
 from autoaccum.accumulation.rng_state import RngState, derive_seed, initialized_cuda_devices, seed_generators
-from autoaccum.checks import check_launch
 from autoaccum.errors import CheckpointError, NonFiniteError, UpdateInterrupted, UsageError
 from autoaccum.training.data_source import open_source
 from autoaccum.training.data_windows import DataSettings
 from autoaccum.training.fit_events import EventNotifier, FitResult, Notice, Started
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.loop import Loop
+from autoaccum.training.ranks_agreement import Together, raise_other
 from autoaccum.training.resume import (
     check_choice,
     check_same_run,
@@ -47,15 +48,19 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         Exception: Any error of the user's code, unchanged, after a last checkpoint.
     """
     began = time.monotonic()
-    check_launch()
-    notifier = EventNotifier([] if on_event is None else [on_event], request.callbacks)
-    notify = notifier.notify
     with ExitStack() as stack:
+        together = Together(stack.enter_context(launched_ranks()))
+        stack.enter_context(together.ending())
+        stack.enter_context(together.warning_once())
+        shown = [] if on_event is None or not together.is_first else [on_event]
+        notifier = EventNotifier(shown, request.callbacks)
+        notify = notifier.notify
         stack.callback(RngState(initialized_cuda_devices()).restore)
         setup = TrainingSetup(request)
         folder = None
         if request.run_dir is not None:
-            folder = stack.enter_context(RunFolder(request.run_dir, keep=request.keep))
+            reads_only = not together.is_first
+            folder = stack.enter_context(RunFolder(request.run_dir, keep=request.keep, reads_only=reads_only))
         settings = DataSettings(
             target_batch=request.target_batch,
             seed=request.seed,
@@ -63,61 +68,93 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             collate=setup.collate,
             batching=setup.objective.batching,
             card=setup.device if setup.device.type == "cuda" else None,
+            rank=together.ranks.rank,
+            ranks=together.ranks.size,
         )
         source = open_source(setup.data, settings)
         stack.callback(source.close)
-        checkpoint = find_checkpoint(folder, request.resume, notify)
+        checkpoint = find_checkpoint(folder, request.resume, notify, together)
         if checkpoint is not None:
             check_same_run(checkpoint, describe_request(request, source))  # Before a plan that may take minutes.
             warn_of_changes(checkpoint, setup.name, setup.digest, notify)
         resumed_from = None if checkpoint is None else checkpoint.path
-        choice = choose_micro_batch(request, setup, source, checkpoint, notify)
+        choice = choose_micro_batch(request, setup, source, checkpoint, notify, together.ranks)
         if setup.device.type == "cuda":  # CUDA may have started only during planning.
             stack.callback(RngState([setup.device]).restore)
-        seed = derive_seed(request.seed, "training")
-        seed_generators(seed)
-        torch.cuda.manual_seed_all(seed)
+        _seed_training(request.seed)  # All ranks build the same model.
         components = setup.build(choice.plan, choose_learning_rate(request, choice.plan))
         run = describe_run(request, components, source)
         if checkpoint is not None:
             check_same_run(checkpoint, run)
         check_choice(request, setup, components, choice, notify)
         signals = stack.enter_context(StopSignals())
+        stack.enter_context(together.ending(signals))
         stack.callback(source.close)  # Before StopSignals ends, which hides errors of workers that a signal ended.
-        loop = Loop(request, setup, components, source, choice, folder, run, signals=signals, notifier=notifier)
+        parts = request, setup, components, source, choice, folder, run
+        loop = Loop(*parts, signals=signals, notifier=notifier, together=together)
+        if together.ranks.rank > 0:
+            _seed_training(request.seed, together.ranks.rank)
         if checkpoint is not None:
             loop.restore(checkpoint.record)
             loop.checkpoint_writer.resume_from(checkpoint.path)
         notify(_started(request, loop, resumed_from))
         loop.checkpoint_writer.write_first()  # Before other files: a checkpoint shows that they belong to a run.
-        if folder is not None:
+        if folder is not None and together.is_first:
             progress = loop.progress
             log = stack.enter_context(MetricsLog(folder.path, progress.update, progress.evaluated_at, notify))
             notifier.listeners.append(log.on_event)
             if choice.plan is not None:
                 choice.plan.save(folder.path / "plan.json", force=True)
         if checkpoint is not None:
-            restore_training_rng(checkpoint.record["training"], components)
+            _restore_rng(request, loop, checkpoint.record, together, notify)
             checkpoint = None  # Frees host memory as large as model and optimizer.
-        _run(loop, signals)
-        return _result(loop, folder, notifier, resumed_from, time.monotonic() - began)
+        _run(loop, signals, together)
+        return _result(loop, folder, notifier, resumed_from, time.monotonic() - began, together)
 
 
-def _run(loop: Loop, signals: StopSignals) -> None:
+def _seed_training(*numbers: int) -> None:
+    seed = derive_seed(numbers[0], "training", *numbers[1:])
+    seed_generators(seed)
+    torch.cuda.manual_seed_all(seed)
+
+
+def _restore_rng(
+    request: FitRequest, loop: Loop, record: Mapping[str, Any], together: Together, notify: Callable[[Any], Any]
+) -> None:
+    """Continue with the random states of the interrupted run, or with new ones on another number of ranks."""
+    states = [record["training"]["random"], *record.get("random_of_others", ())]
+    rank, progress = together.ranks.rank, loop.progress
+    if len(states) == together.ranks.size and None not in states:
+        restore_training_rng(states[rank], loop.components)
+        return
+    _seed_training(request.seed, progress.epoch, progress.update, rank)
+    seen = f"the run had {len(states)} ranks, and has {together.ranks.size} now"
+    if len(states) == together.ranks.size:
+        seen = "a rank was gone when the checkpoint was written"
+    notify(Notice(f"{seen}: random numbers, as of dropout, are drawn anew from here", warns=False))
+
+
+def _run(loop: Loop, signals: StopSignals, together: Together) -> None:
     """Train. After any error, save the state of the last whole update, unless that state is unknown."""
     writer = loop.checkpoint_writer
     try:
         loop.run()
-    except BaseException as error:
+    except BaseException as own:
+        error = together.tell(own, signals, is_known=loop.stepper.has_failed)
         # Nothing is written after a second signal. Any other BaseException comes from the user's code.
         at_once = signals.requested is not None and not isinstance(error, (StopRequested, Exception))
         # If the weights are no longer finite, the previous checkpoint is worth more.
         is_finite = not isinstance(error, NonFiniteError) or loop.stepper.has_finite_weights
-        if loop.stepper.is_whole and is_finite and not at_once and not is_context_dead(error):
+        can_save = loop.stepper.is_whole and is_finite and not at_once and not is_context_dead(error)
+        together.leave_out_absent(can_save)
+        if can_save:
             writer.write()
         if isinstance(error, UpdateInterrupted) and writer.newest is not None:
             hint = f"the same command resumes from {writer.newest}"
             raise UpdateInterrupted(error.message, hint=hint) from error
+        if error is not own:
+            raise_other(error)
+        del error  # Its traceback holds this frame.
         raise
 
 
@@ -137,7 +174,12 @@ def _started(request: FitRequest, loop: Loop, resumed_from: Path | None) -> Star
 
 
 def _result(
-    loop: Loop, folder: RunFolder | None, notifier: EventNotifier, resumed_from: Path | None, seconds: float
+    loop: Loop,
+    folder: RunFolder | None,
+    notifier: EventNotifier,
+    resumed_from: Path | None,
+    seconds: float,
+    together: Together,
 ) -> FitResult:
     progress, averages = loop.progress, loop.components.averages
     if progress.update and not progress.applied:
@@ -146,10 +188,12 @@ def _result(
     model_path = ema_path = None
     if folder is not None:
         try:
-            model_path = folder.write_weights(loop.components.model)
-            ema_path = None if averages is None else folder.write_weights(averages.model, "ema.pt")
+            model_path = together.by_first(lambda: folder.write_weights(loop.components.model))
+            if averages is not None:
+                ema_path = together.by_first(lambda: folder.write_weights(averages.model, "ema.pt"))
         except (CheckpointError, UsageError) as error:
             unsaved = unsaved or str(error)
+    together.share_warnings(notifier)
     return FitResult(
         model=loop.components.model,
         optimizer=loop.components.optimizer,

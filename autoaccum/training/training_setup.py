@@ -26,6 +26,7 @@ from autoaccum.accumulation.argument_checks import (
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
 from autoaccum.accumulation.gradients import choose_scaler
+from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, find_used_modules
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.checks import describe_type
@@ -100,6 +101,8 @@ def find_device(name: str) -> torch.device:
     """
     check_device(name)
     index = card_index(name)
+    if index is not None and name in ("auto", "cuda") and world_size() > 1:
+        index = torch.cuda.current_device()  # Each rank has its own.
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 
@@ -144,25 +147,35 @@ class TrainingSetup:
         self.evaluation_batch, self._keeps = own.evaluation_batch, own.keeps
         self.device = find_device(request.options.device)
 
-    def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
+    def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None, ranks: int = 1) -> Plan:
         """Find the micro-batch by trials: in child processes if a file has all the code, else in this process.
 
         Args:
             planning_batch: `Source.planning_batch`, which makes `batch(size)` from the data if the workload has none.
             on_event: Called with the planner's events.
+            ranks: The number of ranks that share the target.
+
+        Raises:
+            UsageError: This process is one of several ranks, and trials would run in it.
         """
         request, options, workload = self._request, self._request.options, self._workload
-        limits: dict[str, Any] = {"memory": options.memory, "reserve": options.reserve}
+        limits: dict[str, Any] = {"memory": options.memory, "reserve": options.reserve, "world_size": ranks}
+        in_code = (request.collate, request.evaluate, request.data, request.split)
+        is_file = isinstance(request.model_or_workload, str | os.PathLike)
+        is_file = is_file and isinstance(options.optimizer, str | None) and all(value is None for value in in_code)
+        if ranks > 1 and not is_file:
+            raise UsageError(
+                f"this process is one of {ranks} ranks, and trials of objects in code would run in it",
+                hint="plan a file of them (autoaccum plan --world-size N) and give plan=",
+            )
         if workload is None:
             live = {name: getattr(request, name) for name in (*_OF_THE_LOSS, "split", "size")}
             live |= {"model": request.model_or_workload, "batch": planning_batch(options.worst_of)}
             live["reduction"] = _reduction(request)
             limits |= {**options.overrides, "evaluation_batch": None}  # It has no batch of evaluation data.
             return make_plan(None, PlanRequest(request.target_batch, Options(**limits)), live=live, on_event=on_event)
-        limits["device"] = options.device
-        in_code = (request.collate, request.evaluate, request.data, request.split)
-        is_file = isinstance(request.model_or_workload, str | os.PathLike)
-        if is_file and isinstance(options.optimizer, str | None) and all(value is None for value in in_code):
+        limits["device"] = options.device if ranks == 1 else str(self.device)
+        if is_file:
             worst_of = options.worst_of or (DEFAULT_WORST_OF if workload.batch is no_batch else None)
             of_file = PlanRequest(request.target_batch, Options(**limits, **options.overrides, worst_of=worst_of))
             on_output = None if on_event is None else lambda line: on_event(WorkloadOutput(line))

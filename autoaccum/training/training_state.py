@@ -174,9 +174,9 @@ def restore_training(
         components.averages.updates = state["ema"]["updates"]
 
 
-def restore_training_rng(state: Mapping[str, Any], components: TrainingComponents) -> None:
-    """Restore the random states of the interrupted run."""
-    restore_rng_state(state["random"], components.devices, _generators(_joint_module(components)))
+def restore_training_rng(random: Mapping[str, Any], components: TrainingComponents) -> None:
+    """Restore the random states of the interrupted run, as `capture_training` has them."""
+    restore_rng_state(random, components.devices, _generators(_joint_module(components)))
 
 
 def _joint_module(components: TrainingComponents) -> nn.Module:

@@ -110,6 +110,15 @@ class Ranks:
             return (failure,)
         return tuple(one for one in self._exchange(failure) if isinstance(one, Failure))
 
+    def add_up(self, tensor: Tensor) -> None:
+        """Add up a tensor over all ranks, in place; raise RankLostError if one has ended or does not answer."""
+        import torch.distributed as dist
+
+        try:
+            dist.all_reduce(tensor, group=self.group_for(tensor))
+        except (RuntimeError, dist.DistError) as error:
+            raise self._lost(error) from error
+
     def copy_from_first(self, modules: Iterable[nn.Module]) -> None:
         """Give all ranks the parameters and buffers of rank 0.
 

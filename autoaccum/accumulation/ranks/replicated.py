@@ -113,10 +113,8 @@ def _allocate(buckets: Sequence[list[Tensor]]) -> dict[tuple[torch.device, torch
 
 
 def _sum_bucket(ranks: Ranks, bucket: list[Tensor], room: dict[tuple[torch.device, torch.dtype], Tensor]) -> None:
-    import torch.distributed as dist
-
     if not _needs_room(bucket):
-        dist.all_reduce(bucket[0], group=ranks.group_for(bucket[0]))
+        ranks.add_up(bucket[0])
         return
     total, views, start = sum(tensor.numel() for tensor in bucket), [], 0
     kind = _kind(bucket[0])
@@ -127,6 +125,6 @@ def _sum_bucket(ranks: Ranks, bucket: list[Tensor], room: dict[tuple[torch.devic
         start += tensor.numel()
     for view, tensor in zip(views, bucket, strict=True):
         view.copy_(tensor)
-    dist.all_reduce(flat, group=ranks.group_for(flat))
+    ranks.add_up(flat)
     for view, tensor in zip(views, bucket, strict=True):
         tensor.copy_(view)

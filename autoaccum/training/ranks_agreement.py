@@ -1,0 +1,207 @@
+"""What the ranks of one training tell each other, so that all begin, go on and end alike.
+
+They talk through `Ranks.gather`, at the same points in the same order. A rank that fails, or is asked to stop, tells
+the others in place of its next value (`Together.tell`), and all of them end at the same update.
+"""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+from torch import nn
+
+from autoaccum.accumulation.ranks.group import ONE_RANK, Failure, OtherRanksFailed, Ranks
+from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UsageError, first_line
+from autoaccum.training.data_windows import Window
+from autoaccum.training.fit_events import EventNotifier, Notice
+from autoaccum.training.stop_signals import StopRequested, StopSignals
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Stopping(Failure):
+    """Told in place of a failure by a rank that a signal asked to stop."""
+
+    number: int = signal.SIGTERM
+
+
+class Together:
+    """The ranks of one training, or this process alone.
+
+    Attributes:
+        ranks: The ranks.
+        is_first: Whether this is rank 0, which writes the run folder and shows the progress.
+        is_ending: Whether an error that all ranks know of ends the training.
+    """
+
+    def __init__(self, ranks: Ranks = ONE_RANK) -> None:
+        self.ranks = ranks
+        self.is_first, self.is_ending = ranks.rank == 0, False
+        self._is_alone = ranks.size == 1
+        self._warned: dict[str, None] = {}
+        self._shared = set[str]()
+
+    def gather(self, value: _T) -> list[_T | None]:
+        """Return the values that the ranks give, in their order; each calls this at the same point.
+
+        While the training ends, the values of ranks that have gone are None.
+
+        Raises:
+            OtherRanksFailed: Ranks told of failures instead.
+            RankLostError: A rank has ended, or did not call this in time.
+        """
+        if not self._is_alone:
+            try:
+                return [*self.ranks.gather(value)]
+            except (OtherRanksFailed, RankLostError):
+                if not self.is_ending:
+                    raise
+                self._is_alone = True
+        return [value if rank == self.ranks.rank else None for rank in range(self.ranks.size)]
+
+    def by_first(self, make: Callable[[], _T]) -> _T | None:
+        """Return on all ranks what `make` returns on rank 0, or raise what it raises there; None if that is gone."""
+        if self.ranks.size == 1:
+            return make()
+        made: _T | AutoaccumError | None = None
+        if self.is_first:
+            try:
+                made = make()
+            except AutoaccumError as error:
+                made = error.with_traceback(None)
+        made = self.gather(made)[0]
+        if isinstance(made, AutoaccumError):
+            raise made
+        return made
+
+    def tell(
+        self, error: BaseException, signals: StopSignals | None = None, *, is_known: bool = False
+    ) -> BaseException:
+        """Tell the other ranks of the error that ends this one, unless they know of it; return the error to raise here.
+
+        An exit that the user's code or a second signal asked for is not told: the others see that this rank is gone.
+        """
+        was_ending, self.is_ending = self.is_ending, True
+        if isinstance(error, OtherRanksFailed):
+            return _meaning(error, signals)
+        is_told = was_ending or is_known or isinstance(error, RankFailedError)
+        if isinstance(error, RankLostError) or not isinstance(error, (Exception, StopRequested)):
+            self._is_alone = True
+        elif not (is_told or self._is_alone):
+            text = f"{type(error).__name__}: {first_line(error)}"
+            failure = Failure(self.ranks.rank, "batch", 0, None, text)
+            if isinstance(error, StopRequested):
+                failure = Stopping(self.ranks.rank, "batch", 0, None, text, number=error.number)
+            try:
+                self.ranks.tell(failure)
+            except RankLostError:  # This rank's own error says more.
+                self._is_alone = True
+        return error
+
+    @contextmanager
+    def ending(self, signals: StopSignals | None = None) -> Iterator[None]:
+        """Tell the other ranks of an error in here, or raise theirs."""
+        try:
+            yield
+        except BaseException as error:
+            if (other := self.tell(error, signals)) is not error:
+                raise_other(other)
+            del other  # Its traceback holds this frame.
+            raise
+
+    def leave_out_absent(self, is_ready: bool) -> None:
+        """Go on alone unless all ranks are there and ready to save."""
+        self._is_alone = not all(self.gather(is_ready))
+
+    def begin_update(self, window: Window | None, notifier: EventNotifier) -> None:
+        """Have all ranks stop if the callback of one wants to, and show what only other ranks warn of.
+
+        Raises:
+            UsageError: The ranks do not read the same data in the same order.
+        """
+        if self.ranks.size == 1:
+            return
+        read = None if window is None else (window.samples, window.checksum)
+        answers = self.gather((read, notifier.should_stop, self._new_warnings(notifier)))
+        known = [answer for answer in answers if answer is not None]
+        self._show_warnings([new for *_, new in known], notifier)
+        if any(wants_stop for _, wants_stop, _ in known):
+            notifier.should_stop = True
+        elif len({of_rank for of_rank, *_ in known}) > 1:
+            raise UsageError(
+                "the ranks do not read the same samples in the same order",
+                hint="let the data and its sampler draw from the generators of Python, NumPy or torch, and give all"
+                " samples to every rank: fit deals them itself",
+            )
+
+    def share_warnings(self, notifier: EventNotifier) -> None:
+        """Show on rank 0 what only other ranks warn of."""
+        if self.ranks.size > 1:
+            self._show_warnings([new or [] for new in self.gather(self._new_warnings(notifier))], notifier)
+
+    @contextmanager
+    def warning_once(self) -> Iterator[None]:
+        """Show Python's warnings on rank 0 only, and there also those that only another rank has."""
+        if self.ranks.size == 1:
+            yield
+            return
+        with warnings.catch_warnings():
+            shown = warnings.showwarning
+
+            def show(message: Warning | str, *where: Any, **options: Any) -> None:
+                self._warned[str(message)] = None
+                if self.is_first:
+                    shown(message, *where, **options)
+
+            warnings.showwarning = show
+            yield
+
+    def copy_from_first(self, modules: Iterable[nn.Module], *, buffers_only: bool = False) -> None:
+        """Give all ranks the buffers of rank 0, and the parameters: those of modules that can be sent."""
+        if self.ranks.size == 1:
+            return
+        held = nn.Module()
+        for module in modules:
+            for tensor in (*module.buffers(), *(() if buffers_only else module.parameters())):
+                if not (tensor.is_meta or tensor.is_quantized):
+                    held.register_buffer(str(len(held._buffers)), tensor.detach())
+        self.ranks.copy_from_first([held])
+
+    def _new_warnings(self, notifier: EventNotifier) -> list[str]:
+        new = [text for text in (*notifier.warnings, *self._warned) if text not in self._shared]
+        self._shared.update(new)
+        return new
+
+    def _show_warnings(self, by_rank: list[list[str]], notifier: EventNotifier) -> None:
+        own = {*notifier.warnings, *self._warned}
+        for rank, texts in enumerate(by_rank):
+            for text in dict.fromkeys(texts):
+                if self.is_first and text not in own:
+                    own.add(text)
+                    notifier.notify(Notice(f"rank {rank}: {text}"))
+
+
+def raise_other(error: BaseException) -> NoReturn:
+    """Raise `error` in place of the one that is being handled."""
+    try:
+        raise error from None
+    finally:
+        del error  # Its traceback holds this frame.
+
+
+def _meaning(told: OtherRanksFailed, signals: StopSignals | None) -> BaseException:
+    """Return what to raise on a rank that has been told of other ranks' failures."""
+    failed = [failure for failure in told.failures if not isinstance(failure, Stopping)]
+    if failed:
+        text = f"rank {failed[0].rank} failed: {failed[0].text}"
+        return RankFailedError(text, hint="its own output says more; nothing was changed here")
+    stopping = next(failure for failure in told.failures if isinstance(failure, Stopping))
+    if signals is not None and signals.requested is None:
+        signals.requested = stopping.number
+    return StopRequested(stopping.number)

@@ -1,0 +1,230 @@
+"""Training on several ranks is training on one: the same samples, weights, evaluations and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+
+import autoaccum
+from autoaccum.training.fit_events import Evaluated, Updated
+
+SAMPLES, TARGET, EPOCHS = 51, 10, 5
+UPDATES = EPOCHS * 6  # five windows of 10 and one of a single sample, which all ranks but one have nothing of
+
+
+def rows() -> TensorDataset:
+    draw = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, 4, (SAMPLES,), generator=draw)
+    return TensorDataset(torch.randn(SAMPLES, 5, generator=draw, dtype=torch.float64), labels)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([rows()[index] for index in range(SAMPLES)])
+
+
+def data_of(kind: str) -> Any:
+    if kind == "dataset":
+        return rows()
+    if kind == "loader":
+        return DataLoader(rows(), batch_size=4, shuffle=True)
+    if kind == "stream":
+        return Stream()
+    if kind == "stream loader":
+        return DataLoader(Stream(), batch_size=4)
+    return [rows()[first : first + 7] for first in range(0, SAMPLES, 7)]
+
+
+KINDS = ["dataset", "loader", "stream", "stream loader", "batches"]
+
+
+def train(kind: str = "dataset", **options: Any) -> tuple[Any, dict[str, Tensor], list[Any]]:
+    """Train; return the result, the weights and the events."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    events: list[Any] = []
+    options = {"target_batch": TARGET, "micro_batch": 2, "epochs": EPOCHS, "progress": False, **options}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0, 0.5], dtype=torch.float64))
+    result = autoaccum.fit(
+        model, data_of(kind), loss=loss, optimizer=optimizer, clip_norm=0.5, callbacks=[events.append], **options
+    )
+    return result, model.state_dict(), events
+
+
+def train_kinds() -> Any:
+    seen = {}
+    for kind in KINDS:
+        result, weights, events = train(kind, eval_data=rows(), eval_every=7)
+        losses = [event.loss for event in events if isinstance(event, Updated)]
+        evaluations = [(event.samples, event.values["loss"]) for event in events if isinstance(event, Evaluated)]
+        seen[kind] = result.updates, result.samples, weights, losses, evaluations
+    return seen
+
+
+@pytest.fixture(scope="module")
+def alone() -> Any:
+    return train_kinds()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_several_ranks_train_as_one(size: int, alone: Any) -> None:
+    for seen in on_ranks(size, train_kinds):
+        for kind in KINDS:
+            updates, samples, weights, losses, evaluations = seen[kind]
+            assert (updates, samples) == alone[kind][:2] == (UPDATES, EPOCHS * SAMPLES)
+            assert losses == pytest.approx(alone[kind][3], rel=1e-9)
+            assert len(evaluations) == 5
+            for (count, value), (expected_count, expected) in zip(evaluations, alone[kind][4], strict=True):
+                assert (count, value) == (expected_count, pytest.approx(expected, rel=1e-9))
+            for name, value in alone[kind][2].items():
+                torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)
+
+
+class Noisy(nn.Module):
+    """Draws in forward, keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.body(x))
+
+
+def train_noisy(folder: str, steps: int) -> Any:
+    torch.set_num_threads(1)
+    model = Noisy()
+    events: list[Any] = []
+    result = autoaccum.fit(
+        model,
+        rows(),
+        target_batch=12,
+        micro_batch=6,
+        steps=steps,
+        loss=nn.CrossEntropyLoss(),
+        eval_data=rows(),
+        progress=False,
+        callbacks=[events.append],
+        run_dir=folder,
+        checkpoint_every=4,
+    )
+    values = [event.values["loss"] for event in events if isinstance(event, Evaluated)]
+    return result.updates, model.state_dict(), values, str(result.checkpoint), result.resumed_from
+
+
+def interrupted_noisy(folder: str) -> Any:
+    whole = train_noisy(f"{folder}/whole", 9)
+    first = train_noisy(f"{folder}/parts", 5)
+    return whole, first, train_noisy(f"{folder}/parts", 9)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_same_number_of_ranks_resumes_bit_for_bit_with_dropout(tmp_path: Path) -> None:
+    """Each rank goes on with random numbers of its own; the statistics of evaluations and checkpoints are rank 0's."""
+    (whole, first, resumed), (second_whole, *_, second_resumed) = on_ranks(2, interrupted_noisy, str(tmp_path))
+    assert (first[0], resumed[0], whole[0]) == (5, 9, 9)
+    assert resumed[4] == Path(first[3])
+    assert resumed[2][-1] == whole[2][-1] == second_whole[2][-1] == second_resumed[2][-1]
+    for name, value in whole[1].items():
+        assert torch.equal(value, resumed[1][name]), name
+        if "running" not in name:
+            assert torch.equal(value, second_resumed[1][name]), name
+    saved = torch.load(tmp_path / "parts" / "model.pt", weights_only=True)
+    assert all(torch.equal(value, resumed[1][name]) for name, value in saved.items())
+    states = torch.load(whole[3], weights_only=True)["record"]
+    assert len(states["random_of_others"]) == 1
+    assert not torch.equal(states["random_of_others"][0]["torch"], states["training"]["random"]["torch"])
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["update"] for line in lines if "loss" in line] == list(range(1, 10))
+
+
+def train_to(folder: str, steps: int) -> Any:
+    result, weights, _ = train(run_dir=folder, steps=steps, checkpoint_every=3, epochs=None)
+    return result.updates, weights, result.warnings
+
+
+def test_a_run_of_four_ranks_resumes_on_two_and_on_one(tmp_path: Path) -> None:
+    _, weights, _ = train(steps=20, epochs=None)
+    assert on_ranks(4, train_to, str(tmp_path), 7)[3][0] == 7
+    assert on_ranks(2, train_to, str(tmp_path), 13)[1][0] == 13
+    updates, resumed, _ = train_to(str(tmp_path), 20)
+    assert updates == 20
+    for name, value in weights.items():
+        torch.testing.assert_close(resumed[name], value, rtol=1e-9, atol=1e-9)
+    assert on_ranks(2, train_to, str(tmp_path), 21)[0][0] == 21
+
+
+def refusals() -> list[str]:
+    shuffled = torch.Generator()  # Of this rank alone: the order differs.
+    shuffled.manual_seed(dist.get_rank())
+    order = torch.randperm(SAMPLES, generator=shuffled).tolist()
+    found = []
+    for data, options in (
+        (DataLoader(rows(), sampler=DistributedSampler(rows()), batch_size=4), {}),
+        (DataLoader(rows(), sampler=order, batch_size=4), {}),
+        (rows(), {"micro_batch": None}),
+        (rows(), {"plan": None, "micro_batch": None, "run_dir": "/proc/none"}),
+    ):
+        try:
+            autoaccum.fit(
+                nn.Linear(5, 4).double(),
+                data,
+                **{"micro_batch": 2, **options},
+                target_batch=10,
+                loss=nn.CrossEntropyLoss(),
+                steps=2,
+                progress=False,
+            )
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_what_ranks_cannot_share_is_refused_on_all() -> None:
+    first, second = on_ranks(2, refusals)
+    assert first[:3] == second[:3]
+    assert first[0].startswith("UsageError: the DataLoader has a DistributedSampler, and fit deals the samples")
+    assert first[1].startswith("UsageError: the ranks do not read the same samples in the same order: ")
+    assert first[2].startswith("UsageError: this process is one of 2 ranks, and trials of objects in code would run")
+    assert first[3].startswith("UsageError: /proc/none cannot be written to")
+    assert second[3].startswith("RankFailedError: rank 0 failed: UsageError: /proc/none cannot be written to")
+
+
+def read_shares() -> Any:
+    class Recorded(TensorDataset):
+        read: list[int] = []  # noqa: RUF012
+
+        def __getitem__(self, index: int) -> Any:
+            self.read.append(index)
+            return super().__getitem__(index)
+
+    data = Recorded(*rows().tensors)
+    model = nn.Linear(5, 4).double()
+    loss, multiple = nn.CrossEntropyLoss(), 4
+    autoaccum.fit(
+        model, data, target_batch=12, micro_batch=4, loss=loss, epochs=1, multiple_of=multiple, progress=False
+    )
+    return data.read, model.state_dict()
+
+
+def test_each_rank_reads_its_share_only_and_in_multiples() -> None:
+    (order, weights), *_ = on_ranks(1, read_shares)
+    (first, mine), (second, theirs) = on_ranks(2, read_shares)
+    assert sorted(first + second) == sorted(order) == list(range(SAMPLES))
+    assert [len(first), len(second)] == [32, 19], "windows of 8 + 4, and at the end 3 that make no multiple"
+    dealt = [first[at : at + 8] + second[at // 2 : at // 2 + 4] for at in range(0, 32, 8)]
+    assert [index for window in dealt for index in window] == order[:48]
+    assert second[16:] == order[48:]
+    for name, value in weights.items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-9, atol=1e-9)
+        assert torch.equal(mine[name], theirs[name])
