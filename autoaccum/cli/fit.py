@@ -118,14 +118,24 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
       3    could not be planned, or checkpoints could not be written or read
       130  ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; all three after a checkpoint
     """
+    from autoaccum.accumulation.ranks.launch import launched_ranks
+
     seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
+    with launched_ranks() as ranks:
+        _fit(workload, asked, seen, as_json=as_json, quiet=quiet, shows=ranks.rank == 0)
+
+
+def _fit(workload: str, asked: dict[str, Any], seen: _Seen, *, as_json: bool, quiet: bool, shows: bool) -> None:
+    """Train, and show the result; of several ranks, only the first `shows` anything but errors."""
     try:
-        result = _train(workload, asked, seen, quiet=quiet)
-        _show(result, asked, seen, as_json=as_json, quiet=quiet)
+        result = _train(workload, asked, seen, quiet=quiet or not shows)
+        if shows:
+            _show(result, asked, seen, as_json=as_json, quiet=quiet)
     except (KeyboardInterrupt, SystemExit) as leaving:
         if not _is_signal(leaving):
             raise
-        seen.tell_end("interrupted" if isinstance(leaving, KeyboardInterrupt) else "ended")
+        if shows:
+            seen.tell_end("interrupted" if isinstance(leaving, KeyboardInterrupt) else "ended")
         if isinstance(leaving, SystemExit):
             raise
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None

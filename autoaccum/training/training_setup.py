@@ -174,7 +174,7 @@ class TrainingSetup:
             live["reduction"] = _reduction(request)
             limits |= {**options.overrides, "evaluation_batch": None}  # It has no batch of evaluation data.
             return make_plan(None, PlanRequest(request.target_batch, Options(**limits)), live=live, on_event=on_event)
-        limits["device"] = options.device if ranks == 1 else str(self.device)
+        limits["device"] = options.device
         if is_file:
             worst_of = options.worst_of or (DEFAULT_WORST_OF if workload.batch is no_batch else None)
             of_file = PlanRequest(request.target_batch, Options(**limits, **options.overrides, worst_of=worst_of))
