@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.argument_checks import check_plan, differences, plan_facts, unwrap_model
-from autoaccum.accumulation.ranks.group import Ranks
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.plan_record import Plan
@@ -147,7 +146,7 @@ def choose_micro_batch(
     source: Source,
     checkpoint: LoadedCheckpoint | None,
     notify: Callable[[Any], Any],
-    ranks: Ranks,
+    ranks: int,
 ) -> MicroBatchChoice:
     """Return the micro-batch that was given, else that of the interrupted run, else that of a new plan.
 
@@ -155,7 +154,7 @@ def choose_micro_batch(
         UsageError: The given plan is for other updates or another device.
         DoesNotFitError, NotMeasuredError, WorkloadError: Planning failed.
     """
-    found = _choose_without_planning(request, setup, checkpoint, notify, ranks.size)
+    found = _choose_without_planning(request, setup, checkpoint, notify, ranks)
     if found is not None:
         unused = [name for name in ("memory", "reserve", "worst_of") if getattr(request.options, name) is not None]
         if unused:
@@ -166,13 +165,10 @@ def choose_micro_batch(
         return replace(found, multiple_of=each)
     notify(Planning(setup.name))
     try:
-        made = setup.plan(source.planning_batch, notify, ranks.size)
+        made = setup.plan(source.planning_batch, notify, ranks)
     except (UsageError, NotMeasuredError) as error:
         hint = "" if error.hint is None else f"{error.hint}; or "
         raise type(error)(error.message, hint=f"{hint}give a number of your own: {_as_option(32)}") from error.__cause__
-    if ranks.size > 1:
-        plans = [Plan.from_json(text, source="a rank's plan") for text in ranks.gather(made.to_json())]
-        made = min(plans, key=lambda plan: plan.micro_batch)
     earlier = None if checkpoint is None else checkpoint.plan
     if earlier is not None:  # Trials do not depend on the learning rate: a tuned one stays valid for the new plan.
         made = replace(made, learning_rate=earlier.learning_rate)

@@ -78,7 +78,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             check_same_run(checkpoint, describe_request(request, source))  # Before a plan that may take minutes.
             warn_of_changes(checkpoint, setup.name, setup.digest, notify)
         resumed_from = None if checkpoint is None else checkpoint.path
-        choice = choose_micro_batch(request, setup, source, checkpoint, notify, together.ranks)
+        choice = choose_micro_batch(request, setup, source, checkpoint, notify, together.ranks.size)
         if setup.device.type == "cuda":  # CUDA may have started only during planning.
             stack.callback(RngState([setup.device]).restore)
         _seed_training(request.seed)  # All ranks build the same model.
