@@ -117,9 +117,14 @@ class DataWorkerError(AutoaccumError):
 
 
 class UpdateInterrupted(AutoaccumError):
-    """An optimizer step failed half-way, and there is no copy of the state before it: load a checkpoint."""
+    """An optimizer step failed half-way, and there is no copy of the state before it: load a checkpoint.
+
+    Attributes:
+        next_micro_batch: The micro-batch to go on with, where memory ran out on a rank that shares a sharded model.
+    """
 
     exit_code = 3
+    next_micro_batch: int | None = None
 
 
 class RankLostError(AutoaccumError):

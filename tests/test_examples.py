@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from autoaccum.planning.plan_record import Plan
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LOOPS = {"accelerate_loop": "accelerate", "lightning_manual": "lightning"}
+LOOPS = {"accelerate_loop": "accelerate", "lightning_manual": "lightning", "fsdp2_loop": "torch"}
 """Loops of a framework's, which there is nothing to plan of, and what they need."""
 ELSEWHERE = {"digits_fit", "batchnorm_modes"}
 """What tests/training/test_digits_example.py and tests/verification/test_verified_examples.py run."""
@@ -23,7 +25,7 @@ COMMANDS = {
     (path.stem, line)
     for path in EXAMPLES
     for line in (ast.get_docstring(ast.parse(path.read_text())) or "").splitlines()
-    if line.startswith(("autoaccum ", "python "))
+    if line.startswith(("autoaccum ", "python ", "torchrun "))
 }
 
 
@@ -45,6 +47,16 @@ def test_examples_train(name: str, line: str, warm_python: WarmPython) -> None:
     if name in LOOPS and importlib.util.find_spec(LOOPS[name]) is None:
         pytest.skip(f"{LOOPS[name]} is not installed: its example is not run")
     done = warm_python(ROOT, *shlex.split(line)[1:], environment=environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), f"{name} prints what it does"
+    assert "nan" not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("torchrun")))
+def test_examples_train_on_several_ranks(name: str, line: str) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(line)[1:]]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), f"{name} prints what it does"
     assert "nan" not in done.stdout

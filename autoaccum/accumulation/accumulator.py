@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -48,6 +49,7 @@ from autoaccum.accumulation.out_of_memory import (
 )
 from autoaccum.accumulation.ranks.group import Failure, OtherRanksFailed, join_ranks, world_size
 from autoaccum.accumulation.ranks.replicated import sum_gradients
+from autoaccum.accumulation.ranks.sharded import Reduce, find_sharded, is_of_collective, out_of_memory, read_reduce
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.schedule import check_multiple, split_evenly
 from autoaccum.accumulation.state_hash import ForwardSideEffects, batch_versions
@@ -94,6 +96,11 @@ class Accumulator:
     DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers of rank 0, and
     with the least of their micro-batches. An error on one rank ends the step on all, and memory that runs out on one
     makes all repeat it in smaller micro-batches.
+
+    A model that FSDP2 shards (`fully_shard`, over a mesh of all ranks) stays as it is. Every rank runs the same number
+    of micro-batches: one that has fewer repeats one with gradients of zero. Its gradients are summed by FSDP2, as
+    `reduce` says. Ranks wait for each other within forward and backward, so memory that runs out on one ends the run on
+    all: UpdateInterrupted then has the `next_micro_batch` to go on with from a checkpoint.
 
     >>> import torch
     >>> from torch.nn import Linear, MSELoss
@@ -143,6 +150,9 @@ class Accumulator:
         multiple_of: The number of samples that every micro-batch and every batch is a multiple of. Default: 1.
         accumulate_in: `fp32` (default): sum the gradients of half-precision parameters in float32. `parameters`: sum
             them in their own dtype, which needs no memory beyond `.grad` but rounds each part (with a warning).
+        reduce: When FSDP2 sums the gradients of a sharded model: `each` (default): with each micro-batch. `last`: with
+            the last, which sends less and holds the gradients of the whole model until then: 4 bytes for each of its
+            parameters in float32, of which `each` holds this rank's part alone.
         observer: A `StepObserver`, called as a step proceeds. It replaces the warning about an out-of-memory error.
 
     Raises:
@@ -175,6 +185,7 @@ class Accumulator:
         size: Callable[[Any], int] | None = None,
         multiple_of: int | None = None,
         accumulate_in: AccumulateIn | None = None,
+        reduce: Reduce = "each",
         observer: StepObserver | None = None,
     ) -> None:
         model = check_model(model)
@@ -206,6 +217,7 @@ class Accumulator:
         sum_dtype = read_accumulate_in(choose_option(plan, "accumulate_in", accumulate_in, "fp32"), UsageError)
         if plan is not None:
             check_plan(plan, model, optimizer, objective, chosen, batchnorm_mode, sum_dtype)
+        self._sharded = find_sharded(model, read_reduce(reduce), in_fp32=sum_dtype == "fp32")
         objective.move_criterion(model_device(model))
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
         self.phase: StepPhase = "batch"
@@ -216,6 +228,7 @@ class Accumulator:
         self._backpropagation = BACKPROPAGATIONS[batchnorm_mode](
             model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase
         )
+        self._backpropagation.sharded = self._sharded
         self._batchnorm_mode: BatchNormMode = batchnorm_mode
         if objective.coupled or batchnorm_mode == "exact":
             self._join_parts(in_lockstep=objective.coupled is not True or batchnorm_mode == "exact")
@@ -319,8 +332,14 @@ class Accumulator:
             if isinstance(outcome, NeedsWholeBatch):  # The model called whole_batch: nothing was changed yet.
                 self._join_parts(in_lockstep=True)
                 continue
+            if self._sharded is not None and self._sharded.is_running:  # Its modules are half-way, too.
+                self._updater.is_interrupted = True
+                if is_of_collective(outcome):
+                    outcome = self._ranks.lost(outcome)
             largest = max((max(cut) for cut in cuts), default=0)
-            failures = self._tell(outcome, largest, unchanged=batch_versions(batches) == versions)
+            failures = self._tell(
+                outcome, largest, unchanged=self._sharded is not None or batch_versions(batches) == versions
+            )
             is_own, largest = not isinstance(outcome, OtherRanksFailed), max(one.largest for one in failures)
             failed_in.append(failures[0].phase)
             self._check_retry(outcome, failures, failed_in)
@@ -338,6 +357,11 @@ class Accumulator:
 
     def _join_parts(self, *, in_lockstep: bool) -> None:
         """Run the parts of every update so that they can need each other: in lock step, or twice for a coupled loss."""
+        if self._sharded is not None:
+            raise UsageError(
+                "parts of the batch need each other, and fully_shard runs a model's parts one after the other",
+                hint="leave the model unsharded, as in DistributedDataParallel",
+            )
         if self._batchnorm_mode == "running":
             raise UsageError(
                 'batchnorm is "running", and parts of the batch need each other', hint='take batchnorm="exact"'
@@ -362,6 +386,8 @@ class Accumulator:
         """
         transaction = None
         try:
+            if self._sharded is not None:
+                self._sharded.reshard()
             modules = self._modules()
             parameters = self._parameters(modules)
             transaction = Transaction(modules, parameters, generators=self._generators, scaler=self._scaler)
@@ -396,13 +422,19 @@ class Accumulator:
         all_shares = make_shares([one for weights in weights_by_rank for one in weights], self._objective.reduction)
         if not any(map(has_weight, all_shares)):
             return StepResult(math.nan, sum(samples), sizes, None, retries, updated=False, terms={})
-        before = sum(map(len, weights_by_rank[: self._ranks.rank]))
-        shares = all_shares[before : before + len(parts)]
+        ends = itertools.accumulate(map(len, weights_by_rank), initial=0)
+        shares_by_rank: list[Sequence[Weights]] = [all_shares[one:two] for one, two in itertools.pairwise(ends)]
+        shares = shares_by_rank[self._ranks.rank]
+        if self._sharded is not None:
+            trained = optimizer_parameters(self._optimizer)
+            parts, shares = self._sharded.deal(self._ranks, parts, shares_by_rank, trained)
         is_split = sum(map(has_weight, all_shares)) > 1
         record, buffers = self._accumulate(parts, shares, modules, batches, is_split=is_split)
         self._begin_phase("clip")
         sum_gradients(self._ranks, optimizer_parameters(self._optimizer), buffers)
         loss, terms, norm = self._measure(record, buffers)
+        if self._sharded is not None:
+            self._sharded.is_running = False
         if self._check_finite:
             self._refuse_nonfinite(loss, norm)
         self._begin_phase("update")
@@ -422,7 +454,7 @@ class Accumulator:
     ) -> tuple[LossRecord, GradientBuffers | None]:
         """Run all parts; `is_split` tells whether the effective batch, over all ranks, has several."""
         joins = self._backpropagation.run_parts is not None
-        accumulates = (len(parts) if joins else sum(map(has_weight, shares))) > 1
+        accumulates = (len(parts) if joins or self._sharded is not None else sum(map(has_weight, shares))) > 1
         is_split = is_split or accumulates
         trained = optimizer_parameters(self._optimizer)
         buffers = GradientBuffers(trained, in_fp32=self._in_fp32) if accumulates and needs_buffers(trained) else None
@@ -543,8 +575,10 @@ class Accumulator:
         if oom is not None and self._recover:
             kind = "certain" if oom.certain else "uncertain"
         text = f"{type(error).__name__}: {first_line(error)}"
+        failure = Failure(self._ranks.rank, self.phase, largest, kind, text, unchanged)
         try:
-            return self._ranks.tell(Failure(self._ranks.rank, self.phase, largest, kind, text, unchanged))
+            is_waited_for = self._sharded is not None and self._sharded.is_running
+            return (self._ranks.leave if is_waited_for else self._ranks.tell)(failure)
         except RankLostError:  # This rank's own error says more.
             raise error from None
         finally:
@@ -570,8 +604,11 @@ class Accumulator:
                 raise RankFailedError(text, hint="its own output says more; nothing was changed here")
             # An update's memory does not depend on the micro-batch: a first failure may be fragmentation, two are not.
             is_update = failed_in[-2:] == ["update", "update"]
-            if max(one.largest for one in failures) > self._multiple_of and not is_update:
-                return
+            largest = max(one.largest for one in failures)
+            if largest > self._multiple_of and not is_update:
+                if self._sharded is None:
+                    return
+                raise out_of_memory(failures[0], shrink(largest, 0, self._multiple_of)) from error
             if not any(one.out_of_memory == "certain" for one in failures):
                 raise error if is_own else others
             clear_frames(error)

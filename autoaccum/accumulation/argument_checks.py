@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.ranks.sharded import is_fsdp2, is_fsdp2_class
 from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 from autoaccum.workload.objective import Objective, Reduction, resolve_objective
@@ -62,12 +63,12 @@ def check_model(model: Any) -> nn.Module:
     """Return the module to train: `model`, or what DistributedDataParallel wraps.
 
     Raises:
-        UsageError: It is no module, is sharded, or has parameters that are not initialised.
+        UsageError: It is no module, is sharded but by FSDP2, or has parameters that are not initialised.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}", hint="give an nn.Module")
     module = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
-    check_unsharded(module)
+    check_unsharded(module, but_fsdp2=True)
     lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise UsageError(f"parameter {lazy} is not initialised yet", hint="run the model on a sample batch first")
@@ -141,9 +142,24 @@ def checked_micro_batch(micro_batch: Any, multiple_of: int = 1, *, what: str = "
     return number
 
 
-def check_unsharded(model: nn.Module) -> None:
-    """Raise UsageError if the model or a module within it is distributed over ranks, even over a single one."""
+def check_unsharded(model: nn.Module, *, but_fsdp2: bool = False) -> None:
+    """Raise UsageError if the model or a module within it is distributed over ranks, even over a single one.
+
+    Args:
+        model: The model.
+        but_fsdp2: Whether `fully_shard` may shard it; how is checked by `find_sharded`.
+    """
     found = next(_distributed_parts(model), None)
+    if but_fsdp2 and any(map(is_fsdp2, model.modules())):
+        wrapped = (one for one in _distributed_parts(model) if one[1] not in ("a DTensor", "sharded by fully_shard"))
+        if (found := next(wrapped, None)) is None:
+            return
+    if found is not None and but_fsdp2:
+        name, what = found
+        raise UsageError(
+            f"{f'{name} in the model' if name else 'the model'} is {what}",
+            hint="give the bare module, or one that fully_shard (FSDP2) shards",
+        )
     if found is not None:
         name, what = found
         where = f"{name} in the model" if name else "the model"
@@ -293,10 +309,11 @@ def current_facts(
     """Return the facts of this training, by the names that a plan uses."""
     inner, device = unwrap_model(model), model_device(model)
     parameters = list(inner.parameters())
+    kind = next(one for one in type(inner).__mro__ if not is_fsdp2_class(one))
     # Sharded and quantised tensors have their storage elsewhere.
     is_dense = all(type(parameter.detach()) is Tensor for parameter in parameters)
     return {
-        "model": type(inner).__name__,
+        "model": kind.__name__,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storage_bytes(parameters) if is_dense else None,
         "optimizer": type(unwrap_optimizer(optimizer)).__name__,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,16 @@ from torch.amp import GradScaler
 from autoaccum.accumulation.batchnorm import batchnorm_names, named_modules, normalises_by_batch
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES, NOT_FULL, list_names
 from autoaccum.accumulation.first_step_checks import compares_samples
-from autoaccum.accumulation.gradients import GradientBuffers
+from autoaccum.accumulation.gradients import GradientBuffers, is_sharded
 from autoaccum.accumulation.reachable_objects import find_used_modules
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
 from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import join_batches, move_batch
 from autoaccum.workload.objective import Objective, Reduction, Weights, match_weights
+
+if TYPE_CHECKING:
+    from autoaccum.accumulation.ranks.sharded import ShardedParts
 
 
 def make_shares(weights: Sequence[Weights], reduction: Reduction) -> tuple[Weights, ...]:
@@ -110,7 +113,7 @@ class Backpropagation:
 
     BatchNorm works as in PyTorch; `batchnorm_modes` has a subclass for each other mode. Parts are moved to the device
     of the model's first parameter. `on_phase` is called with each phase as it begins. `run_parts` replaces the loop
-    over the parts where they need each other (`whole_batch`).
+    over the parts where they need each other (`whole_batch`), `sharded` where FSDP2 shards the model.
     """
 
     _consequence = f'{NOT_FULL}; batchnorm="exact" corrects that, batchnorm="running" only the running statistics'
@@ -125,6 +128,7 @@ class Backpropagation:
         on_phase: Callable[[StepPhase], None],
     ) -> None:
         self.run_parts: PartsRunner | None = None
+        self.sharded: ShardedParts | None = None
         self.model = model
         self._objective = objective
         self.criterion = objective.criterion_module
@@ -154,11 +158,14 @@ class Backpropagation:
             if self.run_parts is not None and len(parts) > 1:
                 self.run_parts(self, parts, shares, batches, record)
                 return record
-            with parts_run(IN_SEQUENCE if len(parts) > 1 else None):
+            with parts_run(IN_SEQUENCE if len(parts) > 1 or self.sharded is not None else None):
+                if self.sharded is not None:
+                    self.sharded.run(self, parts, shares, buffers, record)
+                    return record
                 for part, share in zip(parts, shares, strict=True):
                     if has_weight(share):
                         self.on_phase("batch")
-                        self._run_part(move_batch(part, self.device), share, buffers, record)
+                        self.run_part(move_batch(part, self.device), share, buffers, record)
         return record
 
     def _around_parts(self) -> AbstractContextManager[None]:
@@ -174,7 +181,8 @@ class Backpropagation:
         names = batchnorm_names(self.model, self.criterion) if is_concerned else []
         return [f"BatchNorm normalises by the micro-batch in {list_names(names)}: {self._consequence}"] if names else []
 
-    def _run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
+    def run_part(self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord) -> None:
+        """Run forward and backward of a part that is on the model's device; record its loss."""
         self.on_phase("forward")
         # What the loss is made of lives until backward has ended, as in training loops.
         _scaled, loss, _terms = self.weighted_terms(part, weights, buffers, record)
@@ -213,6 +221,11 @@ class Backpropagation:
                 record.values.append(terms[name].detach().clone())
         loss = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
         return losses, loss, terms
+
+    def uncounted_terms(self, part: Any) -> Mapping[str, Tensor]:
+        """Run the forward of a part that takes no part in the update; return the terms of its loss."""
+        terms: Mapping[str, Tensor] = self._forward(self._objective.terms, part)
+        return terms
 
     def outputs(self, part: Any) -> Any:
         """Run the forward of a part up to the outputs of which a coupled loss is computed."""
@@ -254,6 +267,11 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
 
 
 def model_device(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter of `model`, or else of its first buffer, or else the CPU."""
-    tensor = next((one for tensors in (model.parameters(), model.buffers()) for one in tensors), None)
+    """Return the device of the first parameter of `model`, or else of its first buffer, or else the CPU.
+
+    Sharded parameters that are offloaded to the host are gathered on the device of their mesh.
+    """
+    tensor: Any = next((one for tensors in (model.parameters(), model.buffers()) for one in tensors), None)
+    if tensor is not None and is_sharded(tensor) and tensor.device.type != (kind := tensor.device_mesh.device_type):
+        return torch.device(kind, torch.get_device_module(kind).current_device())
     return torch.device("cpu") if tensor is None else tensor.device

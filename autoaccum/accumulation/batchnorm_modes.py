@@ -188,6 +188,11 @@ class RunningBackpropagation(Backpropagation):
             for recorder in self._recorders:
                 recorder.next = None
 
+    def uncounted_terms(self, part: Any) -> Mapping[str, Tensor]:
+        """Run the forward of a part whose statistics do not count."""
+        terms: Mapping[str, Tensor] = super()._forward(self._objective.terms, part)
+        return terms
+
 
 class FrozenBackpropagation(Backpropagation):
     """Normalises by the running statistics and leaves them as they are; BatchNorm's weight and bias train."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -130,23 +130,62 @@ def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a DTensor, of which each rank holds a part."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of `tensor` that this rank holds: the tensor itself, unless it is sharded."""
+    return cast(Any, tensor.detach()).to_local() if is_sharded(tensor) else tensor
+
+
 def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> Tensor:
     """Scale `gradients` in place so that their total 2-norm is at most `clip_norm`; infinity measures only.
 
-    The norm of half-precision gradients is computed in float32.
+    The norm of half-precision gradients is computed in float32, that of sharded ones over all ranks.
 
     Returns:
         The norm before clipping, a scalar on the first gradient's device.
     """
-    half = [gradient for gradient in gradients if gradient.dtype in HALF_DTYPES]
-    others = [gradient for gradient in gradients if gradient.dtype not in HALF_DTYPES]
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in half]
-    if others:
-        norms.append(torch.nn.utils.get_total_norm(others))
-    norm = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+    if any(map(is_sharded, gradients)):
+        norm, gradients = _norm_over_ranks(gradients), [local_part(gradient) for gradient in gradients]
+    else:
+        norm = _norm(gradients)
     if clip_norm != float("inf"):
         holders = [gradient.detach() for gradient in gradients]  # PyTorch's clipping takes tensors with a `.grad`.
         for holder, gradient in zip(holders, gradients, strict=True):
             holder.grad = gradient
         torch.nn.utils.clip_grads_with_norm_(holders, clip_norm, norm)
     return norm
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    half = [gradient for gradient in gradients if gradient.dtype in HALF_DTYPES]
+    others = [gradient for gradient in gradients if gradient.dtype not in HALF_DTYPES]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in half]
+    if others:
+        norms.append(torch.nn.utils.get_total_norm(others))
+    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+
+
+def _norm_over_ranks(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of gradients of which some are sharded; all ranks call this with the same ones."""
+    import torch.distributed as dist
+
+    kinds: dict[Any, list[Tensor]] = {}
+    for gradient in gradients:
+        sharding = (cast(Any, gradient).device_mesh, cast(Any, gradient).placements) if is_sharded(gradient) else None
+        kinds.setdefault(sharding, []).append(local_part(gradient))
+    squares = []
+    for sharding, parts in kinds.items():
+        norm = _norm(parts)
+        square = norm.double().square()  # The square of a norm in float32 could overflow.
+        if sharding is not None:
+            mesh, placements = sharding
+            square = square.to(mesh.device_type)  # Where gradients are offloaded, they are on the host.
+            for dimension, placement in enumerate(placements):
+                if placement.is_shard():
+                    dist.all_reduce(square, group=mesh.get_group(dimension))
+        squares.append(square.to(norm.device))
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt().to(norm.dtype)

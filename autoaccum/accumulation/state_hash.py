@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.coupling import list_names
+from autoaccum.accumulation.gradients import local_part
 from autoaccum.accumulation.reachable_objects import (
     MAPPINGS,
     SEQUENCES,
@@ -175,7 +176,7 @@ class StateHasher:
             content = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
             if self._identity:
                 content.update(str(id(tensor)).encode())
-            for part in [] if tensor.is_meta else dense_parts(tensor.detach()):
+            for part in [] if tensor.is_meta else dense_parts(local_part(tensor.detach())):
                 values = part.to_dense() if part.layout is not torch.strided else part
                 values = values.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
                 content.update(values.view(torch.uint8).numpy().data)

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from autoaccum.accumulation.gradients import restore_scaler
+from autoaccum.accumulation.gradients import local_part, restore_scaler
 from autoaccum.accumulation.reachable_objects import MAPPINGS, SEQUENCES, tensor_hooks
 from autoaccum.accumulation.rng_state import Generator, RngState, initialized_cuda_devices, module_generators
 from autoaccum.units import MIB
@@ -35,9 +35,9 @@ class TensorCopy:
     """
 
     def __init__(self, tensor: Tensor, *, on_host: bool = True) -> None:
-        self._tensor, self._alias = tensor, tensor.detach()
+        self._tensor, self._alias = tensor, local_part(tensor.detach())
         self._values: Tensor | None = None
-        if not _is_fixed(tensor):
+        if not _is_fixed(self._alias):
             self._values = self._alias.to("cpu", copy=True) if on_host else self._alias.clone()
 
     def restore(self) -> Tensor:

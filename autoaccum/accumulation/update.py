@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autoaccum.accumulation.gradients import local_part
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.errors import UpdateInterrupted
 
@@ -86,7 +87,8 @@ def preallocate(blocks: Iterable[Block]) -> None:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return [local_part(leaf) for leaf in leaves if leaf.layout is torch.strided]
 
 
 class Updater:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,12 +67,10 @@ def sharded(net: nn.Module) -> nn.Module:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_sharded_model_is_refused_by_all() -> None:
+def test_a_sharded_model_is_refused_by_commands() -> None:
     model, seen = nn.Sequential(sharded(nn.Linear(4, 2))), "0 in the model is sharded by fully_shard"
     pair, loss = (torch.randn(4, 4), torch.randn(4, 2)), nn.MSELoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for call in (
-        lambda: Accumulator(model, optimizer, loss, micro_batch=2),
         lambda: fit(model, [pair], target_batch=4, loss=loss, steps=1),
         lambda: plan(model=model, batch=pair, loss=loss, target_batch=4),
         lambda: verify(model=model, batch=pair, loss=loss, target_batch=4),
@@ -81,14 +80,16 @@ def test_a_sharded_model_is_refused_by_all() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_one_rank_trains_as_without_a_group() -> None:
+@pytest.mark.parametrize("wrap", [nn.Sequential, sharded], ids=["plain", "sharded"])
+def test_one_rank_trains_as_without_a_group(wrap: Callable[[nn.Module], nn.Module]) -> None:
     check_launch()
     check_unsharded(nn.Linear(2, 2))
-    model = nn.Linear(4, 2)
+    model = wrap(nn.Linear(4, 2))
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), micro_batch=2)
     assert accumulator.step((torch.randn(4, 4), torch.randn(4, 2))).updated
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -104,6 +105,22 @@ def test_one_rank_trains_as_without_a_group() -> None:
 def test_commands_that_cannot_run_among_ranks(
     words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+=======
+class FullyShardedDataParallel(nn.Module):
+    """Has the name of FSDP1's."""
+
+
+def test_other_ways_to_share_a_model_are_refused() -> None:
+    model = FullyShardedDataParallel()
+    model.inner = nn.Linear(4, 2)
+    seen = "the model is a FullyShardedDataParallel: give the bare module, or one that fully_shard .FSDP2. shards"
+    with pytest.raises(UsageError, match=seen):
+        Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), micro_batch=2)
+
+
+@pytest.mark.parametrize("words", ["plan model.py --target-batch 8 --world-size 2", "verify model.py"])
+def test_commands_under_torchrun_are_refused(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+>>>>>>> f93cb971 (Run updates of models that FSDP2 shards, and end all ranks where memory runs out within one)
     (tmp_path / "model.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -10,12 +10,14 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from autoaccum.accumulation.gradients import is_sharded
 from autoaccum.accumulation.step_result import StepPhase
 from autoaccum.checks import join_words
 from autoaccum.errors import RankLostError, UsageError, first_line
@@ -117,10 +119,26 @@ class Ranks:
         try:
             dist.all_reduce(tensor, group=self.group_for(tensor))
         except (RuntimeError, dist.DistError) as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
+
+    def leave(self, failure: Failure) -> tuple[Failure, ...]:
+        """Leave word of this rank's failure, without waiting for ranks that wait for it in a collective."""
+        if self.size > 1:
+            with suppress(RuntimeError):  # The store was rank 0's, and is gone with it.
+                self._store.set(f"left/{self.rank}", pickle.dumps(failure).hex())
+        return (failure,)
+
+    def lost(self, error: Exception) -> OtherRanksFailed | RankLostError:
+        """Return why the collective of this rank failed with `error`: what other ranks left, or who is gone."""
+        with suppress(RuntimeError):
+            names = [f"left/{rank}" for rank in range(self.size)]
+            told = [self._store.get(name).decode() for name in names if self._store.check([name])]
+            if told:
+                return OtherRanksFailed([pickle.loads(bytes.fromhex(one)) for one in told])
+        return self._lost(error)
 
     def copy_from_first(self, modules: Iterable[nn.Module]) -> None:
-        """Give all ranks the parameters and buffers of rank 0.
+        """Give all ranks the parameters and buffers of rank 0; of sharded ones each rank keeps its own part.
 
         Raises:
             UsageError: The ranks' modules differ in their parameters or buffers.
@@ -138,7 +156,7 @@ class Ranks:
                     f"the models of rank {self.rank} and rank {rank} differ: only one has {own}",
                     hint="build the same model on all ranks",
                 )
-        for _, tensor in named:
+        for tensor in (tensor for _, tensor in named if not is_sharded(tensor)):
             # A copy where values overlap or are not in a row, since collectives read plain memory.
             plain = tensor.detach().contiguous()
             dist.broadcast(plain, group=self.group_for(plain), group_src=0)
@@ -171,7 +189,7 @@ class Ranks:
             else:
                 rows = rows[:, len(header) :]
         except (RuntimeError, dist.DistError) as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
 
     def _gather_rows(self, row: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers
+from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, is_sharded
 from autoaccum.accumulation.ranks.group import Ranks
 from autoaccum.errors import WorkloadError
 from autoaccum.units import MIB
@@ -19,8 +19,9 @@ _BUCKET_BYTES = 25 * MIB
 def sum_gradients(ranks: Ranks, parameters: Sequence[Tensor], buffers: GradientBuffers | None) -> None:
     """Sum the gradients of `parameters` over all ranks, in place; those of half precision are added in float32.
 
-    A parameter that has a gradient on some ranks only has the sum on all. Memory is taken before a rank tells the
-    others that its parts have run, so that none waits in a collective for one that has no memory left.
+    FSDP2 has summed those of sharded parameters. A parameter that has a gradient on some ranks only has the sum on all.
+    Memory is taken before a rank tells the others that its parts have run, so that none waits in a collective for one
+    that has no memory left.
 
     Raises:
         OtherRanksFailed: Another rank did not get so far.
@@ -28,7 +29,7 @@ def sum_gradients(ranks: Ranks, parameters: Sequence[Tensor], buffers: GradientB
     """
     if ranks.size == 1:
         return
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad and not is_sharded(parameter)]
     sums = {} if buffers is None else buffers.sums
     held = [sums.get(parameter, parameter.grad) for parameter in trained]
     if any(gradient is not None and gradient.is_sparse for gradient in held):

@@ -1,0 +1,282 @@
+"""Run the parts of an update of a model that FSDP2 (`fully_shard`) shards: alike on all ranks.
+
+Ranks gather parameters and scatter gradients within every forward and backward, so each runs the same number of parts:
+one that has fewer runs others that do not count. A rank that fails within a part cannot call the others back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, has_weight
+from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, dense_gradients, is_sharded
+from autoaccum.accumulation.ranks.group import Failure, Ranks, world_size
+from autoaccum.errors import UpdateInterrupted, UsageError, WorkloadError
+from autoaccum.workload.batches import batch_size, move_batch
+from autoaccum.workload.objective import Weights
+from autoaccum.workload.pytree import map_tensors, tensors
+
+Reduce: TypeAlias = Literal["each", "last"]
+"""Whether gradients are summed over ranks with each part or with the last one."""
+
+_SETTINGS = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
+"""What is set for a step: attributes of FSDP2's parameter groups (_fully_shard/_fsdp_param_group.py), which has methods
+to set them and none to read them."""
+
+_LOST = ("/gloo/", "Connection closed by peer", "Connection reset by peer", "NCCL", "Timed out waiting")
+"""Texts of a collective's error in which another rank has ended or stays away."""
+
+
+def read_reduce(reduce: Any) -> Reduce:
+    """Return `reduce`; raise UsageError unless it is known."""
+    if reduce not in ("each", "last"):
+        raise UsageError(f"reduce is {reduce!r}", hint='take "each" or "last"')
+    return "last" if reduce == "last" else "each"
+
+
+def find_sharded(model: nn.Module, reduce: Reduce, *, in_fp32: bool) -> ShardedParts | None:
+    """Return the runner of the parts of a model that `fully_shard` shards; None if it is not sharded.
+
+    Raises:
+        UsageError: It is sharded in a way that the sums over all ranks cannot be made with.
+    """
+    modules = [module for module in model.modules() if is_fsdp2(module)]
+    return ShardedParts(model, modules, reduce, in_fp32=in_fp32) if modules else None
+
+
+def is_fsdp2(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was called on `module`."""
+    return is_fsdp2_class(type(module))
+
+
+def is_fsdp2_class(kind: type) -> bool:
+    """Return whether `kind` is a class that `fully_shard` has made: `FSDPNet` of `Net`, or a base of those alone."""
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
+
+
+def is_of_collective(error: BaseException) -> TypeGuard[Exception]:
+    """Return whether `error` is that of a collective in which another rank did not take part any more."""
+    from torch.distributed import DistError
+
+    is_known = isinstance(error, DistError) or any(text in str(error) for text in _LOST)
+    return isinstance(error, RuntimeError) and is_known
+
+
+def out_of_memory(failure: Failure, next_micro_batch: int) -> UpdateInterrupted:
+    """Return the error, on every rank, of an update that `failure` has ended for all."""
+    error = UpdateInterrupted(
+        f"memory ran out on rank {failure.rank} ({failure.phase}) with micro-batches of {failure.largest}, and ranks"
+        " that share a sharded model cannot repeat an update",
+        hint=f"load a checkpoint in new processes and go on with micro_batch={next_micro_batch}",
+    )
+    error.next_micro_batch = next_micro_batch
+    return error
+
+
+class ShardedParts:
+    """Runs the parts of updates of a sharded model.
+
+    Gradients are summed, not averaged: shares weight them. They are divided by the largest share of all before the
+    backward and multiplied by it after the sum, in the sum's dtype, so that equal shares are not rounded to bf16.
+
+    Attributes:
+        is_running: Whether parts run, so that other ranks may wait in a collective.
+    """
+
+    def __init__(self, model: nn.Module, modules: Sequence[Any], reduce: Reduce, *, in_fp32: bool) -> None:
+        self._model, self._modules, self._reduce = model, modules, reduce
+        self._groups = list({id(group): group for module in modules for group in _param_groups(module)}.values())
+        self._largest, self._trained = 1.0, list[Tensor]()
+        self.is_running = False
+        self.reshard()
+        self._check_meshes()
+        self._replicates = any(group.mesh_info.mesh.ndim > 1 for group in self._groups)
+        if in_fp32 and (reduce == "last" or self._replicates):
+            self._check_dtypes()
+
+    def reshard(self) -> None:
+        """Free parameters that a forward without backward has left gathered."""
+        for module in self._modules:
+            module.reshard()
+
+    def deal(
+        self, ranks: Ranks, parts: Sequence[Any], shares: Sequence[Sequence[Weights]], trained: Sequence[Tensor]
+    ) -> tuple[list[Any], list[Weights]]:
+        """Return the parts that this rank runs, as many as every other, with their shares of the largest one.
+
+        Those that do not count have no share: repetitions of its smallest part that has one, or of its smallest part,
+        or of another rank's where it has none. From now on, ranks may wait for each other.
+
+        Args:
+            ranks: The ranks.
+            parts: This rank's parts.
+            shares: The shares of all parts, for each rank.
+            trained: The parameters of the optimizer.
+        """
+        mine = shares[ranks.rank]
+        self._trained = [parameter for parameter in trained if parameter.requires_grad]
+        self._largest = max(value for rank in shares for share in rank for value in _values(share))
+        counted = [(part, _times(share, 1 / self._largest)) for part, share in zip(parts, mine, strict=True)]
+        counted = [(part, share) for part, share in counted if has_weight(share)]
+        spare = min([part for part, _ in counted] or parts, key=batch_size, default=None)
+        if not all(shares):
+            lender = next(rank for rank, has in enumerate(shares) if has)
+            lent = ranks.gather(_copy_to_host(spare) if ranks.rank == lender else None)[lender]
+            spare = lent if spare is None else spare
+        rounds = max(sum(map(has_weight, one)) for one in shares)
+        none: Weights = _times(next(share for rank in shares for share in rank), 0.0)
+        counted += [(spare, none)] * (rounds - len(counted))
+        self.is_running = True
+        return [part for part, _ in counted], [share for _, share in counted]
+
+    def run(
+        self,
+        backpropagation: Backpropagation,
+        parts: Sequence[Any],
+        shares: Sequence[Weights],
+        buffers: GradientBuffers | None,
+        record: LossRecord,
+    ) -> None:
+        """Run what `deal` returned, and sum the gradients; their losses are recorded with their shares of the update.
+
+        Raises:
+            UsageError: What was set for a part had no effect.
+        """
+        with self._sums():
+            for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
+                is_last = index == len(parts) - 1
+                for module in self._modules:
+                    module.set_requires_gradient_sync(is_last or self._reduce == "each", recurse=False)
+                    module.set_requires_all_reduce(is_last, recurse=False)
+                backpropagation.on_phase("batch")
+                moved = move_batch(part, backpropagation.device)
+                if has_weight(share):
+                    backpropagation.run_part(moved, share, None, record)
+                else:
+                    self._run_uncounted(backpropagation, moved)
+                self._check_effect(buffers, is_last=is_last)
+                del moved
+        if self._largest != 1.0:
+            record.shares = [(name, share * self._largest) for name, share in record.shares]
+            for gradient in dense_gradients(self._trained) if buffers is None else buffers.values():
+                gradient.mul_(self._largest)
+
+    @contextmanager
+    def _sums(self) -> Iterator[None]:
+        """Let FSDP2 sum gradients, and leave its settings as they were."""
+        before = [(group, {name: getattr(group, name) for name in _SETTINGS}) for group in self._groups]
+        try:
+            for module in self._modules:
+                # Neither is recursive. Without the second, gloo refuses the first for gradients in float32.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+            yield
+        finally:
+            for group, settings in before:
+                for name, value in settings.items():
+                    setattr(group, name, value)
+
+    def _run_uncounted(self, backpropagation: Backpropagation, part: Any) -> None:
+        """Run forward and backward with gradients of zero, whatever the loss is; buffers stay as they are."""
+        before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        outputs: list[Tensor] = []
+
+        def collect(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            found = [tensor for tensor in tensors(output) if tensor.requires_grad]
+            for tensor in found:  # The gradient of a mean over no token is 0/0.
+                tensor.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
+            outputs.extend(found)
+
+        with ExitStack() as hooks:
+            for module in self._outermost():
+                hooks.enter_context(module.register_forward_hook(collect))
+            backpropagation.on_phase("forward")
+            try:
+                losses = [term for term in backpropagation.uncounted_terms(part).values() if term.requires_grad]
+            except WorkloadError:  # A loss of no token may be a constant, without a graph.
+                losses = []
+            if not losses and not outputs:
+                raise WorkloadError("the loss does not depend on the model's outputs")
+            roots = losses or outputs
+            backpropagation.on_phase("backward")
+            torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
+        with torch.no_grad():
+            for buffer, values in before:
+                if not torch.equal(buffer, values):
+                    buffer.copy_(values)
+
+    def _outermost(self) -> list[nn.Module]:
+        """Return the model, and the sharded modules that are not within another."""
+        within = {id(inner) for module in self._modules for inner in module.modules() if inner is not module}
+        return list(dict.fromkeys([self._model, *(one for one in self._modules if id(one) not in within)]))
+
+    def _check_effect(self, buffers: GradientBuffers | None, *, is_last: bool) -> None:
+        """Raise UsageError unless gradients are there after the last part, and only then for `reduce="last"`."""
+        summed = {} if buffers is None else buffers.sums
+        trained = [parameter for parameter in self._trained if is_sharded(parameter)]
+        found = any(parameter in summed or parameter.grad is not None for parameter in trained)
+        is_partial = any(getattr(group, "_partial_reduce_output", None) is not None for group in self._groups)
+        if is_last and ((trained and not found) or is_partial):
+            raise UsageError(
+                "FSDP2 did not sum all gradients with the last part of the update",
+                hint="every sharded module needs a part in it; use a mesh of one dimension",
+            )
+        if found and not is_last and self._reduce == "last":
+            raise UsageError(
+                "set_requires_gradient_sync(False) had no effect: gradients were summed before the last part",
+                hint='take reduce="each"',
+            )
+
+    def _check_meshes(self) -> None:
+        size = world_size()
+        seen = next((one for group in self._groups if (one := group.mesh_info.mesh.size()) != size), None)
+        if seen is not None:
+            raise UsageError(
+                f"the model is sharded over {seen} of {size} ranks", hint="call fully_shard with a mesh of all ranks"
+            )
+        sharded = {id(one.sharded_param) for group in self._groups for one in group.fsdp_params}
+        for name, parameter in self._model.named_parameters():
+            if is_sharded(parameter) and id(parameter) not in sharded:
+                raise UsageError(
+                    f"{name} is a DTensor that fully_shard does not shard, as in tensor parallelism",
+                    hint="shard the model by fully_shard alone",
+                )
+
+    def _check_dtypes(self) -> None:
+        for group in self._groups:
+            policy = group.mp_policy
+            for one in group.fsdp_params:
+                dtype = policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype
+                if one.sharded_param.requires_grad and dtype in HALF_DTYPES:
+                    how = 'reduce="last"' if self._reduce == "last" else "a mesh of two dimensions (HSDP)"
+                    raise UsageError(
+                        f"with {how}, FSDP2 adds up parts' gradients in {str(dtype).removeprefix('torch.')}",
+                        hint="give fully_shard mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)",
+                    )
+
+
+def _param_groups(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    found = [state._fsdp_param_group] if groups is None else groups
+    return [group for group in found if group is not None]
+
+
+def _values(share: Weights) -> list[float]:
+    return list(share.values()) if isinstance(share, dict) else [share]
+
+
+def _times(share: Weights, factor: float) -> Weights:
+    if isinstance(share, dict):
+        return {name: value * factor for name, value in share.items()}
+    return share * factor
+
+
+def _copy_to_host(part: Any) -> Any:
+    """Return a copy of `part` in host memory, without the rest of the batch that its tensors are views of."""
+    return map_tensors(part, lambda tensor: tensor.to("cpu", copy=True).contiguous())
