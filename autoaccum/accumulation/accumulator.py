@@ -578,7 +578,7 @@ class Accumulator:
         failure = Failure(self._ranks.rank, self.phase, largest, kind, text, unchanged)
         try:
             is_waited_for = self._sharded is not None and self._sharded.is_running
-            return (self._ranks.leave if is_waited_for else self._ranks.tell)(failure)
+            return (self._ranks.leave_word if is_waited_for else self._ranks.tell)(failure)
         except RankLostError:  # This rank's own error says more.
             raise error from None
         finally:

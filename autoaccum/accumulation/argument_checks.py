@@ -24,6 +24,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+_BY_FSDP2 = ("sharded by fully_shard", "a DTensor")
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -149,23 +150,14 @@ def check_unsharded(model: nn.Module, *, but_fsdp2: bool = False) -> None:
         model: The model.
         but_fsdp2: Whether `fully_shard` may shard it; how is checked by `find_sharded`.
     """
-    found = next(_distributed_parts(model), None)
+    found = list(_distributed_parts(model))
     if but_fsdp2 and any(map(is_fsdp2, model.modules())):
-        wrapped = (one for one in _distributed_parts(model) if one[1] not in ("a DTensor", "sharded by fully_shard"))
-        if (found := next(wrapped, None)) is None:
-            return
-    if found is not None and but_fsdp2:
-        name, what = found
+        found = [(name, what) for name, what in found if what not in _BY_FSDP2]
+    if found:
+        name, what = found[0]
         raise UsageError(
             f"{f'{name} in the model' if name else 'the model'} is {what}",
-            hint="give the bare module, or one that fully_shard (FSDP2) shards",
-        )
-    if found is not None:
-        name, what = found
-        where = f"{name} in the model" if name else "the model"
-        raise UsageError(
-            f"{where} is {what}, and several ranks are not built yet",
-            hint="give the bare module, in one process: not wrapped, not sharded",
+            hint="give the bare module; the Accumulator takes one that fully_shard (FSDP2) shards, too",
         )
 
 
@@ -173,10 +165,10 @@ def _distributed_parts(model: nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         wrappers = [kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS]
         if wrappers:
-            yield name, "sharded by fully_shard" if wrappers[0] == "FSDPModule" else f"a {wrappers[0]}"
+            yield name, _BY_FSDP2[0] if wrappers[0] == "FSDPModule" else f"a {wrappers[0]}"
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ == "DTensor":
-            yield name, "a DTensor"
+            yield name, _BY_FSDP2[1]
 
 
 _RECORDED = (

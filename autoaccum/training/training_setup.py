@@ -20,6 +20,7 @@ from autoaccum.accumulation.argument_checks import (
     check_optimizer,
     check_precision,
     check_scheduler,
+    check_unsharded,
     choose_objective,
     unwrap_model,
 )
@@ -245,6 +246,7 @@ class TrainingSetup:
             model: nn.Module = self._request.model_or_workload
             return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
         model = own.build_model().to(self.device)
+        check_unsharded(model)
         for module in find_auxiliary_modules(own).values():
             module.to(self.device)
         return model, own.build_optimizer(model)
@@ -261,7 +263,7 @@ class TrainingSetup:
     def _check_model(self, model: nn.Module) -> Objective:
         """Check a live model and its arguments, and return its loss."""
         request = self._request
-        check_model(model)
+        check_unsharded(check_model(model))
         if request.data is None:
             raise UsageError("a model is given, and no data", hint="give a Dataset, a DataLoader or batches")
         given = {name: getattr(request, name) for name in ("criterion", "weight")}

@@ -121,7 +121,7 @@ class Ranks:
         except (RuntimeError, dist.DistError) as error:
             raise self.lost(error) from error
 
-    def leave(self, failure: Failure) -> tuple[Failure, ...]:
+    def leave_word(self, failure: Failure) -> tuple[Failure, ...]:
         """Leave word of this rank's failure, without waiting for ranks that wait for it in a collective."""
         if self.size > 1:
             with suppress(RuntimeError):  # The store was rank 0's, and is gone with it.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.argument_checks import check_model, check_optimizer
+from autoaccum.accumulation.argument_checks import check_model, check_optimizer, check_unsharded
 from autoaccum.accumulation.reachable_objects import find_python_attributes, find_reachable
 from autoaccum.accumulation.rng_state import Generator, module_generators
 from autoaccum.checks import check_group
@@ -47,7 +47,7 @@ class LiveObjects:
     name: str = "model"
 
     def __post_init__(self) -> None:
-        check_model(self.model)
+        check_unsharded(check_model(self.model))
         if isinstance(self.model, nn.DataParallel):
             raise UsageError("the model is wrapped in DataParallel", hint="give the module in it: model=wrapped.module")
         if self.live_optimizer is not None:
