@@ -28,6 +28,7 @@ from autoaccum.accumulation.argument_checks import (
     choose_option,
 )
 from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device, total_loss
+from autoaccum.accumulation.batchnorm import check_synchronised
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
 from autoaccum.accumulation.first_step_checks import BufferVersions, load_balancing_warning
 from autoaccum.accumulation.gradients import (
@@ -95,7 +96,8 @@ class Accumulator:
     backward, gradients once per update, in float32 where parameters are of half precision. A module wrapped in
     DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers of rank 0, and
     with the least of their micro-batches. An error on one rank ends the step on all, and memory that runs out on one
-    makes all repeat it in smaller micro-batches.
+    makes all repeat it in smaller micro-batches. `batchnorm="exact"` and `"running"`, a coupled loss and `whole_batch`
+    take the samples of all ranks, of which some may have none.
 
     A model that FSDP2 shards (`fully_shard`, over a mesh of all ranks) stays as it is. Every rank runs the same number
     of micro-batches: one that has fewer repeats one with gradients of zero. Its gradients are summed by FSDP2, as
@@ -139,8 +141,9 @@ class Accumulator:
             that gradient and running statistics are those without accumulation. What its micro-batches keep for
             backward then waits in host memory.
         coupled: Whether the loss compares samples and needs the outputs of the whole effective batch (contrastive
-            losses, hard mining). It is then computed once, of all outputs. `True`: each micro-batch runs forward twice,
-            without and with a graph. `lockstep`: once, and what backward needs waits in host memory.
+            losses, hard mining). It is then computed once, of all outputs, on each rank of those of all ranks.
+            `True`: each micro-batch runs forward twice, without and with a graph. `lockstep`: once, and what backward
+            needs waits in host memory.
         outputs: For a coupled loss that is no criterion: `outputs(model, batch)`, which returns a nest of tensors whose
             first dimension is the sample, or numbers such as a learned temperature.
         coupled_loss: `coupled_loss(outputs, batch)`, in place of `loss`; give `outputs` with it.
@@ -225,14 +228,14 @@ class Accumulator:
         self._clip_norm, self._scaler, self._in_fp32 = clip_norm, scaler, sum_dtype == "fp32"
         self._recover, self._check_finite, self._observer = recover, check_finite, observer
         self._updater = Updater(optimizer, scaler, scheduler)
+        self._ranks = join_ranks()
         self._backpropagation = BACKPROPAGATIONS[batchnorm_mode](
-            model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase
+            model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase, ranks=self._ranks
         )
         self._backpropagation.sharded = self._sharded
         self._batchnorm_mode: BatchNormMode = batchnorm_mode
         if objective.coupled or batchnorm_mode == "exact":
             self._join_parts(in_lockstep=objective.coupled is not True or batchnorm_mode == "exact")
-        self._ranks = join_ranks()
         self.micro_batch = min(self._ranks.gather(self.micro_batch))
         self._ranks.copy_from_first(
             [model] if objective.criterion_module is None else [model, objective.criterion_module]
@@ -329,9 +332,8 @@ class Accumulator:
             if isinstance(outcome, StepResult):
                 self.micro_batch = ceiling
                 return outcome
-            if isinstance(outcome, NeedsWholeBatch):  # The model called whole_batch: nothing was changed yet.
-                self._join_parts(in_lockstep=True)
-                continue
+            if self._sharded is not None and isinstance(outcome, NeedsWholeBatch):
+                self._join_parts(in_lockstep=True)  # It refuses that, on every rank.
             if self._sharded is not None and self._sharded.is_running:  # Its modules are half-way, too.
                 self._updater.is_interrupted = True
                 if is_of_collective(outcome):
@@ -340,6 +342,13 @@ class Accumulator:
             failures = self._tell(
                 outcome, largest, unchanged=self._sharded is not None or batch_versions(batches) == versions
             )
+            if any(one.needs_whole_batch for one in failures):  # The model called whole_batch: nothing was changed yet.
+                self._join_parts(in_lockstep=True)
+                failures = tuple(one for one in failures if not one.needs_whole_batch)
+                if not failures:
+                    continue
+                if isinstance(outcome, NeedsWholeBatch):
+                    outcome = OtherRanksFailed(failures)
             is_own, largest = not isinstance(outcome, OtherRanksFailed), max(one.largest for one in failures)
             failed_in.append(failures[0].phase)
             self._check_retry(outcome, failures, failed_in)
@@ -429,6 +438,10 @@ class Accumulator:
             trained = optimizer_parameters(self._optimizer)
             parts, shares = self._sharded.deal(self._ranks, parts, shares_by_rank, trained)
         is_split = sum(map(has_weight, all_shares)) > 1
+        if self._ranks.size > 1:
+            joins = self._backpropagation.run_parts is not None
+            run = [sum(joins or has_weight(one) for one in each) for each in shares_by_rank]
+            check_synchronised(self._batchnorm_mode, modules, [] if self._sharded is not None else run)
         record, buffers = self._accumulate(parts, shares, modules, batches, is_split=is_split)
         self._begin_phase("clip")
         sum_gradients(self._ranks, optimizer_parameters(self._optimizer), buffers)
@@ -575,7 +588,8 @@ class Accumulator:
         if oom is not None and self._recover:
             kind = "certain" if oom.certain else "uncertain"
         text = f"{type(error).__name__}: {first_line(error)}"
-        failure = Failure(self._ranks.rank, self.phase, largest, kind, text, unchanged)
+        needs = isinstance(error, NeedsWholeBatch)
+        failure = Failure(self._ranks.rank, self.phase, largest, kind, text, unchanged, needs)
         try:
             is_waited_for = self._sharded is not None and self._sharded.is_running
             return (self._ranks.leave_word if is_waited_for else self._ranks.tell)(failure)

@@ -16,6 +16,7 @@ from autoaccum.accumulation.batchnorm import batchnorm_names, named_modules, nor
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES, NOT_FULL, list_names
 from autoaccum.accumulation.first_step_checks import compares_samples
 from autoaccum.accumulation.gradients import GradientBuffers, is_sharded
+from autoaccum.accumulation.ranks.group import ONE_RANK, Ranks
 from autoaccum.accumulation.reachable_objects import find_used_modules
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
 from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
@@ -126,10 +127,11 @@ class Backpropagation:
         precision: str,
         scaler: GradScaler | None,
         on_phase: Callable[[StepPhase], None],
+        ranks: Ranks = ONE_RANK,
     ) -> None:
         self.run_parts: PartsRunner | None = None
         self.sharded: ShardedParts | None = None
-        self.model = model
+        self.model, self.ranks = model, ranks
         self._objective = objective
         self.criterion = objective.criterion_module
         self.reduction = objective.reduction
@@ -154,11 +156,12 @@ class Backpropagation:
         record = LossRecord()
         self._check_loss = not self._has_checked_loss and sum(map(has_weight, shares)) > 1
         self.device = model_device(self.model)
+        are_several = len(parts) > 1 or self.ranks.size > 1
         with self._around_parts(), torch.enable_grad(), nullcontext() if buffers is None else buffers:
-            if self.run_parts is not None and len(parts) > 1:
+            if self.run_parts is not None and are_several:
                 self.run_parts(self, parts, shares, batches, record)
                 return record
-            with parts_run(IN_SEQUENCE if len(parts) > 1 or self.sharded is not None else None):
+            with parts_run(IN_SEQUENCE if are_several else None):
                 if self.sharded is not None:
                     self.sharded.run(self, parts, shares, buffers, record)
                     return record
@@ -252,13 +255,20 @@ class Backpropagation:
         losses = list(terms.values())
         return torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if losses[1:] else losses[0]
 
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward of a scaled loss, which is released when this returns, as training loops do."""
-        if not loss.requires_grad:
+    def read_by_coupled_loss(self, batch: Any) -> Any:
+        """Return what the coupled loss reads of a batch, in place of it."""
+        return self._objective.read_by_coupled_loss(batch)
+
+    def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
+        """Run the backward of a scaled loss, which is released when this returns, as training loops do.
+
+        With `inputs`, only these get gradients.
+        """
+        if not loss.requires_grad or (inputs is not None and not inputs):
             return
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss, inputs=inputs)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

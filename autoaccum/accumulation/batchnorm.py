@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,7 +12,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.transaction import is_plain_tensor
+from autoaccum.checks import join_words
 from autoaccum.errors import UsageError
+from autoaccum.options import BatchNormMode
 
 BATCHNORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -64,6 +66,22 @@ def check_frozen(model: nn.Module, criterion: nn.Module | None = None) -> None:
         raise UsageError(
             f'batchnorm is "frozen", and {list_names(names)} have no running statistics (track_running_stats=False)',
             hint='use GroupNorm there, or batchnorm="micro"',
+        )
+
+
+def check_synchronised(mode: BatchNormMode, modules: Iterable[nn.Module], parts: Sequence[int]) -> None:
+    """Raise UsageError if SyncBatchNorm cannot wait for the other ranks in each part; they run so many `parts`."""
+    if mode in ("exact", "frozen") or not any(isinstance(one, nn.SyncBatchNorm) and one.training for one in modules):
+        return
+    if mode == "running":
+        raise UsageError(
+            'batchnorm is "running", and SyncBatchNorm normalises by the micro-batches of all ranks',
+            hint='take batchnorm="exact", or BatchNorm without Sync',
+        )
+    if len(set(parts)) > 1:
+        raise UsageError(
+            f"the ranks run {join_words(map(str, parts))} micro-batches, and SyncBatchNorm waits for all ranks in each",
+            hint='give all ranks as many samples, or take batchnorm="exact"',
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from typing import Any, Final, cast
 
 import torch
@@ -51,12 +52,13 @@ class _Moments:
             return
         dtype = torch.float32 if mean.device.type == "mps" else torch.float64
         part_mean, squares = mean.to(dtype, copy=True), variance.to(dtype, copy=True).mul_(count - 1)
-        if self.count:
-            self._merge(count, part_mean, squares)
-        else:
-            self.count, self.mean, self.squares = count, part_mean, squares
+        self.merge(count, part_mean, squares)
 
-    def _merge(self, count: int, mean: Tensor, squares: Tensor) -> None:
+    def merge(self, count: int, mean: Tensor, squares: Tensor) -> None:
+        """Add the count, mean and squared deviations of other values."""
+        if not self.count:
+            self.count, self.mean, self.squares = count, mean, squares
+            return
         total, difference = self.count + count, mean - self.mean
         self.mean.add_(difference, alpha=count / total)
         self.squares.add_(squares).add_(difference.square_(), alpha=self.count * count / total)
@@ -96,6 +98,20 @@ class _StatisticsRecorder:
         self._restore()
         for hook in self._hooks:
             hook.remove()
+
+    def calls(self) -> list[tuple[float | None, tuple[Any, ...]]]:
+        """Return momentum, and count, mean and squared deviations in host memory, of each call."""
+        moments = [(one.count, one.mean.cpu(), one.squares.cpu()) if one.count else () for one in self._calls]
+        return [(one.momentum, each) for one, each in zip(self._calls, moments, strict=True)]
+
+    def join_calls(self, calls_of_ranks: Sequence[Sequence[tuple[float | None, tuple[Any, ...]]]]) -> None:
+        """Take the calls of all ranks, the k-th of each together, in place of this rank's."""
+        self._calls = []
+        for calls in zip_longest(*calls_of_ranks):
+            joined = _Moments(next(one for one in calls if one is not None)[0])
+            for _, (count, *moments) in (one for one in calls if one is not None and one[1]):
+                joined.merge(count, *(moment.to(self._buffers["running_mean"].device) for moment in moments))
+            self._calls.append(joined)
 
     @torch.no_grad()
     def update_statistics(self) -> None:
@@ -141,8 +157,8 @@ class _StatisticsRecorder:
 class RunningBackpropagation(Backpropagation):
     """Normalises each part by itself, and updates running statistics once, as the full batch would.
 
-    Parts without weight are not run and so do not count, which is the only difference from the full batch's statistics.
-    torch.compile is off meanwhile: code compiled before ignores hooks that were registered later.
+    Parts of all ranks count, but not those without weight, which are not run: the only difference from the full batch's
+    statistics. torch.compile is off meanwhile: code compiled before ignores hooks that were registered later.
     """
 
     _consequence = f'only running statistics are exact, {NOT_FULL}; batchnorm="exact" corrects that'
@@ -176,6 +192,10 @@ class RunningBackpropagation(Backpropagation):
                 hint='call the module, as in self.norm(x), or use batchnorm="micro"',
             )
         self._is_first = False
+        if self.ranks.size > 1:
+            rows = self.ranks.gather([recorder.calls() for recorder in self._recorders])
+            for recorder, *calls in zip(self._recorders, *rows, strict=True):
+                recorder.join_calls(calls)
         for recorder in self._recorders:
             recorder.update_statistics()
 

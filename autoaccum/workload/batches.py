@@ -279,6 +279,8 @@ def _concatenate(parts: list[Any], path: str) -> Any:
     try:
         return torch.cat(parts) if isinstance(parts[0], Tensor) else np.concatenate(parts)
     except (RuntimeError, TypeError, ValueError) as error:
+        if len({np.shape(part)[1:] for part in parts}) == 1:
+            raise  # Memory may have run out.
         raise WorkloadError(
             f"{path} of several batches cannot be joined ({first_line(error)})",
             hint="make batches that differ only in their first dimension",

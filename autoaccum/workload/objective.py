@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -128,6 +129,16 @@ class Objective:
             return _read_terms(self.criterion.loss(outputs, move_batch(targets, device)))
         assert isinstance(self.loss_function, CoupledLoss)
         return _read_terms(self.loss_function.loss(outputs, unwrap_batch(move_batch(batch, device))))
+
+    def read_by_coupled_loss(self, batch: Any) -> Any:
+        """Return a batch of as many samples that has no more than what `coupled_terms` reads: targets, or nothing.
+
+        A function that may read the batch gets the whole.
+        """
+        if self.criterion is not None:
+            return torch.zeros(batch_size(batch)), _inputs_and_targets(unwrap_batch(batch))[1]
+        assert isinstance(self.loss_function, CoupledLoss)
+        return batch if _may_read(self.loss_function.loss, 1) else torch.zeros(batch_size(batch))
 
     def outputs(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's outputs for the inputs of `(inputs, targets)`, or those of a coupled loss.
@@ -302,6 +313,17 @@ def _check_loss_function(loss: Any) -> None:
             f"loss{inspect.signature(loss)} does not take a model and a batch",
             hint="write loss(model, batch); if it takes outputs and targets, it is a criterion: criterion = loss",
         )
+
+
+def _may_read(function: Any, position: int) -> bool:
+    """Return whether `function` may read its argument at this position: a function that never names it does not."""
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_argcount <= position or inspect.ismethod(function) or "locals" in code.co_names:
+        return True
+    name = code.co_varnames[position]
+    return name in code.co_cellvars or any(
+        name in (one.argval if isinstance(one.argval, tuple) else (one.argval,)) for one in dis.get_instructions(code)
+    )
 
 
 def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:

@@ -45,6 +45,7 @@ class Failure:
         out_of_memory: Whether memory ran out: `certain`, `uncertain` (bugs can cause that error, too) or None.
         text: The error in words.
         unchanged: Whether its batch is as it was before, so that it can be repeated.
+        needs_whole_batch: It is no error: parts need each other, and all ranks are to repeat them in lock step.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Failure:
     out_of_memory: Literal["certain", "uncertain"] | None
     text: str
     unchanged: bool = True
+    needs_whole_batch: bool = False
 
 
 class OtherRanksFailed(Exception):

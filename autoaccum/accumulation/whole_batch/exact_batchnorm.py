@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autoaccum.accumulation.batchnorm import BATCHNORMS, normalises_by_batch
 from autoaccum.accumulation.whole_batch.host_storage import HostStorage
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
+from autoaccum.accumulation.whole_batch.rank_meetings import Shares
 from autoaccum.errors import WorkloadError
 
 
@@ -94,12 +95,15 @@ class _Moments(torch.autograd.Function):
 
 
 class _Combined(torch.autograd.Function):
-    """Moments of the whole batch from those of its parts; its backward hands each part the sums over all parts."""
+    """Moments of the whole batch from those of its parts; its backward hands each part the sums over all parts.
+
+    With `as_part` they are moments as those of a part: the second is not divided by the number of values.
+    """
 
     @staticmethod
-    def forward(ctx: Any, counts: Sequence[int], *moments: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, counts: Sequence[int], as_part: bool, *moments: Tensor) -> tuple[Tensor, Tensor]:
         wide = [moment.double() if moment.device.type != "mps" else moment for moment in moments]
-        means, squares, total = wide[::2], wide[1::2], sum(counts)
+        means, squares, total = wide[::2], wide[1::2], sum(counts) or 1
         mean = sum(
             (one * (count / total) for one, count in zip(means, counts, strict=True)), torch.zeros_like(means[0])
         )
@@ -107,13 +111,13 @@ class _Combined(torch.autograd.Function):
         variance = sum(
             (one + count * (part - mean).square() for one, part, count in deviations), torch.zeros_like(mean)
         )
-        return mean.to(moments[0].dtype), (variance / total).to(moments[0].dtype)
+        return mean.to(moments[0].dtype), (variance if as_part else variance / total).to(moments[0].dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, sum_gradient: Tensor, sum_product: Tensor) -> Any:
-        count = (len(ctx.needs_input_grad) - 1) // 2
-        return None, *(sum_gradient, sum_product) * count
+        count = (len(ctx.needs_input_grad) - 2) // 2
+        return None, None, *(sum_gradient, sum_product) * count
 
 
 class _Normalised(torch.autograd.Function):
@@ -167,12 +171,15 @@ class ExactBatchNorm:
 
     def __init__(self, lockstep: Lockstep, storage: HostStorage) -> None:
         self._lockstep, self._storage = lockstep, storage
+        self._by_place: dict[str, Any] = {}
+        lockstep.follow = self._follow
 
     @contextmanager
     def replacing(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Replace those among `modules` within; a module's own `forward` is restored."""
         norms = [(name, one) for name, one in modules.items() if isinstance(one, BATCHNORMS)]
         own = {module: vars(module).get("forward") for _, module in norms}
+        self._by_place = {f"BatchNorm {name}": module for name, module in norms}
         try:
             for name, module in norms:
                 vars(module)["forward"] = self._forward_of(name, module)
@@ -242,7 +249,7 @@ class ExactBatchNorm:
         count = input.numel() // input.shape[1] if input.shape[1] else 0
         moments = _Moments.apply(input, part)  # type: ignore[no-untyped-call]
         mean, variance, part.count = self._lockstep.meet(
-            f"BatchNorm {name}", (count, *moments), lambda values: [_combine(module, values)] * len(values)
+            f"BatchNorm {name}", (count, *moments), lambda values: [self._join(name, module, values)] * len(values)
         )
         part.present = input.detach()
         output: Tensor = _Normalised.apply(  # type: ignore[no-untyped-call]
@@ -250,16 +257,30 @@ class ExactBatchNorm:
         )
         return output
 
+    def _join(self, name: str, module: Any, values: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor, int]:
+        counts = [count for count, _, _ in values]
+        moments = [moment for _, *pair in values for moment in pair]
+        ranks = self._lockstep.ranks
+        if ranks is None:
+            return _combine(module, counts, moments)
+        own = _Combined.apply(counts, True, *moments)  # type: ignore[no-untyped-call]
+        _, rows = ranks.meet(f"BatchNorm {name}", sum(counts), own)
+        return _combine(module, [count for count, _ in rows], [moment for _, pair in rows for moment in pair])
 
-def _combine(module: Any, values: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[Tensor, Tensor, int]:
+    def _follow(self, place: str, rows: Shares) -> None:
+        """Update the running statistics of a BatchNorm that other ranks have called."""
+        if place in self._by_place:
+            counts, moments = [count for count, _ in rows], [moment for _, pair in rows for moment in pair]
+            _combine(self._by_place[place], counts, moments)
+
+
+def _combine(module: Any, counts: Sequence[int], moments: Sequence[Tensor]) -> tuple[Tensor, Tensor, int]:
     """Return mean and variance of all parts, and the number of values; update the running statistics once."""
-    counts = [count for count, _, _ in values]
     if sum(counts) <= 1:
         raise WorkloadError(
             f"the whole batch has {sum(counts)} value per channel, and BatchNorm needs more", hint="take more samples"
         )
-    moments = [moment for _, *pair in values for moment in pair]
-    mean, variance = _Combined.apply(counts, *moments)  # type: ignore[no-untyped-call]
+    mean, variance = _Combined.apply(counts, False, *moments)  # type: ignore[no-untyped-call]
     if module.training and module.track_running_stats:
         _update_statistics(module, mean.detach(), variance.detach() * (sum(counts) / (sum(counts) - 1)))
     return mean, variance, sum(counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
+from autoaccum.accumulation.whole_batch.rank_meetings import RankMeetings
 from autoaccum.errors import WorkloadError
 
 IN_SEQUENCE = object()
+_PLACE = "whole_batch(x)"
 _running: Any = None
 """How the parts of the present update run: in a `Lockstep`, one after the other, or None outside of one."""
 
@@ -45,8 +48,9 @@ def parts_run(how: Any) -> Iterator[None]:
 def whole_batch(x: Tensor) -> Tensor:
     """Return `x` of all samples of the effective batch, for use within a model or a loss.
 
-    Within an update in micro-batches, the `x` of all micro-batches is joined along the first dimension; it is
-    differentiable, so that each sample's gradient is that of all uses. Elsewhere `x` itself is returned.
+    Within an update in micro-batches, the `x` of all micro-batches, those of other ranks too, is joined along the first
+    dimension; it is differentiable, so that each sample's gradient is that of all uses. Elsewhere `x` itself is
+    returned.
 
     A model that balances the load of experts over the whole batch:
 
@@ -86,19 +90,27 @@ def whole_batch(x: Tensor) -> Tensor:
             hint='make the loss a mean (reduction="mean"), or compute it of all outputs in coupled_loss',
         )
     # The joined tensor and its gradients wait in host memory for the other parts.
-    joined: Tensor = running.meet("whole_batch(x)", x.cpu(), join_rows)
+    joined: Tensor = running.meet(_PLACE, x.cpu(), partial(join_rows, ranks=running.ranks))
     return joined.to(x.device, copy=True)  # Else, on the CPU, a part that changes it in place changes all parts'.
 
 
-def join_rows(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return, for each part, the tensors of all parts joined along the first dimension."""
+def join_rows(values: Sequence[Tensor], ranks: RankMeetings | None = None) -> list[Tensor]:
+    """Return, for each part, the tensors of all parts, of all ranks, joined along the first dimension."""
+    joined = _join_rows(values)
+    if ranks is not None:
+        joined = _join_rows([rows for _, (rows,) in ranks.meet(_PLACE, None, [joined])[1]])
+    return [joined] * len(values)
+
+
+def _join_rows(values: Sequence[Tensor]) -> Tensor:
     shapes = {(value.shape[1:], value.dtype) for value in values}
     if len(shapes) > 1:
         raise WorkloadError(
             f"whole_batch(x) got tensors of different shapes or dtypes: {', '.join(map(_describe, values))}",
             hint="make all but the first dimension equal, as by padding to one length",
         )
-    return [_Joined.apply(*values)] * len(values)  # type: ignore[no-untyped-call]
+    joined: Tensor = _Joined.apply(*values)  # type: ignore[no-untyped-call]
+    return joined
 
 
 class _Joined(torch.autograd.Function):

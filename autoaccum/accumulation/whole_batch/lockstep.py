@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatch
 
+from autoaccum.accumulation.whole_batch.rank_meetings import THE_END, RankMeetings, Shares, check_places
 from autoaccum.errors import WorkloadError
 
 T = TypeVar("T")
@@ -49,6 +50,8 @@ class Lockstep:
 
     Attributes:
         part: The index of the part that runs; None between parts, and in backward.
+        ranks: Where the parts meet those of other ranks; None for one rank.
+        follow: Called with a place and what was exchanged there, on a rank that has no parts.
         adds_up: Whether the losses of the parts are added up, and not averaged.
     """
 
@@ -59,7 +62,10 @@ class Lockstep:
         on_part: Callable[[int], None] = lambda index: None,
         modules: Iterable[nn.Module] = (),
         while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        ranks: RankMeetings | None = None,
     ) -> None:
+        self.ranks = ranks
+        self.follow: Callable[[str, Shares], None] = lambda place, rows: None
         self.part: int | None = None
         self._while_waiting = while_waiting
         self._on_part = on_part
@@ -67,12 +73,16 @@ class Lockstep:
         self._parts: list[greenlet] = []
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Run a function for each part, and return their results.
+        """Run a function for each part, and return their results; a rank without parts follows the others.
 
         Raises:
             WorkloadError: A part waits for the others at a place that another one does not reach.
             BaseException: What one of the functions raised, once all other parts have ended.
         """
+        if self.ranks is not None and not functions:
+            while (met := self.ranks.meet(None, None, ()))[0] != THE_END:
+                self.follow(*met)
+            return []
         self._parts = [greenlet(function) for function in functions]
         for part in self._parts:
             part.gr_context = copy_context()
@@ -87,6 +97,8 @@ class Lockstep:
                     results[index], states[index] = self._go_on(index, states[index], results[index])
                 waiting = [not part.dead for part in self._parts]
                 if not any(waiting):
+                    if self.ranks is not None:
+                        self.ranks.meet(THE_END, None, ())
                     self._views[-1].apply()
                     return results
                 results = [(share,) for share in self._join(results, waiting)]
@@ -152,15 +164,7 @@ class Lockstep:
         return fork
 
     def _join(self, results: Sequence[Any], waiting: Sequence[bool]) -> Sequence[Any]:
-        places = [
-            result.place if waits else "the end of its loss" for result, waits in zip(results, waiting, strict=True)
-        ]
-        if len(set(places)) > 1:
-            other = next(place for place in places if place != places[0])
-            raise WorkloadError(
-                f"a part of the batch is at {places[0]} while another is at {other}, so that they cannot be joined",
-                hint="let every part run the same layers in the same order",
-            )
+        check_places([one.place if waits else THE_END for one, waits in zip(results, waiting, strict=True)])
         shares: Sequence[Any] = results[0].join([result.value for result in results])
         return shares
 

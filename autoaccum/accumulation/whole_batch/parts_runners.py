@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -21,6 +21,8 @@ from autoaccum.accumulation.whole_batch.host_storage import HostStorage
 from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
 from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
+from autoaccum.accumulation.whole_batch.rank_meetings import RankMeetings
+from autoaccum.accumulation.whole_batch.rank_outputs import RankOutputs
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, join_batches, move_batch, split_batch
 from autoaccum.workload.objective import Weights
@@ -47,7 +49,7 @@ class LockstepParts:
     def __init__(self, *, exact_batchnorm: bool, coupled: bool, on_part: Callable[[int], None]) -> None:
         self._exact_batchnorm, self._coupled, self._on_part = exact_batchnorm, coupled, on_part
         self.host_bytes = 0
-        self._joining = OutputsJoining()
+        self._loss_of_all = _LossOfAll()
 
     def __call__(
         self,
@@ -61,7 +63,8 @@ class LockstepParts:
         model, device = backpropagation.model, backpropagation.device
         storage = HostStorage([*model.parameters(), *model.buffers()])
         modules = dict(backpropagation.named_modules())
-        lockstep = Lockstep(self._on_part, modules.values(), storage.waiting)
+        ranks = RankMeetings(backpropagation.ranks, device) if backpropagation.ranks.size > 1 else None
+        lockstep = Lockstep(self._on_part, modules.values(), storage.waiting, ranks)
         lockstep.adds_up = backpropagation.reduction == "sum" and not self._coupled
 
         @contextmanager
@@ -78,18 +81,27 @@ class LockstepParts:
                     return backpropagation.outputs(moved)
                 return backpropagation.weighted_terms(moved, share, None, record)[1]
 
-        with joining_parts():
-            results = lockstep.run([partial(run_part, *each) for each in zip(parts, shares, strict=True)])
-        if self._coupled:
-            joined = self._joining.join(results, [*map(batch_size, parts)], _outputs_of(backpropagation, batches))
-            loss = backpropagation.coupled_loss(joined, batches, record)
-            del joined
-        else:
-            loss = torch.stack(results).sum()
-        del results
-        backpropagation.on_phase("backward")
-        with joining_parts():  # A part that is computed once more within backward (checkpointing) is refused.
-            backpropagation.backward(loss)
+        def run_backward(function: Callable[..., None], *arguments: Any) -> None:
+            backpropagation.on_phase("backward")
+            with joining_parts():  # A part that is computed once more within backward (checkpointing) is refused.
+                function(*arguments)
+
+        with closing(ranks) if ranks is not None else nullcontext():
+            with joining_parts():
+                results = lockstep.run([partial(run_part, *each) for each in zip(parts, shares, strict=True)])
+            if self._coupled and ranks is not None:
+                leaves = [_require_gradients(one) for one in results]
+                self._loss_of_all.run_backward(backpropagation, leaves, parts, batches, record)
+                used, gradients = _with_gradients(_tensors(results), [leaf.grad for leaf in _tensors(leaves)])
+                end = ranks.ending_at(None)
+                run_backward(torch.autograd.backward, [*used, end], [*gradients, torch.ones_like(end)])
+            else:
+                if self._coupled:
+                    loss = self._loss_of_all(backpropagation, results, parts, batches, record)
+                else:
+                    loss = torch.stack(results).sum() if results else torch.zeros((), device=device)
+                del results
+                run_backward(backpropagation.backward, loss if ranks is None else ranks.ending_at(loss))
         self.host_bytes = storage.stored_bytes
 
 
@@ -104,7 +116,7 @@ class RepeatedParts:
 
     def __init__(self) -> None:
         self._has_compared = False
-        self._joining = OutputsJoining()
+        self._loss_of_all = _LossOfAll()
 
     def __call__(
         self,
@@ -124,13 +136,9 @@ class RepeatedParts:
             backpropagation.on_phase("forward")
             with torch.no_grad(), parts_run(IN_SEQUENCE):
                 leaves.append(_require_gradients(backpropagation.outputs(move_batch(part, device))))
-        joined = self._joining.join(leaves, [*map(batch_size, parts)], _outputs_of(backpropagation, batches))
-        loss = backpropagation.coupled_loss(joined, batches, record)
-        del joined
-        backpropagation.on_phase("backward")
-        backpropagation.backward(loss)
+        self._loss_of_all.run_backward(backpropagation, leaves, parts, batches, record)
         kept = [[(leaf.detach(), leaf.grad) for leaf in pytree.tensors(one)] for one in leaves]
-        del loss, leaves
+        del leaves
         after = RngState(initialized_cuda_devices(), generators)
         restore_buffers()
         for part, state, first in zip(parts, states, kept, strict=True):
@@ -139,13 +147,50 @@ class RepeatedParts:
             again = list(pytree.tensors(backpropagation.outputs(move_batch(part, device))))
             if not self._has_compared:
                 _warn_of_other_outputs([value for value, _ in first], again)
-            pairs = zip(again, (gradient for _, gradient in first), strict=True)
-            used = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
+            used, gradients = _with_gradients(again, [gradient for _, gradient in first])
             backpropagation.on_phase("backward")
             if used:
-                torch.autograd.backward([one for one, _ in used], [gradient for _, gradient in used])
+                torch.autograd.backward(used, gradients)
         self._has_compared = True
         after.restore()
+
+
+class _LossOfAll:
+    """Computes a coupled loss of the outputs of all parts, of all ranks."""
+
+    def __init__(self) -> None:
+        self._joining = OutputsJoining()
+
+    def __call__(
+        self, backpropagation: Backpropagation, outputs: _Parts, parts: _Parts, batches: _Parts, record: LossRecord
+    ) -> Tensor:
+        """Return the loss of the outputs of this rank's `parts`, of `batches`, with those of other ranks."""
+        ranks, sizes = backpropagation.ranks, [*map(batch_size, parts)]
+        outputs_of = _outputs_of(backpropagation, batches)
+        if ranks.size == 1:
+            return backpropagation.coupled_loss(self._joining.join(outputs, sizes, outputs_of), batches, record)
+        own = RankOutputs(ranks, backpropagation.model, backpropagation.device)
+        read = [backpropagation.read_by_coupled_loss(batch) for batch in batches]
+        everything, sizes, read = own.gather(outputs, sizes, read)
+        mine = {id(one) for one in outputs}
+        # Gradients of other ranks' outputs are not used, but a loss of theirs alone has to have one, too.
+        everything = [one if id(one) in mine else _require_gradients(one) for one in everything]
+
+        def outputs_anywhere(samples: int) -> Any:
+            return own.from_first(partial(outputs_of, samples) if parts else None)
+
+        joined = self._joining.join(everything, sizes, outputs_anywhere)
+        with own.same_random_numbers():
+            return backpropagation.coupled_loss(joined, read, record if ranks.rank == 0 else LossRecord())
+
+    def run_backward(
+        self, backpropagation: Backpropagation, leaves: _Parts, parts: _Parts, batches: _Parts, record: LossRecord
+    ) -> None:
+        """Run the backward of the loss to outputs that are leaves, and to what else it uses, on the first rank only."""
+        loss = self(backpropagation, leaves, parts, batches, record)
+        backpropagation.on_phase("backward")
+        is_first = backpropagation.ranks.rank == 0
+        backpropagation.backward(loss, None if is_first else [one for one in _tensors(leaves) if one.requires_grad])
 
 
 def _warn_of_other_outputs(first: Sequence[Tensor], again: Sequence[Tensor]) -> None:
@@ -180,7 +225,8 @@ def _outputs_of(backpropagation: Backpropagation, batches: _Parts) -> Callable[[
 
     @torch.no_grad()
     def run(samples: int) -> Any:
-        batch = join_batches(batches) if batches[1:] else batches[0]
+        enough = [*batches] * -(-samples // max(1, sum(map(batch_size, batches))))
+        batch = join_batches(enough) if enough[1:] else enough[0]
         first = split_batch(batch, [samples, batch_size(batch) - samples])[0]
         restore_buffers = _buffer_restorer(backpropagation.model)
         before = RngState(initialized_cuda_devices(), module_generators(backpropagation.model.modules()))
@@ -198,3 +244,14 @@ def _require_gradients(outputs: Any) -> Any:
     return pytree.map_tensors(
         outputs, lambda tensor: tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
     )
+
+
+def _with_gradients(outputs: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the outputs that a backward begins at, and their gradients."""
+    pairs = zip(outputs, gradients, strict=True)
+    used = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]
+    return [one for one, _ in used], [gradient for _, gradient in used]
+
+
+def _tensors(parts: _Parts) -> list[Tensor]:
+    return [tensor for part in parts for tensor in pytree.tensors(part)]

@@ -1,0 +1,109 @@
+"""The outputs of all ranks' parts, of which each rank computes a coupled loss."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.ranks.group import Ranks
+from autoaccum.accumulation.rng_state import RngState, capture_rng_state, initialized_cuda_devices, restore_rng_state
+from autoaccum.accumulation.whole_batch.rank_meetings import to_host
+from autoaccum.errors import WorkloadError, first_line
+from autoaccum.workload.pytree import CustomBatch
+
+_Packed: TypeAlias = tuple[bytes, list[Any]]
+"""A pickled structure and its tensors: a copy in host memory, or which view of which tensor of the model it is."""
+
+
+class RankOutputs:
+    """Sends outputs of parts of the batch to all ranks, and takes theirs.
+
+    A view of a parameter or buffer arrives as that of the receiver's own, so that it is known for one.
+    """
+
+    def __init__(self, ranks: Ranks, model: nn.Module, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._kept = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+
+    def gather(
+        self, outputs: Sequence[Any], sizes: Sequence[int], batches: Sequence[Any]
+    ) -> tuple[list[Any], list[int], list[Any]]:
+        """Return the outputs and sizes of all ranks' parts, and what the loss reads of their batches, in order.
+
+        This rank's outputs are those given.
+
+        Raises:
+            WorkloadError: The outputs cannot be sent, or the workload splits its batches itself.
+        """
+        if any(isinstance(batch, CustomBatch) for batch in batches):
+            raise WorkloadError(
+                "the loss reads batches with a split(batch, sizes) of their own, which cannot be joined over ranks",
+                hint="return what it reads of them from outputs(model, batch)",
+            )
+        rows = self._ranks.gather((self._pack((list(outputs), list(batches))), list(sizes)))
+        outputs_of, batches_of = zip(*(self._unpack(packed) for packed, _ in rows), strict=True)
+        all_outputs = [
+            one for rank, each in enumerate(outputs_of) for one in (outputs if rank == self._ranks.rank else each)
+        ]
+        return all_outputs, [size for _, each in rows for size in each], [one for each in batches_of for one in each]
+
+    def from_first(self, run: Callable[[], Any] | None) -> Any:
+        """Return what `run` returns on the first rank that can run it."""
+        rows = self._ranks.gather(None if run is None else self._pack(run()))
+        return self._unpack(next(row for row in rows if row is not None))
+
+    @contextmanager
+    def same_random_numbers(self) -> Iterator[None]:
+        """Draw rank 0's random numbers within, and leave the generators of the others as they were."""
+        devices, is_first = initialized_cuda_devices(), self._ranks.rank == 0
+        states = self._ranks.gather(capture_rng_state(devices) if is_first else None)
+        before = None if is_first else RngState(devices)
+        try:
+            if not is_first:
+                restore_rng_state(states[0] or {}, devices)
+            yield
+        finally:
+            if before is not None:
+                before.restore()
+
+    def _pack(self, structure: Any) -> _Packed:
+        stream, tensors = io.BytesIO(), list[Any]()
+        storages = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(self._kept)}
+
+        def persistent_id(node: Any) -> int | None:
+            if not isinstance(node, Tensor):
+                return None
+            index = storages.get(node.untyped_storage()._cdata) if node.layout is torch.strided else None
+            view = index, node.shape, node.stride(), node.storage_offset()
+            tensors.append(to_host(node) if index is None else view)
+            return len(tensors) - 1
+
+        pickler = pickle.Pickler(stream)
+        pickler.persistent_id = persistent_id  # type: ignore[method-assign]
+        try:
+            pickler.dump(structure)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise WorkloadError(
+                f"outputs or a batch cannot be sent to other ranks ({first_line(error)})",
+                hint="give tensors in tuples, lists and dicts",
+            ) from None
+        return stream.getvalue(), tensors
+
+    def _unpack(self, packed: _Packed) -> Any:
+        data, tensors = packed
+
+        def persistent_load(index: int) -> Tensor:
+            if isinstance(one := tensors[index], Tensor):
+                return one.to(self._device)
+            kept, shape, stride, offset = one
+            return torch.as_strided(self._kept[kept], shape, stride, offset)
+
+        unpickler = pickle.Unpickler(io.BytesIO(data))
+        unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
+        return unpickler.load()

@@ -1,0 +1,371 @@
+"""What needs the whole batch, over ranks and parts: an update is that of one process with the whole batch at once."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from greenlet import greenlet
+from memory_errors import OutOfMemoryAt
+from on_ranks import on_ranks
+from torch import Tensor, nn
+from torch.nn import functional
+from whole_batches import Recorded, check_equal
+
+from autoaccum import whole_batch
+from autoaccum.accumulation.ranks.group import Ranks
+from autoaccum.errors import RankFailedError, UsageError, WorkloadError
+
+SAMPLES = 11
+SHARES = {2: [8, 3], 4: [4, 0, 6, 1]}
+
+
+class Norms(nn.Module):
+    """Two-dimensional and one-dimensional norms; one that the loss does not use, two side by side, one in no_grad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=None)
+        self.left, self.right = nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False)
+        self.unused, self.teacher = nn.BatchNorm1d(4, track_running_stats=False), nn.BatchNorm1d(4)
+        self.sync = nn.SyncBatchNorm(4)
+        self.classify = nn.Linear(4, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.norm(self.conv(images)).relu()
+        x = self.sync(x).mean((2, 3))
+        with torch.no_grad():
+            target = self.teacher(x)
+        self.unused(x)
+        out: Tensor = self.classify(self.right(x.square()) * self.left(x) + target)
+        return out
+
+
+class Towers(nn.Module):
+    def __init__(self, norm: bool = False) -> None:
+        super().__init__()
+        self.left = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.Linear(8, 4))
+        self.right, self.temperature = nn.Linear(5, 4), nn.Parameter(torch.tensor(1.0))
+        self.table = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, left: Tensor, right: Tensor) -> Any:
+        left, right = functional.normalize(self.left(left)), functional.normalize(self.right(right))
+        return {"towers": [left, right], "numbers": (self.temperature, self.table)}
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(6, 3), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.gate(x).softmax(-1)
+        best = functional.one_hot(shares.argmax(-1), 3).to(shares)
+        balance = (whole_batch(best).mean(0) * whole_batch(shares).mean(0)).sum()
+        return self.out(x) * (1 + shares.square().sum(-1, keepdim=True)), balance
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def balanced(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    outputs, balance = model(batch[0])
+    return {"class": functional.cross_entropy(outputs, batch[1]), "balance": 0.1 * balance}
+
+
+def two_towers(model: nn.Module, batch: Any) -> Any:
+    return model(batch[0], batch[1])
+
+
+def contrast(outputs: Any, batch: Any) -> Tensor:
+    (left, right), (temperature, table) = outputs["towers"], outputs["numbers"]
+    similarity, own = left @ right.T * temperature.exp(), torch.arange(len(left))
+    loss = (functional.cross_entropy(similarity, own) + functional.cross_entropy(similarity.T, own)) / 2
+    return torch.as_tensor(loss + (left @ table.T).square().mean())
+
+
+def contrast_of_batch(outputs: Any, batch: Any) -> Tensor:
+    """Reads the batch, and draws random numbers."""
+    assert len(batch[0]) == len(outputs["towers"][0])
+    own = (outputs["towers"][0].sum(1) * batch[0][:, 0]).mean()
+    return contrast(outputs, None) * torch.rand(()) + torch.as_tensor(own)
+
+
+class Pairs(nn.Module):
+    """A criterion of all pairs, with a running mean."""
+
+    center: Tensor
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(width).double())
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        z = functional.normalize(outputs)
+        self.center.lerp_(z.detach().mean(0), 0.5)
+        return functional.mse_loss((z - self.center) @ z.T, (targets[:, None] == targets).to(z.dtype))
+
+
+def images(samples: int) -> Any:
+    return torch.randn(samples, 3, 5, 5).double(), torch.arange(samples) % 5
+
+
+def rows(samples: int) -> Any:
+    return torch.randn(samples, 6).double(), torch.arange(samples) % 5
+
+
+def pairs(samples: int) -> Any:
+    return torch.randn(samples, 6).double(), torch.randn(samples, 5).double()
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, Any]]] = {
+    "exact": (Norms, images, {"loss": cross_entropy, "batchnorm": "exact"}),
+    "whole_batch": (Experts, rows, {"loss": balanced}),
+    "twice": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast}),
+    "twice, of the batch": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast_of_batch}),
+    "twice, criterion": (mlp, rows, {"criterion": Pairs, "coupled": True}),
+    "lockstep": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast, "coupled": "lockstep"}),
+    "exact and coupled": (
+        lambda: Towers(True),
+        pairs,
+        {"outputs": two_towers, "coupled_loss": contrast, "batchnorm": "exact"},
+    ),
+}
+
+
+def make(case: str) -> tuple[Any, Any, dict[str, Any]]:
+    build, draw, options = CASES[case]
+    torch.manual_seed(5)
+    model, batch = build().double(), draw(SAMPLES)
+    options = {name: one() if isinstance(one, type) else one for name, one in options.items()}
+    return model, batch, options
+
+
+def update(case: str, micro_batch: int, shares: list[int] | None, **options: Any) -> tuple[Recorded, Any]:
+    model, batch, given = make(case)
+    recorded = Recorded(model, **given, **options, micro_batch=micro_batch)
+    parts = [batch]
+    if shares is not None:
+        start = sum(shares[: dist.get_rank()])
+        mine = tuple(one[start : start + shares[dist.get_rank()]] for one in batch)
+        parts = [mine] if len(mine[0]) else []
+    torch.manual_seed(9 + (dist.get_rank() if shares else 0))
+    return recorded, recorded.accumulator.step_parts(parts)
+
+
+def on_this_rank(case: str, micro_batches: list[int], shares: list[int]) -> Any:
+    seen = []
+    for micro_batch in micro_batches:
+        recorded, result = update(case, micro_batch, shares)
+        seen.append((recorded.gradients, buffers_of(recorded), result.loss, dict(result.terms)))
+    return seen
+
+
+def buffers_of(recorded: Recorded) -> dict[str, Tensor]:
+    criterion = recorded.accumulator._objective.criterion_module or nn.Module()
+    return {**dict(recorded.model.named_buffers()), **dict(criterion.named_buffers())}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_an_update_over_ranks_is_that_of_the_whole_batch(case: str, size: int) -> None:
+    alone, expected = update(case, SAMPLES, None)
+    for seen in on_ranks(size, on_this_rank, case, [1, 3, 8], SHARES[size]):
+        for gradients, buffers, loss, terms in seen:
+            assert loss == pytest.approx(expected.loss, rel=1e-12)
+            assert terms == pytest.approx(dict(expected.terms), rel=1e-12)
+            for name, gradient in alone.gradients.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-9, msg=name)
+            for name, buffer in buffers_of(alone).items():
+                torch.testing.assert_close(buffers[name], buffer, rtol=0, atol=1e-12, msg=name)
+
+
+def scaled_and_clipped(case: str, shares: list[int] | None) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    recorded, result = update(case, 3, shares, scaler=scaler, clip_norm=0.01)
+    return recorded.gradients, result.grad_norm
+
+
+@pytest.mark.parametrize("case", ["exact", "twice", "exact and coupled"])
+def test_a_scaler_and_clipping_are_those_of_the_whole_batch(case: str) -> None:
+    gradients, norm = scaled_and_clipped(case, None)
+    assert norm > 0.01
+    for gradients_here, norm_here in on_ranks(2, scaled_and_clipped, case, [0, 11]):
+        assert norm_here == pytest.approx(norm, rel=1e-10)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradients_here[name], gradient, rtol=0, atol=1e-11, msg=name)
+
+
+def running(micro_batch: int, shares: list[int] | None) -> Any:
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.BatchNorm1d(75, momentum=None), nn.Linear(75, 5)).double()
+    recorded, mine = Recorded(model, cross_entropy, micro_batch=micro_batch, batchnorm="running"), images(SAMPLES)
+    if shares is not None:
+        start = sum(shares[: dist.get_rank()])
+        mine = tuple(one[start : start + shares[dist.get_rank()]] for one in mine)
+    recorded.accumulator.step_parts([mine] if len(mine[0]) else [])
+    return dict(recorded.model[0].named_buffers())
+
+
+def test_running_statistics_are_those_of_the_whole_batch_on_all_ranks() -> None:
+    alone = running(SAMPLES, None)
+    for seen in on_ranks(4, running, 3, [4, 0, 5, 2]):
+        assert list(seen) == list(alone)
+        for name, value in alone.items():
+            torch.testing.assert_close(seen[name], value, rtol=0, atol=1e-12)
+
+
+class Failing(nn.Module):
+    """Meets at two norms, and at `whole_batch` in the loss; `fail` is called with the number of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5)])
+        self.fail: Callable[[int], None] = lambda number: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            self.fail(number)
+            x = torch.tanh(layer(x))
+        return x
+
+
+def centred(model: nn.Module, batch: Any) -> Tensor:
+    outputs = model(batch[0])
+    return functional.cross_entropy(outputs - whole_batch(outputs).mean(0), batch[1])
+
+
+def failing(mode: str) -> tuple[Recorded, Any, Callable[[Any, Any], Tensor], Any, Any]:
+    """Return an update, the model, the loss of the whole batch, that, and this rank's share."""
+    torch.manual_seed(5)
+    model, batch = cast(Any, Failing().double()), rows(SAMPLES)
+    share = slice(8) if dist.get_rank() == 0 else slice(8, None)
+    mine, criterion = (batch[0][share], batch[1][share]), Pairs(5)
+    if mode == "exact":
+        recorded = Recorded(model, centred, batchnorm="exact", micro_batch=2)
+        return recorded, model, centred, batch, mine
+    batchnorm: Any = "exact" if mode == "exact and coupled" else "frozen"
+    recorded = Recorded(model, criterion=criterion, coupled=True, batchnorm=batchnorm, micro_batch=2)
+    if batchnorm == "frozen":
+        for norm in (model.layers[1], model.layers[3], recorded.model.layers[1], recorded.model.layers[3]):
+            norm.running_mean.normal_(generator=torch.Generator().manual_seed(1))
+            norm.eval()
+    return recorded, model, lambda model, batch: Pairs(5)(model(batch[0]), batch[1]), batch, mine
+
+
+def check_nothing_left(model: nn.Module) -> None:
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is greenlet and one and one.parent is not None]
+    assert not any("forward" in vars(module) for module in model.modules())
+    x = torch.ones(1)
+    assert whole_batch(x) is x
+
+
+def memory_runs_out(mode: str, step: int) -> Any:
+    number, phases, plain, exchanging = 0, set(), Ranks._exchange, list[bool]()
+
+    def exchange(ranks: Ranks, value: Any) -> list[Any]:
+        exchanging.append(True)
+        try:
+            return plain(ranks, value)
+        finally:
+            exchanging.clear()
+
+    Ranks._exchange = exchange  # type: ignore[assignment, method-assign]
+    while True:
+        recorded, model, loss, batch, mine = failing(mode)
+        injected = OutOfMemoryAt(number, lambda: dist.get_rank() == 1 and not exchanging)
+        with injected, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = recorded.step(mine)
+        phases |= {
+            str(one.message).split("(")[1].split(")")[0] for one in caught if "out of memory" in str(one.message)
+        }
+        check_equal(recorded, model, loss, batch)
+        if not result.retries:
+            check_nothing_left(recorded.model)
+            return number, phases
+        assert max(result.micro_batches) == recorded.accumulator.micro_batch == 1
+        number += step
+
+
+@pytest.mark.parametrize(("mode", "step"), [("exact", 37), ("exact and coupled", 37), ("twice", 17)])
+def test_memory_may_run_out_anywhere_on_one_rank(mode: str, step: int) -> None:
+    (_, none), (number, phases) = on_ranks(2, memory_runs_out, mode, step)
+    assert none == set()
+    assert {"forward", "backward"} <= phases
+    assert number > 60
+
+
+def refuse() -> None:
+    raise RuntimeError("a layer fails")
+
+
+def a_layer_fails(places: list[tuple[int, int]]) -> Any:
+    seen = []
+    for place, part in places:
+        recorded, model, loss, batch, mine = failing("exact")
+        calls = [0]
+
+        def fail(number: int, place: int = place, part: int = part, calls: list[int] = calls) -> None:
+            calls[0] += number == place
+            if dist.get_rank() == 1 and number == place and calls[0] == part + 1:
+                refuse()
+
+        recorded.model.fail = fail
+        before = {name: value.clone() for name, value in recorded.model.state_dict().items()}
+        with pytest.raises(RankFailedError if dist.get_rank() == 0 else RuntimeError) as error:
+            recorded.step(mine)
+        seen.append(str(error.value))
+        assert all(torch.equal(value, before[name]) for name, value in recorded.model.state_dict().items())
+        recorded.model.fail = lambda number: None
+        recorded.step(mine)
+        check_equal(recorded, model, loss, batch)
+    check_nothing_left(recorded.model)
+    return seen
+
+
+def test_a_layer_that_fails_on_one_rank_ends_the_update_on_all() -> None:
+    first, second = on_ranks(2, a_layer_fails, [(0, 0), (0, 1), (2, 0), (2, 1), (3, 1)])
+    assert second == ["a layer fails"] * 5
+    assert all(text.startswith("rank 1 failed: RuntimeError: a layer fails") for text in first)
+
+
+def other_layers(case: str) -> Any:
+    if case == "early":
+        recorded, _, _, _, mine = failing("exact")
+        if dist.get_rank() == 1:
+            recorded.model.layers = recorded.model.layers[:2]
+    else:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(6, 8), nn.SyncBatchNorm(8), nn.Linear(8, 5)).double()
+        mode: Any = case
+        recorded = Recorded(model, cross_entropy, micro_batch=2, batchnorm=mode)
+        mine = rows(3 + 3 * dist.get_rank())
+    with pytest.raises((WorkloadError, UsageError)) as error:
+        recorded.step(mine)
+    check_nothing_left(recorded.model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("early", "a part of the batch is at BatchNorm layers.3 while another is at whole_batch(x), so that they"),
+        ("micro", "the ranks run 2 and 3 micro-batches, and SyncBatchNorm waits for all ranks in each: give all ranks"),
+        ("running", 'batchnorm is "running", and SyncBatchNorm normalises by the micro-batches of all ranks: take'),
+    ],
+)
+def test_what_ranks_cannot_join_is_refused_on_all(case: str, message: str) -> None:
+    for text in on_ranks(2, other_layers, case):
+        assert text.startswith(message)
