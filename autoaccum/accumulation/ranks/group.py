@@ -7,6 +7,7 @@ others at the next of them, in place of what they expect. All then know the same
 
 from __future__ import annotations
 
+import io
 import pickle
 import time
 from collections.abc import Iterable, Sequence
@@ -14,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -176,23 +178,21 @@ class Ranks:
         import torch.distributed as dist
 
         self._exchanges += 1
-        data = pickle.dumps(value)
-        row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
+        stream = io.BytesIO()
+        _Pickler(stream, 5).dump(value)
+        data = stream.getbuffer()
         header = len(data).to_bytes(8, "little")
-        first = header + data[: _ROW_BYTES - len(header)]
-        row[: len(first)] = torch.frombuffer(bytearray(first), dtype=torch.uint8)
+        row = _filled(_ROW_BYTES, header, data[: _ROW_BYTES - len(header)])
         try:
             rows = self._gather_rows(row)
             lengths = [int.from_bytes(each[:8].numpy().tobytes(), "little") for each in rows]
             if (longest := max(lengths)) > _ROW_BYTES - len(header):
-                row = torch.zeros(longest, dtype=torch.uint8)
-                row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                rows = self._gather_rows(row)
+                rows = self._gather_rows(_filled(longest, data))
             else:
                 rows = rows[:, len(header) :]
         except (RuntimeError, dist.DistError) as error:
             raise self.lost(error) from error
-        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+        return [pickle.loads(row.numpy()[:length]) for row, length in zip(rows, lengths, strict=True)]
 
     def _gather_rows(self, row: Tensor) -> Tensor:
         import torch.distributed as dist
@@ -216,6 +216,29 @@ class Ranks:
             f"{who} of {self.size} ended or no longer answers",
             hint=f"look at its output; nothing was changed here since the last update ({first_line(error)[:200]})",
         )
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors in host memory by their bytes, in a fraction of the time that their own way takes."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+            return NotImplemented
+        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        return _rebuilt, (plain.flatten().view(torch.uint8).numpy(), plain.dtype, plain.shape)
+
+
+def _rebuilt(data: Any, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    return torch.from_numpy(data).view(dtype).view(shape)
+
+
+def _filled(size: int, *contents: bytes | memoryview) -> Tensor:
+    """Return a row of `size` bytes that begins with `contents`."""
+    row, start = torch.empty(size, dtype=torch.uint8, device="cpu"), 0
+    for content in contents:
+        row.numpy()[start : start + len(content)] = np.frombuffer(content, dtype=np.uint8)
+        start += len(content)
+    return row
 
 
 _ranks: tuple[object, Ranks] | None = None

@@ -146,6 +146,10 @@ class RepeatedParts:
             backpropagation.on_phase("forward")
             again = list(pytree.tensors(backpropagation.outputs(move_batch(part, device))))
             if not self._has_compared:
+                if backpropagation.ranks.size > 1:
+                    RankOutputs(backpropagation.ranks, model, device).check_constants(
+                        [[one for one, _ in first], again]
+                    )
                 _warn_of_other_outputs([value for value, _ in first], again)
             used, gradients = _with_gradients(again, [gradient for _, gradient in first])
             backpropagation.on_phase("backward")

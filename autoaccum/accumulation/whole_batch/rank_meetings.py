@@ -29,7 +29,7 @@ class RankMeetings:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks, self._device = ranks, device
-        self._token = torch.zeros((), requires_grad=True)
+        self._token = torch.zeros((), requires_grad=True, device="cpu")
         self._lock, self._is_closed = Lock(), False
 
     def meet(self, place: str | None, note: Any, tensors: Sequence[Tensor]) -> tuple[str, Shares]:

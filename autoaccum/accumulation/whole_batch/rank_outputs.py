@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from autoaccum.accumulation.ranks.group import Ranks
 from autoaccum.accumulation.rng_state import RngState, capture_rng_state, initialized_cuda_devices, restore_rng_state
 from autoaccum.accumulation.whole_batch.rank_meetings import to_host
 from autoaccum.errors import WorkloadError, first_line
+from autoaccum.workload import pytree
 from autoaccum.workload.pytree import CustomBatch
 
 _Packed: TypeAlias = tuple[bytes, list[Any]]
@@ -46,6 +48,7 @@ class RankOutputs:
                 "the loss reads batches with a split(batch, sizes) of their own, which cannot be joined over ranks",
                 hint="return what it reads of them from outputs(model, batch)",
             )
+        self.check_constants(outputs)
         rows = self._ranks.gather((self._pack((list(outputs), list(batches))), list(sizes)))
         outputs_of, batches_of = zip(*(self._unpack(packed) for packed, _ in rows), strict=True)
         all_outputs = [
@@ -71,6 +74,21 @@ class RankOutputs:
         finally:
             if before is not None:
                 before.restore()
+
+    def check_constants(self, outputs: Sequence[Any]) -> None:
+        """Raise WorkloadError if two of the `outputs` have one tensor that is not of the model: it is no rows of theirs."""
+        kept = {tensor.untyped_storage()._cdata for tensor in self._kept}
+        seen = Counter(
+            place
+            for part in outputs
+            for place in {one.untyped_storage()._cdata for one in pytree.tensors(part) if one.ndim}
+            if place not in kept
+        )
+        if any(count > 1 for count in seen.values()):
+            raise WorkloadError(
+                "an output is one tensor for all parts of the batch, and other ranks do not know it as that",
+                hint="make it a buffer of the model (register_buffer), or use it in the loss without returning it",
+            )
 
     def _pack(self, structure: Any) -> _Packed:
         stream, tensors = io.BytesIO(), list[Any]()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -12,14 +14,14 @@ import torch
 import torch.distributed as dist
 from greenlet import greenlet
 from memory_errors import OutOfMemoryAt
-from on_ranks import on_ranks
+from on_ranks import Died, on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
 from whole_batches import Recorded, check_equal
 
 from autoaccum import whole_batch
 from autoaccum.accumulation.ranks.group import Ranks
-from autoaccum.errors import RankFailedError, UsageError, WorkloadError
+from autoaccum.errors import RankFailedError, RankLostError, UsageError, WorkloadError
 
 SAMPLES = 11
 SHARES = {2: [8, 3], 4: [4, 0, 6, 1]}
@@ -151,13 +153,18 @@ def make(case: str) -> tuple[Any, Any, dict[str, Any]]:
     return model, batch, options
 
 
+def dealt(batch: Any, shares: list[int]) -> Any:
+    """Return this rank's share of a batch."""
+    start = sum(shares[: dist.get_rank()])
+    return tuple(one[start : start + shares[dist.get_rank()]] for one in batch)
+
+
 def update(case: str, micro_batch: int, shares: list[int] | None, **options: Any) -> tuple[Recorded, Any]:
     model, batch, given = make(case)
     recorded = Recorded(model, **given, **options, micro_batch=micro_batch)
     parts = [batch]
     if shares is not None:
-        start = sum(shares[: dist.get_rank()])
-        mine = tuple(one[start : start + shares[dist.get_rank()]] for one in batch)
+        mine = dealt(batch, shares)
         parts = [mine] if len(mine[0]) else []
     torch.manual_seed(9 + (dist.get_rank() if shares else 0))
     return recorded, recorded.accumulator.step_parts(parts)
@@ -211,8 +218,7 @@ def running(micro_batch: int, shares: list[int] | None) -> Any:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.BatchNorm1d(75, momentum=None), nn.Linear(75, 5)).double()
     recorded, mine = Recorded(model, cross_entropy, micro_batch=micro_batch, batchnorm="running"), images(SAMPLES)
     if shares is not None:
-        start = sum(shares[: dist.get_rank()])
-        mine = tuple(one[start : start + shares[dist.get_rank()]] for one in mine)
+        mine = dealt(mine, shares)
     recorded.accumulator.step_parts([mine] if len(mine[0]) else [])
     return dict(recorded.model[0].named_buffers())
 
@@ -369,3 +375,109 @@ def other_layers(case: str) -> Any:
 def test_what_ranks_cannot_join_is_refused_on_all(case: str, message: str) -> None:
     for text in on_ranks(2, other_layers, case):
         assert text.startswith(message)
+
+
+class Captioned(nn.Module):
+    """Returns a list of two towers, and a list with an entry for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return {"towers": [self.left(x), self.right(x)], "norms": [row.norm() for row in x.unbind()]}
+
+
+def captioned_loss(outputs: Any, batch: Any) -> Tensor:
+    (left, right), norms = outputs["towers"], torch.stack(outputs["norms"])
+    return torch.as_tensor((functional.cross_entropy(left @ right.T, batch[1]) * norms).mean())
+
+
+def captioned(shares: list[int] | None) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    recorded = Recorded(
+        Captioned().double(),
+        outputs=lambda model, batch: model(batch[0]),
+        coupled_loss=captioned_loss,
+        micro_batch=2 if shares else 6,
+    )
+    batch = rows(6)[0], torch.arange(6)
+    mine = batch if shares is None else dealt(batch, shares)
+    recorded.accumulator.step_parts([mine] if len(mine[0]) else [])
+    return recorded.gradients
+
+
+def test_lists_are_samples_or_records_also_where_each_rank_has_one_part() -> None:
+    alone = captioned(None)
+    for seen in on_ranks(4, captioned, [2, 0, 2, 2]):
+        for name, value in alone.items():
+            torch.testing.assert_close(seen[name], value, rtol=0, atol=1e-9)
+
+
+def ignored(shares: list[int] | None) -> Any:
+    """An update in which the samples of rank 1 have no weight, and still count for BatchNorm."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)).double()
+    inputs, targets = rows(SAMPLES)
+    targets[5:] = -100
+    mine = (inputs, targets) if shares is None else dealt((inputs, targets), shares)
+    micro_batch = 2 if shares else SAMPLES
+    recorded = Recorded(model, nn.CrossEntropyLoss(ignore_index=-100), micro_batch=micro_batch, batchnorm="exact")
+    recorded.step(mine)
+    return recorded.gradients, recorded.model.state_dict()
+
+
+def test_a_rank_whose_samples_have_no_weight_counts_for_batchnorm() -> None:
+    gradients, state = ignored(None)
+    for gradients_here, state_here in on_ranks(2, ignored, [5, 6]):
+        for name, value in gradients.items():
+            torch.testing.assert_close(gradients_here[name], value, rtol=0, atol=1e-9)
+        for name, value in state.items():
+            torch.testing.assert_close(state_here[name], value, rtol=0, atol=1e-12)
+
+
+def die_at_a_meeting(phase: str) -> Any:
+    recorded, _, _, _, mine = failing("exact")
+    accumulator = recorded.accumulator
+    if dist.get_rank() == 1:
+        plain = Ranks.gather
+
+        def gather(ranks: Ranks, value: Any) -> Any:
+            if accumulator.phase == phase and len(calls) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls.extend([None] * (accumulator.phase == phase))
+            return plain(ranks, value)
+
+        calls: list[None] = []
+        Ranks.gather = gather  # type: ignore[assignment, method-assign]
+    with pytest.raises(RankLostError) as error:
+        recorded.step(mine)
+    check_nothing_left(recorded.model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_rank_that_dies_at_a_meeting_is_named(phase: str) -> None:
+    first, second = on_ranks(2, die_at_a_meeting, phase)
+    assert second == Died()
+    assert first.startswith("rank 1 of 2 ended or no longer answers: ")
+
+
+def with_a_constant(samples: int) -> str:
+    constant = torch.randn(samples, 4).double()
+
+    def outputs(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0]), constant
+
+    recorded = Recorded(
+        nn.Linear(6, 4).double(), outputs=outputs, coupled_loss=lambda out, _: (out[0] @ out[1].T).mean(), micro_batch=2
+    )
+    with pytest.raises(WorkloadError) as error:
+        recorded.step(rows(samples))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("samples", [2, 4])
+def test_an_output_that_is_a_constant_of_all_parts_is_refused(samples: int) -> None:
+    for text in on_ranks(2, with_a_constant, samples):
+        assert text.startswith("an output is one tensor for all parts of the batch, and other ranks do not know it as")
