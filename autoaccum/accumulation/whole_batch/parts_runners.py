@@ -26,6 +26,7 @@ from autoaccum.accumulation.whole_batch.rank_outputs import RankOutputs
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, join_batches, move_batch, split_batch
 from autoaccum.workload.objective import Weights
+from autoaccum.workload.pytree import unwrap_batch
 
 _Parts: TypeAlias = Sequence[Any]
 """The parts of the batch, each a nest of tensors."""
@@ -147,9 +148,8 @@ class RepeatedParts:
             again = list(pytree.tensors(backpropagation.outputs(move_batch(part, device))))
             if not self._has_compared:
                 if backpropagation.ranks.size > 1:
-                    RankOutputs(backpropagation.ranks, model, device).check_constants(
-                        [[one for one, _ in first], again]
-                    )
+                    own = RankOutputs(backpropagation.ranks, model, device)
+                    own.check_constants([[one for one, _ in first], again], unwrap_batch(part))
                 _warn_of_other_outputs([value for value, _ in first], again)
             used, gradients = _with_gradients(again, [gradient for _, gradient in first])
             backpropagation.on_phase("backward")

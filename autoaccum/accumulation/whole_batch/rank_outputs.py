@@ -75,15 +75,11 @@ class RankOutputs:
             if before is not None:
                 before.restore()
 
-    def check_constants(self, outputs: Sequence[Any]) -> None:
-        """Raise WorkloadError if two of the `outputs` have one tensor that is not of the model: it is no rows of theirs."""
-        kept = {tensor.untyped_storage()._cdata for tensor in self._kept}
-        seen = Counter(
-            place
-            for part in outputs
-            for place in {one.untyped_storage()._cdata for one in pytree.tensors(part) if one.ndim}
-            if place not in kept
-        )
+    def check_constants(self, outputs: Sequence[Any], batch: Any = None) -> None:
+        """Raise WorkloadError if two of the `outputs` share a tensor, which is no rows then: not of model or `batch`."""
+        known = {tensor.untyped_storage()._cdata for tensor in (*self._kept, *pytree.tensors(batch))}
+        places = ({_place(one) for one in pytree.tensors(part) if one.ndim} for part in outputs)
+        seen = Counter(place for part in places for place in part if place[0] not in known)
         if any(count > 1 for count in seen.values()):
             raise WorkloadError(
                 "an output is one tensor for all parts of the batch, and other ranks do not know it as that",
@@ -125,3 +121,7 @@ class RankOutputs:
         unpickler = pickle.Unpickler(io.BytesIO(data))
         unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
         return unpickler.load()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape

@@ -56,8 +56,9 @@ class Towers(nn.Module):
         self.table = nn.Parameter(torch.randn(3, 4))
 
     def forward(self, left: Tensor, right: Tensor) -> Any:
+        given = right  # Returned as it came.
         left, right = functional.normalize(self.left(left)), functional.normalize(self.right(right))
-        return {"towers": [left, right], "numbers": (self.temperature, self.table)}
+        return {"towers": [left, right], "right": given, "numbers": (self.temperature, self.table)}
 
 
 class Experts(nn.Module):
@@ -87,6 +88,7 @@ def two_towers(model: nn.Module, batch: Any) -> Any:
 
 def contrast(outputs: Any, batch: Any) -> Tensor:
     (left, right), (temperature, table) = outputs["towers"], outputs["numbers"]
+    assert len(outputs["right"]) == len(right)
     similarity, own = left @ right.T * temperature.exp(), torch.arange(len(left))
     loss = (functional.cross_entropy(similarity, own) + functional.cross_entropy(similarity.T, own)) / 2
     return torch.as_tensor(loss + (left @ table.T).square().mean())
