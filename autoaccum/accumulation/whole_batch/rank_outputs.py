@@ -76,7 +76,7 @@ class RankOutputs:
                 before.restore()
 
     def check_constants(self, outputs: Sequence[Any], batch: Any = None) -> None:
-        """Raise WorkloadError if two of the `outputs` share a tensor, which is no rows then: not of model or `batch`."""
+        """Raise WorkloadError if two of the `outputs` share a tensor, as no rows do, not of model or `batch`."""
         known = {tensor.untyped_storage()._cdata for tensor in (*self._kept, *pytree.tensors(batch))}
         places = ({_place(one) for one in pytree.tensors(part) if one.ndim} for part in outputs)
         seen = Counter(place for part in places for place in part if place[0] not in known)
