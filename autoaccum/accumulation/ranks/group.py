@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import pickle
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -88,9 +88,13 @@ class Ranks:
 
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         members = dist.get_process_group_ranks(group)
-        self._control = dist.new_group(members, timeout=_timeout(group), backend="gloo")
+        try:
+            self._control = dist.new_group(members, timeout=_timeout(group), backend="gloo")
+        except (RuntimeError, dist.DistError) as error:
+            raise RankLostError(
+                f"a rank of {self.size} ended or did not come", hint=f"look at its output ({first_line(error)[:200]})"
+            ) from error
         self._store = PrefixStore("autoaccum", self._control.get_group_store())
-        self._exchanges = 0
 
     def group_for(self, tensor: Tensor) -> ProcessGroup | None:
         """Return the group for collectives of tensors like `tensor`."""
@@ -120,10 +124,8 @@ class Ranks:
         """Add up a tensor over all ranks, in place; raise RankLostError if one has ended or does not answer."""
         import torch.distributed as dist
 
-        try:
+        with self._all_answering():
             dist.all_reduce(tensor, group=self.group_for(tensor))
-        except (RuntimeError, dist.DistError) as error:
-            raise self.lost(error) from error
 
     def leave_word(self, failure: Failure) -> tuple[Failure, ...]:
         """Leave word of this rank's failure, without waiting for ranks that wait for it in a collective."""
@@ -163,7 +165,8 @@ class Ranks:
         for tensor in (tensor for _, tensor in named if not is_sharded(tensor)):
             # A copy where values overlap or are not in a row, since collectives read plain memory.
             plain = tensor.detach().contiguous()
-            dist.broadcast(plain, group=self.group_for(plain), group_src=0)
+            with self._all_answering():
+                dist.broadcast(plain, group=self.group_for(plain), group_src=0)
             if plain.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(plain)
 
@@ -174,24 +177,29 @@ class Ranks:
         self.__dict__.pop("_control", None)
         self.__dict__.pop("_store", None)
 
-    def _exchange(self, value: Any) -> list[Any]:
+    @contextmanager
+    def _all_answering(self) -> Iterator[None]:
+        """Raise what `lost` returns for a collective that fails in here."""
         import torch.distributed as dist
 
-        self._exchanges += 1
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            raise self.lost(error) from error
+
+    def _exchange(self, value: Any) -> list[Any]:
         stream = io.BytesIO()
         _Pickler(stream, 5).dump(value)
         data = stream.getbuffer()
         header = len(data).to_bytes(8, "little")
         row = _filled(_ROW_BYTES, header, data[: _ROW_BYTES - len(header)])
-        try:
+        with self._all_answering():
             rows = self._gather_rows(row)
             lengths = [int.from_bytes(each[:8].numpy().tobytes(), "little") for each in rows]
             if (longest := max(lengths)) > _ROW_BYTES - len(header):
                 rows = self._gather_rows(_filled(longest, data))
             else:
                 rows = rows[:, len(header) :]
-        except (RuntimeError, dist.DistError) as error:
-            raise self.lost(error) from error
         return [pickle.loads(row.numpy()[:length]) for row, length in zip(rows, lengths, strict=True)]
 
     def _gather_rows(self, row: Tensor) -> Tensor:
@@ -205,10 +213,9 @@ class Ranks:
         """Return the error that names the ranks that do not take part any more."""
         missing = None
         try:
-            name = f"lost/{self._exchanges}"
-            self._store.set(f"{name}/{self.rank}", "here")
+            self._store.set(f"here/{self.rank}", "")
             time.sleep(_GRACE_SECONDS)
-            missing = [str(rank) for rank in range(self.size) if not self._store.check([f"{name}/{rank}"])]
+            missing = [str(rank) for rank in range(self.size) if not self._store.check([f"here/{rank}"])]
         except RuntimeError:  # The store was rank 0's, and is gone with it.
             pass
         who = "a rank" if not missing else f"rank{'s' if missing[1:] else ''} {join_words(missing)}"

@@ -1,0 +1,260 @@
+"""All ranks of a training stop at the same update, whatever happens to one of them, and nothing is lost."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import Died, on_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import autoaccum
+from autoaccum.errors import CheckpointError, RankLostError
+from autoaccum.training import checkpoints, fit_events
+from autoaccum.training.fit_events import EvaluationFailed, Updated
+
+STEPS = 6
+
+
+class Rows(TensorDataset):
+    """Calls a function with each index that is read."""
+
+    def __init__(self, read: Callable[[int], Any] = int) -> None:
+        draw = torch.Generator().manual_seed(3)
+        labels = torch.randint(0, 4, (36,), generator=draw)
+        super().__init__(torch.randn(36, 5, generator=draw, dtype=torch.float64), labels)
+        self.read = read
+
+    def __getitem__(self, index: int) -> Any:
+        self.read(index)
+        return super().__getitem__(index)  # type: ignore[no-untyped-call]
+
+
+def make_net() -> nn.Module:
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+
+def train(folder: str | None, data: Any = None, **options: Any) -> Any:
+    model, events = make_net(), list[Any]()
+    options = {"steps": STEPS, "loss": nn.CrossEntropyLoss(), "checkpoint_every": 2, "callbacks": [], **options}
+    options["callbacks"] = [events.append, *options["callbacks"]]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
+    result = autoaccum.fit(
+        model,
+        data or Rows(),
+        target_batch=12,
+        micro_batch=3,
+        optimizer=optimizer,
+        run_dir=folder,
+        progress=False,
+        **options,
+    )
+    return result, model.state_dict(), events
+
+
+def ending(*args: Any, **options: Any) -> str:
+    """Train, and return the error."""
+    try:
+        train(*args, **options)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def on_second(update: int, act: Callable[[], Any]) -> Callable[[Any], Any]:
+    """Return a callback that acts on rank 1 after an update."""
+
+    def listen(event: Any) -> Any:
+        return act() if isinstance(event, Updated) and event.update == update and dist.get_rank() == 1 else None
+
+    return listen
+
+
+def fail() -> None:
+    raise ValueError("a bug of the user's")
+
+
+def fail_once(times: list[int]) -> None:
+    times.append(1)
+    if len(times) == 9 and dist.get_rank() == 1:
+        fail()
+
+
+def stop_in_all_ways(folder: str) -> Any:
+    times: list[int] = []
+    seen = {
+        "callback": ending(f"{folder}/callback", callbacks=[on_second(3, fail)]),
+        "data": ending(f"{folder}/data", Rows(lambda index: fail_once(times))),
+        "stop": train(f"{folder}/stop", callbacks=[on_second(3, lambda: True)])[0].stopped,
+        "signal": ending(f"{folder}/signal", callbacks=[on_second(3, lambda: os.kill(os.getpid(), signal.SIGTERM))]),
+        "loss": ending(f"{folder}/loss", loss=Failing(at=9)),
+    }
+    resumed = {name: train(f"{folder}/{name}", **({"loss": Failing(0)} if name == "loss" else {})) for name in seen}
+    return seen, {name: (result.resumed_from.name, weights) for name, (result, weights, _) in resumed.items()}
+
+
+class Failing(nn.Module):
+    """A criterion that raises on rank 1 when it is called for the `at`-th time there."""
+
+    def __init__(self, at: int, error: Exception | None = None) -> None:
+        super().__init__()
+        self.at, self.calls, self.error = at, 0, error or ValueError("a bug of the user's")
+
+    def forward(self, outputs: Any, targets: Any) -> Any:
+        self.calls += dist.is_initialized() and dist.get_rank() == 1
+        if self.calls == self.at and dist.get_rank() == 1:
+            raise self.error
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+def test_what_stops_one_rank_stops_all_at_the_same_update(tmp_path: Path) -> None:
+    """The last checkpoint is that of the last whole update, and the run resumes from it."""
+    (first, resumed), (second, _) = on_ranks(2, stop_in_all_ways, str(tmp_path))
+    told, own = "RankFailedError: rank 1 failed: ValueError: a bug of the user's: ", "ValueError: a bug of the user's"
+    for name in ("callback", "data", "loss"):
+        assert first[name].startswith(told), name
+        assert second[name] == own
+    assert first["stop"] == second["stop"] == "callback"
+    assert first["signal"] == second["signal"] == "SystemExit: 143"
+    updates = {name: int(checkpoint[-5:-3]) for name, (checkpoint, _) in resumed.items()}
+    assert updates == {"callback": 3, "data": 1, "stop": 3, "signal": 3, "loss": 4}
+    _, weights, _ = train(None)
+    for name, (_, state) in resumed.items():
+        for key, value in weights.items():
+            torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-9, msg=name)
+
+
+def have_trouble(folder: str) -> Any:
+    rank = dist.get_rank()
+    seen: dict[str, Any] = {}
+
+    def warn_on_second(event: Any) -> None:
+        if rank == 1 and isinstance(event, Updated):
+            warnings.warn("rank 1 alone sees this", stacklevel=1)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result, _, events = train(None, callbacks=[warn_on_second])
+    seen["warnings"] = result.warnings, [str(one.message) for one in caught if "alone" in str(one.message)]
+
+    loss = Failing(5, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses"))
+    result, weights, events = train(None, loss=loss)
+    ceilings = [event.micro_batch for event in events if isinstance(event, Updated)]
+    seen["memory"] = result.oom_retries, ceilings, weights
+
+    def evaluate(model: nn.Module, batch: Any) -> float:
+        if rank == 1:
+            fail()
+        return 1.0
+
+    _, _, events = train(None, eval_data=Rows(), eval_every=3, evaluate=evaluate)
+    seen["evaluation"] = [one.reason for one in events if isinstance(one, EvaluationFailed)]
+
+    write, calls = checkpoints.write_file, itertools.count()
+
+    def write_once(path: Path, content: Any) -> None:
+        if next(calls):
+            raise CheckpointError("the disk is full")
+        write(path, content)
+
+    checkpoints.write_file = write_once
+    result, _, events = train(f"{folder}/full", keep=9)
+    failed = [event.update for event in events if isinstance(event, fit_events.CheckpointFailed)]
+    seen["full"] = failed, result.unsaved, result.updates
+    seen["full at first"] = ending(f"{folder}/full at first")
+    checkpoints.write_file = write
+    return seen
+
+
+def test_trouble_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
+    first, second = on_ranks(2, have_trouble, str(tmp_path))
+    assert first["warnings"] == (("rank 1: rank 1 alone sees this",), [])
+    assert second["warnings"] == ((), [])
+    assert first["memory"][:2] == second["memory"][:2] == (1, [3, 3, 2, 2, 2, 2])
+    _, weights, _ = train(None)
+    for key, value in weights.items():
+        torch.testing.assert_close(first["memory"][2][key], value, rtol=1e-9, atol=1e-9)
+    failed = "rank 1: ValueError: a bug of the user's, at "
+    assert [reason[: len(failed)] for reason in first["evaluation"]] == [failed, failed]
+    assert first["evaluation"] == second["evaluation"]
+    assert first["full"] == second["full"] == ([2, 4, 6, 6], "the disk is full", STEPS)
+    assert first["full at first"] == second["full at first"] == "CheckpointError: the disk is full"
+
+
+LONG = 24
+
+
+def train_until_killed(folder: str, victim: int, seconds: float) -> Any:
+    """Train on this rank; the victim kills itself after some seconds."""
+    if dist.get_rank() == victim:
+        threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    updates, began = [0], time.monotonic()
+
+    def note(event: Any) -> None:
+        updates.append(event.update) if isinstance(event, Updated) else None
+
+    try:
+        result, weights, _ = train(folder, steps=LONG, checkpoint_every=5, callbacks=[note])
+    except RankLostError as error:
+        return "lost", max(updates), str(error)
+    return "done", result.resumed_from, weights, time.monotonic() - began
+
+
+def run_with_kills(folder: Path, kills: int, seed: int) -> int:
+    """Kill a rank of three at random moments and resume, again and again; return how many runs were cut short."""
+    draw, cut = random.Random(seed), 0
+    _, weights, _ = train(None, steps=LONG)
+    *_, whole = on_ranks(3, train_until_killed, str(folder / "whole"), 3, 0.0)[0]
+    run = folder / "0"
+    for number in range(kills):
+        victim = draw.randrange(3)
+        seconds = draw.uniform(0.0, 0.7 * whole)
+        ends = on_ranks(3, train_until_killed, str(run), victim, seconds, patience=8)
+        for end in ends:
+            if end == Died():
+                continue
+            if end[0] == "lost":
+                named = end[2].partition(" of 3 ended or ")[0]
+                assert named == "a rank" or str(victim) in named, end
+        survivor = ends[0]
+        names = sorted(path.name for path in run.glob("checkpoints/checkpoint-*.pt"))
+        if survivor != Died() and survivor[0] == "lost":
+            cut += 1
+            if survivor[1]:
+                assert names[-1] == f"checkpoint-{survivor[1]:08}.pt", "rank 0 saves its last update"
+        elif survivor == Died():
+            cut += 1
+        if all(end != Died() and end[0] == "done" for end in ends):
+            check_weights(ends[0][2], weights)
+            run = folder / str(number + 1)
+    end = on_ranks(3, train_until_killed, str(run), 3, 0.0)[0]
+    check_weights(end[2], weights)
+    return cut
+
+
+def check_weights(state: Any, expected: Any) -> None:
+    for key, value in expected.items():
+        torch.testing.assert_close(state[key], value, rtol=1e-9, atol=1e-9)
+
+
+def test_a_killed_rank_ends_all_and_the_run_resumes(tmp_path: Path) -> None:
+    assert run_with_kills(tmp_path, 1, seed=1) == 1
+
+
+@pytest.mark.slow
+def test_twenty_kills_lose_nothing(tmp_path: Path) -> None:
+    assert run_with_kills(tmp_path, 20, seed=2) >= 10
