@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -48,9 +49,10 @@ from autoaccum.accumulation.out_of_memory import (
     release_memory,
     shrink,
 )
-from autoaccum.accumulation.ranks.group import Failure, OtherRanksFailed, join_ranks, world_size
-from autoaccum.accumulation.ranks.replicated import sum_gradients
+from autoaccum.accumulation.ranks.group import Failure, OtherRanksFailed, check_alike, join_ranks, world_size
+from autoaccum.accumulation.ranks.replicated import sum_gradients, without_calls
 from autoaccum.accumulation.ranks.sharded import Reduce, find_sharded, is_of_collective, out_of_memory, read_reduce
+from autoaccum.accumulation.reachable_objects import find_used_modules
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.schedule import check_multiple, split_evenly
 from autoaccum.accumulation.state_hash import ForwardSideEffects, batch_versions
@@ -191,7 +193,7 @@ class Accumulator:
         reduce: Reduce = "each",
         observer: StepObserver | None = None,
     ) -> None:
-        model = check_model(model)
+        given, model = model, check_model(model)
         check_optimizer(optimizer, model)
         check_scheduler(scheduler, optimizer)
         check_clip_norm(clip_norm)
@@ -238,8 +240,13 @@ class Accumulator:
             self._join_parts(in_lockstep=objective.coupled is not True or batchnorm_mode == "exact")
         self.micro_batch = min(self._ranks.gather(self.micro_batch))
         self._ranks.copy_from_first(
-            [model] if objective.criterion_module is None else [model, objective.criterion_module]
+            [model] if objective.criterion_module is None else [model, objective.criterion_module],
+            optimizer_parameters(optimizer),
         )
+        self._ranks.accumulators += 1
+        self._number = self._ranks.accumulators
+        found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
+        self._wrappers = [module for module in found if isinstance(module, DistributedDataParallel)]
         self._interrupts = DelayedInterrupts()
         self._generators = module_generators(self._modules())
         self._is_first = True
@@ -309,15 +316,15 @@ class Accumulator:
             return self._run(batches)
 
     def _run(self, batches: list[Any]) -> StepResult:
-        self._updater.check()
         if world_size() != self._ranks.size:
             raise UsageError(
                 f"there are {world_size()} ranks now, and {self._ranks.size} when the Accumulator was made",
                 hint="initialise the process group first",
             )
-        if torch.is_inference_mode_enabled():
-            raise UsageError("a step is called within torch.inference_mode()", hint="call it outside of that")
         try:
+            self._updater.check()
+            if torch.is_inference_mode_enabled():
+                raise UsageError("a step is called within torch.inference_mode()", hint="call it outside of that")
             batches = [self._objective.wrap_batch(batch) for batch in batches]
             sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
             for size in sizes:
@@ -356,13 +363,17 @@ class Accumulator:
             del outcome
             release_memory(model_device(self._model))
             ceiling = shrink(largest, len(failed_in) - 1, self._multiple_of)
-            if self._observer is not None:
-                self._observer.out_of_memory(failed_in[-1], largest, ceiling)
-            elif is_own:
-                warn_caller(
-                    f"out of memory ({failed_in[-1]}) with micro-batches of {largest}: nothing was changed, the batch"
-                    f" is repeated in micro-batches of at most {ceiling}, and later ones use no more"
-                )
+            try:
+                if self._observer is not None:
+                    self._observer.out_of_memory(failed_in[-1], largest, ceiling)
+                elif is_own:
+                    warn_caller(
+                        f"out of memory ({failed_in[-1]}) with micro-batches of {largest}: nothing was changed, the"
+                        f" batch is repeated in micro-batches of at most {ceiling}, and later ones use no more"
+                    )
+            except Exception as error:  # Warnings may be errors.
+                self._tell(error, 0, unchanged=True)
+                raise
 
     def _join_parts(self, *, in_lockstep: bool) -> None:
         """Run the parts of every update so that they can need each other: in lock step, or twice for a coupled loss."""
@@ -405,6 +416,8 @@ class Accumulator:
             _drop_gradients(parameters)
             return result
         except BaseException as error:
+            if transaction is not None and transaction.is_committed and not self._updater.is_interrupted:
+                raise  # The update was made, on all ranks: it is not to be repeated, nor told of.
             failure = error
         try:
             return failure if transaction is None else self._roll_back(transaction, failure)
@@ -423,11 +436,12 @@ class Accumulator:
         parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
         sizes = tuple(size for cut in cuts for size in cut)
         weights = [self._objective.weight(part) for part in parts]
-        ceilings, samples, weights_by_rank = zip(
-            *self._ranks.gather((self.micro_batch, sum(sizes), weights)), strict=True
+        facts, samples, weights_by_rank = zip(
+            *self._ranks.gather((self._common_facts(), sum(sizes), weights)), strict=True
         )
-        if len(set(ceilings)) > 1:
-            raise UsageError(f"micro_batch differs between ranks: {ceilings}", hint="set the same on all")
+        check_alike(facts)
+        if not any(weights_by_rank):
+            raise UsageError("there is no micro-batch to step with on any rank", hint="give at least one")
         all_shares = make_shares([one for weights in weights_by_rank for one in weights], self._objective.reduction)
         if not any(map(has_weight, all_shares)):
             return StepResult(math.nan, sum(samples), sizes, None, retries, updated=False, terms={})
@@ -456,6 +470,21 @@ class Accumulator:
         updated = self._updater.run(transaction, lambda: self._ranks.gather(None))
         return StepResult(loss, sum(samples), sizes, norm, retries, updated, terms)
 
+    def _common_facts(self) -> dict[str, object]:
+        """Return what the ranks have to have in common, lest their parameters drift apart."""
+        if self._ranks.size == 1:
+            return {}
+        groups = self._optimizer.param_groups
+        rates = [group.get("lr") for group in groups]
+        return {
+            "micro_batch": self.micro_batch,
+            "the number of the Accumulator that steps": self._number,
+            "the number of parameters in the optimizer's groups": [len(group["params"]) for group in groups],
+            "whether the optimizer has state": bool(self._optimizer.state),
+            # Processors may differ in the last bit. A tensor would have to be waited for.
+            "the optimizer's lr": [f"{rate:.6g}" for rate in rates if isinstance(rate, int | float)],
+        }
+
     def _accumulate(
         self,
         parts: Sequence[Any],
@@ -470,11 +499,14 @@ class Accumulator:
         accumulates = (len(parts) if joins or self._sharded is not None else sum(map(has_weight, shares))) > 1
         is_split = is_split or accumulates
         trained = optimizer_parameters(self._optimizer)
-        buffers = GradientBuffers(trained, in_fp32=self._in_fp32) if accumulates and needs_buffers(trained) else None
+        # Alike on all ranks, whose norms would differ otherwise; FSDP2 runs equal numbers of parts.
+        is_summed = needs_buffers(trained) and (is_split if self._sharded is None else accumulates)
+        buffers = GradientBuffers(trained, in_fp32=self._in_fp32) if is_summed else None
         side_effects = ForwardSideEffects(self._model, parts) if self._is_first else None
         versions = BufferVersions(self._model) if is_split and not self._has_accumulated else None
         messages = [] if self._has_warned else self._backpropagation.warnings(modules, accumulates=is_split)
-        record = self._backpropagation.run(parts, shares, buffers, batches)
+        with without_calls(self._wrappers):
+            record = self._backpropagation.run(parts, shares, buffers, batches)
         self._has_warned, self._is_first = self._has_warned or bool(messages), False
         messages += [] if side_effects is None else side_effects.warnings()
         if versions is not None:
@@ -587,7 +619,7 @@ class Accumulator:
         kind: Literal["certain", "uncertain"] | None = None
         if oom is not None and self._recover:
             kind = "certain" if oom.certain else "uncertain"
-        text = f"{type(error).__name__}: {first_line(error)}"
+        text = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
         needs = isinstance(error, NeedsWholeBatch)
         failure = Failure(self._ranks.rank, self.phase, largest, kind, text, unchanged, needs)
         try:

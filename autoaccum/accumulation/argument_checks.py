@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.accumulation.ranks.sharded import is_fsdp2, is_fsdp2_class
 from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
@@ -64,11 +65,18 @@ def check_model(model: Any) -> nn.Module:
     """Return the module to train: `model`, or what DistributedDataParallel wraps.
 
     Raises:
-        UsageError: It is no module, is sharded but by FSDP2, or has parameters that are not initialised.
+        UsageError: It is no module, is wrapped for some of the ranks or sharded but by FSDP2, or a parameter is lazy.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}", hint="give an nn.Module")
-    module = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
+    module = model
+    if isinstance(model, DistributedDataParallel):
+        module, its, all_ranks = cast(nn.Module, model.module), model.process_group.size(), world_size()
+        if its != all_ranks:
+            raise UsageError(
+                f"DistributedDataParallel has a group of {its} ranks, and there are {all_ranks}",
+                hint="train over all ranks, in the default process group",
+            )
     check_unsharded(module, but_fsdp2=True)
     lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:

@@ -84,7 +84,14 @@ class GradientBuffers:
         for parameter, total in self.sums.items():
             if total.is_sparse:
                 self.sums[parameter] = total.coalesce()
-        return [total.values() if total.is_sparse else total for total in self.sums.values()]
+        # Not in the order of backward, which differs between ranks, and with it the last bit of their norm.
+        sums = [self.sums[parameter] for parameter in self._parameters if parameter in self.sums]
+        return [total.values() if total.is_sparse else total for total in sums]
+
+    def add_zeros(self, parameter: Tensor) -> Tensor:
+        """Add and return a sum of zeros for a parameter that has none."""
+        self.sums[parameter] = torch.zeros_like(parameter, dtype=self._sum_dtype(parameter))
+        return self.sums[parameter]
 
     def write_gradients(self) -> None:
         """Round each sum once into its parameter's `.grad`, and free it before the next is rounded."""
@@ -97,12 +104,14 @@ class GradientBuffers:
             return
         total = self.sums.get(parameter)
         if total is None:
-            is_widened = self._in_fp32 and gradient.dtype in HALF_DTYPES
-            self.sums[parameter] = gradient.to(torch.float32 if is_widened else gradient.dtype).mul_(self.share)
+            self.sums[parameter] = gradient.to(self._sum_dtype(gradient)).mul_(self.share)
         elif gradient.is_sparse:
             self.sums[parameter] = total + gradient.to(total.dtype).mul_(self.share)
         else:
             total.add_(gradient, alpha=self.share)
+
+    def _sum_dtype(self, tensor: Tensor) -> torch.dtype:
+        return torch.float32 if self._in_fp32 and tensor.dtype in HALF_DTYPES else tensor.dtype
 
 
 def needs_buffers(parameters: Iterable[Tensor]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -32,8 +32,9 @@ _T = TypeVar("_T")
 _ROW_BYTES = 2048
 """The bytes of a message for which one collective is enough; a longer one takes a second."""
 
-_GRACE_SECONDS = 3.0
-"""How long ranks that see an exchange fail wait for the others to see it, to tell who is gone."""
+_GRACE_SECONDS, _PATIENCE_SECONDS = 3.0, 20.0
+"""How long ranks that see an exchange fail wait for the others to see it, to tell who is gone: at least, and while
+several are missing, of which some may be busy."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,12 @@ class Ranks:
         rank: The number of this rank, from 0.
         size: The number of ranks.
         group: The group over which gradients are summed; None for one rank.
+        accumulators: The number of Accumulators made; ranks are to step with the same one.
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self.group = group
-        self.rank, self.size = 0, 1
+        self.rank, self.size, self.accumulators = 0, 1, 0
         if group is None:
             return
         import torch.distributed as dist
@@ -131,7 +133,8 @@ class Ranks:
         """Leave word of this rank's failure, without waiting for ranks that wait for it in a collective."""
         if self.size > 1:
             with suppress(RuntimeError):  # The store was rank 0's, and is gone with it.
-                self._store.set(f"left/{self.rank}", pickle.dumps(failure).hex())
+                if not self._store.check([f"left/{self.rank}"]):  # What ended the run came first.
+                    self._store.set(f"left/{self.rank}", pickle.dumps(failure).hex())
         return (failure,)
 
     def lost(self, error: Exception) -> OtherRanksFailed | RankLostError:
@@ -143,18 +146,20 @@ class Ranks:
                 return OtherRanksFailed([pickle.loads(bytes.fromhex(one)) for one in told])
         return self._lost(error)
 
-    def copy_from_first(self, modules: Iterable[nn.Module]) -> None:
-        """Give all ranks the parameters and buffers of rank 0; of sharded ones each rank keeps its own part.
+    def copy_from_first(self, modules: Iterable[nn.Module], parameters: Iterable[Tensor] = ()) -> None:
+        """Give all ranks the parameters and buffers of rank 0, and further `parameters`.
+
+        Of those that are sharded each rank keeps its own part.
 
         Raises:
             UsageError: The ranks' modules differ in their parameters or buffers.
         """
         if self.size == 1:
             return
-        import torch.distributed as dist
-
         named = [one for module in modules for one in (*module.named_parameters(), *module.named_buffers())]
-        layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+        names = {id(tensor): name for name, tensor in named}
+        trained = [(f"{names.get(id(one), 'a parameter')} in the optimizer", one) for one in parameters]
+        layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in (*named, *trained)]
         for rank, other in enumerate(self.gather(layout)):
             if other != layout:
                 own = next((one for one in layout if one not in other), layout[-1] if layout else None)
@@ -162,13 +167,9 @@ class Ranks:
                     f"the models of rank {self.rank} and rank {rank} differ: only one has {own}",
                     hint="build the same model on all ranks",
                 )
+        named += [(name, one) for name, one in trained if id(one) not in names]
         for tensor in (tensor for _, tensor in named if not is_sharded(tensor)):
-            # A copy where values overlap or are not in a row, since collectives read plain memory.
-            plain = tensor.detach().contiguous()
-            with self._all_answering():
-                dist.broadcast(plain, group=self.group_for(plain), group_src=0)
-            if plain.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(plain)
+            self._copy(tensor)
 
     def leave(self) -> None:
         """Let go of the groups: one that is destroyed as Python ends, held by a traceback, aborts the process."""
@@ -176,6 +177,28 @@ class Ranks:
         self.group = _ranks = None
         self.__dict__.pop("_control", None)
         self.__dict__.pop("_store", None)
+
+    def _copy(self, tensor: Tensor) -> None:
+        """Copy `tensor` of rank 0 into those of the others."""
+        import torch.distributed as dist
+
+        if tensor.layout is not torch.strided:
+            first = self.gather(tensor.cpu() if self.rank == 0 else None)[0]
+            assert first is not None
+            with torch.no_grad():
+                tensor.copy_(first.to(tensor.device))
+            return
+        tensor = tensor.detach()
+        for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if size > 1 and stride == 0:
+                tensor = tensor.narrow(dimension, 0, 1)
+        # A copy where values are not in a row, and as bytes: gloo lacks dtypes.
+        plain = tensor.contiguous()
+        row = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+        with self._all_answering():
+            dist.broadcast(row, group=self.group_for(row), group_src=0)
+        if plain.data_ptr() != tensor.data_ptr():
+            tensor.copy_(plain)
 
     @contextmanager
     def _all_answering(self) -> Iterator[None]:
@@ -214,13 +237,17 @@ class Ranks:
         missing = None
         try:
             self._store.set(f"here/{self.rank}", "")
-            time.sleep(_GRACE_SECONDS)
-            missing = [str(rank) for rank in range(self.size) if not self._store.check([f"here/{rank}"])]
+            began, waited = time.monotonic(), 0.0
+            while missing is None or waited < _GRACE_SECONDS or (missing[1:] and waited < _PATIENCE_SECONDS):
+                time.sleep(0.5)
+                missing = [str(rank) for rank in range(self.size) if not self._store.check([f"here/{rank}"])]
+                waited = time.monotonic() - began
         except RuntimeError:  # The store was rank 0's, and is gone with it.
             pass
-        who = "a rank" if not missing else f"rank{'s' if missing[1:] else ''} {join_words(missing)}"
+        several = "s" if missing and missing[1:] else ""
+        who = f"rank{several} {join_words(missing)}" if missing else "a rank"
         return RankLostError(
-            f"{who} of {self.size} ended or no longer answers",
+            f"{who} of {self.size} ended or no longer answer{'' if several else 's'}",
             hint=f"look at its output; nothing was changed here since the last update ({first_line(error)[:200]})",
         )
 
@@ -246,6 +273,19 @@ def _filled(size: int, *contents: bytes | memoryview) -> Tensor:
         row.numpy()[start : start + len(content)] = np.frombuffer(content, dtype=np.uint8)
         start += len(content)
     return row
+
+
+def check_alike(facts: Sequence[Mapping[str, object]]) -> None:
+    """Raise UsageError if the ranks, each of which gives `facts` by name, differ in one.
+
+    >>> check_alike([{"micro_batch": 2}, {"micro_batch": 3}])
+    Traceback (most recent call last):
+    autoaccum.errors.UsageError: micro_batch differs between ranks: (2, 3): set the same on all
+    """
+    for name in facts[0]:
+        values = tuple(one[name] for one in facts)
+        if any(value != values[0] for value in values):
+            raise UsageError(f"{name} differs between ranks: {values}", hint="set the same on all")
 
 
 _ranks: tuple[object, Ranks] | None = None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, is_sharded
 from autoaccum.accumulation.ranks.group import Ranks
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.units import MIB
 
 _BUCKET_BYTES = 25 * MIB
@@ -26,6 +27,7 @@ def sum_gradients(ranks: Ranks, parameters: Sequence[Tensor], buffers: GradientB
     Raises:
         OtherRanksFailed: Another rank did not get so far.
         WorkloadError: A gradient is sparse.
+        UsageError: The ranks do not train the same parameters.
     """
     if ranks.size == 1:
         return
@@ -38,16 +40,44 @@ def sum_gradients(ranks: Ranks, parameters: Sequence[Tensor], buffers: GradientB
         )
     # Those without a gradient are counted in, since other ranks may have one.
     expected = [parameter if gradient is None else gradient for parameter, gradient in zip(trained, held, strict=True)]
-    room = _allocate([bucket for bucket in _buckets(expected) if _needs_room(bucket)])
-    masks = ranks.gather([gradient is not None for gradient in held])
+    position = {id(tensor): at for at, tensor in enumerate(expected)}
+    buckets = list(_buckets(expected))
+    room = _allocate([bucket for bucket in buckets if _needs_room(bucket)])
+    masks, flags = zip(
+        *ranks.gather(([gradient is not None for gradient in held], [one.requires_grad for one in parameters])),
+        strict=True,
+    )
+    if any(own != flags[0] for own in flags):
+        raise UsageError("parameters are frozen (requires_grad) on some ranks only", hint="freeze the same on all")
     used = [any(column) for column in zip(*masks, strict=True)]
     if any(mask != masks[0] for mask in masks):
         for at, parameter in enumerate(trained):
             if used[at] and held[at] is None:
                 held[at] = _zeros(parameter, buffers)
         ranks.gather(None)  # Each has got the memory for it.
-    for bucket in _buckets([gradient for gradient in held if gradient is not None]):
-        _sum_bucket(ranks, bucket, room)
+    for bucket in buckets:
+        gradients = [held[position[id(tensor)]] for tensor in bucket]
+        if present := [gradient for gradient in gradients if gradient is not None]:
+            _sum_bucket(ranks, present, room)
+
+
+@contextmanager
+def without_calls(wrappers: Iterable[nn.Module]) -> Iterator[None]:
+    """Refuse calls of `wrappers`, modules in DistributedDataParallel, within it.
+
+    Each of their backwards would wait for all ranks, which need not run the same number of parts.
+    """
+    with ExitStack() as stack:
+        for wrapper in wrappers:
+            stack.callback(wrapper.register_forward_pre_hook(_refuse_call).remove)
+        yield
+
+
+def _refuse_call(wrapper: nn.Module, _: object) -> None:
+    raise UsageError(
+        f"the loss calls {type(wrapper).__name__}, which waits for all ranks in each backward",
+        hint="call the model that the loss is given, or the wrapper's `module`",
+    )
 
 
 def take_room(parameters: Sequence[Tensor], *, in_buffers: bool) -> None:
@@ -68,8 +98,7 @@ def _zeros(parameter: Tensor, buffers: GradientBuffers | None) -> Tensor:
     if buffers is None:
         parameter.grad = torch.zeros_like(parameter)
         return parameter.grad
-    buffers.sums[parameter] = torch.zeros_like(parameter, dtype=_sum_dtype(parameter))
-    return buffers.sums[parameter]
+    return buffers.add_zeros(parameter)
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
