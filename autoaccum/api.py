@@ -173,6 +173,13 @@ def fit(
     Random numbers come from generators of its own (`seed`); the caller's random state is restored. SIGTERM, SIGHUP and
     Ctrl-C end the run after a checkpoint. So do exceptions of a callback or of the data, which are raised unchanged.
 
+    Under torchrun, or in an initialised process group, every rank calls it with the same arguments and all of the data,
+    of which it deals each its share of every update: the weights are those of one process. A dataset, or a DataLoader
+    over one, is read by its share; other data is read whole by every rank. Evaluations are dealt out as well, callbacks
+    run on every rank, and rank 0 writes the folder, which all must be able to read. An error or a signal on one rank
+    ends all after the same update. A run may resume on another number of ranks. Live objects need `micro_batch` or
+    `plan`.
+
     Args:
         model_or_workload: A model, which is trained in place and moved to `device`; or a Workload, or its file.
         data: The training data; the workload's own `dataset` when None. A map-style dataset is shuffled in each
@@ -234,6 +241,8 @@ def fit(
         NonFiniteError: Loss or gradient of an update was not finite; the state is that before the update.
         CheckpointError: The first checkpoint could not be written, or no checkpoint can be read.
         UpdateInterrupted: An update failed half-way; resume from the last checkpoint.
+        RankFailedError: Another rank failed with an error of its own.
+        RankLostError: Another rank has ended, or does not answer in time.
     """
     given = {**locals(), **options}
     for name in ("model_or_workload", "progress", "options"):

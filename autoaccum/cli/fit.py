@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ from autoaccum.reporting.console import relative_path
 from autoaccum.training.fit_events import CheckpointWritten, Started, Updated
 
 if TYPE_CHECKING:
+    from autoaccum.accumulation.ranks.group import Ranks
     from autoaccum.training.fit_events import FitResult
 
 _OUTPUTS = ("as_json", "quiet", "resume")
@@ -108,29 +110,34 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
       model.pt       the trained weights, at the end; ema.pt is their average, with --keeps ema
       checkpoints, and TensorBoard's files where it is installed
 
-    Example:
+    Under torchrun each rank runs its share of every update, and the weights are those of one process. A run may
+    resume on another number of ranks.
+
+    Examples:
       autoaccum fit model.py --target-batch 256 --epochs 3 --run-dir runs/a
+      torchrun --nproc-per-node 4 -m autoaccum fit model.py --target-batch 256 --epochs 3 --run-dir runs/a
 
     Exit codes:
       0    trained
       1    does not fit, or loss or gradient is not finite
       2    wrong usage, or the workload is missing or raises
-      3    could not be planned, or checkpoints could not be written or read
+      3    could not be planned, checkpoints could not be written or read, or another rank failed or ended
       130  ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; all three after a checkpoint
     """
     from autoaccum.accumulation.ranks.launch import launched_ranks
 
     seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
     with launched_ranks() as ranks:
-        _fit(workload, asked, seen, as_json=as_json, quiet=quiet, shows=ranks.rank == 0)
+        _fit(workload, asked, seen, ranks, as_json=as_json, quiet=quiet)
 
 
-def _fit(workload: str, asked: dict[str, Any], seen: _Seen, *, as_json: bool, quiet: bool, shows: bool) -> None:
-    """Train, and show the result; of several ranks, only the first `shows` anything but errors."""
+def _fit(workload: str, asked: dict[str, Any], seen: _Seen, ranks: Ranks, *, as_json: bool, quiet: bool) -> None:
+    """Train, and show the result; of several ranks, only the first shows anything but errors."""
+    shows = ranks.rank == 0
     try:
         result = _train(workload, asked, seen, quiet=quiet or not shows)
         if shows:
-            _show(result, asked, seen, as_json=as_json, quiet=quiet)
+            _show(result, asked, seen, ranks.size, as_json=as_json, quiet=quiet)
     except (KeyboardInterrupt, SystemExit) as leaving:
         if not _is_signal(leaving):
             raise
@@ -187,7 +194,7 @@ def _warnings_told(tell: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, *, as_json: bool, quiet: bool) -> None:
+def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, ranks: int, *, as_json: bool, quiet: bool) -> None:
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.fit_report import fit_record, print_fit
 
@@ -198,7 +205,11 @@ def _show(result: FitResult, asked: dict[str, Any], seen: _Seen, *, as_json: boo
         if not quiet:
             make_console(stderr=True).print()
         longer = {name: 2 * asked[name] for name in ("epochs", "steps") if asked[name] is not None}
-        print_fit(make_console(), result, command=running_words(without=_OUTPUTS, instead=longer), last=seen.last)
+        command = running_words(without=_OUTPUTS, instead=longer)
+        if ranks > 1:
+            started = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(ranks))]
+            command = [*started, "-m", "autoaccum", *command[command.index("fit") :]]
+        print_fit(make_console(), result, command=command, last=seen.last)
     if result.unsaved is not None:
         raise CheckpointError(f"the end of the training is not on disk: {result.unsaved}")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from command_line import environment
 from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -224,3 +227,41 @@ def test_each_rank_reads_its_share_only_and_in_multiples() -> None:
     for name, value in weights.items():
         torch.testing.assert_close(mine[name], value, rtol=1e-9, atol=1e-9)
         assert torch.equal(mine[name], theirs[name])
+
+
+FILE = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+x, y = torch.randn(60, 5, dtype=torch.float64), torch.randint(0, 3, (60,))
+dataset = evaluation_dataset = torch.utils.data.TensorDataset(x, y)
+model, criterion = lambda: nn.Linear(5, 3).double(), nn.CrossEntropyLoss()
+"""
+
+
+@pytest.mark.slow
+def test_the_command_under_torchrun(tmp_path: Path) -> None:
+    """It plans on both ranks, trains, resumes alone, and shows everything once."""
+    (tmp_path / "model.py").write_text(FILE)
+
+    def run(*words: str, ranks: int = 2) -> Any:
+        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+        words = "fit", "model.py", "--target-batch", "16", *words
+        command = [sys.executable, *start, "-m", "autoaccum", *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
+        )
+
+    done = run("--epochs", "2", "--run-dir", "a")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("updates      8 in 2 epochs") == 1
+    assert "torchrun --nproc-per-node 2 -m autoaccum fit model.py --target-batch 16 --run-dir a" in done.stdout
+    assert done.stderr.count("training Linear on cpu") == 1
+    assert json.loads((tmp_path / "a" / "plan.json").read_text())["world_size"] == 2
+    resumed = run("--epochs", "3", "--run-dir", "a", "--micro-batch", "3", ranks=1)
+    assert "the run had 2 ranks, and has 1 now: random numbers" in " ".join(resumed.stderr.split())
+    alone = run("--epochs", "3", "--run-dir", "b", "--micro-batch", "16", ranks=1)
+    assert (resumed.returncode, alone.returncode) == (0, 0), alone.stderr
+    weights = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in "ab"]
+    for name, value in weights[1].items():
+        torch.testing.assert_close(weights[0][name], value, rtol=1e-9, atol=1e-9)
