@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from whole_batches import Recorded, check_equal
 
-from autoaccum import whole_batch
+from autoaccum import Accumulator, whole_batch
 from autoaccum.accumulation.ranks.group import Ranks
 from autoaccum.errors import RankFailedError, RankLostError, UsageError, WorkloadError
 
@@ -419,7 +419,8 @@ def test_lists_are_samples_or_records_also_where_each_rank_has_one_part() -> Non
 def ignored(shares: list[int] | None) -> Any:
     """An update in which the samples of rank 1 have no weight, and still count for BatchNorm."""
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)).double()
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5), nn.BatchNorm1d(5)]
+    model = nn.Sequential(*layers).double()
     inputs, targets = rows(SAMPLES)
     targets[5:] = -100
     mine = (inputs, targets) if shares is None else dealt((inputs, targets), shares)
@@ -483,3 +484,38 @@ def with_a_constant(samples: int) -> str:
 def test_an_output_that_is_a_constant_of_all_parts_is_refused(samples: int) -> None:
     for text in on_ranks(2, with_a_constant, samples):
         assert text.startswith("an output is one tensor for all parts of the batch, and other ranks do not know it as")
+
+
+class Tempered(nn.Module):
+    """A criterion with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(0.5).double())
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(outputs @ outputs.T * self.temperature.exp(), targets)
+
+
+def tempered(coupled: Any, shares: list[int] | None) -> list[Tensor]:
+    torch.manual_seed(5)
+    model, criterion, seen = nn.Linear(6, 4).double(), Tempered(), list[Tensor]()
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
+    parameters = [*model.parameters(), *criterion.parameters()]
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(torch.as_tensor(one.grad).clone() for one in parameters))
+    accumulator = Accumulator(
+        model, optimizer, criterion=criterion, coupled=coupled, micro_batch=2 if shares else SAMPLES
+    )
+    batch = rows(SAMPLES)[0], torch.arange(SAMPLES)
+    mine = batch if shares is None else dealt(batch, shares)
+    accumulator.step_parts([mine] if len(mine[0]) else [])
+    return seen
+
+
+@pytest.mark.parametrize("coupled", [True, "lockstep"])
+def test_a_parameter_that_the_loss_uses_itself_gets_its_gradient_once(coupled: Any) -> None:
+    alone = tempered(coupled, None)
+    for shares in ([5, 6], [0, 4, 7]):
+        for seen in on_ranks(len(shares), tempered, coupled, shares):
+            for one, expected in zip(seen, alone, strict=True):
+                torch.testing.assert_close(one, expected, rtol=0, atol=1e-9)
