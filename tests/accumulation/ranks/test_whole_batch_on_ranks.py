@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from whole_batches import Recorded, check_equal
 
+import autoaccum
 from autoaccum import Accumulator, whole_batch
 from autoaccum.accumulation.ranks.group import Ranks
 from autoaccum.errors import RankFailedError, RankLostError, UsageError, WorkloadError
@@ -519,3 +520,25 @@ def test_a_parameter_that_the_loss_uses_itself_gets_its_gradient_once(coupled: A
         for seen in on_ranks(len(shares), tempered, coupled, shares):
             for one, expected in zip(seen, alone, strict=True):
                 torch.testing.assert_close(one, expected, rtol=0, atol=1e-9)
+
+
+def trained(case: str) -> Any:
+    """Train for two epochs of two windows and a last one of two samples, of which a third rank has nothing."""
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    data = torch.utils.data.TensorDataset(*(rows(14) if case == "exact" else pairs(14)))
+    model = (Failing() if case == "exact" else Towers(norm=True)).double()
+    options: dict[str, Any] = {"loss": centred} if case == "exact" else CASES["twice"][2]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    sizes: dict[str, Any] = {"target_batch": 6, "micro_batch": 2, "epochs": 2}
+    autoaccum.fit(model, data, optimizer=optimizer, batchnorm="exact", progress=False, **sizes, **options)
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("case", ["exact", "exact and coupled"])
+def test_several_ranks_train_as_one(case: str) -> None:
+    alone = trained(case)
+    for size in (2, 3):
+        for seen in on_ranks(size, trained, case):
+            for name, value in alone.items():
+                torch.testing.assert_close(seen[name], value, rtol=1e-9, atol=1e-9)
