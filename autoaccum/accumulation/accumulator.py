@@ -406,8 +406,6 @@ class Accumulator:
         """
         transaction = None
         try:
-            if self._sharded is not None:
-                self._sharded.reshard()
             modules = self._modules()
             parameters = self._parameters(modules)
             transaction = Transaction(modules, parameters, generators=self._generators, scaler=self._scaler)

@@ -78,6 +78,8 @@ def check_model(model: Any) -> nn.Module:
                 hint="train over all ranks, in the default process group",
             )
     check_unsharded(module, but_fsdp2=True)
+    for inner in filter(is_fsdp2, module.modules()):
+        cast(Any, inner).reshard()  # A forward without backward, as in an evaluation, leaves it gathered.
     lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise UsageError(f"parameter {lazy} is not initialised yet", hint="run the model on a sample batch first")

@@ -21,8 +21,10 @@ def choose_scaler(
     """Return the scaler of a step: the one given, or a new one for fp16, or None.
 
     Raises:
-        UsageError: There is a scaler, and a parameter whose gradient it would unscale is of half precision.
+        UsageError: There is a scaler, and a parameter whose gradient it would unscale is of half precision, or only
+            some are sharded.
     """
+    parameters = list(parameters)
     if scaler is None and precision == "fp16":
         scaler = GradScaler(device.type)
     if scaler is None or not scaler.is_enabled():
@@ -32,6 +34,10 @@ def choose_scaler(
         raise UsageError(
             f"a GradScaler is used, and parameters are of {str(half).removeprefix('torch.')}",
             hint="keep the parameters in float32 and let autocast lower the precision, or omit scaler and fp16",
+        )
+    if len(set(map(is_sharded, parameters))) > 1:
+        raise UsageError(
+            "a GradScaler is used, and only some parameters are sharded", hint="call fully_shard on the whole model"
         )
     return scaler
 

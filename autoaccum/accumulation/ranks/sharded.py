@@ -93,16 +93,10 @@ class ShardedParts:
         self._groups = list({id(group): group for module in modules for group in _param_groups(module)}.values())
         self._largest, self._trained = 1.0, list[Tensor]()
         self.is_running = False
-        self.reshard()
         self._check_meshes()
         self._replicates = any(group.mesh_info.mesh.ndim > 1 for group in self._groups)
         if in_fp32 and (reduce == "last" or self._replicates):
             self._check_dtypes()
-
-    def reshard(self) -> None:
-        """Free parameters that a forward without backward has left gathered."""
-        for module in self._modules:
-            module.reshard()
 
     def deal(
         self, ranks: Ranks, parts: Sequence[Any], shares: Sequence[Sequence[Weights]], trained: Sequence[Tensor]
@@ -249,8 +243,8 @@ class ShardedParts:
 
     def _check_dtypes(self) -> None:
         for group in self._groups:
-            policy = group.mp_policy
             for one in group.fsdp_params:
+                policy = one.mp_policy
                 dtype = policy.reduce_dtype or policy.param_dtype or one.sharded_param.dtype
                 if one.sharded_param.requires_grad and dtype in HALF_DTYPES:
                     how = 'reduce="last"' if self._reduce == "last" else "a mesh of two dimensions (HSDP)"

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +19,10 @@ from torch import Tensor, nn
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.ranks.sharded import Reduce
-from autoaccum.errors import AutoaccumError, RankLostError, UpdateInterrupted, UsageError
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.accumulation.step_result import StepObserver, StepPhase
+from autoaccum.accumulation.update import StorageRecorder
+from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UpdateInterrupted, UsageError
 
 
 class Net(nn.Module):
@@ -66,8 +69,9 @@ def tokens(samples: int) -> tuple[Tensor, Tensor]:
 
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     counted = batch[1] != -100
-    losses = nn.functional.cross_entropy(model(batch[0]).transpose(1, 2), batch[1], ignore_index=-100, reduction="none")
-    return losses.sum() / counted.sum()  # Of no token, loss and gradient are NaN.
+    chosen = model(batch[0]).log_softmax(-1).gather(-1, batch[1].clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    loss: Tensor = -(chosen * counted).sum() / counted.sum()  # Of no token, loss and gradient are NaN.
+    return loss
 
 
 def token_count(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -99,6 +103,11 @@ def shard(model: nn.Module, mesh: tuple[int, ...] | None = None, **options: Any)
         if hasattr(model, name):
             fully_shard(getattr(model, name), mesh=made, **options)
     fully_shard(model, mesh=made, **options)
+    return model
+
+
+def shard_first(model: Any) -> Any:
+    shard(model.first)
     return model
 
 
@@ -138,6 +147,7 @@ def all_cases(shares: list[int], mesh: tuple[int, ...] | None, reduce: str) -> A
     for case, (_, batch, _) in CASES.items():
         batches = [batch(7), batch(7), batch(7)]
         found[case] = updates(case, batches, dealt(shares), lambda model: shard(model, mesh), reduce=reduce)
+    found["partly"] = updates("clipped", [pairs(7)] * 3, dealt(shares), shard_first, reduce=reduce)
     return found
 
 
@@ -156,8 +166,9 @@ def test_an_update_of_a_sharded_model_is_that_of_one_process(
     shares: list[int], mesh: tuple[int, ...] | None, reduce: str
 ) -> None:
     together = on_ranks(len(shares), all_cases, shares, mesh, reduce)
-    for case, (_, batch, _) in CASES.items():
-        alone = updates(case, [batch(7)] * 3, lambda batch: [batch])
+    for case in together[0]:
+        of = {"partly": "clipped"}.get(case, case)
+        alone = updates(of, [CASES[of][1](7)] * 3, lambda batch: [batch])
         for found in together:
             state, results = found[case]
             for name, value in alone[0].items():
@@ -230,12 +241,27 @@ def test_lower_precision_is_that_of_one_process_to_rounding(
 def overflow() -> Any:
     model = shard(nn.Sequential(nn.Linear(4, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with torch.no_grad():
+        model(torch.ones(2, 4))  # Leaves the parameters gathered, and the model without those of the optimizer.
     accumulator = Accumulator(model, optimizer, nn.MSELoss(), micro_batch=1, precision="fp16")
     before = whole(model[0].weight)
     inputs = torch.full((2, 4), torch.inf if dist.get_rank() == 1 else 1.0)
     updated = accumulator.step((inputs, torch.zeros(2, 3))).updated
     assert accumulator._scaler is not None
     return updated, torch.equal(before, whole(model[0].weight)), accumulator._scaler.get_scale()
+
+
+def recorded_bytes() -> int:
+    weight = shard(nn.Linear(8, 8, bias=False)).weight.detach()
+    with StorageRecorder() as recorder:
+        made = weight * 2
+    assert made.shape == (8, 8)
+    found: int = recorder.alive_bytes
+    return found
+
+
+def test_the_memory_of_an_update_is_that_of_a_ranks_own_part() -> None:
+    assert on_ranks(2, recorded_bytes) == [8 * 8 * 4 // 2] * 2
 
 
 def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
@@ -249,8 +275,6 @@ def batchnorm_and_settings(reduce: Reduce) -> Any:
     before = settings(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=2, reduce=reduce)
-    with torch.no_grad():
-        model(pairs(2)[0])  # Leaves the outermost parameters gathered.
     tracked = [int(model.norm.num_batches_tracked)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -261,7 +285,62 @@ def batchnorm_and_settings(reduce: Reduce) -> Any:
 
 @pytest.mark.parametrize("reduce", ["each", "last"])
 def test_what_does_not_count_leaves_buffers_and_settings_as_they_are(reduce: Reduce) -> None:
-    assert on_ranks(2, batchnorm_and_settings, reduce) == [([1, 2], True, 3), ([1, 4], True, 3)]
+    assert on_ranks(2, batchnorm_and_settings, reduce) == [([0, 1], True, 3), ([0, 3], True, 3)]
+
+
+class SeenGradients(StepObserver):
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters, self.seen = list(parameters), list[bool]()
+
+    def phase(self, phase: StepPhase) -> None:
+        if phase == "forward":
+            self.seen.append(any(parameter.grad is not None for parameter in self._parameters))
+
+
+def seen_gradients(mesh: tuple[int, ...], reduce: Reduce) -> Any:
+    model = shard(Net().double(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    observer = SeenGradients(model.parameters())
+    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=2, reduce=reduce, observer=observer)
+    accumulator.step(pairs(6 if dist.get_rank() else 3))
+    return observer.seen
+
+
+@pytest.mark.parametrize(
+    ("mesh", "reduce", "seen"),
+    [((2,), "each", [False, True, True]), ((2,), "last", [False] * 3), ((2, 1), "each", [False] * 3)],
+    ids=["each", "last", "replicated too"],
+)
+def test_gradients_are_summed_when_they_are_asked_to(mesh: tuple[int, ...], reduce: Reduce, seen: list[bool]) -> None:
+    assert on_ranks(2, seen_gradients, mesh, reduce) == [seen, seen]
+
+
+def update_that_fails() -> Any:
+    model = shard(Net().double())
+
+    class FailingAdamW(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            if dist.get_rank() == 1:
+                raise ValueError("within the update")
+
+    optimizer = FailingAdamW(model.parameters(), lr=0.01, foreach=False)
+    batch = pairs(6)
+    model(batch[0]).sum().backward()  # FSDP2 registers hooks when it runs first.
+    optimizer.zero_grad()
+    before = state_digest(model, optimizer)
+    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=2)
+    names = []
+    for _ in range(2):
+        try:
+            accumulator.step(batch)
+        except (RankFailedError, ValueError) as error:
+            names.append(type(error).__name__)
+    return names, before == state_digest(model, optimizer)
+
+
+def test_an_update_that_fails_on_one_rank_is_undone_on_all() -> None:
+    assert on_ranks(2, update_that_fails) == [(["RankFailedError"] * 2, True), (["ValueError"] * 2, True)]
 
 
 def fails(phase: str, number: int, how: str) -> Any:
@@ -277,7 +356,7 @@ def fails(phase: str, number: int, how: str) -> Any:
     accumulator = Accumulator(model, optimizer, loss, micro_batch=4, clip_norm=0.1)
     active = how == "memory" and dist.get_rank() == 1
     injected = OutOfMemoryAt(number, lambda: active and accumulator.phase == phase)
-    started = time.monotonic()
+    started, again = time.monotonic(), False
     try:
         with injected:
             accumulator.step(batch)
@@ -292,8 +371,10 @@ def fails(phase: str, number: int, how: str) -> Any:
     return injected.fired, type(ended).__name__, code, size, str(ended), again, seconds < 15
 
 
-@pytest.mark.parametrize(("phase", "number"), [("forward", 0), ("forward", 9), ("backward", 0), ("backward", 12)])
-def test_memory_that_runs_out_within_a_part_ends_all_ranks(phase: str, number: int) -> None:
+@pytest.mark.parametrize(
+    ("phase", "number"), [("forward", 0), ("forward", 9), ("backward", 0), ("backward", 12), ("clip", 8), ("update", 3)]
+)
+def test_memory_that_runs_out_on_one_rank_ends_all_ranks(phase: str, number: int) -> None:
     first, second = on_ranks(2, fails, phase, number, "memory")
     assert (first[0], second[0]) == (False, True)
     text = (
@@ -301,7 +382,8 @@ def test_memory_that_runs_out_within_a_part_ends_all_ranks(phase: str, number: i
         " repeat an update: load a checkpoint in new processes and go on with micro_batch=3"
     )
     for found in (first, second):
-        assert found[1:] == ("UpdateInterrupted", 3, 3, text, True, True)
+        # What fails after the gradients are summed is undone, and modules are not half-way.
+        assert found[1:] == ("UpdateInterrupted", 3, 3, text, phase != "update", True)
 
 
 def test_an_error_on_one_rank_ends_all_ranks() -> None:
@@ -352,6 +434,7 @@ def refusals() -> list[str]:
         (parallel, {}),
         (half, {"reduce": "last"}),
         (one, {}),
+        (shard_first(Net()), {"precision": "fp16"}),
         (shard(Net()), {"batchnorm": "exact"}),
         (shard(Net()), {"coupled": True}),
         (shard(Net()), {"reduce": "first"}),
@@ -376,6 +459,7 @@ def test_what_the_sums_over_ranks_cannot_be_made_with_is_refused() -> None:
             'with reduce="last", FSDP2 adds up parts\' gradients in bfloat16: give fully_shard'
             " mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)",
             "the model is sharded over 1 of 2 ranks: call fully_shard with a mesh of all ranks",
+            "a GradScaler is used, and only some parameters are sharded: call fully_shard on the whole model",
             needs,
             needs,
             'reduce is \'first\': take "each" or "last"',
