@@ -69,7 +69,7 @@ class _RankRoom(StepObserver):
         if phase == "backward":
             self._backwards += 1
         elif phase == "clip":
-            take_room(optimizer_parameters(self._optimizer), in_buffers=self._in_fp32 and self._backwards > 1)
+            take_room(optimizer_parameters(self._optimizer), in_fp32=self._in_fp32, parts=self._backwards)
             self._backwards = 0
 
 

@@ -80,17 +80,20 @@ def _refuse_call(wrapper: nn.Module, _: object) -> None:
     )
 
 
-def take_room(parameters: Sequence[Tensor], *, in_buffers: bool) -> None:
+def take_room(parameters: Sequence[Tensor], *, in_fp32: bool, parts: int) -> None:
     """Take the memory that `sum_gradients` takes between backward and update, and give it back.
 
     A trial has one rank, and its memory is to be that of several.
 
     Args:
         parameters: The parameters of the optimizer.
-        in_buffers: Whether gradients of half precision are summed in buffers, and need no copy.
+        in_fp32: Whether gradients of half precision are summed in buffers, and need no copy.
+        parts: The parts that ran. One alone was summed in no buffers, as it would be among those of other ranks.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    kept = HALF_DTYPES if in_buffers else ()
+    kept = HALF_DTYPES if in_fp32 else ()
+    # As much again as `.grad` holds: sums in float32 take twice that.
+    _missing = [torch.empty_like(one) for one in trained if parts == 1 and one.dtype in kept]
     _allocate([one for one in _buckets(trained) if len(one) > 1 or (_needs_room(one) and one[0].dtype not in kept)])
 
 

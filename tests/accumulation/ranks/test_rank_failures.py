@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.errors import DoesNotFitError, RankFailedError, RankLostError, UsageError
 
 
@@ -173,3 +174,98 @@ def test_ranks_begin_alike() -> None:
     assert second.startswith("the models of rank 1 and rank 0 differ: only one has ('weight', (9, 6), 'torch.float32')")
     for text in on_ranks(2, differ, "later"):
         assert text == "micro_batch differs between ranks: (4, 3): set the same on all"
+
+
+class Scheduler(torch.optim.lr_scheduler.LambdaLR):
+    """Raises on rank 1 after the second update."""
+
+    def step(self, epoch: int | None = None) -> None:
+        super().step(epoch)
+        if self.last_epoch == 2 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class Observer(StepObserver):
+    """Raises on rank 1 when memory has run out."""
+
+    def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("a bug of the observer's")
+
+
+class Optimizer(torch.optim.SGD):
+    """Raises on rank 1 within the second update."""
+
+    updates = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.updates += 1
+        if self.updates == 2 and dist.get_rank() == 1:
+            raise ValueError("a bug of the optimizer's")
+
+
+def told(fail: str) -> Any:
+    """Return what each of four steps came to, and the sum of the parameters."""
+    torch.manual_seed(1)
+    model = nn.Linear(6, 5).double()
+    optimizer = (Optimizer if fail == "optimizer" else torch.optim.SGD)(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"observer": Observer()} if fail == "observer" else {}
+    if fail == "scheduler":
+        options["scheduler"] = Scheduler(optimizer, lambda _: 1.0)
+    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=4, **options)
+    active = fail == "observer" and dist.get_rank() == 1
+    found = []
+    with OutOfMemoryAt(0, lambda: active and accumulator.phase == "forward"):
+        for number in range(4):
+            try:
+                found.append("updated" if accumulator.step(batch(8, number)).updated else "skipped")
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+    return found, float(model.weight.sum())
+
+
+def test_an_update_that_all_made_is_told_of_no_more_when_the_scheduler_raises() -> None:
+    (first, total), (second, same) = on_ranks(2, told, "scheduler")
+    assert first == ["updated"] * 4
+    assert second == ["updated", "OutOfMemoryError: CUDA out of memory", "updated", "updated"]
+    assert total == same
+
+
+def test_an_observer_that_raises_between_attempts_ends_the_step_on_all() -> None:
+    (first, total), (second, same) = on_ranks(2, told, "observer")
+    assert first[0].startswith("RankFailedError: rank 1 failed: ValueError: a bug of the observer's: ")
+    assert second[0] == "ValueError: a bug of the observer's"
+    assert first[1:] == second[1:] == ["updated"] * 3
+    assert total == same
+
+
+def test_a_rank_with_half_an_update_ends_each_further_step_on_all() -> None:
+    first, second = (found for found, _ in on_ranks(2, told, "optimizer"))
+    assert first[:2] == ["updated", "updated"]
+    assert all(text.startswith("RankFailedError: rank 1 failed: UpdateInterrupted: ") for text in first[2:])
+    assert second[1].startswith("UpdateInterrupted: ValueError within the update")
+    assert all(text.startswith("UpdateInterrupted: an earlier update was interrupted") for text in second[2:])
+
+
+def die_while_another_is_busy() -> Any:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if dist.get_rank() == 2:
+            time.sleep(5)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    accumulator, _, _ = make(loss=loss)
+    try:
+        accumulator.step(batch(4))
+    except RankLostError as error:
+        return str(error)
+    return None
+
+
+def test_a_busy_rank_is_not_taken_for_the_one_that_died() -> None:
+    first, dead, last = on_ranks(3, die_while_another_is_busy)
+    assert dead == Died()
+    for text in (first, last):
+        assert text.startswith("rank 1 of 3 ended or no longer answers: ")

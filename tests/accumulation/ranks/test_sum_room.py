@@ -24,7 +24,7 @@ class Taken(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if str(func) == "aten.empty.memory_format" and made.is_floating_point():
+        if str(func) in ("aten.empty.memory_format", "aten.empty_like.default") and made.is_floating_point():
             self.sizes.append(made.numel() * made.itemsize)
         return made
 
@@ -41,7 +41,7 @@ def rooms() -> list[tuple[list[int], list[int]]]:
         with Taken() as by_ranks:
             sum_gradients(join_ranks(), parameters, buffers)
         with Taken() as by_trial:
-            take_room(parameters, in_buffers=in_buffers)
+            take_room(parameters, in_fp32=in_buffers, parts=2)
         found.append((by_ranks.sizes, by_trial.sizes))
     return found
 
@@ -51,3 +51,11 @@ def test_the_room_of_a_trial_is_that_of_the_sum() -> None:
     for found in on_ranks(2, rooms):
         assert [by_ranks for by_ranks, _ in found] == [[small], [small], [large]]
         assert all(by_trial == by_ranks for by_ranks, by_trial in found)
+
+
+def test_a_trial_of_one_part_takes_the_buffers_that_it_would_have_among_ranks() -> None:
+    parameters = [nn.Parameter(torch.zeros(10, dtype=torch.bfloat16)), nn.Parameter(torch.zeros(3))]
+    for parts, in_fp32, expected in ((1, True, [20, 52]), (2, True, [52]), (1, False, [52])):
+        with Taken() as taken:
+            take_room(parameters, in_fp32=in_fp32, parts=parts)
+        assert taken.sizes == expected
