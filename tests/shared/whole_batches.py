@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -56,3 +57,29 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 
 def images(size: int, *, side: int = 8) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 3, side, side, dtype=torch.float64), torch.randint(0, 5, (size,))
+
+
+def rows(samples: int) -> Any:
+    """Return rows of six numbers in five classes."""
+    return torch.randn(samples, 6).double(), torch.arange(samples) % 5
+
+
+def dealt(batch: Any, shares: list[int]) -> Any:
+    """Return this rank's share of a batch."""
+    start = sum(shares[: dist.get_rank()])
+    return tuple(one[start : start + shares[dist.get_rank()]] for one in batch)
+
+
+class Pairs(nn.Module):
+    """A criterion of all pairs, with a running mean."""
+
+    center: Tensor
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(width).double())
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        z = functional.normalize(outputs)
+        self.center.lerp_(z.detach().mean(0), 0.5)
+        return functional.mse_loss((z - self.center) @ z.T, (targets[:, None] == targets).to(z.dtype))

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import signal
-import warnings
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from greenlet import greenlet
-from memory_errors import OutOfMemoryAt
-from on_ranks import Died, on_ranks
+from on_ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn import functional
-from whole_batches import Recorded, check_equal
+from whole_batches import Pairs, Recorded, cross_entropy, dealt, rows
 
 import autoaccum
 from autoaccum import Accumulator, whole_batch
-from autoaccum.accumulation.ranks.group import Ranks
-from autoaccum.errors import RankFailedError, RankLostError, UsageError, WorkloadError
 
 SAMPLES = 11
 SHARES = {2: [8, 3], 4: [4, 0, 6, 1]}
@@ -74,8 +66,9 @@ class Experts(nn.Module):
         return self.out(x) * (1 + shares.square().sum(-1, keepdim=True)), balance
 
 
-def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1])
+def centred(model: nn.Module, batch: Any) -> Tensor:
+    outputs = model(batch[0])
+    return functional.cross_entropy(outputs - whole_batch(outputs).mean(0), batch[1])
 
 
 def balanced(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -102,27 +95,8 @@ def contrast_of_batch(outputs: Any, batch: Any) -> Tensor:
     return contrast(outputs, None) * torch.rand(()) + torch.as_tensor(own)
 
 
-class Pairs(nn.Module):
-    """A criterion of all pairs, with a running mean."""
-
-    center: Tensor
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(width).double())
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        z = functional.normalize(outputs)
-        self.center.lerp_(z.detach().mean(0), 0.5)
-        return functional.mse_loss((z - self.center) @ z.T, (targets[:, None] == targets).to(z.dtype))
-
-
 def images(samples: int) -> Any:
     return torch.randn(samples, 3, 5, 5).double(), torch.arange(samples) % 5
-
-
-def rows(samples: int) -> Any:
-    return torch.randn(samples, 6).double(), torch.arange(samples) % 5
 
 
 def pairs(samples: int) -> Any:
@@ -154,12 +128,6 @@ def make(case: str) -> tuple[Any, Any, dict[str, Any]]:
     model, batch = build().double(), draw(SAMPLES)
     options = {name: one() if isinstance(one, type) else one for name, one in options.items()}
     return model, batch, options
-
-
-def dealt(batch: Any, shares: list[int]) -> Any:
-    """Return this rank's share of a batch."""
-    start = sum(shares[: dist.get_rank()])
-    return tuple(one[start : start + shares[dist.get_rank()]] for one in batch)
 
 
 def update(case: str, micro_batch: int, shares: list[int] | None, **options: Any) -> tuple[Recorded, Any]:
@@ -234,152 +202,6 @@ def test_running_statistics_are_those_of_the_whole_batch_on_all_ranks() -> None:
             torch.testing.assert_close(seen[name], value, rtol=0, atol=1e-12)
 
 
-class Failing(nn.Module):
-    """Meets at two norms, and at `whole_batch` in the loss; `fail` is called with the number of each layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.BatchNorm1d(5)])
-        self.fail: Callable[[int], None] = lambda number: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            self.fail(number)
-            x = torch.tanh(layer(x))
-        return x
-
-
-def centred(model: nn.Module, batch: Any) -> Tensor:
-    outputs = model(batch[0])
-    return functional.cross_entropy(outputs - whole_batch(outputs).mean(0), batch[1])
-
-
-def failing(mode: str) -> tuple[Recorded, Any, Callable[[Any, Any], Tensor], Any, Any]:
-    """Return an update, the model, the loss of the whole batch, that, and this rank's share."""
-    torch.manual_seed(5)
-    model, batch = cast(Any, Failing().double()), rows(SAMPLES)
-    share = slice(8) if dist.get_rank() == 0 else slice(8, None)
-    mine, criterion = (batch[0][share], batch[1][share]), Pairs(5)
-    if mode == "exact":
-        recorded = Recorded(model, centred, batchnorm="exact", micro_batch=2)
-        return recorded, model, centred, batch, mine
-    batchnorm: Any = "exact" if mode == "exact and coupled" else "frozen"
-    recorded = Recorded(model, criterion=criterion, coupled=True, batchnorm=batchnorm, micro_batch=2)
-    if batchnorm == "frozen":
-        for norm in (model.layers[1], model.layers[3], recorded.model.layers[1], recorded.model.layers[3]):
-            norm.running_mean.normal_(generator=torch.Generator().manual_seed(1))
-            norm.eval()
-    return recorded, model, lambda model, batch: Pairs(5)(model(batch[0]), batch[1]), batch, mine
-
-
-def check_nothing_left(model: nn.Module) -> None:
-    gc.collect()
-    assert not [one for one in gc.get_objects() if type(one) is greenlet and one and one.parent is not None]
-    assert not any("forward" in vars(module) for module in model.modules())
-    x = torch.ones(1)
-    assert whole_batch(x) is x
-
-
-def memory_runs_out(mode: str, step: int) -> Any:
-    number, phases, plain, exchanging = 0, set(), Ranks._exchange, list[bool]()
-
-    def exchange(ranks: Ranks, value: Any) -> list[Any]:
-        exchanging.append(True)
-        try:
-            return plain(ranks, value)
-        finally:
-            exchanging.clear()
-
-    Ranks._exchange = exchange  # type: ignore[assignment, method-assign]
-    while True:
-        recorded, model, loss, batch, mine = failing(mode)
-        injected = OutOfMemoryAt(number, lambda: dist.get_rank() == 1 and not exchanging)
-        with injected, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            result = recorded.step(mine)
-        phases |= {
-            str(one.message).split("(")[1].split(")")[0] for one in caught if "out of memory" in str(one.message)
-        }
-        check_equal(recorded, model, loss, batch)
-        if not result.retries:
-            check_nothing_left(recorded.model)
-            return number, phases
-        assert max(result.micro_batches) == recorded.accumulator.micro_batch == 1
-        number += step
-
-
-@pytest.mark.parametrize(("mode", "step"), [("exact", 37), ("exact and coupled", 37), ("twice", 17)])
-def test_memory_may_run_out_anywhere_on_one_rank(mode: str, step: int) -> None:
-    (_, none), (number, phases) = on_ranks(2, memory_runs_out, mode, step)
-    assert none == set()
-    assert {"forward", "backward"} <= phases
-    assert number > 60
-
-
-def refuse() -> None:
-    raise RuntimeError("a layer fails")
-
-
-def a_layer_fails(places: list[tuple[int, int]]) -> Any:
-    seen = []
-    for place, part in places:
-        recorded, model, loss, batch, mine = failing("exact")
-        calls = [0]
-
-        def fail(number: int, place: int = place, part: int = part, calls: list[int] = calls) -> None:
-            calls[0] += number == place
-            if dist.get_rank() == 1 and number == place and calls[0] == part + 1:
-                refuse()
-
-        recorded.model.fail = fail
-        before = {name: value.clone() for name, value in recorded.model.state_dict().items()}
-        with pytest.raises(RankFailedError if dist.get_rank() == 0 else RuntimeError) as error:
-            recorded.step(mine)
-        seen.append(str(error.value))
-        assert all(torch.equal(value, before[name]) for name, value in recorded.model.state_dict().items())
-        recorded.model.fail = lambda number: None
-        recorded.step(mine)
-        check_equal(recorded, model, loss, batch)
-    check_nothing_left(recorded.model)
-    return seen
-
-
-def test_a_layer_that_fails_on_one_rank_ends_the_update_on_all() -> None:
-    first, second = on_ranks(2, a_layer_fails, [(0, 0), (0, 1), (2, 0), (2, 1), (3, 1)])
-    assert second == ["a layer fails"] * 5
-    assert all(text.startswith("rank 1 failed: RuntimeError: a layer fails") for text in first)
-
-
-def other_layers(case: str) -> Any:
-    if case == "early":
-        recorded, _, _, _, mine = failing("exact")
-        if dist.get_rank() == 1:
-            recorded.model.layers = recorded.model.layers[:2]
-    else:
-        torch.manual_seed(5)
-        model = nn.Sequential(nn.Linear(6, 8), nn.SyncBatchNorm(8), nn.Linear(8, 5)).double()
-        mode: Any = case
-        recorded = Recorded(model, cross_entropy, micro_batch=2, batchnorm=mode)
-        mine = rows(3 + 3 * dist.get_rank())
-    with pytest.raises((WorkloadError, UsageError)) as error:
-        recorded.step(mine)
-    check_nothing_left(recorded.model)
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("early", "a part of the batch is at BatchNorm layers.3 while another is at whole_batch(x), so that they"),
-        ("micro", "the ranks run 2 and 3 micro-batches, and SyncBatchNorm waits for all ranks in each: give all ranks"),
-        ("running", 'batchnorm is "running", and SyncBatchNorm normalises by the micro-batches of all ranks: take'),
-    ],
-)
-def test_what_ranks_cannot_join_is_refused_on_all(case: str, message: str) -> None:
-    for text in on_ranks(2, other_layers, case):
-        assert text.startswith(message)
-
-
 class Captioned(nn.Module):
     """Returns a list of two towers, and a list with an entry for each sample."""
 
@@ -440,53 +262,6 @@ def test_a_rank_whose_samples_have_no_weight_counts_for_batchnorm() -> None:
             torch.testing.assert_close(state_here[name], value, rtol=0, atol=1e-12)
 
 
-def die_at_a_meeting(phase: str) -> Any:
-    recorded, _, _, _, mine = failing("exact")
-    accumulator = recorded.accumulator
-    if dist.get_rank() == 1:
-        plain = Ranks.gather
-
-        def gather(ranks: Ranks, value: Any) -> Any:
-            if accumulator.phase == phase and len(calls) == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            calls.extend([None] * (accumulator.phase == phase))
-            return plain(ranks, value)
-
-        calls: list[None] = []
-        Ranks.gather = gather  # type: ignore[assignment, method-assign]
-    with pytest.raises(RankLostError) as error:
-        recorded.step(mine)
-    check_nothing_left(recorded.model)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_rank_that_dies_at_a_meeting_is_named(phase: str) -> None:
-    first, second = on_ranks(2, die_at_a_meeting, phase)
-    assert second == Died()
-    assert first.startswith("rank 1 of 2 ended or no longer answers: ")
-
-
-def with_a_constant(samples: int) -> str:
-    constant = torch.randn(samples, 4).double()
-
-    def outputs(model: nn.Module, batch: Any) -> Any:
-        return model(batch[0]), constant
-
-    recorded = Recorded(
-        nn.Linear(6, 4).double(), outputs=outputs, coupled_loss=lambda out, _: (out[0] @ out[1].T).mean(), micro_batch=2
-    )
-    with pytest.raises(WorkloadError) as error:
-        recorded.step(rows(samples))
-    return str(error.value)
-
-
-@pytest.mark.parametrize("samples", [2, 4])
-def test_an_output_that_is_a_constant_of_all_parts_is_refused(samples: int) -> None:
-    for text in on_ranks(2, with_a_constant, samples):
-        assert text.startswith("an output is one tensor for all parts of the batch, and other ranks do not know it as")
-
-
 class Tempered(nn.Module):
     """A criterion with a parameter of its own."""
 
@@ -527,7 +302,8 @@ def trained(case: str) -> Any:
     torch.set_num_threads(1)
     torch.manual_seed(5)
     data = torch.utils.data.TensorDataset(*(rows(14) if case == "exact" else pairs(14)))
-    model = (Failing() if case == "exact" else Towers(norm=True)).double()
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)]
+    model = (nn.Sequential(*layers) if case == "exact" else Towers(norm=True)).double()
     options: dict[str, Any] = {"loss": centred} if case == "exact" else CASES["twice"][2]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     sizes: dict[str, Any] = {"target_batch": 6, "micro_batch": 2, "epochs": 2}
