@@ -99,7 +99,7 @@ class Accumulator:
     DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers of rank 0, and
     with the least of their micro-batches. An error on one rank ends the step on all, and memory that runs out on one
     makes all repeat it in smaller micro-batches. `batchnorm="exact"` and `"running"`, a coupled loss and `whole_batch`
-    take the samples of all ranks, of which some may have none.
+    take the samples of all ranks, of which some may have none; with `"micro"`, running statistics are each rank's own.
 
     A model that FSDP2 shards (`fully_shard`, over a mesh of all ranks) stays as it is. Every rank runs the same number
     of micro-batches: one that has fewer repeats one with gradients of zero. Its gradients are summed by FSDP2, as
@@ -404,7 +404,7 @@ class Accumulator:
         An error is returned, not raised: while an exception is handled, it keeps the tensors of all its frames alive.
         The state is restored by then, unless the error is UpdateInterrupted.
         """
-        transaction = None
+        transaction, self._updater.has_agreed = None, False
         try:
             modules = self._modules()
             parameters = self._parameters(modules)
@@ -414,8 +414,8 @@ class Accumulator:
             _drop_gradients(parameters)
             return result
         except BaseException as error:
-            if transaction is not None and transaction.is_committed and not self._updater.is_interrupted:
-                raise  # The update was made, on all ranks: it is not to be repeated, nor told of.
+            if self._updater.has_agreed:
+                raise  # The others make their updates, and wait for no word of this one; nor is it to be repeated.
             failure = error
         try:
             return failure if transaction is None else self._roll_back(transaction, failure)

@@ -208,11 +208,6 @@ class Transaction:
         """The loss scale before the step; 1.0 without a scaler."""
         return float(self._scaler_state.get("scale", 1.0))
 
-    @property
-    def is_committed(self) -> bool:
-        """Whether the update was made, so that `rollback` does nothing."""
-        return self._modules is None
-
     def protect(self, *owners: Any) -> None:
         """Copy the parameters and the state of `owners` (optimizer, scheduler) to host memory."""
         self._protected = StateCopy([getattr(owner, "__dict__", None) for owner in owners])

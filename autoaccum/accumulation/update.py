@@ -101,6 +101,7 @@ class Updater:
 
     Attributes:
         is_interrupted: True after an update failed half-way: the state is unknown, and later updates are refused.
+        has_agreed: Whether all ranks have come to make, or have made, the update that runs.
     """
 
     def __init__(self, optimizer: Optimizer, scaler: GradScaler | None, scheduler: LRScheduler | None) -> None:
@@ -109,7 +110,7 @@ class Updater:
         self._scheduler = scheduler
         self._protected_signature: Any = None
         self._temporaries: list[Block] = []
-        self.is_interrupted = False
+        self.is_interrupted = self.has_agreed = False
 
     def check(self) -> None:
         """Raise UpdateInterrupted if an earlier update failed half-way."""
@@ -135,6 +136,7 @@ class Updater:
             return self._run_protected(transaction, agree)
         preallocate(self._temporaries)
         agree()
+        self.has_agreed = True
         try:
             updated = self._step(transaction.scale)
             transaction.commit()
@@ -156,6 +158,7 @@ class Updater:
             updated = self._step(transaction.scale)
             self._schedule(updated)
         agree()
+        self.has_agreed = True
         transaction.commit()
         # A skipped update creates neither optimizer state nor temporary blocks.
         self._protected_signature = self._signature() if updated else None
