@@ -453,7 +453,7 @@ class Accumulator:
         if self._ranks.size > 1:
             joins = self._backpropagation.run_parts is not None
             run = [sum(joins or has_weight(one) for one in each) for each in shares_by_rank]
-            check_synchronised(self._batchnorm_mode, modules, [] if self._sharded is not None else run)
+            check_synchronised(self._batchnorm_mode, modules, run)
         record, buffers = self._accumulate(parts, shares, modules, batches, is_split=is_split)
         self._begin_phase("clip")
         sum_gradients(self._ranks, optimizer_parameters(self._optimizer), buffers)

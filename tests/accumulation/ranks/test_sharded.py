@@ -18,11 +18,13 @@ from on_ranks import Died, on_ranks
 from torch import Tensor, nn
 
 from autoaccum import Accumulator
+from autoaccum.accumulation.argument_checks import current_facts
 from autoaccum.accumulation.ranks.sharded import Reduce
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UpdateInterrupted, UsageError
+from autoaccum.workload.objective import resolve_objective
 
 
 class Net(nn.Module):
@@ -279,6 +281,8 @@ def batchnorm_and_settings(reduce: Reduce) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         accumulator.step(pairs(6 if dist.get_rank() else 2))
+    facts = current_facts(model, optimizer, resolve_objective(nn.CrossEntropyLoss()), "fp32")
+    assert (facts["model"], facts["parameters"]) == ("Net", sum(one.numel() for one in Net().parameters()))
     tracked.append(int(model.norm.num_batches_tracked))
     return tracked, before == settings(model), len(before)
 
@@ -286,6 +290,25 @@ def batchnorm_and_settings(reduce: Reduce) -> Any:
 @pytest.mark.parametrize("reduce", ["each", "last"])
 def test_what_does_not_count_leaves_buffers_and_settings_as_they_are(reduce: Reduce) -> None:
     assert on_ranks(2, batchnorm_and_settings, reduce) == [([0, 1], True, 3), ([0, 3], True, 3)]
+
+
+def running_statistics(share: Callable[[Any], list[Any]]) -> Any:
+    model: Any = Net().double()
+    model.norm.train()
+    model = shard(model) if dist.is_initialized() else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=3, batchnorm="running")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        accumulator.step_parts(share(pairs(7)))
+    return [*model.norm.buffers()]
+
+
+@pytest.mark.parametrize("shares", [[2, 5], [0, 7]], ids=str)
+def test_running_statistics_are_those_of_one_process(shares: list[int]) -> None:
+    alone = running_statistics(lambda batch: [batch])
+    for found in on_ranks(2, running_statistics, dealt(shares)):
+        torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
 
 
 class SeenGradients(StepObserver):
