@@ -155,6 +155,8 @@ class ShardedParts:
                     self._run_uncounted(backpropagation, moved)
                 self._check_effect(buffers, is_last=is_last)
                 del moved
+        for module in self._modules:  # What set_reshard_after_backward(False) keeps gathered would miss the update.
+            module.reshard()
         if self._largest != 1.0:
             record.shares = [(name, share * self._largest) for name, share in record.shares]
             for gradient in dense_gradients(self._trained) if buffers is None else buffers.values():

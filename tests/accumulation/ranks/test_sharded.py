@@ -145,10 +145,14 @@ def dealt(shares: list[int]) -> Callable[[Any], list[Any]]:
 
 
 def all_cases(shares: list[int], mesh: tuple[int, ...] | None, reduce: str) -> Any:
+    def wrap(model: Any) -> Any:
+        model = shard(model, mesh)
+        model.set_reshard_after_backward(reduce == "each")
+        return model
+
     found = {}
     for case, (_, batch, _) in CASES.items():
-        batches = [batch(7), batch(7), batch(7)]
-        found[case] = updates(case, batches, dealt(shares), lambda model: shard(model, mesh), reduce=reduce)
+        found[case] = updates(case, [batch(7), batch(7), batch(7)], dealt(shares), wrap, reduce=reduce)
     found["partly"] = updates("clipped", [pairs(7)] * 3, dealt(shares), shard_first, reduce=reduce)
     return found
 
