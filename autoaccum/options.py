@@ -57,7 +57,7 @@ _SEARCHING: Final = frozenset({"world_size", "equal", "gpu", "time_limit", "tria
 _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "plan": frozenset(),
     "fit": _SEARCHING,
-    "verify": _SEARCHING | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
+    "verify": (_SEARCHING - {"world_size"}) | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
     "tune": frozenset({"world_size", "equal", "gpu", "accumulate_in", "keeps", "evaluation_batch", "worst_of"}),
     "guard": frozenset({"trial_limit", "accumulate_in", "multiple_of"}),
 }

@@ -32,6 +32,8 @@ _OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
     "coupled",
     "multiple_of",
     "worst_of",
+    "world_size",
+    world_size="Compare an update of N ranks, which are started on this machine, with that of one process.",
     device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where the comparison runs."},
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON on stdout, and nothing else there.")
@@ -53,6 +55,10 @@ def command(
     `weight` or `reduction`, random numbers that cannot be replayed, state kept between calls, a detached term, a
     regulariser counted once per part, an under-weighted last window, or non-determinism. `proved` says that the
     comparison is equal with the cause removed.
+
+    With --world-size 2 the update is that of two processes, each with its share of the batch, and `accumulate` is
+    called on each with its micro-batches: wrap the model in DistributedDataParallel there, or shard it by
+    fully_shard, as your script does.
 
     A large model in float64 takes long and much memory: --target-batch 4 --micro-batch 2 shows the same sooner.
 

@@ -140,6 +140,8 @@ def _how_equal(found: Verification) -> str:
     rough = "" if found.precision == "fp64" else f", tolerance {_tolerance(tolerance)}"
     precision = {"fp64": "float64", "fp32": "float32"}.get(found.precision, found.precision)
     batch = f"{found.target_batch} as {format_parts(found.comparisons[0].micro_batches)}"
+    if found.world_size > 1:
+        batch += f" over {found.world_size} ranks"
     return f"to {_error(error)} of the largest gradient entry ({batch}, {precision}{rough})"
 
 

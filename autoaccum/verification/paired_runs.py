@@ -90,6 +90,11 @@ class PairedRuns:
         self._user_loops: dict[Ablation, UpdateResult] = {}
 
     @property
+    def parts_by_rank(self) -> tuple[int, ...]:
+        """How many of the parts, in their order, each rank runs; one rank runs all."""
+        return (len(self.sizes),)
+
+    @property
     def objective(self) -> Objective:
         """The workload's objective."""
         return self.fixture.workload.objective
@@ -129,9 +134,11 @@ class PairedRuns:
         if ablation not in self._user_loops:
             seed_everything()
             with neutral_rng() if pair.is_neutral else nullcontext():
-                run, draws = UpdateRun(self.fixture, ablation), pair.draws
-                self._user_loops[ablation] = run.user_loop(self.parts, draws.host.begin, draws.end_part)
+                self._user_loops[ablation] = self._loop(ablation, pair.draws)
         return self._user_loops[ablation]
+
+    def _loop(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
+        return UpdateRun(self.fixture, ablation).user_loop(self.parts, draws.host.begin, draws.end_part)
 
     def for_user_loop(self) -> PairedRuns:
         """Return runs for the user's loop: with neutral random numbers if any are drawn, as their order is unknown."""
@@ -208,9 +215,7 @@ class PairedRuns:
             draws = RngRecording(self.sizes, host=HostRngReplay(self.fixture.generators, sequential=sequential))
             seed_everything()
             with neutral_rng():
-                run = UpdateRun(self.fixture, ablation)
-                host = draws.host
-                accumulated = run.accumulated(self.batch, self.parts, host.begin, host.go_on, draws.end_part)
+                accumulated = self._accumulate(ablation, draws)
             seed_everything()
             with neutral_rng():
                 full, uses_host_rng = self._full(ablation, draws)
@@ -218,6 +223,10 @@ class PairedRuns:
             if not uses_host_rng or not self._differ(full, accumulated):
                 return made[-1]
         return made[0]
+
+    def _accumulate(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
+        run, host = UpdateRun(self.fixture, ablation), draws.host
+        return run.accumulated(self.batch, self.parts, host.begin, host.go_on, draws.end_part)
 
     def _run_replayed(self, ablation: Ablation) -> tuple[Pair, ReplayMismatch | None]:
         """Make both updates with replayed random numbers; with neutral ones, and the reason, where that fails."""

@@ -52,6 +52,7 @@ class UpdateResult:
         buffers: The buffers of the model and its criterion after the update.
         parameters: The parameters after the update.
         state: Names of plain attributes that it changed, in modules of the user's own classes.
+        spread: The largest difference of gradients between ranks, relative to the largest entry.
     """
 
     loss: float
@@ -61,6 +62,7 @@ class UpdateResult:
     buffers: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     state: tuple[str, ...] = ()
+    spread: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -141,9 +143,19 @@ class UpdateRun:
             return self._result(float(loss.detach()), values, connected, self._step(end))
 
     def accumulated(
-        self, batch: Any, parts: Sequence[Any], begin: Begin, go_on: Begin, end: Callable[[], None]
+        self,
+        batch: Any,
+        parts: Sequence[Any],
+        begin: Begin,
+        go_on: Begin,
+        end: Callable[[], None],
+        *,
+        micro_batch: int | None = None,
     ) -> UpdateResult:
-        """Make one update by the Accumulator, from the batch or its `parts`."""
+        """Make one update by the Accumulator, from the batch or its `parts`.
+
+        Of several ranks each has parts of its own, maybe none; `micro_batch` is then the largest of all.
+        """
         fixture, trained, sizes = self._fixture, self.trained, [batch_size(part) for part in parts]
         objective = _apply_changes(trained.objective, self._ablation)  # Its own copy: each call takes the next weight.
         counting = [
@@ -161,12 +173,13 @@ class UpdateRun:
         scaler = None
         if fixture.precision == "fp16":
             scaler = GradScaler(fixture.device.type, init_scale=self._scale, growth_interval=2**31 - 1)
-        with self.running(f"an update in parts of {max(sizes)}"):
+        largest = max(sizes) if micro_batch is None else micro_batch
+        with self.running(f"an update in parts of {largest}"):
             accumulator = Accumulator(
                 trained.model,
                 trained.optimizer,
                 _apply_changes(trained.objective, self._ablation),
-                micro_batch=max(sizes),
+                micro_batch=largest,
                 batchnorm=self._batchnorm,
                 accumulate_in=fixture.workload.accumulate_in,
                 precision="fp32" if fixture.precision == "fp64" else fixture.precision,
@@ -174,14 +187,19 @@ class UpdateRun:
                 recover=False,
                 observer=observer,
             )
-            if list(split_evenly(sum(sizes), max(sizes))) == sizes:
+            if micro_batch is None and list(split_evenly(sum(sizes), largest)) == sizes:
                 result = accumulator.step(copy.deepcopy(batch))
             else:
                 result = accumulator.step_parts(copy.deepcopy(list(parts)))
             return self._result(result.loss, result.terms, frozenset(result.terms), seen)
 
-    def user_loop(self, parts: Sequence[Any], begin: Begin, end: Callable[[], None]) -> UpdateResult:
+    def user_loop(
+        self, parts: Sequence[Any], begin: Begin, end: Callable[[], None], *, updates: bool = True
+    ) -> UpdateResult:
         """Make one update by the workload's own `accumulate`, which leaves gradients in `.grad` and returns no loss.
+
+        If it is not to make the update, `parameters` are those before. It may wrap the model in
+        DistributedDataParallel, or shard it by `fully_shard`.
 
         Raises:
             WorkloadError: It made the update itself.
@@ -195,10 +213,10 @@ class UpdateRun:
         before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         with self.running("accumulate()"):
             accumulate(model, given)
-            if not all(torch.equal(parameter, before[name]) for name, parameter in self.parameters.items()):
+            if not all(torch.equal(_whole(parameter), before[name]) for name, parameter in self.parameters.items()):
                 hint = "leave the gradient in .grad, without optimizer.step()"
                 raise WorkloadError("accumulate() has changed the parameters", hint=hint)
-            return self._result(math.nan, {}, frozenset(), self._step(end))
+            return self._result(math.nan, {}, frozenset(), self._step(end) if updates else self._gradients())
 
     def part(self, part: Any, begin: Callable[[Sequence[Generator]], None]) -> UpdateResult:
         """Return the loss and gradient of one part alone, not weighted; make no update."""
@@ -256,7 +274,7 @@ class UpdateRun:
     def _gradients(self) -> dict[str, Tensor | None]:
         """Return copies of the current gradients, without the loss scale."""
         found = {name: parameter.grad for name, parameter in self.parameters.items()}
-        return {name: None if one is None else one.detach().clone() for name, one in found.items()}
+        return {name: None if one is None else _whole(one).clone() for name, one in found.items()}
 
     def _backward(self, loss: Tensor) -> None:
         """Leave the gradient of `loss` in `.grad`, computed with the loss scale where there is one."""
@@ -281,9 +299,15 @@ class UpdateRun:
         buffers = {
             name: tensor.detach().clone() for prefix, root in roots for name, tensor in root.named_buffers(prefix)
         }
-        parameters = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        parameters = {name: _whole(parameter).clone() for name, parameter in self.parameters.items()}
         state = () if self._kept is None else tuple(self._kept[1].changed())
         return UpdateResult(loss, dict(terms), connected, gradients, buffers, parameters, state)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph; one that is sharded over ranks as a whole."""
+    full: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
+    return (tensor if full is None else full()).detach()
 
 
 @contextmanager

@@ -30,6 +30,7 @@ CauseKind = Literal[
     "regulariser",
     "non-determinism",
     "hook",
+    "ranks",
     "unknown",
 ]
 
@@ -122,6 +123,7 @@ class Verification:
         environment: Versions of Python, PyTorch and so on.
         seconds: The time it took.
         coupled: Whether the loss was computed of the outputs of the whole batch (`options.Coupled`).
+        world_size: The ranks that shared each accumulated update.
         schema: The version of the record.
     """
 
@@ -139,6 +141,7 @@ class Verification:
     environment: Mapping[str, Any]
     seconds: float
     coupled: Coupled = False
+    world_size: int = 1
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

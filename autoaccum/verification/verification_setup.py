@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.rng_state import preserve_rng_state
-from autoaccum.checks import check_launch, read_count
+from autoaccum.checks import check_alone, read_count
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import data_limit, read_host_memory, read_process_memory
@@ -60,7 +60,7 @@ def run_verification(
     Raises:
         UsageError, WorkloadError, NotMeasuredError: As `autoaccum.verify`.
     """
-    check_launch()
+    check_alone("verify", "start it once, without torchrun: --world-size 2 starts two ranks itself")
     began = time.monotonic()
     target = read_count(target_batch, "target_batch")
     micro = -(-target // 4) if micro_batch is None else read_count(micro_batch, "micro_batch")
@@ -72,6 +72,16 @@ def run_verification(
     if options.device == "auto":
         raise UsageError("there is no device 'auto' to verify on", hint="take cpu, cuda or cuda:N")
     check_device(options.device)
+    if options.world_size > 1 and options.device != "cpu":
+        raise UsageError(
+            f"world_size is {options.world_size} on {options.device}: ranks are compared on the CPU",
+            hint="leave --device out",
+        )
+    if options.world_size > target:
+        raise UsageError(
+            f"world_size is {options.world_size}, target_batch {target}: a rank has no sample",
+            hint="give a larger target batch",
+        )
 
     def work(interruptions: DelayedSignals) -> Verification:
         with warnings.catch_warnings(), _limit_memory() if from_file else nullcontext():

@@ -10,7 +10,7 @@ from typing import Any, cast
 from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.rng_state import RngState
-from autoaccum.accumulation.schedule import check_multiple, format_parts, split_evenly
+from autoaccum.accumulation.schedule import check_multiple, format_parts, make_schedule, split_evenly
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.in_place.live_objects import TrialTarget
 from autoaccum.devices.inspection import name_loss
@@ -21,6 +21,7 @@ from autoaccum.verification.causes.cause_experiment import KEPT_STATE, has_kept_
 from autoaccum.verification.causes.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import PairedRuns
+from autoaccum.verification.rank_team import RankRuns, RankTeam
 from autoaccum.verification.update_comparison import (
     Tolerances,
     allow_optimizer_spread,
@@ -74,6 +75,7 @@ class Verifier:
         self._notes: list[str] = []
         self._precision = cast("Precision", options.precision or "fp64")  # May become float32.
         self._double: Fixture | None = None
+        self._team: RankTeam | None = None
         self._each = subject.workload.multiple_of or 1
         check_multiple(target, self._each, "the target batch")
         self._micro_batch = max(micro // self._each, 1) * self._each
@@ -85,11 +87,17 @@ class Verifier:
 
     def run(self, began: float) -> Verification:
         """Compare, and find out why something differs; `began` is the `time.monotonic` of the call."""
-        target, micro, each = self._target, self._micro_batch, self._each
+        if self._options.world_size == 1:
+            return self._run(began)
+        with RankTeam(self._options.world_size) as self._team:
+            return self._run(began)
+
+    def _run(self, began: float) -> Verification:
+        target = self._target
         seed_everything()
         self._batch = self._take_batch(target)
         self._random = RngState()
-        runs = self._window_runs(tuple(split_evenly(target, micro, each)))
+        runs = self._window_runs(self._dealt(target))
         self._notify(
             VerificationStarted(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device))
         )
@@ -146,7 +154,7 @@ class Verifier:
         workload, optimizer = self._prepared.workload, self._prepared.optimizer
         with user_code("model()"):
             fixture = Fixture(workload, precision=precision, device=self._options.device, optimizer=optimizer)
-        runs = PairedRuns(fixture, self._batch, sizes)
+        runs = self._paired(fixture, self._batch, sizes)
         with user_code("weight(batch)"):
             weight = runs.objective.weight(runs.batch)
         if not has_weight(weight):
@@ -157,11 +165,23 @@ class Verifier:
         odd = _nonfinite_gradient(runs)
         while odd is not None and fixture.loss_scale > _MIN_LOSS_SCALE and precision == "fp16":
             fixture.loss_scale /= 16
-            runs = PairedRuns(fixture, self._batch, sizes)
+            runs = self._paired(fixture, self._batch, sizes)
             odd = _nonfinite_gradient(runs)
         if odd is not None:
             raise WorkloadError(f"the gradient of {odd} from batch({sum(sizes)}) is not finite", hint=_NOT_FINITE)
         return runs
+
+    def _dealt(self, samples: int) -> tuple[int, ...]:
+        """Return the parts of all ranks in order."""
+        schedule = make_schedule(
+            samples, self._micro_batch, world_size=self._options.world_size, multiple_of=self._each
+        )
+        return tuple(size for parts in schedule.ranks for size in parts if size)
+
+    def _paired(self, fixture: Fixture, batch: Any, sizes: tuple[int, ...]) -> PairedRuns:
+        if self._team is None:
+            return PairedRuns(fixture, batch, sizes)
+        return RankRuns(self._team, fixture, batch, sizes)
 
     def _compare_last(self, fixture: Fixture, tolerances: Tolerances) -> None:
         """Compare a shorter window; one that does not run is left out with a note.
@@ -172,7 +192,9 @@ class Verifier:
         if sizes is None:
             return
         part, _ = split_batch(self._batch, [sum(sizes), self._target - sum(sizes)])
-        runs = PairedRuns(fixture, part, sizes)
+        if self._team is not None:
+            sizes = self._dealt(sum(sizes))
+        runs = self._paired(fixture, part, sizes)
         try:
             runs.full()
         except WorkloadError as error:
@@ -190,7 +212,11 @@ class Verifier:
         self._compare(runs, "accumulator", window, tolerances)
         if self._prepared.workload.accumulate is not None:
             loaded = dataloader_window(sum(runs.sizes), self._micro_batch)
-            own = runs if loaded == runs.sizes else runs.with_sizes(loaded)
+            own = runs if loaded == runs.sizes or self._team is not None else runs.with_sizes(loaded)
+            if len(set(own.parts_by_rank)) > 1:
+                parts = format_parts(runs.sizes)
+                self._note(f"accumulate() was not called with {parts}: with fewer parts a rank keeps others waiting")
+                return
             self._compare(own.for_user_loop(), "accumulate", window, tolerances)
 
     def _compare(self, runs: PairedRuns, method: Method, window: Window, tolerances: Tolerances) -> None:
@@ -272,6 +298,7 @@ class Verifier:
                 "worst_of": workload.worst_of,
             },
             environment=describe_environment(runs.fixture.device),
+            world_size=self._options.world_size,
             seconds=time.monotonic() - began,
         )
 

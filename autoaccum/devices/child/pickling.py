@@ -1,4 +1,4 @@
-"""Pickle live objects for a process that simulates a card: classes and functions by value, weights by shape."""
+"""Pickle live objects for another process: classes and functions by value; for one that simulates, weights by shape."""
 
 from __future__ import annotations
 
@@ -60,6 +60,26 @@ def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimize
             _pack(field.name, getattr(sent, field.name), known)
         raise
     return base64.b64encode(content).decode("ascii")
+
+
+def pack_whole(name: str, part: Any) -> bytes:
+    """Pickle `part`, called `name` in messages, with all values; definitions as `pack` does.
+
+    Raises:
+        UsageError: It cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, (), with_values=True)
+    try:
+        pickler.dump(part)
+    except Exception as error:
+        raise UsageError(
+            f"{name} cannot be sent to another process ({first_line(error)})",
+            hint="keep locks, open files and generators out of it",
+        ) from error
+    finally:
+        pickler.forget_modules()
+    return buffer.getvalue()
 
 
 def unpack(pickled: str) -> Workload:
@@ -145,10 +165,14 @@ class _UsesModelError(Exception):
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles parameters without values and other tensors with theirs; refuses objects of which the id is `known`."""
+    """Pickles parameters without values and other tensors with theirs; refuses objects of which the id is `known`.
 
-    def __init__(self, file: io.BytesIO, known: Collection[int]) -> None:
+    If `with_values`, it pickles every tensor as torch does, so that those which share memory share it again.
+    """
+
+    def __init__(self, file: io.BytesIO, known: Collection[int], *, with_values: bool = False) -> None:
         super().__init__(file)
+        self._with_values = with_values
         self._known = known
         self._importable: dict[str, bool] = {"__main__": True}  # cloudpickle pickles its definitions by value.
         self._by_value: list[ModuleType] = []
@@ -172,6 +196,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise _UsesModelError
         if isinstance(obj, (FunctionType, type)) and isinstance(obj.__module__, str):
             self._send_by_value(obj.__module__)
+        if self._with_values:
+            return super().reducer_override(obj)
         if type(obj) is nn.Parameter:
             form = tuple(obj.shape), obj.stride(), obj.dtype
             return _parameter, (*form, obj.requires_grad, dict(vars(obj)))

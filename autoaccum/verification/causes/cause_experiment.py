@@ -15,6 +15,7 @@ from autoaccum.accumulation.batchnorm import normalises_by_batch
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling, describe_modules
 from autoaccum.accumulation.coupling_probe import find_coupling
 from autoaccum.accumulation.reachable_objects import tensor_hooks
+from autoaccum.accumulation.schedule import even_parts
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError, first_line
 from autoaccum.verification.paired_runs import PairedRuns
@@ -55,8 +56,12 @@ class Experiment:
 
     @cached_property
     def splits(self) -> tuple[PairedRuns, ...]:
-        """The same batch in two parts and in three, uneven ones where possible."""
-        return tuple(map(self.runs.with_sizes, two_splits(sum(self.runs.sizes))))
+        """The same batch in two parts and in three on every rank, uneven ones where possible."""
+        shares = even_parts(sum(self.runs.sizes), len(self.runs.parts_by_rank))
+        found = [ranks for ranks in zip(*map(two_splits, shares), strict=False) if len(set(map(len, ranks))) == 1]
+        return tuple(self.runs.with_sizes([size for parts in ranks for size in parts]) for ranks in found) or (
+            self.runs,
+        )
 
     @cached_property
     def batchnorms(self) -> tuple[str, ...]:
@@ -153,7 +158,8 @@ class Experiment:
             except AutoaccumError as error:
                 self.exact_failure = first_line(error.message)
             else:
-                return self._compare(exact, has_exact=True)
+                if self._compare(exact, has_exact=True) or len(self.runs.parts_by_rank) == 1:
+                    return self.has_exact
         return self._compare(ablation, has_exact=False)
 
     def _compare(self, ablation: Ablation, *, has_exact: bool) -> bool:

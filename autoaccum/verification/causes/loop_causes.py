@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.cause_experiment import Experiment
+from autoaccum.verification.causes.loop_factors import (
+    LoopMistake,
+    RankMistake,
+    SplitFactors,
+    find_loss_scale,
+    find_mistake,
+    find_rank_mistake,
+    is_close,
+    shares_grow,
+    split_by_rank,
+)
 from autoaccum.verification.causes.loss_factors import (
     SUM,
     Decomposition,
@@ -45,6 +52,18 @@ _CHANGES: Mapping[LoopMistake, str] = {
     "left out": "run every part of the window forward and backward",
 }
 
+_FOUND_OF_RANKS: Mapping[RankMistake, str] = {
+    "averaged": "means are averaged over ranks, though each rank divides by a count of its own: {counts}",
+    "averaged twice": "the gradient is divided by the number of ranks once too often, as by DDP's average: {counts}",
+    "added": "the means of the ranks are added up, though each rank divides by its own count only: {counts}",
+}
+_APART = "the ranks end with different gradients: each has that of its own samples"
+_JOIN = "wrap the model in DistributedDataParallel, or sum .grad over the ranks (dist.all_reduce) before the update"
+_OF_ALL_RANKS = (
+    "; sum the total over all ranks first (dist.all_reduce), and multiply by dist.get_world_size(), since DDP and FSDP"
+    " divide by it"
+)
+
 _NONE = 1e-12
 """A gradient below this share of the full gradient's largest entry counts as none."""
 
@@ -56,6 +75,8 @@ def explain_loop(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...
     """Explain what the loop does wrong under `ablation`; None where even the Accumulator's gradient differs."""
     runs = experiment.runs
     try:
+        if runs.user_loop(ablation).spread > experiment.rounding:
+            return _loop_cause(_APART, _JOIN, kind="ranks")
         parts = Decomposition(runs, ablation, experiment.rounding)
         shares, counted = _find_shares(parts) or ((), "")
         split = _fit_factors(experiment, parts, shares) if shares else None
@@ -74,7 +95,9 @@ def explain_loop(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...
             undo if is_close(split.ratio, scale) else f"{undo}; and {_correct_line(runs, counted)}",
             proved=True,
         )
-    if norm is not None and (mistake in ("constant", "scaled") or _shares_grow(split.ratios)):
+    if len(runs.parts_by_rank) > 1:
+        return _explain_ranks(split, runs, counted, counts)
+    if norm is not None and (mistake in ("constant", "scaled") or shares_grow(split.ratios)):
         found = f"the loop clips the gradient to a norm of {norm:g}; the full batch's gradient is not clipped here"
         return _loop_cause(found, "do not clip in accumulate(): clip once per update, after it")
     if mistake is None:
@@ -83,6 +106,21 @@ def explain_loop(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...
     found = _FOUND[mistake].format(counts=counts, parts=split.parts)
     kind: CauseKind = "last window" if mistake == "constant" and experiment.window == "last" else "accumulate"
     return _loop_cause(found, _CHANGES.get(mistake) or _correct_line(runs, counted), kind=kind, proved=True)
+
+
+def _explain_ranks(split: SplitFactors, runs: PairedRuns, counted: str, counts: str) -> tuple[Cause] | None:
+    """Explain the factors of the parts of several ranks: how these are joined, or what each does by itself."""
+    change = _correct_line(runs, counted) + _OF_ALL_RANKS
+    between = find_rank_mistake(split, runs.parts_by_rank)
+    if between is not None:
+        return _loop_cause(_FOUND_OF_RANKS[between].format(counts=counts), change, kind="ranks", proved=True)
+    ranks = len(runs.parts_by_rank)
+    for one in split_by_rank(split, runs.parts_by_rank):  # As DDP found them, before it divided.
+        mistake = find_mistake(SplitFactors(tuple(ranks * factor for factor in one.factors), one.shares))
+        if mistake is not None:
+            found = f"on a rank, {_FOUND[mistake].format(counts=counts, parts=split.parts)}"
+            return _loop_cause(found, _CHANGES.get(mistake) or change, proved=True)
+    return None
 
 
 def _loop_cause(
@@ -205,109 +243,3 @@ def _correct_line(runs: PairedRuns, counted: str) -> str:
         f"(loss(model, part) * count / total).backward(), where count is the part's ({what}) and total the sum of the"
         " counts of all parts of the window"
     )
-
-
-LoopMistake = Literal[
-    "zeroed", "left out", "undivided", "divided twice", "mean of means", "constant", "scaled", "uneven"
-]
-
-_CLOSE = 1e-6
-
-_LEAST_SCALE = 2.0**8
-"""The smallest loss scale looked for: a smaller factor may be a count of parts or samples."""
-
-
-@dataclass(frozen=True)
-class SplitFactors:
-    """The factors by which a loop multiplied the gradients of a window's parts, and the right ones, their shares."""
-
-    factors: tuple[float, ...]
-    shares: tuple[float, ...]
-
-    @property
-    def parts(self) -> int:
-        """The number of parts."""
-        return len(self.factors)
-
-    @property
-    def ratios(self) -> list[float]:
-        """Factor over share of each part that should count."""
-        return [factor / share for factor, share in zip(self.factors, self.shares, strict=True) if share > 0]
-
-    @property
-    def common(self) -> float | None:
-        """The factor of all parts; None where they differ."""
-        return _constant(self.factors)
-
-    @property
-    def ratio(self) -> float | None:
-        """The ratio of factor to share of all parts; None where it differs."""
-        return _constant(self.ratios)
-
-
-def _shares_grow(ratios: Sequence[float]) -> bool:
-    """Return whether each part's ratio is larger than the one before, as when the loop clips after every part."""
-    grows = all(one <= two * (1 + _CLOSE) for one, two in itertools.pairwise(ratios))
-    return bool(ratios) and 0 < ratios[0] < ratios[-1] <= 1 and grows
-
-
-def find_mistake(split: SplitFactors, other: SplitFactors | None = None) -> LoopMistake | None:
-    """Name what is wrong with the factors; None where they are the shares.
-
-    `other`, the same window in another number of parts, shows whether a divisor is fixed or counts the parts.
-
-    >>> find_mistake(SplitFactors((1.0, 1.0), (0.5, 0.5)))
-    'undivided'
-    >>> find_mistake(SplitFactors((0.25, 0.25), (0.5, 0.5)), SplitFactors((1 / 9,) * 3, (1 / 3,) * 3))
-    'divided twice'
-    >>> find_mistake(SplitFactors((0.25, 0.25), (0.5, 0.5)), SplitFactors((0.25,) * 3, (1 / 3,) * 3))
-    'constant'
-    """
-    if is_close(split.ratio, 1.0):
-        return None
-    pairs = enumerate(zip(split.factors, split.shares, strict=True))
-    missing = [index for index, (factor, share) in pairs if abs(factor) <= _CLOSE * share]
-    if missing:
-        return "zeroed" if missing == list(range(split.parts - 1)) and split.parts > 1 else "left out"
-    splits = [split] if other is None else [split, other]
-    if all(is_close(one.common, 1.0) or is_close(one.ratio, float(one.parts)) for one in splits):
-        return "undivided"
-    if all(is_close(one.common, 1 / one.parts) for one in splits):
-        return "mean of means"
-    if all(is_close(one.common, 1 / one.parts**2) or is_close(one.ratio, 1 / one.parts) for one in splits):
-        return "divided twice"
-    if other is not None and _is_fixed(split, other):
-        return "constant"
-    return "uneven" if split.ratio is None else "scaled"
-
-
-def find_loss_scale(split: SplitFactors, other: SplitFactors | None = None) -> float | None:
-    """Find the loss scale that was not undone: a large power of two, the same for any number of parts.
-
-    >>> find_loss_scale(SplitFactors((16384.0, 16384.0), (0.25, 0.25)), SplitFactors((16384.0, 32768.0), (0.25, 0.5)))
-    65536.0
-    >>> find_loss_scale(SplitFactors((4.0, 4.0), (0.5, 0.5))) is None
-    True
-    """
-    again = other or split
-    for scale, same in ((split.ratio, again.ratio), (split.common, again.common)):
-        if scale is not None and scale >= _LEAST_SCALE and is_close(same, scale):
-            nearest = 2.0 ** round(math.log2(scale))
-            if is_close(nearest, scale):
-                return nearest
-    return None
-
-
-def is_close(one: float | None, two: float) -> bool:
-    """Return whether two numbers are equal to rounding."""
-    return one is not None and abs(one - two) <= _CLOSE * max(abs(one), abs(two))
-
-
-def _is_fixed(split: SplitFactors, other: SplitFactors) -> bool:
-    """Return whether parts are divided by the same number, whatever the number of parts."""
-    same_factor = split.common is not None and is_close(other.common, split.common)
-    return same_factor or (split.ratio is not None and split.ratio < 1 and is_close(other.ratio, split.ratio))
-
-
-def _constant(values: Sequence[float]) -> float | None:
-    return values[0] if values and all(is_close(value, values[0]) for value in values) else None

@@ -1,0 +1,138 @@
+"""The process of one rank of a verification: it makes updates with its own parts, together with the others."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autoaccum.accumulation.random_ops import neutral_rng
+from autoaccum.accumulation.ranks.group import Ranks, join_ranks
+from autoaccum.accumulation.rng_replay import HostRngReplay
+from autoaccum.devices.child.failures import Failure, describe_failure
+from autoaccum.devices.child.requests import Request
+from autoaccum.devices.trial_run import seed_everything
+from autoaccum.verification.fixture import Fixture
+from autoaccum.verification.update_run import Ablation, UpdateResult, UpdateRun
+from autoaccum.verification.verification_result import Method
+from autoaccum.workload.batches import split_batch
+
+_PATIENCE = timedelta(minutes=10)
+"""How long a rank waits for the others within a collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOnRank(Request[None]):
+    """Make the update of a `RankTask`, as one of `size` ranks.
+
+    Attributes:
+        folder: Where the fixtures and tasks are; the result of rank 0 is written beside its task.
+        task: The name of the task's file.
+        rank: The rank of this process, from its first request on.
+        size: The number of ranks.
+    """
+
+    folder: str
+    task: str
+    rank: int
+    size: int
+
+    doing = "an update over ranks"
+
+
+@dataclass(frozen=True)
+class RankTask:
+    """An update of one batch: the file of its fixture, the way it is made, and which parts each rank has.
+
+    Attributes:
+        fixture: The name of the fixture's file.
+        method: By the Accumulator, or by the workload's own loop.
+        ablation: The change to training.
+        batch: The whole batch.
+        sizes: Its parts, in samples.
+        parts_by_rank: How many of them each rank runs, in their order.
+    """
+
+    fixture: str
+    method: Method
+    ablation: Ablation
+    batch: Any
+    sizes: tuple[int, ...]
+    parts_by_rank: tuple[int, ...]
+
+
+class RankChild:
+    """Handles the requests of one rank."""
+
+    def __init__(self) -> None:
+        self._fixtures: dict[str, Fixture] = {}
+
+    @staticmethod
+    def prepare() -> None:
+        """Have PyTorch import what it puts off until the first optimizer."""
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+    def handle(self, request: RunOnRank) -> Failure | None:
+        """Make the update, or return why it failed."""
+        folder = Path(request.folder)
+        try:
+            if not dist.is_initialized():
+                # Ranks share the processors; threads that spin for one another take a hundred times as long.
+                torch.set_num_threads(max(1, torch.get_num_threads() // request.size))
+                dist.init_process_group(
+                    "gloo",
+                    init_method=f"file://{folder / 'meeting'}",
+                    rank=request.rank,
+                    world_size=request.size,
+                    timeout=_PATIENCE,
+                )
+            task: RankTask = pickle.loads((folder / request.task).read_bytes())
+            if task.fixture not in self._fixtures:
+                self._fixtures[task.fixture] = pickle.loads((folder / task.fixture).read_bytes())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = _make_update(self._fixtures[task.fixture], task, request.rank)
+                result = replace(result, spread=_spread(result.gradients.values(), join_ranks()))
+            if request.rank == 0:
+                (folder / f"{request.task}-result").write_bytes(pickle.dumps(result))
+        except BaseException as error:
+            return describe_failure(error, request.doing)
+        return None
+
+
+def _make_update(fixture: Fixture, task: RankTask, rank: int) -> UpdateResult:
+    ends = list(accumulate(task.parts_by_rank))
+    own = slice(ends[rank] - task.parts_by_rank[rank], ends[rank])
+    parts = split_batch(task.batch, task.sizes)[own]
+    ablation = task.ablation
+    if ablation.weights is not None:
+        each = ablation.weights * len(task.sizes)
+        ablation = replace(ablation, weights=each[own] or ablation.weights)
+    seed_everything()
+    host = HostRngReplay(fixture.generators)
+    with neutral_rng():
+        run = UpdateRun(fixture, ablation)
+        if task.method == "accumulate":
+            return run.user_loop(parts, host.begin, host.finish, updates=False)
+        return run.accumulated(None, parts, host.begin, host.go_on, host.finish, micro_batch=max(task.sizes))
+
+
+def _spread(gradients: Any, ranks: Ranks) -> float:
+    """Return how far the gradients of any rank are from those of the first, relative to their largest entry."""
+    given: list[Tensor | None] = list(gradients)
+    masks = ranks.gather([one is not None for one in given])
+    if any(mask != masks[0] for mask in masks):
+        return float("inf")
+    flat = torch.cat([torch.zeros(1), *(one.to_dense().reshape(-1) for one in given if one is not None)]).double()
+    first = flat.clone()
+    dist.broadcast(first, 0)
+    scale = max(float(first.abs().max()), 1e-300)
+    return max(ranks.gather(float((flat - first).abs().max()) / scale))

@@ -1,0 +1,172 @@
+"""Runs of one batch over several ranks: processes on this machine that meet over gloo, each with its own parts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import pickle
+import signal
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from autoaccum.accumulation.random_ops import RandomCallMode
+from autoaccum.accumulation.rng_replay import ReplayMismatch, RngRecording
+from autoaccum.accumulation.schedule import even_parts
+from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
+from autoaccum.devices.child.pickling import pack_whole
+from autoaccum.devices.child.process import ChildProcess, start_child
+from autoaccum.devices.trial_run import seed_everything
+from autoaccum.verification.fixture import Fixture
+from autoaccum.verification.paired_runs import Pair, PairedRuns
+from autoaccum.verification.rank_child import RankTask, RunOnRank
+from autoaccum.verification.update_run import Ablation, UpdateResult, UpdateRun
+from autoaccum.verification.verification_result import Method
+
+_LIMIT_SECONDS = 3600.0
+_GRACE_SECONDS = 3.0
+"""How long ranks have, after one has failed, to say why they failed too."""
+
+_OWN_DRAWS = ReplayMismatch("each rank draws its own")
+
+
+class RankTeam:
+    """The processes of `size` ranks, which make the same updates; after a failure they are started anew."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._folder = tempfile.TemporaryDirectory(prefix="autoaccum-ranks-")
+        self._children: list[ChildProcess] = []
+        self._fixtures: dict[int, tuple[Fixture, str]] = {}
+        self._tasks = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+        self._folder.cleanup()
+
+    def run(self, runs: PairedRuns, method: Method, ablation: Ablation) -> UpdateResult:
+        """Make an update of the batch of `runs` in its parts, and return the result of the first rank.
+
+        Raises:
+            WorkloadError: The user's code raised on a rank.
+            NotMeasuredError: A process ended, or took too long.
+        """
+        self._tasks += 1
+        folder, name = Path(self._folder.name), f"task-{self._tasks}"
+        fixture = self._send(runs.fixture)
+        task = RankTask(fixture, method, ablation, runs.batch, runs.sizes, runs.parts_by_rank)
+        (folder / name).write_bytes(pack_whole("the batch", task))
+        if not self._children:
+            (folder / "meeting").unlink(missing_ok=True)
+            self._children = [
+                start_child("autoaccum.verification.rank_child:RankChild", measured=False) for _ in range(self.size)
+            ]
+        self._ask([RunOnRank(folder=str(folder), task=name, rank=n, size=self.size) for n in range(self.size)])
+        result: UpdateResult = pickle.loads((folder / f"{name}-result").read_bytes())
+        for file in folder.glob(f"{name}*"):
+            file.unlink()
+        return result
+
+    def _send(self, fixture: Fixture) -> str:
+        """Write a fixture for the ranks, once, and return the name of its file."""
+        if id(fixture) not in self._fixtures:
+            name = f"fixture-{len(self._fixtures)}"
+            sent = copy.copy(fixture)
+            data: dict[str, Any] = dict.fromkeys(("dataset", "evaluation_dataset", "collate", "scheduler", "path"))
+            sent.workload = dataclasses.replace(fixture.workload, **data)
+            (Path(self._folder.name) / name).write_bytes(pack_whole("the workload", sent))
+            self._fixtures[id(fixture)] = fixture, name  # The fixture is kept, so that no other has its id.
+        return self._fixtures[id(fixture)][1]
+
+    def _ask(self, requests: Sequence[RunOnRank]) -> None:
+        """Send each rank its request, and wait for all."""
+        ended: set[Future[None]] = set()
+        with ThreadPoolExecutor(self.size) as threads:
+            asked = [
+                threads.submit(child.call, request, _LIMIT_SECONDS)
+                for child, request in zip(self._children, requests, strict=True)
+            ]
+            if any(one.exception() for one in wait(asked, return_when=FIRST_EXCEPTION).done):
+                # The others may wait for it in a collective.
+                ended = wait(asked, timeout=_GRACE_SECONDS).done
+                for child in self._children:
+                    with suppress(ProcessLookupError):
+                        os.killpg(child.pid, signal.SIGKILL)
+        if any(one.exception() for one in asked):
+            self._end()
+            _raise_first([error for one in ended if (error := one.exception()) is not None], requests[0].doing)
+
+    def _end(self) -> None:
+        for child in self._children:
+            child.end()
+        self._children = []
+
+
+def _raise_first(errors: Sequence[BaseException], doing: str) -> None:
+    """Raise the error of a rank that died; else of one where the user's code failed; else of any."""
+    for error in errors:
+        if isinstance(error, ChildDied):
+            raise death_error(error, doing, _LIMIT_SECONDS)
+    failed = [error.failure for error in errors if isinstance(error, JobFailed)]
+    failed.sort(key=lambda failure: failure.blames != "user")
+    if failed:
+        raise failure_error(failed[0], "this machine")
+    raise errors[0]
+
+
+class RankRuns(PairedRuns):
+    """Runs whose accumulated side is made by the ranks of a team, which share the parts.
+
+    Random numbers are neutral, as each rank draws its own.
+    """
+
+    def __init__(self, team: RankTeam, fixture: Fixture, batch: Any, sizes: Sequence[int]) -> None:
+        super().__init__(fixture, batch, sizes)
+        self._team = team
+
+    @property
+    def parts_by_rank(self) -> tuple[int, ...]:
+        """In their order, and as evenly as possible."""
+        return even_parts(len(self.sizes), self._team.size)
+
+    def for_user_loop(self) -> PairedRuns:
+        """Return these runs: their random numbers are neutral."""
+        return self
+
+    def with_sizes(self, sizes: Sequence[int]) -> PairedRuns:
+        """As `PairedRuns.with_sizes`."""
+        return RankRuns(self._team, self.fixture, self._given, sizes)
+
+    def with_fixture(self, fixture: Fixture) -> PairedRuns:
+        """As `PairedRuns.with_fixture`."""
+        return RankRuns(self._team, fixture, self._given, self.sizes)
+
+    @cached_property
+    def _draws(self) -> bool:
+        """Whether the full batch draws random numbers."""
+        calls: list[Any] = []
+        seed_everything()
+        with RandomCallMode(calls.append):
+            UpdateRun(self.fixture).full(self.batch, lambda: None)
+        return bool(calls)
+
+    def _run_replayed(self, ablation: Ablation) -> tuple[Pair, ReplayMismatch | None]:
+        return self._run_neutral(ablation), _OWN_DRAWS if self._draws else None
+
+    def _accumulate(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
+        return self._team.run(self, "accumulator", ablation)
+
+    def _loop(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
+        made = self._team.run(self, "accumulate", ablation)
+        return dataclasses.replace(made, parameters=self.update_from(made.gradients))
