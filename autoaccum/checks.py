@@ -89,38 +89,15 @@ def join_words(words: Iterable[str], last: str = "and") -> str:
 def is_one_of_ranks() -> bool:
     """Return whether this process is one of several that a launcher started, or one of several ranks."""
     count = os.environ.get("WORLD_SIZE", "")
-    return (count.isdecimal() and int(count) > 1) or _group_size() > 1
-
-
-def _group_size() -> int:
-    """Return the number of ranks of the process group, without importing torch."""
-    distributed = sys.modules.get("torch.distributed")
+    if count.isdecimal() and int(count) > 1:
+        return True
+    distributed = sys.modules.get("torch.distributed")  # Where nobody imported it, there is no group.
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return int(distributed.get_world_size())
-
-
-def check_group() -> None:
-    """Raise UsageError if this process is one of several ranks."""
-    if (count := _group_size()) > 1:
-        raise UsageError(
-            f"this process is one of {count} ranks, and several ranks are not built yet",
-            hint="run it in one process, without torch.distributed",
-        )
+        return False
+    return bool(distributed.get_world_size() > 1)
 
 
 def check_alone(what: str, hint: str = "start it once, without torchrun") -> None:
     """Raise UsageError if this process is one of several ranks, joined or only launched; `what` keeps to one."""
     if is_one_of_ranks():
         raise UsageError(f"{what} keeps to one rank, and this process is one of several", hint=hint)
-
-
-def check_launch() -> None:
-    """Raise UsageError if this process is one of several that a launcher started, or one of several ranks."""
-    count = os.environ.get("WORLD_SIZE", "")
-    if count.isdecimal() and int(count) > 1:
-        raise UsageError(
-            f"this process is one of {int(count)} (WORLD_SIZE), and several ranks are not built yet",
-            hint="start it once, without torchrun; `autoaccum plan --world-size N` plans for ranks all the same",
-        )
-    check_group()

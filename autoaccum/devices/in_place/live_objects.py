@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from autoaccum.accumulation.argument_checks import check_model, check_optimizer, check_unsharded
 from autoaccum.accumulation.reachable_objects import find_python_attributes, find_reachable
 from autoaccum.accumulation.rng_state import Generator, module_generators
-from autoaccum.checks import check_group
+from autoaccum.checks import check_alone
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
@@ -111,7 +111,7 @@ class TrialTarget:
 
 def prepare(given: Workload | LiveObjects, device: str) -> TrialTarget:
     """Find the device and all that a trial may change; raise UsageError for another device, or one of several ranks."""
-    check_group()
+    check_alone("a trial in this process", "plan a file, or start it once, without torchrun")
     model: Any
     functions: tuple[Any, ...]
     if isinstance(given, LiveObjects):
