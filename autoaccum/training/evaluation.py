@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
+from autoaccum.accumulation.gradients import is_sharded
 from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memory, release_memory, shrink
+from autoaccum.accumulation.ranks.sharded import is_fsdp2
 from autoaccum.accumulation.rng_state import module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.transaction import Transaction
@@ -210,7 +212,7 @@ class Evaluation:
     After running out of memory, the rest of this evaluation and later ones use smaller micro-batches. Everything else
     that a step may change (see `Transaction`) is restored, and each evaluation reads the same data with the same seed,
     so the number of evaluations does not affect the training. Several ranks share the batches, and begin with the
-    buffers of rank 0, such as BatchNorm's statistics.
+    buffers of rank 0, such as BatchNorm's statistics. Of a sharded model, all ranks run all batches.
 
     Args:
         objective, evaluate: As for `EvaluationMetrics`.
@@ -258,12 +260,13 @@ class Evaluation:
         started = time.perf_counter()
         score = EvaluationMetrics(self._objective, self._evaluate)
         failed: EvaluationFailed | None = None
-        ranks = self._together.ranks
+        ranks, is_whole = self._together.ranks, any(map(is_sharded, model.parameters()))
         self._together.copy_from_first([model, *self._loss_modules], buffers_only=True)
         try:
             with self._restoring_state(model), torch.no_grad(), self._interruptible():
                 size = self._loss_batch or self.micro_batch
-                for batch in self._data.batches(size, self._seed, ranks.rank, ranks.size):
+                share = (0, 1) if is_whole else (ranks.rank, ranks.size)
+                for batch in self._data.batches(size, self._seed, *share):
                     self._run_batch(model, batch, score)
             if score.samples == 0 and ranks.rank == 0:  # It has the first batch, if there is one.
                 raise WorkloadError("the evaluation data has no samples", hint="give some, or no evaluation data")
@@ -272,20 +275,23 @@ class Evaluation:
             failed = EvaluationFailed(update, _reason(error), out_of_memory)
             clear_frames(error)
         if ranks.size > 1:
-            failed = self._join_ranks(failed, score)
+            failed = self._join_ranks(failed, score, is_whole=is_whole)
         if failed is None:
             return Evaluated(update, score.values(), score.samples, time.perf_counter() - started)
         release_memory(model_device(model))
         return failed
 
-    def _join_ranks(self, failed: EvaluationFailed | None, score: EvaluationMetrics) -> EvaluationFailed | None:
+    def _join_ranks(
+        self, failed: EvaluationFailed | None, score: EvaluationMetrics, *, is_whole: bool
+    ) -> EvaluationFailed | None:
         """Add up the totals of all ranks, which go on with the least micro-batch; return the first failure."""
         answers = self._together.ranks.gather((failed, self.micro_batch, score.totals()))
         self.micro_batch = min(size for _, size, _ in answers)
         for rank, (failure, *_) in enumerate(answers):
             if failure is not None:
                 return dataclasses.replace(failure, reason=f"rank {rank}: {failure.reason}")
-        score.set_totals([totals for *_, totals in answers])
+        if not is_whole:
+            score.set_totals([totals for *_, totals in answers])
         return None
 
     def _run_batch(self, model: nn.Module, batch: Any, score: EvaluationMetrics) -> None:
@@ -340,6 +346,8 @@ class Evaluation:
                     torch.get_device_module(device).default_generators[device.index].manual_seed(self._seed)
             yield
         finally:
+            for module in filter(is_fsdp2, modules):  # Else it keeps gathered parameters, which are none of its own.
+                module.reshard()  # type: ignore[operator]
             before.rollback()
 
 

@@ -167,7 +167,7 @@ class Loop:
 
         The experiment may run the model itself, a teacher, or their generators; all of them are restored.
         """
-        if self._has_checked_coupling or (len(window.parts) < 2 and self._is_alone):
+        if self._has_checked_coupling or (len(window.parts) < 2 and self._is_alone) or self.components.is_sharded:
             return
         self._has_checked_coupling = True
         if not self._together.is_first:

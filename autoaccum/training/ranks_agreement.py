@@ -38,12 +38,13 @@ class Together:
         ranks: The ranks.
         is_first: Whether this is rank 0, which writes the run folder and shows the progress.
         is_ending: Whether an error that all ranks know of ends the training.
+        is_alone: Whether there are no other ranks, or none that this one still waits for.
     """
 
     def __init__(self, ranks: Ranks = ONE_RANK) -> None:
         self.ranks = ranks
         self.is_first, self.is_ending = ranks.rank == 0, False
-        self._is_alone = ranks.size == 1
+        self.is_alone = ranks.size == 1
         self._warned: dict[str, None] = {}
         self._shared = set[str]()
 
@@ -56,13 +57,13 @@ class Together:
             OtherRanksFailed: Ranks told of failures instead.
             RankLostError: A rank has ended, or did not call this in time.
         """
-        if not self._is_alone:
+        if not self.is_alone:
             try:
                 return [*self.ranks.gather(value)]
             except (OtherRanksFailed, RankLostError):
                 if not self.is_ending:
                     raise
-                self._is_alone = True
+                self.is_alone = True
         return [value if rank == self.ranks.rank else None for rank in range(self.ranks.size)]
 
     def by_first(self, make: Callable[[], _T]) -> _T | None:
@@ -92,8 +93,8 @@ class Together:
             return _meaning(error, signals)
         is_told = was_ending or is_known or isinstance(error, RankFailedError)
         if isinstance(error, RankLostError) or not isinstance(error, (Exception, StopRequested)):
-            self._is_alone = True
-        elif not (is_told or self._is_alone):
+            self.is_alone = True
+        elif not (is_told or self.is_alone):
             text = f"{type(error).__name__}: {first_line(error)}"
             failure = Failure(self.ranks.rank, "batch", 0, None, text)
             if isinstance(error, StopRequested):
@@ -101,7 +102,7 @@ class Together:
             try:
                 self.ranks.tell(failure)
             except RankLostError:  # This rank's own error says more.
-                self._is_alone = True
+                self.is_alone = True
         return error
 
     @contextmanager
@@ -117,7 +118,7 @@ class Together:
 
     def leave_out_absent(self, is_ready: bool) -> None:
         """Go on alone unless all ranks are there and ready to save."""
-        self._is_alone = not all(self.gather(is_ready))
+        self.is_alone = not all(self.gather(is_ready))
 
     def begin_update(self, window: Window | None, notifier: EventNotifier) -> None:
         """Have all ranks stop if the callback of one wants to, and show what only other ranks warn of.

@@ -90,9 +90,10 @@ def describe_request(request: FitRequest, source: Source) -> dict[str, Any]:
 
 def describe_run(request: FitRequest, components: TrainingComponents, source: Source) -> dict[str, Any]:
     """Return all that must be equal on resuming, except what `restore_training` compares."""
+    name = type(unwrap_model(components.model)).__name__
     return {
         **describe_request(request, source),
-        "model": type(unwrap_model(components.model)).__name__,
+        "model": name.removeprefix("FSDP") if components.is_sharded else name,  # As fully_shard names its classes.
         "optimizer": type(components.optimizer).__name__,
         "schedule": None if components.scheduler is None else type(components.scheduler).__name__,
         "loss": f"{components.objective.reduction} over {components.objective.source}",

@@ -14,15 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import Checkpoints, portable, write_file
 from autoaccum.training.fit_events import Evaluated, Notice, Updated
 
 _OTHER_FOLDER = "use another folder"
 _LOCK = "autoaccum.lock"
+_CEILING = "ceiling.json"
 _RUN_FILES = ("metrics.jsonl", "plan.json", "model.pt", "tensorboard", "ema.pt")
 _TENSORBOARD_FIELDS = ("loss", "grad_norm", "learning_rate", "samples_per_second", "peak_bytes", "retries")
 
@@ -69,16 +67,28 @@ class RunFolder:
             raise UsageError(f"{self.path} cannot be written to ({reason})", hint=_OTHER_FOLDER) from None
         self.checkpoints = Checkpoints(folder, keep)
 
-    def write_weights(self, model: nn.Module, name: str = "model.pt") -> Path:
-        """Write the weights as a plain `state_dict`, whole or not at all, and return the path.
+    def write_weights(self, weights: Mapping[str, Any], name: str = "model.pt") -> Path:
+        """Write weights, a plain `state_dict`, whole or not at all, and return the path.
 
         Raises:
             NotPortableError: A module's extra state could be loaded only by running code; the message names it.
             CheckpointError: The file cannot be written.
         """
         path = self.path / name
-        write_file(path, portable(dict(unwrap_model(model).state_dict()), str(path)))
+        write_file(path, portable(dict(weights), str(path)))
         return path
+
+    def write_ceiling(self, micro_batch: int) -> None:
+        """Note that micro-batches of more samples ran out of memory and ended the run, for the next start."""
+        with suppress(OSError):
+            (self.path / _CEILING).write_text(json.dumps({"micro_batch": micro_batch}), encoding="utf-8")
+
+    def read_ceiling(self) -> int | None:
+        """Return the largest micro-batch that an earlier run left to try; None if none did."""
+        try:
+            return int(json.loads((self.path / _CEILING).read_text(encoding="utf-8"))["micro_batch"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
 
     def __enter__(self) -> RunFolder:
         return self

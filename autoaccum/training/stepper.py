@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.gradients import local_part
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
@@ -154,7 +155,8 @@ class Stepper(StepObserver):
     @property
     def has_finite_weights(self) -> bool:
         """True if no parameter of the optimizer is NaN or infinite."""
-        return all(bool(weight.isfinite().all()) for weight in optimizer_parameters(self._components.optimizer))
+        weights = map(local_part, optimizer_parameters(self._components.optimizer))
+        return all(bool(weight.isfinite().all()) for weight in weights)
 
     @property
     def learning_rate(self) -> float | None:

@@ -21,6 +21,7 @@ from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.loop import Loop
 from autoaccum.training.ranks_agreement import Together, raise_other
 from autoaccum.training.resume import (
+    MicroBatchChoice,
     check_choice,
     check_same_run,
     choose_learning_rate,
@@ -33,7 +34,7 @@ from autoaccum.training.resume import (
 from autoaccum.training.run_folder import MetricsLog, RunFolder
 from autoaccum.training.stop_signals import StopRequested, StopSignals
 from autoaccum.training.training_setup import TrainingSetup
-from autoaccum.training.training_state import restore_training_rng
+from autoaccum.training.training_state import full_weights, restore_training_rng
 
 
 def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> FitResult:
@@ -90,6 +91,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         signals = stack.enter_context(StopSignals())
         stack.enter_context(together.ending(signals))
         stack.callback(source.close)  # Before StopSignals ends, which hides errors of workers that a signal ended.
+        choice = _lower(choice, None if folder is None else together.by_first(folder.read_ceiling), notify)
         parts = request, setup, components, source, choice, folder, run
         loop = Loop(*parts, signals=signals, notifier=notifier, together=together)
         if together.ranks.rank > 0:
@@ -108,7 +110,7 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         if checkpoint is not None:
             _restore_rng(request, loop, checkpoint.record, together, notify)
             checkpoint = None  # Frees host memory as large as model and optimizer.
-        _run(loop, signals, together)
+        _run(loop, signals, together, folder)
         return _result(loop, folder, notifier, resumed_from, time.monotonic() - began, together)
 
 
@@ -134,7 +136,16 @@ def _restore_rng(
     notify(Notice(f"{seen}: random numbers, as of dropout, are drawn anew from here", warns=False))
 
 
-def _run(loop: Loop, signals: StopSignals, together: Together) -> None:
+def _lower(choice: MicroBatchChoice, ceiling: int | None, notify: Callable[[Any], Any]) -> MicroBatchChoice:
+    """Return the choice, or the smaller one that a run has left which could not repeat an update."""
+    if ceiling is None or ceiling >= choice.micro_batch:
+        return choice
+    text = f"memory ran out before with micro-batches of more than {ceiling}: they have at most that many samples now"
+    notify(Notice(text, warns=False))
+    return MicroBatchChoice(ceiling, multiple_of=choice.multiple_of)
+
+
+def _run(loop: Loop, signals: StopSignals, together: Together, folder: RunFolder | None) -> None:
     """Train. After any error, save the state of the last whole update, unless that state is unknown."""
     writer = loop.checkpoint_writer
     try:
@@ -146,11 +157,16 @@ def _run(loop: Loop, signals: StopSignals, together: Together) -> None:
         # If the weights are no longer finite, the previous checkpoint is worth more.
         is_finite = not isinstance(error, NonFiniteError) or loop.stepper.has_finite_weights
         can_save = loop.stepper.is_whole and is_finite and not at_once and not is_context_dead(error)
-        together.leave_out_absent(can_save)
-        if can_save:
+        if loop.stepper.is_whole:  # Else other ranks may wait for this one to leave.
+            together.leave_out_absent(can_save)
+        if can_save and not (loop.components.is_sharded and together.is_alone):
             writer.write()
+        if isinstance(error, UpdateInterrupted) and error.next_micro_batch and folder and together.is_first:
+            folder.write_ceiling(error.next_micro_batch)
         if isinstance(error, UpdateInterrupted) and writer.newest is not None:
             hint = f"the same command resumes from {writer.newest}"
+            if error.next_micro_batch is not None:
+                hint += f", in micro-batches of at most {error.next_micro_batch}"
             raise UpdateInterrupted(error.message, hint=hint) from error
         if error is not own:
             raise_other(error)
@@ -188,9 +204,10 @@ def _result(
     model_path = ema_path = None
     if folder is not None:
         try:
-            model_path = together.by_first(lambda: folder.write_weights(loop.components.model))
+            weights = full_weights(loop.components)
+            model_path = together.by_first(lambda: folder.write_weights(weights))
             if averages is not None:
-                ema_path = together.by_first(lambda: folder.write_weights(averages.model, "ema.pt"))
+                ema_path = together.by_first(lambda: folder.write_weights(averages.model.state_dict(), "ema.pt"))
         except (CheckpointError, UsageError) as error:
             unsaved = unsaved or str(error)
     together.share_warnings(notifier)

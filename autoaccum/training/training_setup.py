@@ -26,8 +26,8 @@ from autoaccum.accumulation.argument_checks import (
 )
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
-from autoaccum.accumulation.gradients import choose_scaler
-from autoaccum.accumulation.ranks.group import world_size
+from autoaccum.accumulation.gradients import choose_scaler, is_sharded
+from autoaccum.accumulation.ranks.group import join_ranks, world_size
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, find_used_modules
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.checks import describe_type
@@ -85,6 +85,11 @@ class TrainingComponents:
     def devices(self) -> list[torch.device]:
         """All devices of parameters and buffers: a model may be on two GPUs."""
         return list(dict.fromkeys(tensor.device for tensor in (*self.model.parameters(), *self.model.buffers())))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the model only."""
+        return any(map(is_sharded, self.model.parameters()))
 
     @property
     def loss_modules(self) -> list[nn.Module]:
@@ -169,6 +174,8 @@ class TrainingSetup:
                 f"this process is one of {ranks} ranks, and trials of objects in code would run in it",
                 hint="plan a file of them (autoaccum plan --world-size N) and give plan=",
             )
+        if ranks > 1 and workload is not None and workload.parallelize is not None:
+            raise UsageError("trials run the whole model on one device, and parallelize divides it among ranks")
         if workload is None:
             live = {name: getattr(request, name) for name in (*_OF_THE_LOSS, "split", "size")}
             live |= {"model": request.model_or_workload, "batch": planning_batch(options.worst_of)}
@@ -215,6 +222,8 @@ class TrainingSetup:
         objective.move_criterion(device)
         _check_criterion(objective, optimizer)
         ema_decay = _resolve_ema_decay(self._request.ema_decay, self._keeps)
+        if ema_decay is not None and any(map(is_sharded, model.parameters())):
+            raise UsageError("a sharded model has no average of its weights", hint='leave "ema" out of keeps (--keeps)')
         if not model.training:  # `from_pretrained` leaves it in eval mode. Submodules in eval mode stay so otherwise.
             model.train()
         return TrainingComponents(
@@ -249,6 +258,8 @@ class TrainingSetup:
         check_unsharded(model)
         for module in find_auxiliary_modules(own).values():
             module.to(self.device)
+        if own.parallelize is not None and world_size() > 1:
+            model = _parallelize(own.parallelize, model)
         return model, own.build_optimizer(model)
 
     def _make_scheduler(self, optimizer: Optimizer) -> Any:
@@ -295,6 +306,17 @@ class TrainingSetup:
         for module in find_used_modules(self.objective, model, self._request.evaluate).values():
             module.to(target)
         return model_device(model)
+
+
+def _parallelize(parallelize: Callable[[nn.Module, Any], Any], model: nn.Module) -> nn.Module:
+    """Shard a model, of which all ranks have the same weights, over all ranks as the workload says."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    join_ranks().copy_from_first([model])
+    made = parallelize(model, init_device_mesh(model_device(model).type, (world_size(),)))
+    if not isinstance(made, nn.Module | None):
+        raise WorkloadError(f"parallelize(model, mesh) returned {describe_type(made)}", hint="return the model")
+    return model if made is None else made
 
 
 def _read_workload(request: FitRequest) -> Workload:

@@ -105,11 +105,14 @@ def capture_settings(components: TrainingComponents) -> dict[str, Any]:
 def capture_training(components: TrainingComponents) -> dict[str, Any]:
     """Return all state that training changes, except the position in the data. Tensors are not copied.
 
+    That of a sharded model is gathered on rank 0, as all ranks call this; the others return no tensors of it.
+
     Raises:
         UsageError: The scheduler has no state_dict.
     """
     root, optimizer = _joint_module(components), components.optimizer
-    state = torch_state.get_model_state_dict(root)
+    gathered = torch_state.StateDictOptions(full_state_dict=True, cpu_offload=True) if components.is_sharded else None
+    state = torch_state.get_model_state_dict(root, options=gathered)
     averages = components.averages
     return {
         "model": state,
@@ -119,13 +122,24 @@ def capture_training(components: TrainingComponents) -> dict[str, Any]:
         "groups": _group_names(root, optimizer),
         # torch makes a step with zero gradients if an optimizer has no state yet.
         "optimizer": (
-            torch_state.get_optimizer_state_dict(root, optimizer) if optimizer.state else optimizer.state_dict()
+            torch_state.get_optimizer_state_dict(root, optimizer, options=gathered)
+            if optimizer.state
+            else optimizer.state_dict()
         ),
         "scheduler": _schedule(components),
         "scaler": None if components.scaler is None else components.scaler.state_dict(),
         "ema": None if averages is None else {"updates": averages.updates, "model": averages.model.state_dict()},
         "random": capture_rng_state(components.devices, _generators(root)),
     }
+
+
+def full_weights(components: TrainingComponents) -> dict[str, Any]:
+    """Return the weights of the model as a `state_dict`; those of a sharded one on rank 0, as all ranks call this."""
+    model = unwrap_model(components.model)
+    if not components.is_sharded:
+        return dict(model.state_dict())
+    options = torch_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return dict(torch_state.get_model_state_dict(model, options=options))
 
 
 def restore_training(
@@ -152,6 +166,8 @@ def restore_training(
             f"the checkpoint belongs to another training: {'; '.join(found[:_MOST_LISTED])}{more}",
             hint="use the same arguments as before, or another run folder",
         )
+    if components.is_sharded:
+        state = _divide(state, _parameters(root))
     _restore("the optimizer", lambda: _restore_optimizer(state["optimizer"], root, components.optimizer))
     _restore("the model", lambda: torch_state.set_model_state_dict(root, dict(state["model"])))
     buffers = dict(root.named_buffers())
@@ -172,6 +188,25 @@ def restore_training(
     if components.averages is not None:
         components.averages.model.load_state_dict(state["ema"]["model"])
         components.averages.updates = state["ema"]["updates"]
+
+
+def _divide(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a captured state with this rank's parts of what is like a sharded parameter."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    def part(name: str, value: Any) -> Any:
+        like = parameters.get(name)
+        if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
+            return value
+        # Each rank has read the whole.
+        return distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+    optimizer = state["optimizer"]
+    divided = {
+        name: {key: part(name, value) for key, value in values.items()} for name, values in optimizer["state"].items()
+    }
+    model = {name: part(name, value) for name, value in state["model"].items()}
+    return {**state, "model": model, "optimizer": {**optimizer, "state": divided}}
 
 
 def restore_training_rng(random: Mapping[str, Any], components: TrainingComponents) -> None:

@@ -68,6 +68,8 @@ class Workload:
             (`options.AccumulateIn`).
         modules: Further modules that are not trained, such as a teacher: one, a list or a dict. They are moved to the
             device with the model, as are modules that the loss refers to.
+        parallelize: `parallelize(model, mesh)` shards the model over the ranks of `mesh` by `fully_shard` (FSDP2), for
+            `fit` on several ranks; it may return the model.
         name: The name in reports.
         path: The file it was loaded from; None if made in code.
         split: `split(batch, sizes)` returns parts with these numbers of samples, if samples are not rows; needs `size`.
@@ -106,6 +108,7 @@ class Workload:
     multiple_of: int | None = None
     accumulate_in: AccumulateIn = "fp32"
     modules: Any = ()
+    parallelize: Callable[[nn.Module, Any], Any] | None = None
     name: str = "workload"
     path: Path | None = None
     digest: str = ""
@@ -120,6 +123,8 @@ class Workload:
         if callable(self.split) and callable(self.size):
             check_function(self.split, "split", "(batch, sizes)")
             check_function(self.size, "size", "(batch)")
+        if self.parallelize is not None:
+            check_function(self.parallelize, "parallelize", "(model, mesh)")
         read_batchnorm_mode(self.batchnorm)
         if self.coupled is None:
             object.__setattr__(self, "coupled", self.coupled_loss is not None)

@@ -96,9 +96,9 @@ class Odd(nn.Linear):
 def test_the_weights_are_a_plain_state_dict(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     with RunFolder(tmp_path / "runs" / "a") as run:
-        path = run.write_weights(nn.DataParallel(model))
+        path = run.write_weights(model.state_dict())
         with pytest.raises(NotPortableError, match=r"ema.pt cannot hold _extra_state.function: it is a builtin"):
-            run.write_weights(Odd(1, 1), "ema.pt")
+            run.write_weights(Odd(1, 1).state_dict(), "ema.pt")
     weights = torch.load(path, weights_only=True)
     assert model.load_state_dict(weights).missing_keys == []
     assert sorted(path.name for path in run.path.iterdir()) == ["model.pt"]

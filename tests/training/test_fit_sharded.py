@@ -1,0 +1,125 @@
+"""Training a model that FSDP2 shards is training the whole model, and a run goes on over other numbers of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from on_ranks import on_ranks
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import autoaccum
+from autoaccum.errors import UpdateInterrupted
+from autoaccum.training.fit_events import Evaluated
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def rows() -> TensorDataset:
+    draw = torch.Generator().manual_seed(3)
+    labels = torch.randint(0, 4, (51,), generator=draw)
+    return TensorDataset(torch.randn(51, 5, generator=draw, dtype=torch.float64), labels)
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9).eval(), nn.Tanh(), nn.Linear(9, 4)).double()
+
+
+def parallelize(model: Any, mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+class Criterion(nn.Module):
+    """Cross-entropy that runs out of memory on rank 1 in one call."""
+
+    def __init__(self, fails_at: int | None) -> None:
+        super().__init__()
+        self.calls, self.fails_at = 0, fails_at
+
+    def forward(self, outputs: Any, targets: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.fails_at and dist.is_initialized() and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses")
+        return nn.functional.cross_entropy(outputs, targets)
+
+
+def train(folder: str, steps: int, fails_at: int | None = None) -> Any:
+    torch.set_num_threads(1)
+    events: list[Any] = []
+    workload = autoaccum.Workload(
+        model=make_model,
+        criterion=Criterion(fails_at),
+        dataset=rows(),
+        evaluation_dataset=rows(),
+        parallelize=parallelize,
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.02),
+    )
+    result = autoaccum.fit(
+        workload,
+        target_batch=10,
+        micro_batch=4,
+        steps=steps,
+        eval_every=5,
+        run_dir=folder,
+        checkpoint_every=4,
+        clip_norm=0.5,
+        progress=False,
+        callbacks=[events.append],
+    )
+    evaluations = [event.values["loss"] for event in events if isinstance(event, Evaluated)]
+    return result.updates, result.loss, evaluations, type(result.model).__name__, result.warnings
+
+
+def weights_in(folder: Path) -> Any:
+    return torch.load(folder / "model.pt", weights_only=True)
+
+
+def assert_equal(folder: Path, other: Path) -> None:
+    weights, others = weights_in(folder), weights_in(other)
+    assert weights.keys() == others.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_a_sharded_model_trains_as_a_whole_one_and_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+    alone, parts = tmp_path / "alone", str(tmp_path / "parts")
+    whole = train(str(alone), 20)
+    assert whole[3] == "Sequential"
+    for size, steps in ((3, 7), (2, 13), (1, 20)):
+        ends = on_ranks(size, train, parts, steps) if size > 1 else [train(parts, steps)]
+        assert {end[0] for end in ends} == {steps}
+        assert {end[3] for end in ends} == {"Sequential" if size == 1 else "FSDPSequential"}
+        for end in ends:
+            assert end[2] == ends[0][2]
+    assert ends[0][2][-1] == pytest.approx(whole[2][-1], rel=1e-9)
+    assert_equal(alone, tmp_path / "parts")
+    on_ranks(2, train, parts, 21)
+
+
+def run_out(folder: str) -> str:
+    try:
+        train(folder, 12, fails_at=17)
+    except UpdateInterrupted as error:
+        return str(error)
+    return "none"
+
+
+def test_memory_that_runs_out_ends_all_and_the_next_start_takes_smaller_parts(tmp_path: Path) -> None:
+    on_ranks(2, train, str(tmp_path), 4)
+    for text in on_ranks(2, run_out, str(tmp_path), patience=5):
+        assert text.startswith("memory ran out on rank 1 (forward) with micro-batches of ")
+        assert "the same command resumes from" in text
+        assert text.endswith(", in micro-batches of at most 2")
+    assert json.loads((tmp_path / "ceiling.json").read_text()) == {"micro_batch": 2}
+    ends = on_ranks(2, train, str(tmp_path), 12)
+    assert [end[0] for end in ends] == [12, 12]
+    train(str(tmp_path / "alone"), 12)
+    assert_equal(tmp_path / "alone", tmp_path)
