@@ -267,6 +267,11 @@ class Accumulator:
         return self._updater.is_interrupted
 
     @property
+    def has_agreed(self) -> bool:
+        """True once all ranks make the update that ran last, so that they do not hear of an error after that."""
+        return self._updater.has_agreed
+
+    @property
     def joining(self) -> Joining | None:
         """How the parts of an update run if they need each other; None: one after the other."""
         runner = self._backpropagation.run_parts
@@ -321,6 +326,7 @@ class Accumulator:
                 f"there are {world_size()} ranks now, and {self._ranks.size} when the Accumulator was made",
                 hint="initialise the process group first",
             )
+        self._updater.has_agreed = False
         try:
             self._updater.check()
             if torch.is_inference_mode_enabled():

@@ -113,7 +113,7 @@ class Stepper(StepObserver):
 
     Attributes:
         ceiling: The largest micro-batch now.
-        has_failed: Whether a step has raised, which all ranks know of then.
+        has_failed: Whether a step has raised an error that all ranks know of.
 
     Raises:
         UsageError: The plan does not match the training.
@@ -192,7 +192,7 @@ class Stepper(StepObserver):
             sizes = tuple(batch_size(part) for part in parts)
             return StepResult(error.loss, sum(sizes), sizes, error.grad_norm, self._retries, False, {})
         except BaseException:
-            self.has_failed = True
+            self.has_failed = not self._accumulator.has_agreed
             raise
 
     def after_update(self, result: StepResult) -> None:

@@ -157,7 +157,7 @@ def _run(loop: Loop, signals: StopSignals, together: Together, folder: RunFolder
         # If the weights are no longer finite, the previous checkpoint is worth more.
         is_finite = not isinstance(error, NonFiniteError) or loop.stepper.has_finite_weights
         can_save = loop.stepper.is_whole and is_finite and not at_once and not is_context_dead(error)
-        if loop.stepper.is_whole:  # Else other ranks may wait for this one to leave.
+        if loop.stepper.is_whole or not loop.components.is_sharded:  # Else other ranks may wait for this one to leave.
             together.leave_out_absent(can_save)
         if can_save and not (loop.components.is_sharded and together.is_alone):
             writer.write()

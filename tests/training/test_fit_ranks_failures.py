@@ -48,11 +48,14 @@ def make_net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
-def train(folder: str | None, data: Any = None, **options: Any) -> Any:
+def train(folder: str | None, data: Any = None, breaks_at: int = 0, **options: Any) -> Any:
     model, events = make_net(), list[Any]()
     options = {"steps": STEPS, "loss": nn.CrossEntropyLoss(), "checkpoint_every": 2, "callbacks": [], **options}
     options["callbacks"] = [events.append, *options["callbacks"]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
+    steps = itertools.count(1)
+    if breaks_at and dist.get_rank() == 1:
+        optimizer.register_step_post_hook(lambda *_: fail() if next(steps) == breaks_at else None)
     result = autoaccum.fit(
         model,
         data or Rows(),
@@ -102,8 +105,10 @@ def stop_in_all_ways(folder: str) -> Any:
         "stop": train(f"{folder}/stop", callbacks=[on_second(3, lambda: True)])[0].stopped,
         "signal": ending(f"{folder}/signal", callbacks=[on_second(3, lambda: os.kill(os.getpid(), signal.SIGTERM))]),
         "loss": ending(f"{folder}/loss", loss=Failing(at=9)),
+        "optimizer": ending(f"{folder}/optimizer", breaks_at=4),
     }
-    resumed = {name: train(f"{folder}/{name}", **({"loss": Failing(0)} if name == "loss" else {})) for name in seen}
+    again: dict[str, dict[str, Any]] = {"loss": {"loss": Failing(0)}}
+    resumed = {name: train(f"{folder}/{name}", **again.get(name, {})) for name in seen}
     return seen, {name: (result.resumed_from.name, weights) for name, (result, weights, _) in resumed.items()}
 
 
@@ -131,7 +136,9 @@ def test_what_stops_one_rank_stops_all_at_the_same_update(tmp_path: Path) -> Non
     assert first["stop"] == second["stop"] == "callback"
     assert first["signal"] == second["signal"] == "SystemExit: 143"
     updates = {name: int(checkpoint[-5:-3]) for name, (checkpoint, _) in resumed.items()}
-    assert updates == {"callback": 3, "data": 1, "stop": 3, "signal": 3, "loss": 4}
+    assert first["optimizer"].startswith("RankFailedError: rank 1 failed: UpdateInterrupted: ValueError within the upd")
+    assert second["optimizer"].startswith("UpdateInterrupted: ValueError within the update, which cannot be undone")
+    assert updates == {"optimizer": 4, "callback": 3, "data": 1, "stop": 3, "signal": 3, "loss": 4}
     _, weights, _ = train(None)
     for name, (_, state) in resumed.items():
         for key, value in weights.items():
