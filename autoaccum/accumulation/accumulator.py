@@ -359,6 +359,7 @@ class Accumulator:
                 self._join_parts(in_lockstep=True)
                 failures = tuple(one for one in failures if not one.needs_whole_batch)
                 if not failures:
+                    clear_frames(outcome)
                     continue
                 if isinstance(outcome, NeedsWholeBatch):
                     outcome = OtherRanksFailed(failures)
