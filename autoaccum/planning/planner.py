@@ -47,6 +47,10 @@ _NCCL_NOTE = (
     "what NCCL holds on each card, some hundred MiB beside PyTorch's allocator, is not part of the trials: leave room"
     " for it (--reserve)"
 )
+_LOSS_OF_ALL_NOTE = (
+    "each rank computes the coupled loss of the outputs of all ranks, and trials in lock step held those of one: leave"
+    " room for it (--reserve)"
+)
 _FORECAST_TIME_SHARE = 0.25
 """The part of a time limit that a forecast may take."""
 
@@ -117,6 +121,8 @@ def plan_on_device(
     inspection = planner.inspection
     refuted = [_refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
     of_ranks = () if schedule.world_size == 1 or device.describe()["kind"] == "cpu" else (_NCCL_NOTE,)
+    if schedule.world_size > 1 and inspection.coupled and not planner.runner.of_all_ranks:
+        of_ranks = (*of_ranks, _LOSS_OF_ALL_NOTE)
     more_notes = (*forecast.notes, *of_ranks, *least_notes, *explanation_notes)
     return Plan.of_schedule(
         schedule,
@@ -162,6 +168,8 @@ class _Planner:
         request = request.with_multiple_of(inspection.multiple_of)
         runner = TrialRunner(setup.device, request, notify, limits)
         runner.least_size, runner.joined = inspection.least_size, inspection.joining is not None
+        # Two passes keep no more than the outputs of a rank's parts, and each rank computes the loss of all outputs.
+        runner.of_all_ranks = request.options.world_size > 1 and inspection.joining == "twice"
         planner = cls(setup, request, inspection, runner, limits, notify)
         if not planner.predicts:  # The confirmation starts a process, which takes most of the load time.
             runner.confirmation_start_seconds = load_seconds

@@ -68,6 +68,7 @@ class TrialRunner:
         trials: All trials so far, in order.
         least_size: The smallest size that can be trained.
         joined: Whether the parts of an update need each other: trials run the whole schedule.
+        of_all_ranks: Whether a rank holds the outputs of all: trials run the parts of all ranks.
         confirmation_start_seconds: The time to reserve for the start of the confirmation's process.
     """
 
@@ -75,7 +76,7 @@ class TrialRunner:
         self._device, self._request, self._notify, self._limits = device, request, notify, limits
         self.trials: list[Trial] = []
         self.least_size = 1
-        self.joined = False
+        self.joined = self.of_all_ranks = False
         self.confirmation_start_seconds = 0.0
 
     def try_size(self, size: int, *, fresh: bool = False, spare: bool = True, unlimited: bool = False) -> Trial:
@@ -88,7 +89,11 @@ class TrialRunner:
         schedule = self._request.schedule(size)
         is_own = schedule.micro_batch == size and schedule.smallest_part >= self.least_size
         if self.joined:
-            all_parts = schedule.micro_batches if is_own else (size,) * max(2, self._request.share // size)
+            samples = self._request.target_batch if self.of_all_ranks else self._request.share
+            own = schedule.ranks if self.of_all_ranks else (schedule.micro_batches,)
+            all_parts = tuple(part for parts in own for part in parts if part)
+            if not is_own:
+                all_parts = (size,) * max(2, samples // size)
             return self._search(
                 lambda left: self._run(all_parts, fresh=fresh, spare=spare, limit_seconds=left), unlimited
             )

@@ -83,6 +83,16 @@ def test_trials_run_all_parts_and_nothing_is_said_of_what_is_exact(workload: aut
     assert (again, again.digest()) == (plan, plan.digest())
 
 
+def test_trials_for_several_ranks_hold_the_outputs_of_all_in_two_passes() -> None:
+    options: dict[str, Any] = {"target_batch": 17, "world_size": 2, "max_micro_batch": 3, "memory": LIMIT}
+    twice, lockstep, exact = (autoaccum.plan(workload, **options) for workload in (TWICE, LOCKSTEP, EXACT))
+    assert twice.micro_batches == (3, 3, 3)
+    assert {trial.parts for trial in twice.trials} == {(3, 3, 3, 3, 3, 2)}
+    assert {trial.parts for trial in (*lockstep.trials, *exact.trials)} == {(3, 3, 3)}
+    told = ["trials in lock step held those of one" in " ".join(plan.notes) for plan in (twice, lockstep, exact)]
+    assert told == [False, True, False]
+
+
 def test_an_accumulator_takes_the_plan_s_way() -> None:
     plan = autoaccum.plan(LOCKSTEP, target_batch=8, max_micro_batch=2, memory=LIMIT)
     assert 'coupled="lockstep"' in accumulator_line(plan)
