@@ -17,7 +17,12 @@ from autoaccum.planning.plan_record import Plan
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LOOPS = {"accelerate_loop": "accelerate", "lightning_manual": "lightning", "fsdp2_loop": "torch"}
+LOOPS = {
+    "accelerate_loop": "accelerate",
+    "lightning_manual": "lightning",
+    "ddp_loop": "torch",
+    "fsdp2_loop": "torch",
+}
 """Loops of a framework's, which there is nothing to plan of, and what they need."""
 ELSEWHERE = {"digits_fit", "batchnorm_modes"}
 """What tests/training/test_digits_example.py and tests/verification/test_verified_examples.py run."""
