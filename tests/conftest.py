@@ -103,13 +103,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if unmeasured:
         items[:] = [item for item in items if item not in unmeasured]
         config.hook.pytest_deselected(items=unmeasured)
-    has_card = has_cuda_card()
-    dropped = [item for item in items if item.get_closest_marker("without_gpu" if has_card else "gpu")]
+    cards = count_cuda_cards()
+    lacking = [item for item in items if cards < needed_cards(item)]
+    dropped = [*lacking, *(item for item in items if cards and item.get_closest_marker("without_gpu"))]
     if not dropped:
         return
     items[:] = [item for item in items if item not in set(dropped)]
-    config.stash[_DESELECTED] = 0 if has_card else len(dropped)
+    config.stash[_DESELECTED] = len(lacking)
     config.hook.pytest_deselected(items=dropped)
+
+
+def needed_cards(item: pytest.Item) -> int:
+    """Return 1 for a test marked `gpu`, N for one marked `gpu(cards=N)`, else 0."""
+    marker = item.get_closest_marker("gpu")
+    return 0 if marker is None else int(marker.kwargs.get("cards", 1))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -128,7 +135,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     count = config.stash.get(_DESELECTED, 0)
     if count:
         terminalreporter.write_line(
-            f"gpu: {count} tests deselected, no CUDA card here: see tests/gpu/README.md", yellow=True
+            f"gpu: {count} tests deselected, too few CUDA cards here: see tests/gpu/README.md", yellow=True
         )
     if find_spec("timm") is None:
         terminalreporter.write_line(
@@ -140,10 +147,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         )
 
 
-def has_cuda_card() -> bool:
-    """Return whether PyTorch can use a CUDA card; it is imported only if the driver finds one."""
+def count_cuda_cards() -> int:
+    """Return how many CUDA cards PyTorch can use; it is imported only if the driver finds one."""
     if not has_nvidia_gpu():
-        return False
+        return 0
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.device_count()

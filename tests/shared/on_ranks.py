@@ -35,9 +35,14 @@ class Died:
 
 
 def on_ranks(
-    size: int, function: Callable[..., Any], *args: Any, timeout: float = 60, patience: float = 20
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    patience: float = 20,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Return what `function(*args)` returns on each rank, or `Died()`; gloo gives up after `patience` seconds.
+    """Return what `function(*args)` returns on each rank, or `Died()`; a group gives up after `patience` seconds.
 
     Raises:
         RankError: It raised on a rank.
@@ -53,7 +58,8 @@ def on_ranks(
         ours, processes = [], []
         for rank in range(size):
             mine, theirs = _FORKS.Pipe(duplex=False)
-            process = _FORKS.Process(target=_run_rank, args=(theirs, task, folder, rank, size, patience), daemon=True)
+            about = (theirs, task, folder, rank, size, patience, backend)
+            process = _FORKS.Process(target=_run_rank, args=about, daemon=True)
             process.start()
             theirs.close()
             ours.append(mine)
@@ -85,7 +91,9 @@ def _results(connections: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(connections))]
 
 
-def _run_rank(connection: Connection, task: bytes, folder: str, rank: int, size: int, patience: float) -> None:
+def _run_rank(
+    connection: Connection, task: bytes, folder: str, rank: int, size: int, patience: float, backend: str
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -93,7 +101,7 @@ def _run_rank(connection: Connection, task: bytes, folder: str, rank: int, size:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     meeting = f"file://{Path(folder) / 'meeting'}"
     dist.init_process_group(
-        "gloo", init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=patience)
+        backend, init_method=meeting, rank=rank, world_size=size, timeout=timedelta(seconds=patience)
     )
     try:
         function, args = cloudpickle.loads(task)
