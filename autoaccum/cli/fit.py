@@ -14,7 +14,7 @@ import click
 
 from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, positive
 from autoaccum.cli.outputs import running_words, stdout_kept
-from autoaccum.errors import AutoaccumError, CheckpointError
+from autoaccum.errors import AutoaccumError, CheckpointError, RankLostError
 from autoaccum.reporting.console import relative_path
 from autoaccum.training.fit_events import CheckpointWritten, Started, Updated
 
@@ -146,6 +146,11 @@ def _fit(workload: str, asked: dict[str, Any], seen: _Seen, ranks: Ranks, *, as_
         if isinstance(leaving, SystemExit):
             raise
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
+    except AutoaccumError as error:
+        # The first rank tells of it, by its own error or as told by this rank, unless it is gone itself.
+        if shows or isinstance(error, RankLostError) or getattr(error, "user_traceback", None):
+            raise
+        raise click.exceptions.Exit(error.exit_code) from None
 
 
 def _train(workload: str, asked: dict[str, Any], seen: _Seen, *, quiet: bool) -> FitResult:

@@ -252,6 +252,8 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
             command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
         )
 
+    refused = run("--run-dir", "a")
+    assert refused.stderr.count("error: neither epochs nor steps are given") == 1
     done = run("--epochs", "2", "--run-dir", "a")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("updates      8 in 2 epochs") == 1
@@ -265,3 +267,52 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
     weights = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in "ab"]
     for name, value in weights[1].items():
         torch.testing.assert_close(weights[0][name], value, rtol=1e-9, atol=1e-9)
+
+
+def train_with_everything(folder: str) -> Any:
+    """Exact BatchNorm, averaged weights, an evaluation of the user's, and a batch that is skipped."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
+    features, labels = rows().tensors
+    features[17, 2] = float("nan")
+    events: list[Any] = []
+
+    def correct(model: nn.Module, batch: Any) -> dict[str, float]:
+        return {"correct": float((model(batch[0]).argmax(1) == batch[1]).double().mean())}
+
+    result = autoaccum.fit(
+        model,
+        TensorDataset(features, labels),
+        target_batch=7,
+        micro_batch=2,
+        epochs=2,
+        loss=nn.CrossEntropyLoss(),
+        batchnorm="exact",
+        keeps="ema",
+        skip_nonfinite=True,
+        eval_data=rows(),
+        evaluate=correct,
+        run_dir=folder,
+        callbacks=[events.append],
+        progress=False,
+    )
+    values = [event.values for event in events if isinstance(event, Evaluated)]
+    assert result.ema_model is not None
+    return (
+        result.skipped,
+        values,
+        {**model.state_dict(), **{f"ema.{k}": v for k, v in result.ema_model.state_dict().items()}},
+    )
+
+
+def test_modes_averages_and_skips_are_those_of_one_rank(tmp_path: Path) -> None:
+    skipped, values, weights = train_with_everything(str(tmp_path / "alone"))
+    assert skipped == 2
+    for own_skipped, own_values, own_weights in on_ranks(3, train_with_everything, str(tmp_path / "ranks")):
+        assert own_skipped == skipped
+        assert [one == pytest.approx(other, rel=1e-9) for one, other in zip(own_values, values, strict=True)] == [
+            True
+        ] * 2
+        for name, value in weights.items():
+            torch.testing.assert_close(own_weights[name], value, rtol=1e-8, atol=1e-9)
