@@ -127,7 +127,7 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
     from autoaccum.accumulation.ranks.launch import launched_ranks
 
     seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
-    with launched_ranks() as ranks:
+    with launched_ranks(on_cards=asked["device"] != "cpu") as ranks:
         _fit(workload, asked, seen, ranks, as_json=as_json, quiet=quiet)
 
 

@@ -50,7 +50,8 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
     """
     began = time.monotonic()
     with ExitStack() as stack:
-        together = Together(stack.enter_context(launched_ranks()))
+        ranks = stack.enter_context(launched_ranks(on_cards=request.options.device != "cpu"))
+        together = Together(ranks)
         stack.enter_context(together.ending())
         stack.enter_context(together.warning_once())
         shown = [] if on_event is None or not together.is_first else [on_event]

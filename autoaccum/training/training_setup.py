@@ -107,8 +107,10 @@ def find_device(name: str) -> torch.device:
     """
     check_device(name)
     index = card_index(name)
-    if index is not None and name in ("auto", "cuda") and world_size() > 1:
-        index = torch.cuda.current_device()  # Each rank has its own.
+    if index is not None and world_size() > 1:
+        if ":" in name:
+            raise UsageError(f"the device is {name}, and each rank has a card of its own", hint="take cuda")
+        index = torch.cuda.current_device()
     return torch.device("cpu") if index is None else torch.device("cuda", index)
 
 

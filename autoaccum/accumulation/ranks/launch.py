@@ -28,7 +28,7 @@ def launched_ranks(*, on_cards: bool = True) -> Iterator[Ranks]:
     of the card. Without a launcher this process is alone.
 
     Raises:
-        UsageError: WORLD_SIZE is set, and what else a launcher sets is missing.
+        UsageError: WORLD_SIZE is set, and what else a launcher sets is missing; or there are more ranks than cards.
     """
     if world_size() > 1 or int(os.environ.get("WORLD_SIZE") or 1) <= 1:
         yield join_ranks()
@@ -42,7 +42,13 @@ def launched_ranks(*, on_cards: bool = True) -> Iterator[Ranks]:
         )
     on_cards = on_cards and torch.cuda.is_available()
     if on_cards:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK") or 0))
+        card, cards = int(os.environ.get("LOCAL_RANK") or 0), torch.cuda.device_count()
+        if card >= cards:
+            raise UsageError(
+                f"rank {os.environ['RANK']} is to use card {card}, and {cards} {'are' if cards > 1 else 'is'} visible",
+                hint="start as many ranks as there are cards, or take --device cpu",
+            )
+        torch.cuda.set_device(card)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cards else "gloo")
     ranks = join_ranks()
     try:
