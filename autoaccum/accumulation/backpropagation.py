@@ -154,9 +154,9 @@ class Backpropagation:
         coupled loss reads them.
         """
         record = LossRecord()
-        self._check_loss = not self._has_checked_loss and sum(map(has_weight, shares)) > 1
-        self.device = model_device(self.model)
         are_several = len(parts) > 1 or self.ranks.size > 1
+        self._check_loss = not self._has_checked_loss and (sum(map(has_weight, shares)) > 1 or self.ranks.size > 1)
+        self.device = model_device(self.model)
         with self._around_parts(), torch.enable_grad(), nullcontext() if buffers is None else buffers:
             if self.run_parts is not None and are_several:
                 self.run_parts(self, parts, shares, batches, record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from whole_batches import Pairs, Recorded, cross_entropy, dealt, rows
 
 import autoaccum
 from autoaccum import Accumulator, whole_batch
+from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 
 SAMPLES = 11
 SHARES = {2: [8, 3], 4: [4, 0, 6, 1]}
@@ -318,3 +320,25 @@ def test_several_ranks_train_as_one(case: str) -> None:
         for seen in on_ranks(size, trained, case):
             for name, value in alone.items():
                 torch.testing.assert_close(seen[name], value, rtol=1e-9, atol=1e-9)
+
+
+def warned_of(samples: int) -> list[str]:
+    model = nn.Linear(6, 4).double()
+    batch = rows(samples)[0], torch.arange(samples)
+    loss = nn.CrossEntropyLoss()
+    accumulator = Accumulator(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model, batch: loss(model(batch[0]) @ model(batch[0]).T, batch[1]),
+        micro_batch=samples,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accumulator.step(batch)
+    return [str(one.message) for one in caught]
+
+
+def test_a_loss_that_compares_samples_of_one_rank_only_is_told_of() -> None:
+    assert warned_of(9) == []
+    for told in on_ranks(2, warned_of, 9):
+        assert COMPARES_SAMPLES in told
