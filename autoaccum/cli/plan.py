@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from autoaccum.errors import AutoaccumError, RankLostError
 if TYPE_CHECKING:
     from autoaccum.planning.plan_events import Event
 
+_CODE_INTERRUPTED = 128 + signal.SIGINT
 _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
 """The flags that concern only the output of this run."""
 
@@ -190,6 +192,8 @@ def _plan_silently(workload: str, **request: Any) -> None:
         raise
     except AutoaccumError:
         return
+    except KeyboardInterrupt:
+        raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
 
 
 def _free_name() -> str:

@@ -70,3 +70,12 @@ def test_ranks_of_torchrun_plan_together(folder: Path) -> None:
         timeout=300,
     )
     check(Plan.from_json(json.dumps(json.loads(done.stdout))))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_command_with_its_number(folder: Path) -> None:
+    killing = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
+    (folder / "killing.py").write_text(killing + MODEL)
+    done = autoaccum(folder, "plan", "killing.py", *ASKED, "100MiB", "--world-size", "2")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert " of 2 was ended by SIGKILL: look at its output" in done.stderr

@@ -124,7 +124,8 @@ def test_more_ranks_than_even_shares_and_a_model_that_couples() -> None:
     assert found(classes(), ranks=3).equivalent
     normed = nn.Sequential(nn.Linear(small.FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, small.CLASSES))
     (cause,) = found(classes(normed)).causes
-    assert cause.kind == "batchnorm"
+    assert (cause.kind, cause.mode, cause.proved) == ("batchnorm", 'batchnorm="exact"', True)
+    assert found(classes(normed), batchnorm="exact").equivalent
 
 
 def breaks_on_the_second(model: nn.Module, parts: Any) -> None:

@@ -158,8 +158,7 @@ class Experiment:
             except AutoaccumError as error:
                 self.exact_failure = first_line(error.message)
             else:
-                if self._compare(exact, has_exact=True) or len(self.runs.parts_by_rank) == 1:
-                    return self.has_exact
+                return self._compare(exact, has_exact=True)
         return self._compare(ablation, has_exact=False)
 
     def _compare(self, ablation: Ablation, *, has_exact: bool) -> bool:
