@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.objective import match_weights, resolve_objective
+from autoaccum.workload.batches import batch_size
+from autoaccum.workload.objective import CoupledLoss, match_weights, resolve_objective
 
 
 def test_counts_samples_without_a_weight() -> None:
@@ -113,3 +114,52 @@ def test_criterion_makes_any_function_a_criterion() -> None:
     batch = torch.ones(3, 2), torch.ones(3, 2)
     assert resolve_objective(criterion=distance).terms(nn.Linear(2, 2), batch)["loss"].requires_grad
     assert resolve_objective(distance).criterion is None
+
+
+class Readers:
+    def method(self, outputs: Any, batch: Any) -> Any:
+        return outputs
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        return outputs
+
+
+def ignores(outputs: Any, batch: Any) -> Any:
+    return [outputs for _ in range(2)]
+
+
+def reads_inside(outputs: Any, batch: Any) -> Any:
+    return [batch for _ in range(2)]
+
+
+def reads_by_name(outputs: Any, batch: Any) -> Any:
+    return locals()
+
+
+@pytest.mark.parametrize(
+    ("loss", "reads"),
+    [
+        (ignores, False),
+        (lambda outputs, _: outputs, False),
+        (lambda outputs, batch: outputs + batch, True),
+        (reads_inside, True),
+        (reads_by_name, True),
+        (Readers(), True),
+        (Readers().method, True),
+        (functools.partial(ignores), True),
+        (lambda *both: both[0], True),
+    ],
+)
+def test_a_coupled_loss_that_never_names_the_batch_is_sent_none(loss: Any, reads: bool) -> None:
+    objective = resolve_objective(CoupledLoss(ignores, loss))
+    batch = torch.randn(3, 2), torch.arange(3)
+    read = objective.read_by_coupled_loss(batch)
+    assert (read is batch) == reads
+    assert batch_size(read) == 3
+
+
+def test_a_coupled_criterion_reads_the_targets() -> None:
+    inputs, targets = torch.randn(3, 2), torch.arange(3)
+    read = resolve_objective(nn.CrossEntropyLoss()).read_by_coupled_loss((inputs, targets))
+    assert read[1] is targets
+    assert read[0].shape == (3,)
