@@ -64,6 +64,9 @@ def plan(
     `devices.in_place`). Trials in this process share its memory, so on the CPU they may find a slightly smaller
     micro-batch than a plan of the same code in a file.
 
+    Under torchrun, or in a process group, every rank calls it for the same file: each tries on its own card, and all
+    return the plan of the one where the least fits. `world_size` alone plans for ranks on one device.
+
     Args:
         workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
         target_batch: Samples per update, over all ranks.

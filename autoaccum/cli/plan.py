@@ -96,6 +96,9 @@ def command(
     are replayed by a model of PyTorch's allocator in that card's memory. Such a plan is marked `predicted`, with a
     band.
 
+    With --world-size N and as many cards, or with --device cpu and a --memory for each, N ranks try at the same
+    time, each on its own, and the least that fits counts. So they do under torchrun, without --world-size.
+
     What the outcomes of trials mean:
       ok      it ran
       tight   it ran only because the allocator released its cache and retried

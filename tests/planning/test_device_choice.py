@@ -10,7 +10,15 @@ from autoaccum.devices.cuda import CudaDevice
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.planning import device_choice
-from autoaccum.planning.device_choice import card_index, check_device, has_nvidia_gpu, make_device, torch_build
+from autoaccum.planning.device_choice import (
+    card_index,
+    check_device,
+    has_device_for_each,
+    has_nvidia_gpu,
+    make_device,
+    torch_build,
+)
+from autoaccum.units import parse_size
 
 CPU_BUILD = "__version__ = '2.13.0+cpu'\ndebug = False\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
 CUDA_BUILD = "__version__ = '2.13.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
@@ -95,3 +103,18 @@ def test_makes_the_device_without_starting_anything(
     made = make_device(TrialSettings(share=4, options=Options(device=name), reference="model.py"))
     assert isinstance(made, kind)
     assert made.name == called
+
+
+def test_each_rank_of_a_launcher_has_the_card_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert (card_index("cuda"), card_index("cuda:1"), card_index("cpu")) == (3, 1, None)
+
+
+def test_ranks_are_started_where_each_has_a_device() -> None:
+    memory = parse_size("1GiB")
+    assert has_device_for_each(Options(world_size=2, device="cpu", memory=memory))
+    assert not has_device_for_each(Options(world_size=1, device="cpu", memory=memory))
+    assert not has_device_for_each(Options(world_size=2, device="cpu"))
+    assert not has_device_for_each(Options(world_size=2, gpu="rtx3090", memory=memory))
+    assert not has_device_for_each(Options(world_size=2, device="cuda:0"))
+    assert not has_device_for_each(Options(world_size=10_000, memory=memory))

@@ -167,3 +167,12 @@ def test_a_child_starts_no_children_of_its_own(start: Start) -> None:
 def test_a_child_finds_the_autoaccum_of_its_parent_without_an_installation() -> None:
     assert (PACKAGE_ROOT / "autoaccum" / "__init__.py").is_file()
     assert child_environment()["PYTHONPATH"].split(os.pathsep)[0] == str(PACKAGE_ROOT)
+
+
+def test_a_child_is_alone_whatever_its_parent_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setenv("MASTER_KEY", "kept")
+    left = {name for name in child_environment() if "RANK" in name or "WORLD" in name or "ELASTIC" in name}
+    assert left == set()
+    assert {name for name in child_environment() if name.startswith("MASTER")} == {"MASTER_KEY"}
