@@ -41,36 +41,22 @@ from autoaccum.accumulation.gradients import (
     needs_buffers,
     rounding_warning,
 )
-from autoaccum.accumulation.out_of_memory import (
-    DelayedInterrupts,
-    clear_frames,
-    find_out_of_memory,
-    is_context_dead,
-    release_memory,
-    shrink,
-)
-from autoaccum.accumulation.ranks.group import Failure, OtherRanksFailed, check_alike, join_ranks, world_size
+from autoaccum.accumulation.out_of_memory import DelayedInterrupts, clear_frames, release_memory, shrink
+from autoaccum.accumulation.ranks.group import OtherRanksFailed, check_alike, join_ranks, world_size
 from autoaccum.accumulation.ranks.replicated import sum_gradients, without_calls
-from autoaccum.accumulation.ranks.sharded import Reduce, find_sharded, is_of_collective, out_of_memory, read_reduce
+from autoaccum.accumulation.ranks.sharded import Reduce, find_sharded, is_of_collective, read_reduce
 from autoaccum.accumulation.reachable_objects import find_used_modules
+from autoaccum.accumulation.retries import Retries, roll_back
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.schedule import check_multiple, split_evenly
 from autoaccum.accumulation.state_hash import ForwardSideEffects, batch_versions
-from autoaccum.accumulation.step_result import StepObserver, StepPhase, WeightingWarning, warn_caller
+from autoaccum.accumulation.step_result import StepObserver, StepPhase, WeightingWarning, refuse_nonfinite, warn_caller
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.joining import NeedsWholeBatch
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RepeatedParts
-from autoaccum.errors import (
-    DoesNotFitError,
-    NonFiniteError,
-    RankFailedError,
-    RankLostError,
-    UpdateInterrupted,
-    UsageError,
-    first_line,
-)
+from autoaccum.errors import UsageError
 from autoaccum.options import AccumulateIn, BatchNormMode, Joining, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
 from autoaccum.workload.objective import Weights, read_coupled_loss, with_coupling
@@ -228,13 +214,14 @@ class Accumulator:
         self.phase: StepPhase = "batch"
         self._model, self._optimizer, self._objective = model, optimizer, objective
         self._clip_norm, self._scaler, self._in_fp32 = clip_norm, scaler, sum_dtype == "fp32"
-        self._recover, self._check_finite, self._observer = recover, check_finite, observer
+        self._check_finite, self._observer = check_finite, observer
         self._updater = Updater(optimizer, scaler, scheduler)
         self._ranks = join_ranks()
         self._backpropagation = BACKPROPAGATIONS[batchnorm_mode](
             model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase, ranks=self._ranks
         )
         self._backpropagation.sharded = self._sharded
+        self._retries = Retries(self._ranks, self._sharded, multiple_of=self._multiple_of, recover=recover)
         self._batchnorm_mode: BatchNormMode = batchnorm_mode
         if objective.coupled or batchnorm_mode == "exact":
             self._join_parts(in_lockstep=objective.coupled is not True or batchnorm_mode == "exact")
@@ -336,7 +323,7 @@ class Accumulator:
             for size in sizes:
                 check_multiple(size, self._multiple_of, "a batch's size")
         except Exception as error:
-            self._tell(error, 0, unchanged=True)
+            self._retries.tell(error)
             raise
         ceiling, failed_in = self.micro_batch, list[StepPhase]()
         while True:
@@ -352,9 +339,8 @@ class Accumulator:
                 if is_of_collective(outcome):
                     outcome = self._ranks.lost(outcome)
             largest = max((max(cut) for cut in cuts), default=0)
-            failures = self._tell(
-                outcome, largest, unchanged=self._sharded is not None or batch_versions(batches) == versions
-            )
+            unchanged = self._sharded is not None or batch_versions(batches) == versions
+            failures = self._retries.tell(outcome, self.phase, largest, unchanged=unchanged)
             if any(one.needs_whole_batch for one in failures):  # The model called whole_batch: nothing was changed yet.
                 self._join_parts(in_lockstep=True)
                 failures = tuple(one for one in failures if not one.needs_whole_batch)
@@ -365,7 +351,7 @@ class Accumulator:
                     outcome = OtherRanksFailed(failures)
             is_own, largest = not isinstance(outcome, OtherRanksFailed), max(one.largest for one in failures)
             failed_in.append(failures[0].phase)
-            self._check_retry(outcome, failures, failed_in)
+            self._retries.check(outcome, failures, failed_in)
             clear_frames(outcome)
             del outcome
             release_memory(model_device(self._model))
@@ -379,7 +365,7 @@ class Accumulator:
                         f" batch is repeated in micro-batches of at most {ceiling}, and later ones use no more"
                     )
             except Exception as error:  # Warnings may be errors.
-                self._tell(error, 0, unchanged=True)
+                self._retries.tell(error)
                 raise
 
     def _join_parts(self, *, in_lockstep: bool) -> None:
@@ -425,7 +411,7 @@ class Accumulator:
                 raise  # The others make their updates, and wait for no word of this one; nor is it to be repeated.
             failure = error
         try:
-            return failure if transaction is None else self._roll_back(transaction, failure)
+            return failure if transaction is None else roll_back(transaction, self._updater, failure)
         finally:
             del failure  # the traceback holds this frame
 
@@ -468,7 +454,7 @@ class Accumulator:
         if self._sharded is not None:
             self._sharded.is_running = False
         if self._check_finite:
-            self._refuse_nonfinite(loss, norm)
+            refuse_nonfinite(loss, norm, is_scaled=self._scaler is not None)
         self._begin_phase("update")
         if buffers is not None:
             buffers.write_gradients()
@@ -544,44 +530,6 @@ class Accumulator:
             norm = values.pop()
         return *total_loss(self._ranks.gather((list(record.names), record.sums(values)))), norm
 
-    def _refuse_nonfinite(self, loss: float, norm: float | None) -> None:
-        """Raise NonFiniteError; with a scaler, which skips what overflowed by its own scale, only for a loss of NaN."""
-        seen = None
-        if math.isnan(loss) or (self._scaler is None and math.isinf(loss)):
-            seen = f"the loss is {loss}"
-        if self._scaler is None and not math.isfinite(norm or 0.0):
-            seen = f"the gradient's norm is {norm}"
-        if seen is not None:
-            raise NonFiniteError(
-                f"{seen}, the update was not made",
-                loss=loss,
-                grad_norm=norm,
-                hint="lower the learning rate, clip the gradient, or look at this batch",
-            )
-
-    def _roll_back(self, transaction: Transaction, error: BaseException) -> BaseException:
-        """Restore the state and return `error`, or UpdateInterrupted if that fails."""
-        if isinstance(error, UpdateInterrupted) or self._updater.is_interrupted:
-            return error
-        if is_context_dead(error):
-            self._updater.is_interrupted = True
-            return error
-        try:
-            try:
-                transaction.rollback()
-            except KeyboardInterrupt as interrupt:
-                transaction.rollback()
-                return interrupt
-        except Exception as second:
-            self._updater.is_interrupted = True
-            interrupted = UpdateInterrupted(
-                f"a step failed, and the state before it could not be restored ({type(second).__name__}: {second})",
-                hint="load a checkpoint and make a new Accumulator",
-            )
-            interrupted.__cause__ = error
-            return interrupted
-        return error
-
     def _begin_part(self, index: int) -> None:
         self._interrupts.deliver()
         if self._observer is not None:
@@ -613,69 +561,6 @@ class Accumulator:
         self.phase = phase
         if self._observer is not None:
             self._observer.phase(phase)
-
-    def _tell(self, error: BaseException, largest: int, *, unchanged: bool) -> tuple[Failure, ...]:
-        """Return the failures of all ranks in this attempt, which hear of this rank's `error`."""
-        if isinstance(error, OtherRanksFailed):
-            return error.failures
-        if isinstance(error, RankLostError):
-            raise error
-        oom = None if isinstance(error, UpdateInterrupted) else find_out_of_memory(error)
-        kind: Literal["certain", "uncertain"] | None = None
-        if oom is not None and self._recover:
-            kind = "certain" if oom.certain else "uncertain"
-        text = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
-        needs = isinstance(error, NeedsWholeBatch)
-        failure = Failure(self._ranks.rank, self.phase, largest, kind, text, unchanged, needs)
-        try:
-            is_waited_for = self._sharded is not None and self._sharded.is_running
-            return (self._ranks.leave_word if is_waited_for else self._ranks.tell)(failure)
-        except RankLostError:  # This rank's own error says more.
-            raise error from None
-        finally:
-            del error  # the traceback holds this frame
-
-    def _check_retry(self, error: BaseException, failures: Sequence[Failure], failed_in: list[StepPhase]) -> None:
-        """Raise `error`, or another in its place, unless the batch can be repeated in smaller parts.
-
-        All ranks decide alike, from the same `failures`.
-        """
-        try:
-            is_own = not isinstance(error, OtherRanksFailed)
-            others = RankFailedError(str(error), hint="its own output says more; nothing was changed here")
-            fatal = [one for one in failures if one.out_of_memory is None]
-            if not all(one.unchanged for one in failures):
-                if is_own and not fatal:
-                    warn_caller("memory ran out, and forward has changed the batch in place: it cannot be repeated")
-                fatal = list(failures)
-            if fatal:
-                if is_own and any(one.rank == self._ranks.rank for one in fatal):
-                    raise error
-                text = f"rank {fatal[0].rank} failed: {fatal[0].text}"
-                raise RankFailedError(text, hint="its own output says more; nothing was changed here")
-            # An update's memory does not depend on the micro-batch: a first failure may be fragmentation, two are not.
-            is_update = failed_in[-2:] == ["update", "update"]
-            largest = max(one.largest for one in failures)
-            if largest > self._multiple_of and not is_update:
-                if self._sharded is None:
-                    return
-                raise out_of_memory(failures[0], shrink(largest, 0, self._multiple_of)) from error
-            if not any(one.out_of_memory == "certain" for one in failures):
-                raise error if is_own else others
-            clear_frames(error)
-            where = "" if self._ranks.size == 1 else f" on rank {failures[0].rank}"
-            if is_update:
-                raise DoesNotFitError(
-                    f"the update runs out of memory{where}, whatever the micro-batch",
-                    hint="free memory on the device, or use an optimizer with less state",
-                ) from error
-            least = "one sample" if self._multiple_of == 1 else f"{self._multiple_of} samples"
-            raise DoesNotFitError(
-                f"not even {least} at a time fits: out of memory ({failed_in[-1]}{where})",
-                hint="free memory on the device, shorten the samples, or lower the precision",
-            ) from error
-        finally:
-            del error  # the traceback holds this frame
 
 
 def _drop_gradients(parameters: Iterable[Tensor]) -> None:

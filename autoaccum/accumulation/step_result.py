@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
+
+from autoaccum.errors import NonFiniteError
 
 StepPhase: TypeAlias = Literal["batch", "forward", "backward", "clip", "update"]
 """`batch`: split, weight and move the batch. `clip`: unscale gradients, measure the norm, read the loss. `update`:
@@ -35,6 +38,25 @@ class StepResult:
     retries: int
     updated: bool
     terms: Mapping[str, float]
+
+
+def refuse_nonfinite(loss: float, norm: float | None, *, is_scaled: bool) -> None:
+    """Raise NonFiniteError for a loss or a norm that is not finite.
+
+    A scaler skips what overflowed by its own scale: with one, only a loss of NaN is refused.
+    """
+    seen = None
+    if math.isnan(loss) or (not is_scaled and math.isinf(loss)):
+        seen = f"the loss is {loss}"
+    if not is_scaled and not math.isfinite(norm or 0.0):
+        seen = f"the gradient's norm is {norm}"
+    if seen is not None:
+        raise NonFiniteError(
+            f"{seen}, the update was not made",
+            loss=loss,
+            grad_norm=norm,
+            hint="lower the learning rate, clip the gradient, or look at this batch",
+        )
 
 
 class StepObserver:

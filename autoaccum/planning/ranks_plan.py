@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from autoaccum.accumulation.ranks.group import Failure, OtherRanksFailed, Ranks
+from autoaccum.accumulation.ranks.group import OtherRanksFailed, RankFailure, Ranks
 from autoaccum.accumulation.ranks.launch import launched_ranks
 from autoaccum.devices.budget import choose_budget
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UsageError
+from autoaccum.errors import AutoaccumError, RankLostError, UsageError
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import card_index
 from autoaccum.planning.plan_events import Event, Explained, Listener
@@ -31,7 +31,7 @@ class PlanHere(Protocol):
 
 
 @dataclass(frozen=True)
-class _PlanFailure(Failure):
+class _PlanFailure(RankFailure):
     """An error that ended the plan of a rank; None where it is none of autoaccum's."""
 
     error: AutoaccumError | None = None
@@ -73,7 +73,7 @@ def plan_with_ranks(
             failures = others.failures
         except Exception as error:
             known = error if isinstance(error, AutoaccumError) else None
-            failures = ranks.tell(_PlanFailure(ranks.rank, "batch", 0, None, str(error), error=known))
+            failures = ranks.tell(_PlanFailure(ranks.rank, str(error), error=known))
             if known is None:
                 raise
         else:
@@ -129,12 +129,12 @@ def _join_plans(least: Plan, plans: list[Plan]) -> Plan:
     )
 
 
-def _first_error(failures: Sequence[Failure], ranks: Ranks) -> AutoaccumError:
+def _first_error(failures: Sequence[RankFailure], ranks: Ranks) -> AutoaccumError:
     """Return the error of the first rank that failed, which names the rank where others did not fail so."""
     first = failures[0]
     error = first.error if isinstance(first, _PlanFailure) else None
     if error is None:
-        return RankFailedError(f"rank {first.rank} failed: {first.text}", hint="its own output says more")
+        return first.as_error()
     if len({one.text for one in failures}) > 1 or len(failures) < ranks.size:
         error.message = f"rank {first.rank} of {ranks.size}: {error.message}"
         error.args = (f"rank {first.rank} of {ranks.size}: {error}",)

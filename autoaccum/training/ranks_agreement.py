@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import nn
 
-from autoaccum.accumulation.ranks.group import ONE_RANK, Failure, OtherRanksFailed, Ranks
+from autoaccum.accumulation.ranks.group import ONE_RANK, OtherRanksFailed, RankFailure, Ranks
 from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UsageError, first_line
 from autoaccum.training.data_windows import Window
 from autoaccum.training.fit_events import EventNotifier, Notice
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Stopping(Failure):
+class Stopping(RankFailure):
     """Told in place of a failure by a rank that a signal asked to stop."""
 
     number: int = signal.SIGTERM
@@ -96,9 +96,9 @@ class Together:
             self.is_alone = True
         elif not (is_told or self.is_alone):
             text = f"{type(error).__name__}: {first_line(error)}"
-            failure = Failure(self.ranks.rank, "batch", 0, None, text)
+            failure = RankFailure(self.ranks.rank, text)
             if isinstance(error, StopRequested):
-                failure = Stopping(self.ranks.rank, "batch", 0, None, text, number=error.number)
+                failure = Stopping(self.ranks.rank, text, number=error.number)
             try:
                 self.ranks.tell(failure)
             except RankLostError:  # This rank's own error says more.
@@ -200,8 +200,7 @@ def _meaning(told: OtherRanksFailed, signals: StopSignals | None) -> BaseExcepti
     """Return what to raise on a rank that has been told of other ranks' failures."""
     failed = [failure for failure in told.failures if not isinstance(failure, Stopping)]
     if failed:
-        text = f"rank {failed[0].rank} failed: {failed[0].text}"
-        return RankFailedError(text, hint="its own output says more; nothing was changed here")
+        return failed[0].as_error()
     stopping = next(failure for failure in told.failures if isinstance(failure, Stopping))
     if signals is not None and signals.requested is None:
         signals.requested = stopping.number

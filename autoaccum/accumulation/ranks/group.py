@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from autoaccum.accumulation.gradients import is_sharded
 from autoaccum.accumulation.step_result import StepPhase
 from autoaccum.checks import join_words
-from autoaccum.errors import RankLostError, UsageError, first_line
+from autoaccum.errors import RankFailedError, RankLostError, UsageError, first_line
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -38,32 +38,37 @@ several are missing, of which some may be busy."""
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """An error that ended a rank's part of an update, as the other ranks are told of it.
 
     Attributes:
         rank: The rank that failed.
+        text: The error in words.
         phase: The phase of the step in which it did.
         largest: The samples of its largest micro-batch.
         out_of_memory: Whether memory ran out: `certain`, `uncertain` (bugs can cause that error, too) or None.
-        text: The error in words.
         unchanged: Whether its batch is as it was before, so that it can be repeated.
         needs_whole_batch: It is no error: parts need each other, and all ranks are to repeat them in lock step.
     """
 
     rank: int
-    phase: StepPhase
-    largest: int
-    out_of_memory: Literal["certain", "uncertain"] | None
     text: str
+    phase: StepPhase = "batch"
+    largest: int = 0
+    out_of_memory: Literal["certain", "uncertain"] | None = None
     unchanged: bool = True
     needs_whole_batch: bool = False
+
+    def as_error(self) -> RankFailedError:
+        """Return the error that other ranks raise."""
+        text = f"rank {self.rank} failed: {self.text}"
+        return RankFailedError(text, hint="its own output says more; nothing was changed here")
 
 
 class OtherRanksFailed(Exception):
     """Raised where other ranks tell of their failures; this rank is not to tell of it again."""
 
-    def __init__(self, failures: Sequence[Failure]) -> None:
+    def __init__(self, failures: Sequence[RankFailure]) -> None:
         super().__init__(f"rank {failures[0].rank} failed: {failures[0].text}")
         self.failures = tuple(failures)
 
@@ -112,15 +117,15 @@ class Ranks:
         if self.size == 1:
             return [value]
         values = self._exchange(value)
-        if failures := [one for one in values if isinstance(one, Failure)]:
+        if failures := [one for one in values if isinstance(one, RankFailure)]:
             raise OtherRanksFailed(failures)
         return values
 
-    def tell(self, failure: Failure) -> tuple[Failure, ...]:
+    def tell(self, failure: RankFailure) -> tuple[RankFailure, ...]:
         """Tell the other ranks of this rank's failure, in place of what they expect; return the failures of all."""
         if self.size == 1:
             return (failure,)
-        return tuple(one for one in self._exchange(failure) if isinstance(one, Failure))
+        return tuple(one for one in self._exchange(failure) if isinstance(one, RankFailure))
 
     def add_up(self, tensor: Tensor) -> None:
         """Add up a tensor over all ranks, in place; raise RankLostError if one has ended or does not answer."""
@@ -129,7 +134,7 @@ class Ranks:
         with self._all_answering():
             dist.all_reduce(tensor, group=self.group_for(tensor))
 
-    def leave_word(self, failure: Failure) -> tuple[Failure, ...]:
+    def leave_word(self, failure: RankFailure) -> tuple[RankFailure, ...]:
         """Leave word of this rank's failure, without waiting for ranks that wait for it in a collective."""
         if self.size > 1:
             with suppress(RuntimeError):  # The store was rank 0's, and is gone with it.

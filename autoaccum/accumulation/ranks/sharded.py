@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, has_weight
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, dense_gradients, is_sharded
-from autoaccum.accumulation.ranks.group import Failure, Ranks, world_size
+from autoaccum.accumulation.ranks.group import RankFailure, Ranks, world_size
 from autoaccum.errors import UpdateInterrupted, UsageError, WorkloadError
 from autoaccum.workload.batches import batch_size, move_batch
 from autoaccum.workload.objective import Weights
@@ -67,7 +67,7 @@ def is_of_collective(error: BaseException) -> TypeGuard[Exception]:
     return isinstance(error, RuntimeError) and is_known
 
 
-def out_of_memory(failure: Failure, next_micro_batch: int) -> UpdateInterrupted:
+def out_of_memory(failure: RankFailure, next_micro_batch: int) -> UpdateInterrupted:
     """Return the error, on every rank, of an update that `failure` has ended for all."""
     error = UpdateInterrupted(
         f"memory ran out on rank {failure.rank} ({failure.phase}) with micro-batches of {failure.largest}, and ranks"

@@ -1,0 +1,121 @@
+"""Roll back an update that failed, and decide, alike on all ranks, whether it is repeated in smaller micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memory, is_context_dead, shrink
+from autoaccum.accumulation.ranks.group import OtherRanksFailed, RankFailure, Ranks
+from autoaccum.accumulation.ranks.sharded import ShardedParts, out_of_memory
+from autoaccum.accumulation.step_result import StepPhase, warn_caller
+from autoaccum.accumulation.transaction import Transaction
+from autoaccum.accumulation.update import Updater
+from autoaccum.accumulation.whole_batch.joining import NeedsWholeBatch
+from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, first_line
+
+
+class Retries:
+    """Tells the other ranks of an error, and raises it unless the update can be repeated.
+
+    Args:
+        ranks: The ranks.
+        sharded: The runner of a sharded model's parts, which cannot be repeated; None if the model is not sharded.
+        multiple_of: The number of samples that every micro-batch is a multiple of.
+        recover: Whether updates are repeated at all.
+    """
+
+    def __init__(self, ranks: Ranks, sharded: ShardedParts | None, *, multiple_of: int, recover: bool) -> None:
+        self._ranks, self._sharded, self._multiple_of, self._recover = ranks, sharded, multiple_of, recover
+
+    def tell(
+        self, error: BaseException, phase: StepPhase = "batch", largest: int = 0, *, unchanged: bool = True
+    ) -> tuple[RankFailure, ...]:
+        """Return the failures of all ranks in this attempt, which hear of this rank's `error`.
+
+        Args:
+            error: The error that ended the attempt here.
+            phase: The phase in which it did.
+            largest: The samples of the largest micro-batch.
+            unchanged: Whether the batch is as it was before.
+        """
+        if isinstance(error, OtherRanksFailed):
+            return error.failures
+        if isinstance(error, RankLostError):
+            raise error
+        oom = None if isinstance(error, UpdateInterrupted) else find_out_of_memory(error)
+        kind: Literal["certain", "uncertain"] | None = None
+        if oom is not None and self._recover:
+            kind = "certain" if oom.certain else "uncertain"
+        text = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+        needs = isinstance(error, NeedsWholeBatch)
+        failure = RankFailure(self._ranks.rank, text, phase, largest, kind, unchanged, needs)
+        try:
+            is_waited_for = self._sharded is not None and self._sharded.is_running
+            return (self._ranks.leave_word if is_waited_for else self._ranks.tell)(failure)
+        except RankLostError:  # This rank's own error says more.
+            raise error from None
+        finally:
+            del error  # the traceback holds this frame
+
+    def check(self, error: BaseException, failures: Sequence[RankFailure], failed_in: Sequence[StepPhase]) -> None:
+        """Raise `error`, or another in its place, unless the batch can be repeated in smaller parts.
+
+        All ranks decide alike, from the same `failures`. `failed_in` are the phases of this and of earlier attempts.
+        """
+        try:
+            is_own = not isinstance(error, OtherRanksFailed)
+            fatal = [one for one in failures if one.out_of_memory is None]
+            if not all(one.unchanged for one in failures):
+                if is_own and not fatal:
+                    warn_caller("memory ran out, and forward has changed the batch in place: it cannot be repeated")
+                fatal = list(failures)
+            if fatal:
+                raise error if any(one.rank == self._ranks.rank for one in fatal) else fatal[0].as_error()
+            # An update's memory does not depend on the micro-batch: a first failure may be fragmentation, two are not.
+            is_update = list(failed_in[-2:]) == ["update", "update"]
+            largest = max(one.largest for one in failures)
+            if largest > self._multiple_of and not is_update:
+                if self._sharded is None:
+                    return
+                raise out_of_memory(failures[0], shrink(largest, 0, self._multiple_of)) from error
+            if not any(one.out_of_memory == "certain" for one in failures):
+                raise error if is_own else failures[0].as_error()
+            clear_frames(error)
+            where = "" if self._ranks.size == 1 else f" on rank {failures[0].rank}"
+            if is_update:
+                raise DoesNotFitError(
+                    f"the update runs out of memory{where}, whatever the micro-batch",
+                    hint="free memory on the device, or use an optimizer with less state",
+                ) from error
+            least = "one sample" if self._multiple_of == 1 else f"{self._multiple_of} samples"
+            raise DoesNotFitError(
+                f"not even {least} at a time fits: out of memory ({failed_in[-1]}{where})",
+                hint="free memory on the device, shorten the samples, or lower the precision",
+            ) from error
+        finally:
+            del error  # the traceback holds this frame
+
+
+def roll_back(transaction: Transaction, updater: Updater, error: BaseException) -> BaseException:
+    """Restore the state and return `error`, or UpdateInterrupted if that fails."""
+    if isinstance(error, UpdateInterrupted) or updater.is_interrupted:
+        return error
+    if is_context_dead(error):
+        updater.is_interrupted = True
+        return error
+    try:
+        try:
+            transaction.rollback()
+        except KeyboardInterrupt as interrupt:
+            transaction.rollback()
+            return interrupt
+    except Exception as second:
+        updater.is_interrupted = True
+        interrupted = UpdateInterrupted(
+            f"a step failed, and the state before it could not be restored ({type(second).__name__}: {second})",
+            hint="load a checkpoint and make a new Accumulator",
+        )
+        interrupted.__cause__ = error
+        return interrupted
+    return error
