@@ -316,3 +316,26 @@ def test_modes_averages_and_skips_are_those_of_one_rank(tmp_path: Path) -> None:
         ] * 2
         for name, value in weights.items():
             torch.testing.assert_close(own_weights[name], value, rtol=1e-8, atol=1e-9)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import autoaccum
+data = torch.utils.data.TensorDataset(torch.ones(60, 5), torch.zeros(60, dtype=torch.long))
+for number in range(3):
+    result = autoaccum.fit(nn.Linear(5, 3), data, target_batch=16, micro_batch=4, loss=nn.CrossEntropyLoss(), steps=2)
+    print(f"fit {number}: {result.updates} updates")
+"""
+
+
+@pytest.mark.slow
+def test_a_script_under_torchrun_trains_several_times(tmp_path: Path) -> None:
+    """Each call joins the ranks, and leaves them."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", *(f"fit {number}: 2 updates" for number in (0, 0, 1, 1, 2, 2))]

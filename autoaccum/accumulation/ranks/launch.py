@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,7 +18,11 @@ from autoaccum.accumulation.ranks.group import Ranks, join_ranks, world_size
 from autoaccum.checks import join_words
 from autoaccum.errors import NotMeasuredError, UsageError
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 _NEEDED = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+_groups = itertools.count()
 _OWN_CODES = range(1, 4)
 """Exit codes of a rank that has said what went wrong."""
 
@@ -34,6 +41,7 @@ def launched_ranks(*, on_cards: bool = True) -> Iterator[Ranks]:
         yield join_ranks()
         return
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     if missing := [name for name in _NEEDED if name not in os.environ]:
         raise UsageError(
@@ -49,13 +57,27 @@ def launched_ranks(*, on_cards: bool = True) -> Iterator[Ranks]:
                 hint="start as many ranks as there are cards, or take --device cpu",
             )
         torch.cuda.set_device(card)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cards else "gloo")
+    # Under a name of its own: a second group of this process would meet at the addresses that the first one left.
+    store = PrefixStore(f"autoaccum/{next(_groups)}", _meeting_place())
+    backend = "cpu:gloo,cuda:nccl" if on_cards else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+    )
     ranks = join_ranks()
     try:
         yield ranks
     finally:
         ranks.leave()
         dist.destroy_process_group()
+
+
+@cache
+def _meeting_place() -> Store:
+    """Return the store of the launcher, where the ranks find each other."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Store = next(rendezvous("env://"))[0]
+    return store
 
 
 def run_ranks(count: int, arguments: Sequence[str]) -> int:
