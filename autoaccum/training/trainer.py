@@ -142,7 +142,7 @@ def _lower(choice: MicroBatchChoice, ceiling: int | None, notify: Callable[[Any]
     if ceiling is None or ceiling >= choice.micro_batch:
         return choice
     text = f"memory ran out before with micro-batches of more than {ceiling}: they have at most that many samples now"
-    notify(Notice(text, warns=False))
+    notify(Notice(f"{text} (ceiling.json in the run folder; delete it to forget that)", warns=False))
     return MicroBatchChoice(ceiling, multiple_of=choice.multiple_of)
 
 

@@ -252,8 +252,6 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
             command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
         )
 
-    refused = run("--run-dir", "a")
-    assert refused.stderr.count("error: neither epochs nor steps are given") == 1
     done = run("--epochs", "2", "--run-dir", "a")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("updates      8 in 2 epochs") == 1
@@ -262,11 +260,11 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / "plan.json").read_text())["world_size"] == 2
     resumed = run("--epochs", "3", "--run-dir", "a", "--micro-batch", "3", ranks=1)
     assert "the run had 2 ranks, and has 1 now: random numbers" in " ".join(resumed.stderr.split())
-    alone = run("--epochs", "3", "--run-dir", "b", "--micro-batch", "16", ranks=1)
-    assert (resumed.returncode, alone.returncode) == (0, 0), alone.stderr
-    weights = [torch.load(tmp_path / name / "model.pt", weights_only=True) for name in "ab"]
-    for name, value in weights[1].items():
-        torch.testing.assert_close(weights[0][name], value, rtol=1e-9, atol=1e-9)
+    assert resumed.returncode == 0, resumed.stderr
+    weights = torch.load(tmp_path / "a" / "model.pt", weights_only=True)
+    alone = autoaccum.fit(str(tmp_path / "model.py"), target_batch=16, micro_batch=16, epochs=3, progress=False)
+    for name, value in alone.model.state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)
 
 
 def train_with_everything(folder: str) -> Any:

@@ -48,24 +48,28 @@ def out_of_memory_in(phase: str, number: int, first_update: bool) -> Any:
     return injected.fired, result.retries, accumulator.micro_batch, told, model.state_dict(), result.loss
 
 
+PLACES = (("batch", 0), ("forward", 2), ("backward", 5), ("clip", 0), ("clip", 3), ("update", 0))
+
+
+def out_of_memory_everywhere(first_update: bool) -> Any:
+    return [out_of_memory_in(phase, number, first_update) for phase, number in PLACES]
+
+
 @pytest.mark.parametrize("first_update", [True, False], ids=["first", "later"])
-@pytest.mark.parametrize(
-    ("phase", "number"), [("batch", 0), ("forward", 2), ("backward", 5), ("clip", 0), ("clip", 3), ("update", 0)]
-)
-def test_memory_that_runs_out_on_one_rank_makes_all_repeat(phase: str, number: int, first_update: bool) -> None:
-    first, second = on_ranks(2, out_of_memory_in, phase, number, first_update)
+def test_memory_that_runs_out_on_one_rank_makes_all_repeat(first_update: bool) -> None:
     alone, model, _ = make(clip_norm=0.1)
     for _ in range(1 if first_update else 2):
         loss = alone.step(batch(16)).loss
-    assert not first[0]
-    assert second[0], "nothing was injected"
-    assert first[1:3] == second[1:3] == (1, 3)
-    assert first[3] == []
-    assert len(second[3]) == 1
-    for *_, state, seen in (first, second):
-        assert seen == pytest.approx(loss, rel=1e-12)
-        for name, value in model.state_dict().items():
-            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
+    for place, first, second in zip(PLACES, *on_ranks(2, out_of_memory_everywhere, first_update), strict=True):
+        assert not first[0]
+        assert second[0], f"nothing was injected in {place}"
+        assert first[1:3] == second[1:3] == (1, 3), place
+        assert first[3] == [], place
+        assert len(second[3]) == 1, place
+        for *_, state, seen in (first, second):
+            assert seen == pytest.approx(loss, rel=1e-12), place
+            for name, value in model.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
 
 
 def without_recovery(fail: str) -> Any:

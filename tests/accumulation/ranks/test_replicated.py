@@ -105,23 +105,23 @@ def ddp(model: nn.Module) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
 
 
-@pytest.mark.parametrize("case", CASES)
+def all_updates(shares: list[int], clip: float | None, wrap: Any) -> Any:
+    return {case: updates(case, [CASES[case][1](7)] * 3, dealt(shares), clip, wrap) for case in CASES}
+
+
 @pytest.mark.parametrize(
     ("shares", "clip", "wrap"),
     [([4, 3], None, None), ([2, 5], 0.1, ddp), ([3, 0, 2, 2], 0.1, None)],
     ids=["2 ranks", "2 ranks, ddp, clipped", "4 ranks, one without samples"],
 )
-def test_an_update_over_ranks_is_that_of_one_process(case: str, shares: list[int], clip: float, wrap: Any) -> None:
-    batches = [CASES[case][1](7)] * 3
-    alone = updates(case, batches, lambda batch: [batch], clip)
-    together = on_ranks(len(shares), updates, case, batches, dealt(shares), clip, wrap)
-    for state, results in together:
-        for name, value in alone[0].items():
-            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11)
-        for (loss, norm, samples, named), (loss_here, norm_here, samples_here, named_here) in zip(
-            alone[1], results, strict=True
-        ):
-            assert loss_here == pytest.approx(loss, rel=1e-12)
-            assert norm_here == (None if clip is None else pytest.approx(norm, rel=1e-12))
-            assert samples_here == samples
-            assert named_here == pytest.approx(named, rel=1e-12)
+def test_an_update_over_ranks_is_that_of_one_process(shares: list[int], clip: float, wrap: Any) -> None:
+    together = on_ranks(len(shares), all_updates, shares, clip, wrap)
+    for case, (state, results) in [pair for rank in together for pair in rank.items()]:
+        expected, alone = updates(case, [CASES[case][1](7)] * 3, lambda batch: [batch], clip)
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-11, msg=f"{case}: {name}")
+        for (loss, norm, samples, named), here in zip(alone, results, strict=True):
+            assert here[0] == pytest.approx(loss, rel=1e-12), case
+            assert here[1] == (None if clip is None else pytest.approx(norm, rel=1e-12)), case
+            assert here[2] == samples, case
+            assert here[3] == pytest.approx(named, rel=1e-12), case
