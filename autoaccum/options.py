@@ -7,7 +7,8 @@ it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypedDict, cast, get_args
 
@@ -36,8 +37,16 @@ Keep = Literal["outputs", "ema"]
 """`outputs`: the model's outputs and loss of a micro-batch stay alive until the next one has its own, as in a loop that
 logs them. `ema`: an exponential moving average of the weights, with a copy of the buffers, on the same device."""
 
+Parallel = Literal["ddp", "fsdp2"]
+"""How several ranks train one model: `ddp`, each holds all of it, or `fsdp2`, each holds a shard."""
+
+Reduce = Literal["each", "last"]
+"""When FSDP2 sums the gradients of an update over ranks: with each micro-batch, or with the last."""
+
 BATCHNORM_MODES: Final[tuple[BatchNormMode, ...]] = get_args(BatchNormMode)
 KEEPS: Final[tuple[Keep, ...]] = get_args(Keep)
+
+_MESH = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)?", re.ASCII)
 
 Command = Literal["plan", "fit", "verify", "tune", "guard"]
 
@@ -54,11 +63,14 @@ WORKLOAD_OPTIONS: Final = (
 """Options that replace the attribute of the workload with the same name."""
 
 _SEARCHING: Final = frozenset({"world_size", "equal", "gpu", "time_limit", "trial_limit"})
+_SHARDING: Final = frozenset({"parallel", "mesh"})
 _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "plan": frozenset(),
     "fit": _SEARCHING,
-    "verify": (_SEARCHING - {"world_size"}) | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
-    "tune": frozenset({"world_size", "equal", "gpu", "accumulate_in", "keeps", "evaluation_batch", "worst_of"}),
+    "verify": (_SEARCHING - {"world_size"})
+    | _SHARDING
+    | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
+    "tune": _SHARDING | {"world_size", "equal", "gpu", "accumulate_in", "keeps", "evaluation_batch", "worst_of"},
     "guard": frozenset({"trial_limit", "accumulate_in", "multiple_of"}),
 }
 
@@ -80,6 +92,8 @@ class OptionArguments(TypedDict, total=False):
     memory: str | MemorySize | None
     reserve: str | MemorySize | None
     world_size: int
+    parallel: str | None
+    mesh: str | Sequence[int] | None
     equal: bool
     time_limit: float | None
     trial_limit: float | None
@@ -104,6 +118,10 @@ class Options:
         memory: The budget: `10GiB`, `24GB`, or `80%` of the total; by default the free memory.
         reserve: The part of the budget to keep free.
         world_size: Ranks that share the target; the largest share decides.
+        parallel: How they train one model (see `Parallel`); None: `fsdp2` if the workload has `parallelize`, else
+            `ddp`.
+        mesh: The ranks in one or two dimensions: (2, 8) are two replicas of a model sharded over 8 (HSDP); None: one
+            dimension.
         equal: Only equal micro-batches.
         time_limit: Seconds that the search may take.
         trial_limit: Seconds that one trial may take.
@@ -126,6 +144,8 @@ class Options:
     memory: MemorySize | None = None
     reserve: MemorySize | None = None
     world_size: int = 1
+    parallel: Parallel | None = None
+    mesh: tuple[int, ...] | None = None
     equal: bool = False
     time_limit: float | None = None
     trial_limit: float | None = None
@@ -147,6 +167,10 @@ class Options:
         for name in ("time_limit", "trial_limit"):
             if getattr(self, name) is not None:
                 read_seconds(getattr(self, name), f"the {name.replace('_', ' ')}")
+        if self.parallel is not None:
+            check_word(self.parallel, "parallel", get_args(Parallel))
+        if self.mesh is not None:
+            object.__setattr__(self, "mesh", _read_mesh(self.mesh, self.parallel))
         for name in ("memory", "reserve"):
             object.__setattr__(self, name, _read_size(getattr(self, name), name))
         check_flag(self.equal, "equal")
@@ -181,7 +205,7 @@ class Options:
         {'keeps': ['ema'], 'gpu': 'rtx3090', 'memory': '80%'}
         """
         record = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        plain = {"keeps": list, "memory": str, "reserve": str}
+        plain: dict[str, Any] = {"keeps": list, "memory": str, "reserve": str, "mesh": mesh_word}
         return {
             name: plain.get(name, lambda same: same)(value)
             for name, (value, default) in record.items()
@@ -242,6 +266,29 @@ def read_keeps(keeps: Any, error: type[AutoaccumError] = WorkloadError) -> tuple
     for word in given:
         check_word(word, "keeps", KEEPS, error=error)
     return tuple(keep for keep in KEEPS if keep in given)
+
+
+def mesh_word(mesh: Iterable[int]) -> str:
+    """Return the value of `--mesh` that stands for `mesh`: `8` or `2x8`."""
+    return "x".join(map(str, mesh))
+
+
+def _read_mesh(given: Any, parallel: Parallel | None) -> tuple[int, ...]:
+    """Return the dimensions of a mesh, which is written `2x8` or given as numbers.
+
+    Raises:
+        UsageError: They are no one or two numbers of at least 1, or two for replicated ranks.
+    """
+    is_numbers = isinstance(given, Sequence) and all(type(size) is int for size in given)
+    text = given if isinstance(given, str) else mesh_word(given) if is_numbers else ""
+    if not _MESH.fullmatch(text):
+        raise UsageError(f"mesh is {given!r}", hint="write one or two numbers of ranks, such as 8 or 2x8")
+    mesh = tuple(map(int, text.split("x")))
+    if parallel == "ddp" and len(mesh) > 1:
+        raise UsageError(
+            f"the mesh {text} has two dimensions, and ddp replicates in one", hint="leave --mesh out, or take fsdp2"
+        )
+    return mesh
 
 
 def _read_size(size: Any, name: str) -> MemorySize | None:

@@ -44,7 +44,7 @@ from autoaccum.accumulation.gradients import (
 from autoaccum.accumulation.out_of_memory import DelayedInterrupts, clear_frames, release_memory, shrink
 from autoaccum.accumulation.ranks.group import OtherRanksFailed, check_alike, join_ranks, world_size
 from autoaccum.accumulation.ranks.replicated import sum_gradients, without_calls
-from autoaccum.accumulation.ranks.sharded import Reduce, find_sharded, is_of_collective, read_reduce
+from autoaccum.accumulation.ranks.sharded import find_sharded, is_of_collective, read_reduce
 from autoaccum.accumulation.reachable_objects import find_used_modules
 from autoaccum.accumulation.retries import Retries, roll_back
 from autoaccum.accumulation.rng_state import module_generators
@@ -57,7 +57,7 @@ from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.joining import NeedsWholeBatch
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RepeatedParts
 from autoaccum.errors import UsageError
-from autoaccum.options import AccumulateIn, BatchNormMode, Joining, read_accumulate_in
+from autoaccum.options import AccumulateIn, BatchNormMode, Joining, Reduce, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
 from autoaccum.workload.objective import Weights, read_coupled_loss, with_coupling
 from autoaccum.workload.weight_candidates import ignored_labels_warning

@@ -51,6 +51,8 @@ _CODE_INTERRUPTED = 130
     "accumulate_in",
     "optimizer",
     "keeps",
+    "parallel",
+    "mesh",
     device="Where to train; auto is the GPU if there is one.",
     keeps="ema: also keep an average of the weights, in checkpoints, in evaluations and as ema.pt; outputs: plan for a "
     "loop that holds outputs for logging. Repeatable.  [default: the workload's]",

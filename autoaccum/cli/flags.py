@@ -55,6 +55,12 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "evaluation_batch": {"type": count, "metavar": "N", "help": "Also fit an evaluation in batches of N samples."},
     "worst_of": {"type": count, "metavar": "N", "help": "Make batches of the longest of N samples of the dataset."},
     "world_size": {"type": count, "metavar": "N", "default": 1, "help": "Ranks that share the target batch."},
+    "parallel": {
+        "metavar": "ddp|fsdp2",
+        "help": "How ranks train one model: each holds all of it, or a shard.  [default: fsdp2 if the workload has "
+        "parallelize, else ddp]",
+    },
+    "mesh": {"metavar": "N|RxN", "help": "Ranks in one dimension, or R replicas of a model sharded over N (HSDP)."},
     "multiple_of": {"type": count, "metavar": "N", "help": "Use only micro-batches that are multiples of N."},
     "equal": {"is_flag": True, "help": "Use only equal micro-batches."},
     "time_limit": {

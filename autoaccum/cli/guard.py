@@ -36,6 +36,8 @@ _FORMS = ("text", "json", "markdown", "github")
     "memory",
     "reserve",
     "world_size",
+    "parallel",
+    "mesh",
     "equal",
     "keeps",
     "evaluation_batch",

@@ -46,6 +46,8 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
     "evaluation_batch",
     "worst_of",
     "world_size",
+    "parallel",
+    "mesh",
     "multiple_of",
     "equal",
 )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
-from autoaccum.options import Coupled, Joining, Options
+from autoaccum.options import Coupled, Joining, Options, Parallel
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -132,6 +132,7 @@ class Inspection:
         worst_of: Batches are made of the longest of so many samples; None: `batch` makes them.
         batchnorm: The mode of its BatchNorms (`options.BatchNormMode`).
         coupled: How its loss is computed, if it compares samples (`options.Coupled`).
+        parallel: How its ranks train one model, where there are several and the device knows; else None.
         joining: How the parts of an update run if they need each other; None: one after the other.
         accumulate_in: The dtype that its gradients are summed in (`options.AccumulateIn`).
         compiles: The update imported PyTorch's compiler, which other processes import before their trials.
@@ -168,6 +169,7 @@ class Inspection:
     worst_of: int | None = None
     batchnorm: str = "micro"
     coupled: Coupled = False
+    parallel: Parallel | None = None
     joining: Joining | None = None
     accumulate_in: str = "fp32"
     multiple_of: int = 1

@@ -11,7 +11,7 @@ from autoaccum.devices.base import Inspection, Phase, Trial
 from autoaccum.devices.child.failures import ChildDied, Failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.options import Coupled
+from autoaccum.options import Coupled, Reduce
 from autoaccum.units import format_bytes
 
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
@@ -159,11 +159,13 @@ class PartsRequest(Request[Reply]):
     """A job that is an update, and another one by `parts`: micro-batch sizes, in samples.
 
     `joined`: the parts need each other, and every update runs all of them. `coupled` replaces the workload's, if given.
+    `reduce`: when FSDP2 sums gradients; None: as the Accumulator does by default.
     """
 
     parts: tuple[int, ...]
     joined: bool = False
     coupled: Coupled | None = None
+    reduce: Reduce | None = None
 
     @property
     def doing(self) -> str:

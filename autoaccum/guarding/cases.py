@@ -14,7 +14,7 @@ from typing import Any
 from autoaccum.checks import read_count
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.errors import UsageError
-from autoaccum.options import Options, coupled_word
+from autoaccum.options import Options, coupled_word, mesh_word
 from autoaccum.workload.module_names import split_reference
 
 _PLAIN = re.compile(r"[\w./:+%-]+", re.ASCII)
@@ -100,6 +100,8 @@ def case_name(case: Case) -> str:
         ("memory {}", options.memory),
         ("reserve {}", options.reserve),
         ("{} ranks", None if options.world_size == 1 else options.world_size),
+        ("{}", options.parallel),
+        ("mesh {}", None if options.mesh is None else mesh_word(options.mesh)),
         ("{}", "equal parts" if options.equal else None),
         ("keeps {}", None if options.keeps is None else "+".join(options.keeps) or "nothing"),
         ("evaluation batch {}", options.evaluation_batch),

@@ -123,5 +123,5 @@ def _growth_since_lock(case: Case, project: Project, measured: Measurement) -> I
 
 
 def _without_size(case: Case) -> Case:
-    options = dataclasses.replace(case.options, memory=None, reserve=None, world_size=1, equal=False)
+    options = dataclasses.replace(case.options, memory=None, reserve=None, world_size=1, mesh=None, equal=False)
     return Case(workload=case.workload, options=options)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoaccum.accumulation.schedule import Schedule, even_parts, make_schedule, part_sizes
 from autoaccum.checks import check_flag, read_count
 from autoaccum.errors import UsageError
-from autoaccum.options import Options
+from autoaccum.options import Options, mesh_word
 
 DEFAULT_WORST_OF = 64
 """The number of dataset samples whose longest make the batches of a workload without a `batch` of its own."""
@@ -54,6 +55,7 @@ class PlanRequest:
         ):
             if isinstance(number, int) and number > most:
                 raise UsageError(f"the {name} is beyond {most:,}", hint="take a smaller one")
+        _check_ranks(self.options)
         self.schedule(self.multiple_of if self.max_micro_batch is None else self.max_micro_batch)
         if self.max_trials is not None:
             read_count(self.max_trials, "max_trials")
@@ -122,4 +124,19 @@ class PlanRequest:
             world_size=self.options.world_size,
             equal=self.options.equal,
             multiple_of=self.multiple_of,
+        )
+
+
+def _check_ranks(options: Options) -> None:
+    """Raise UsageError where the mesh has another number of ranks, or where trials on real devices cannot shard."""
+    if options.mesh is not None and math.prod(options.mesh) != options.world_size:
+        raise UsageError(
+            f"the mesh {mesh_word(options.mesh)} has {math.prod(options.mesh)} ranks, and the world size is "
+            f"{options.world_size}",
+            hint=f"give --world-size {math.prod(options.mesh)}",
+        )
+    if options.gpu is None and (options.parallel == "fsdp2" or len(options.mesh or ()) > 1):
+        raise UsageError(
+            "trials on a device of this machine run the whole model, and fsdp2 shards it",
+            hint="plan for a simulated card (--gpu NAME), and give that plan to fit",
         )

@@ -167,7 +167,8 @@ class TrainingSetup:
             UsageError: This process is one of several ranks, and trials would run in it.
         """
         request, options, workload = self._request, self._request.options, self._workload
-        limits: dict[str, Any] = {"memory": options.memory, "reserve": options.reserve, "world_size": ranks}
+        limits: dict[str, Any] = {name: getattr(options, name) for name in ("memory", "reserve", "parallel", "mesh")}
+        limits["world_size"] = ranks
         in_code = (request.collate, request.evaluate, request.data, request.split)
         is_file = isinstance(request.model_or_workload, str | os.PathLike)
         is_file = is_file and isinstance(options.optimizer, str | None) and all(value is None for value in in_code)

@@ -24,6 +24,8 @@ WHOLE = make_case(
     memory="20GiB",
     reserve="5%",
     world_size=2,
+    parallel="fsdp2",
+    mesh=(1, 2),
     equal=True,
     keeps=("outputs", "ema"),
     evaluation_batch=64,
@@ -39,7 +41,8 @@ class TestCase:
         assert case_name(case) == "train.py:small on cuda:1, target 256"
         assert case_name(WHOLE) == (
             "train.py on rtx3090, target 256, micro-batch 8, bf16, optimizer SGD, memory 20GiB, reserve 5%, 2 ranks,"
-            " equal parts, keeps outputs+ema, evaluation batch 64, worst of 1000, batchnorm frozen, coupled yes"
+            " fsdp2, mesh 1x2, equal parts, keeps outputs+ema, evaluation batch 64, worst of 1000, batchnorm frozen,"
+            " coupled yes"
         )
         assert case_name(make_case(**{**case.to_record(), "keeps": ()})).endswith(", keeps nothing")
         strange = make_case(workload="a.py on cpu, target 8", gpu="t4")
@@ -49,7 +52,7 @@ class TestCase:
         assert guard_command(WHOLE, tmp_path, "--update") == (
             "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --micro-batch 8 --optimizer SGD --precision bf16"
             " --batchnorm frozen --coupled yes --keeps outputs --keeps ema --evaluation-batch 64 --worst-of 1000"
-            " --memory 20GiB --reserve 5% --world-size 2 --equal --update"
+            " --memory 20GiB --reserve 5% --world-size 2 --parallel fsdp2 --mesh 1x2 --equal --update"
         )
         assert "'a b.py'" in guard_command(a_case("a b.py"), tmp_path)
         assert guard_command(Case(), tmp_path) == "autoaccum guard model.py --gpu NAME --target-batch N"

@@ -22,6 +22,15 @@ def test_the_share_the_cap_and_the_schedule() -> None:
         ({"target": 10**9, "equal": True}, "the target batch is beyond 10,000,000: take a smaller one"),
         ({"target": 10**400}, "the target batch is beyond 10,000,000"),
         ({"target": 4, "world_size": 10**9}, "the world size is beyond 100,000"),
+        (
+            {"target": 4, "mesh": "2x8", "world_size": 8, "gpu": "h100"},
+            "the mesh 2x8 has 16 ranks, and the world",
+        ),
+        (
+            {"target": 4, "mesh": "2x1", "world_size": 2},
+            r"run the whole model, and fsdp2 shards it: plan .* \(--gpu",
+        ),
+        ({"target": 4, "parallel": "fsdp2"}, "trials on a device of this machine run the whole model"),
         ({"target": 4, "max_trials": 0}, "max_trials is 0: give a whole number of at least 1"),
         ({"target": 4, "explain": "no"}, "explain is 'no': give True or False"),
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,10 @@ from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, 
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, dense_gradients, is_sharded
 from autoaccum.accumulation.ranks.group import RankFailure, Ranks, world_size
 from autoaccum.errors import UpdateInterrupted, UsageError, WorkloadError
+from autoaccum.options import Reduce
 from autoaccum.workload.batches import batch_size, move_batch
 from autoaccum.workload.objective import Weights
 from autoaccum.workload.pytree import map_tensors, tensors
-
-Reduce: TypeAlias = Literal["each", "last"]
-"""Whether gradients are summed over ranks with each part or with the last one."""
 
 _SETTINGS = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
 """What is set for a step: attributes of FSDP2's parameter groups (_fully_shard/_fsdp_param_group.py), which has methods

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.argument_checks import current_facts
-from autoaccum.accumulation.ranks.sharded import Reduce
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UpdateInterrupted, UsageError
+from autoaccum.options import Reduce
 from autoaccum.workload.objective import resolve_objective
 
 
