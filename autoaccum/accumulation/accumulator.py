@@ -141,9 +141,9 @@ class Accumulator:
         multiple_of: The number of samples that every micro-batch and every batch is a multiple of. Default: 1.
         accumulate_in: `fp32` (default): sum the gradients of half-precision parameters in float32. `parameters`: sum
             them in their own dtype, which needs no memory beyond `.grad` but rounds each part (with a warning).
-        reduce: When FSDP2 sums the gradients of a sharded model: `each` (default): with each micro-batch. `last`: with
-            the last, which sends less and holds the gradients of the whole model until then: 4 bytes for each of its
-            parameters in float32, of which `each` holds this rank's part alone.
+        reduce: When FSDP2 sums the gradients of a sharded model. `each` (the default, unless the plan says otherwise):
+            with each micro-batch. `last`: with the last, which sends less and holds the gradients of the whole model
+            until then: 4 bytes for each of its parameters in float32, of which `each` holds this rank's part alone.
         observer: A `StepObserver`, called as a step proceeds. It replaces the warning about an out-of-memory error.
 
     Raises:
@@ -176,7 +176,7 @@ class Accumulator:
         size: Callable[[Any], int] | None = None,
         multiple_of: int | None = None,
         accumulate_in: AccumulateIn | None = None,
-        reduce: Reduce = "each",
+        reduce: Reduce | None = None,
         observer: StepObserver | None = None,
     ) -> None:
         given, model = model, check_model(model)
@@ -208,7 +208,9 @@ class Accumulator:
         sum_dtype = read_accumulate_in(choose_option(plan, "accumulate_in", accumulate_in, "fp32"), UsageError)
         if plan is not None:
             check_plan(plan, model, optimizer, objective, chosen, batchnorm_mode, sum_dtype)
-        self._sharded = find_sharded(model, read_reduce(reduce), in_fp32=sum_dtype == "fp32")
+        self._sharded = find_sharded(
+            model, read_reduce(reduce or getattr(plan, "reduce", None) or "each"), in_fp32=sum_dtype == "fp32"
+        )
         objective.move_criterion(model_device(model))
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
         self.phase: StepPhase = "batch"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, Protocol, get_args, runtime_checkable
 
 from autoaccum.devices.base import Phase, Trial
+from autoaccum.options import Reduce
 
 Category = Literal[
     "parameters",
@@ -235,6 +236,14 @@ class PredictingDevice(Protocol):
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return the prediction for `parts`, after a fresh trial of them; raise the error in that trial's record."""
+
+
+@runtime_checkable
+class ReducingDevice(Protocol):
+    """A device with trials of one rank of several, which can sum the gradients of a sharded model in two ways."""
+
+    def use_reduce(self, reduce: Reduce | None) -> None:
+        """Let FSDP2 sum gradients so in all that follows; None: as the Accumulator does by default, with each part."""
 
 
 ChooseParts = Callable[[Callable[[int], Trial]], tuple[int, ...]]

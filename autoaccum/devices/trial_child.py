@@ -68,7 +68,13 @@ class TrialChild:
         except BaseException as error:
             return describe_failure(error, f"loading {request.reference}")
         self._meter, self._share = meter, request.share
-        self._world_size = Options(**request.options).world_size
+        options = Options(**request.options)
+        self._world_size = options.world_size
+        if options.world_size > 1 and self._workload.parallelize is not None and options.parallel is None:
+            return Loaded(
+                refused="the workload has parallelize, and trials on a device of this machine run the whole model: plan"
+                " for a simulated card (--gpu NAME), or take --parallel ddp"
+            )
         return _start(meter)
 
     @handle.register

@@ -151,6 +151,7 @@ def measure_simulated(task: Task) -> Measurement:
     device = task.setup.device
     assert isinstance(device, SimulatedDevice)
     sizing = _confirm_cap(task) or _search_size(task)
+    device.use_reduce(None)  # A plan may choose; what is locked is to be measured alike.
     parts = task.trial_parts(sizing.micro_batches, sizing.inspection)
     trial = _run(task, parts)
     account = device.explain(parts, changes=False, detail=True)

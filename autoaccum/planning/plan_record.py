@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import PlanFileError, UsageError
 from autoaccum.files import read_text, write_text
+from autoaccum.options import Parallel, Reduce
 from autoaccum.serialization import RecordError, freeze, read_record, to_plain
 
 SCHEMA = 1
@@ -37,6 +38,11 @@ class Plan:
         multiple_of: The number that every part is a multiple of.
         world_size: Number of ranks.
         ranks: The parts of every rank; None when there is one.
+        parallel: How ranks train one model (`options.Parallel`), where they were simulated; else None.
+        mesh: The ranks in one or two dimensions (`Options.mesh`), where a mesh was given; else None.
+        reduce: When FSDP2 sums gradients (`options.Reduce`): `last` where the schedule fits so, with fewer collectives;
+            None where it does not shard the model.
+        reduce_peaks: The peak of each of these ways that was tried, in bytes, whether it fits or not.
         largest_fit: The largest micro-batch that ran, or that is predicted to run.
         capped: `largest_fit` is the cap of the search (the share, or `max_micro_batch`), not the limit of memory.
         stopped: The limit that ended the search before it knew the largest size; None when none did.
@@ -76,6 +82,10 @@ class Plan:
     multiple_of: int = 1
     world_size: int
     ranks: tuple[tuple[int, ...], ...] | None = None
+    parallel: Parallel | None = None
+    mesh: tuple[int, ...] | None = None
+    reduce: Reduce | None = None
+    reduce_peaks: Mapping[Reduce, int] = field(default_factory=dict)
     largest_fit: int
     capped: bool
     stopped: Literal["time", "trials"] | None = None
@@ -97,7 +107,7 @@ class Plan:
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        for name in ("device", "devices", "environment", "workload", "explanation"):
+        for name in ("device", "devices", "environment", "workload", "explanation", "reduce_peaks"):
             object.__setattr__(self, name, freeze(getattr(self, name)))
         for text in self._contradictions():
             raise UsageError(f"a plan that contradicts itself: {text}")
@@ -146,8 +156,11 @@ class Plan:
             del record["learning_rate"]
         if self.multiple_of == 1:
             del record["multiple_of"]
-        if self.devices is None:
-            del record["devices"]
+        for name in ("devices", "parallel", "mesh", "reduce"):
+            if getattr(self, name) is None:
+                del record[name]
+        if not self.reduce_peaks:
+            del record["reduce_peaks"]
         for name in ("coupling", "explanation", "notes", "warnings"):
             del record[name]
         for held in (record, *record["trials"]):

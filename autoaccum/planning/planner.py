@@ -6,7 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
@@ -19,8 +19,10 @@ from autoaccum.devices.explanation import (
     ForecastingDevice,
     PredictingDevice,
     Prediction,
+    ReducingDevice,
 )
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.options import Reduce
 from autoaccum.planning.plan_events import Explained, ExplanationStarted, Inspected, Listener, Loading, Tracing
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
@@ -114,6 +116,8 @@ def plan_on_device(
     else:
         result = planner.agree(result, ranks)
         schedule = planner.request.schedule(result.size)
+    reduction = planner.choose_reduce(result)
+    result = dataclasses.replace(result, trial=reduction.trial)
     device, parts = setup.device, result.trial.parts
     prediction = device.predict(parts) if isinstance(device, PredictingDevice) else None
     least_bytes, least_notes = planner.find_least_bytes(result.trial, prediction)
@@ -123,11 +127,15 @@ def plan_on_device(
     of_ranks = () if schedule.world_size == 1 or device.describe()["kind"] == "cpu" else (_NCCL_NOTE,)
     if schedule.world_size > 1 and inspection.coupled and not planner.runner.of_all_ranks:
         of_ranks = (*of_ranks, _LOSS_OF_ALL_NOTE)
-    more_notes = (*forecast.notes, *of_ranks, *least_notes, *explanation_notes)
+    more_notes = (*forecast.notes, *reduction.notes, *of_ranks, *least_notes, *explanation_notes)
     return Plan.of_schedule(
         schedule,
         kind="measured" if prediction is None else "predicted",
         multiple_of=inspection.multiple_of,
+        parallel=inspection.parallel,
+        mesh=request.options.mesh,
+        reduce=reduction.reduce,
+        reduce_peaks=reduction.peaks,
         largest_fit=result.largest_fit,
         capped=result.capped,
         stopped=result.stopped,
@@ -145,6 +153,16 @@ def plan_on_device(
         coupling=inspection.coupling,
         explanation=explanation,
     )
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """The way to sum gradients over ranks that shard a model, the trial that proves it, and the peaks of both ways."""
+
+    reduce: Reduce | None
+    trial: Trial
+    peaks: Mapping[Reduce, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -284,6 +302,30 @@ class _Planner:
             return dataclasses.replace(self, inspection=found), dataclasses.replace(result, trial=tried)
         self.runner.trials.remove(tried)  # The last one is that of the plan.
         return dataclasses.replace(self, inspection=found), result
+
+    def choose_reduce(self, result: SearchResult) -> _Reduction:
+        """Sum gradients with the last part where the proved schedule fits so: that takes fewer collectives."""
+        device, proved, peaks = self.setup.device, result.trial, dict[Reduce, int]()
+        if self.inspection.parallel != "fsdp2" or not isinstance(device, ReducingDevice):
+            return _Reduction(None, proved)
+        peaks["each"] = peak_bytes(proved) or 0
+        if len(proved.parts) == 1:
+            return _Reduction("each", proved, peaks)
+        device.use_reduce("last")
+        try:
+            tried = self.runner.try_again(proved.parts)
+        except SearchStopped as stopped:
+            device.use_reduce(None)
+            return _Reduction("each", proved, peaks, (f'{stopped} ended before reduce="last" was tried',))
+        if tried.outcome == "error":
+            notes: tuple[str, ...] = (f'reduce="last" cannot be used: {first_line(tried.message or "")}',)
+        else:
+            notes, peaks["last"] = (), peak_bytes(tried) or 0
+        if tried.outcome == "ok":
+            return _Reduction("last", tried, peaks)
+        device.use_reduce(None)
+        self.runner.trials.remove(tried)  # The last one is that of the plan.
+        return _Reduction("each", proved, peaks, notes)
 
     def find_least_bytes(self, proved: Trial, prediction: Prediction | None) -> tuple[int | None, tuple[str, ...]]:
         """Return the smallest budget, where it is predicted or to be measured, and a note if its search ended early."""

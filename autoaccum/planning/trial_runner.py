@@ -127,6 +127,10 @@ class TrialRunner:
         left = self._limits.seconds_left(None, 0.0)
         return self._keep(parts, lambda: self._device.trial(parts, fresh=True, coupled="lockstep", limit_seconds=left))
 
+    def try_again(self, parts: tuple[int, ...]) -> Trial:
+        """Run `parts` from a clean state; raise SearchStopped where the limit on time ends it."""
+        return self._run(parts, fresh=True, limit_seconds=self._limits.seconds_left(None, 0.0))
+
     def try_budget(self, parts: tuple[int, ...], limit_bytes: int) -> Trial:
         """Run `parts` from a clean state within `limit_bytes`; raise SearchStopped where the limit on time ends it."""
         left = self._limits.seconds_left(None, 0.0)

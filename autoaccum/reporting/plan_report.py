@@ -24,6 +24,7 @@ _MODES = {
     "frozen": "frozen: normalises by its running statistics, which do not change",
     "exact": "exact: normalises by the whole effective batch",
 }
+_MICRO_BATCHES = {"each": "each micro-batch", "last": "the last micro-batch"}
 _KEPT = {
     "outputs": "the last micro-batch's outputs and loss, held until the next ones exist",
     "ema": "an average of the weights (EMA)",
@@ -81,6 +82,8 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Tex
     each = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks"
     yield "iter_size", Text(f"{plan.iter_size}{each}")
     yield "parts", Text(_parts(plan))
+    if plan.reduce is not None:
+        yield "reduce", Text(_reduce(plan))
     yield "peak", Text(_peak(plan))
     if plan.host_bytes is not None:
         yield "host memory", Text(f"{format_bytes(plan.host_bytes)} for what backward needs")
@@ -129,6 +132,8 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     if plan.workload.get("batchnorm") in _MODES:
         numbers.append(f'batchnorm="{plan.workload["batchnorm"]}"')
     own = ["split=split", "size=size"] if plan.workload.get("recipe", {}).get("batch") == "own" else []
+    if plan.reduce == "last":
+        numbers.append('reduce="last"')
     if plan.multiple_of > 1:
         numbers.append(f"multiple_of={plan.multiple_of}")
     options = numbers if kept is None else [f"plan=autoaccum.Plan.load({str(kept)!r})"]
@@ -146,6 +151,13 @@ def _parts(plan: Plan) -> str:
     for parts in plan.ranks:
         alike[parts] = alike.get(parts, 0) + 1
     return "; ".join(f"{count} ranks of {_short(parts)}" for parts, count in alike.items()).replace("1 ranks", "1 rank")
+
+
+def _reduce(plan: Plan) -> str:
+    peaks = {way: format_bytes(peak) for way, peak in plan.reduce_peaks.items()}
+    others = "".join(f"; {way} takes {peak}" for way, peak in peaks.items() if way != plan.reduce)
+    how = "of the one micro-batch" if plan.iter_size == 1 else f"with {_MICRO_BATCHES[str(plan.reduce)]}"
+    return f"{plan.reduce}: gradients are summed over ranks {how}{others}"
 
 
 def _short(parts: tuple[int, ...]) -> str:

@@ -54,6 +54,16 @@ def test_a_budget_beyond_the_free_memory_is_refused(write_workload: Any) -> None
 
 
 @pytest.mark.usefixtures("warm_children")
+def test_a_model_that_ranks_would_shard_is_refused_and_replicated_on_request(write_workload: Any) -> None:
+    reference = write_workload(textwrap.dedent(LINEAR) + "\ndef parallelize(model, mesh):\n    1 / 0\n")
+    refused = pytest.raises(UsageError, match="a device of this machine run the whole model: plan for a simulated card")
+    with CpuDevice(make_settings(reference, 4, world_size=2)) as device, refused:
+        device.inspect()
+    with CpuDevice(make_settings(reference, 4, world_size=2, parallel="ddp")) as device:
+        assert device.trial((2, 2)).outcome == "ok"
+
+
+@pytest.mark.usefixtures("warm_children")
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

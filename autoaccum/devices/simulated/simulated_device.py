@@ -19,7 +19,7 @@ from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, co
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.options import Coupled
+from autoaccum.options import Coupled, Reduce
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
@@ -155,6 +155,10 @@ class SimulatedDevice(Device):
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """Load the workload and check what can be checked without computing values."""
         return self._traces.inspect(limit_seconds)
+
+    def use_reduce(self, reduce: Reduce | None) -> None:
+        """As `devices.explanation.ReducingDevice`."""
+        self._traces.use_reduce(reduce)
 
     def trial(
         self,

@@ -91,7 +91,7 @@ class Explainer:
                 other memory each time.
         """
         trace = max(made, key=self.replayer.peak_bytes)
-        request = LabelParts(parts=trace.parts, joined=self.traces.joined)
+        request = LabelParts(parts=trace.parts, joined=self.traces.joined, reduce=self.traces.reduce)
         labelled = self.traces.call(request, deadline.left_seconds)
         if detail:
             labelled = self._repeatable(trace, labelled, deadline)
@@ -122,7 +122,7 @@ class Explainer:
         """
         if labelled.trace == trace:
             return labelled
-        request = LabelParts(parts=trace.parts, joined=self.traces.joined)
+        request = LabelParts(parts=trace.parts, joined=self.traces.joined, reduce=self.traces.reduce)
         again = self.traces.call(request, deadline.left_seconds)
         if again.trace != labelled.trace:
             once, twice = (format_bytes(self.replayer.peak_bytes(each.trace)) for each in (labelled, again))
@@ -187,7 +187,9 @@ class Explainer:
         return tuple(sorted(found, key=_saving)), notes
 
     def _change(self, suggestion: SuggestedChange, trace: Trace, deadline: Deadline) -> Change:
-        request = TraceChanged(parts=trace.parts, joined=self.traces.joined, change=suggestion.name)
+        request = TraceChanged(
+            parts=trace.parts, joined=self.traces.joined, reduce=self.traces.reduce, change=suggestion.name
+        )
         try:
             changed = self.traces.call(request, deadline.left_seconds)
         except AutoaccumError as error:

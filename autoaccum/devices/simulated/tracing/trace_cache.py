@@ -18,12 +18,14 @@ from autoaccum.devices.simulated.tracing.trace_scaling import (
 )
 from autoaccum.devices.trial_record import Inspect
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
+from autoaccum.options import Reduce
 
 _SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
 """Sizes that are traced to extrapolate others; or factors of the least size, if micro-batches must be multiples of it.
 The last one is left out where the plan's own parts, traced instead, agree with the other two. A single sample is not
 traced: it often runs other operators, since its dimension is squeezed or broadcast."""
 
+_Kept = tuple[dict[tuple[int, ...], Trace], AffineTrace | None, dict[int, Trace]]
 Choose = Callable[[Callable[[int], Trace]], tuple[int, ...]]
 """Plans by a function that extrapolates the trace of a size; returns the parts that would confirm the plan, or raises.
 """
@@ -40,6 +42,7 @@ class TraceCache:
         warnings: The same, if trials had relied on the extrapolation before.
         grows_quadratically: True if some block grows with the square of the micro-batch.
         joined: True if the parts of an update need each other: each schedule is traced whole, and none extrapolated.
+        reduce: As in `PartsRequest`: traces of each way are kept apart.
     """
 
     def __init__(self, make_tracer: Callable[[], Tracer], share: int) -> None:
@@ -55,6 +58,8 @@ class TraceCache:
         self.notes: list[str] = []
         self.warnings: list[str] = []
         self.grows_quadratically = self.joined = False
+        self.reduce: Reduce | None = None
+        self._of_other_ways: dict[Reduce | None, _Kept] = {}
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
         """Inspect the workload in the tracer, and learn which multiples its micro-batches need."""
@@ -67,10 +72,17 @@ class TraceCache:
         self._can_extrapolate = self._can_extrapolate and not self.joined
         return inspection
 
+    def use_reduce(self, reduce: Reduce | None) -> None:
+        """From now on, trace updates that sum gradients over ranks in this way."""
+        self._of_other_ways[self.reduce] = self._made, self._affine, self._extrapolated
+        self._made, self._affine, self._extrapolated = self._of_other_ways.get(reduce, ({}, None, {}))
+        self.reduce = reduce
+
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
         """Return the trace of exactly these parts, traced if it is not there yet."""
         if parts not in self._made:
-            self.keep(self.call(TraceParts(parts=parts, joined=self.joined), limit_seconds))
+            request = TraceParts(parts=parts, joined=self.joined, reduce=self.reduce)
+            self.keep(self.call(request, limit_seconds))
         return self._made[parts]
 
     def keep(self, made: Trace) -> None:

@@ -1,0 +1,96 @@
+"""A plan for a sharded model says when its gradients are summed over ranks, and what the other way would take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from asking import make_request
+from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
+
+from autoaccum.devices.child.requests import Request
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.trial_record import PartsRequest
+from autoaccum.errors import WorkloadError
+from autoaccum.options import Parallel
+from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_setup import PlanSetup
+from autoaccum.planning.planner import plan_on_device
+from autoaccum.reporting.plan_report import accumulator_line, answer_rows
+from autoaccum.units import GIB, MIB, MemorySize
+
+
+class ShardedTracer(SyntheticTracer):
+    """A tracer of a sharded model, whose layers take `more` bytes where gradients are summed with the last part."""
+
+    def __init__(self, more: int | Exception, parallel: Parallel = "fsdp2") -> None:
+        super().__init__(inspection=replace(INSPECTION, parallel=parallel))
+        self._more = more
+        self.ways: list[str | None] = []
+
+    def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
+        if isinstance(request, PartsRequest):
+            self.ways.append(request.reduce)
+            if request.reduce == "last":
+                if isinstance(self._more, Exception):
+                    raise self._more
+                return make_trace(request.parts, linear(once=3 * MIB + self._more))
+        return super().call(request, limit_seconds)
+
+
+def plan(tracer: ShardedTracer, target: int = 256, **asked: Any) -> Plan:
+    request = make_request(target, world_size=2, gpu="rtx3090", **asked)
+    memory = MemorySize(bytes=2 * GIB)
+    with SimulatedDevice(
+        find_card("rtx3090"), lambda: tracer, share=request.share, torch_version=(2, 13), memory=memory, environment={}
+    ) as device:
+        return plan_on_device(PlanSetup(device, "model.py", isolated=False), request)
+
+
+def told(made: Plan) -> dict[str, str]:
+    return {name: value.plain for name, value in answer_rows(made)}
+
+
+def test_the_last_part_sums_where_that_fits() -> None:
+    made = plan(ShardedTracer(more=8 * MIB))
+    assert (made.parallel, made.reduce, made.iter_size) == ("fsdp2", "last", 3)
+    assert made.peak_bytes == made.reduce_peaks["last"] > made.reduce_peaks["each"]
+    assert made.trials[-1].peak_reserved_bytes == made.peak_bytes
+    assert "last: gradients are summed over ranks with the last micro-batch; each takes" in told(made)["reduce"]
+    assert 'reduce="last"' in accumulator_line(made)
+    assert Plan.from_json(made.to_json()) == made
+
+
+def test_each_part_sums_where_the_last_would_take_too_much() -> None:
+    tracer = ShardedTracer(more=400 * MIB)
+    made, alone = plan(tracer), plan(ShardedTracer(more=0, parallel="ddp"))
+    assert made.reduce == "each"
+    assert tracer.ways[-1] == "last"
+    assert made.reduce_peaks["each"] == made.peak_bytes == alone.peak_bytes
+    assert made.reduce_peaks["last"] > made.limit_bytes
+    assert "each: gradients are summed over ranks with each micro-batch; last takes" in told(made)["reduce"]
+    assert (made.trials[-1].parts, made.least_bytes) == (alone.trials[-1].parts, alone.least_bytes)
+    assert "reduce=" not in accumulator_line(made)
+
+
+def test_what_the_last_part_cannot_sum_is_noted() -> None:
+    made = plan(ShardedTracer(WorkloadError("gradients are added up in bfloat16")))
+    assert (made.reduce, [*made.reduce_peaks]) == ("each", ["each"])
+    assert 'reduce="last" cannot be used: gradients are added up in bfloat16' in made.notes
+
+
+def test_one_part_sums_once() -> None:
+    tracer = ShardedTracer(more=0)
+    made = plan(tracer, target=8)
+    assert (made.reduce, made.iter_size, [*made.reduce_peaks]) == ("each", 1, ["each"])
+    assert set(tracer.ways) == {None}
+    assert told(made)["reduce"].endswith("of the one micro-batch")
+
+
+@pytest.mark.parametrize("mesh", [None, (2,)])
+def test_replicated_ranks_have_no_such_choice(mesh: tuple[int, ...] | None) -> None:
+    made = plan(ShardedTracer(more=0, parallel="ddp"), mesh=mesh)
+    assert (made.parallel, made.mesh, made.reduce, made.reduce_peaks) == ("ddp", mesh, None, {})
+    assert "reduce" not in told(made)
