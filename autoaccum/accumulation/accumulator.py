@@ -43,7 +43,7 @@ from autoaccum.accumulation.gradients import (
 )
 from autoaccum.accumulation.out_of_memory import DelayedInterrupts, clear_frames, release_memory, shrink
 from autoaccum.accumulation.ranks.group import OtherRanksFailed, check_alike, join_ranks, world_size
-from autoaccum.accumulation.ranks.replicated import sum_gradients, without_calls
+from autoaccum.accumulation.ranks.replicated import copy_from_first, sum_gradients, without_calls
 from autoaccum.accumulation.ranks.sharded import find_sharded, is_of_collective, read_reduce
 from autoaccum.accumulation.reachable_objects import find_used_modules
 from autoaccum.accumulation.retries import Retries, roll_back
@@ -228,10 +228,11 @@ class Accumulator:
         if objective.coupled or batchnorm_mode == "exact":
             self._join_parts(in_lockstep=objective.coupled is not True or batchnorm_mode == "exact")
         self.micro_batch = min(self._ranks.gather(self.micro_batch))
-        self._ranks.copy_from_first(
-            [model] if objective.criterion_module is None else [model, objective.criterion_module],
-            optimizer_parameters(optimizer),
-        )
+        roots = [one for one in (model, objective.criterion_module) if one is not None]
+        named = [pair for root in roots for pair in (*root.named_parameters(), *root.named_buffers())]
+        names = {id(tensor): f"{name} in the optimizer" for name, tensor in named}
+        trained = [(names.get(id(one), "a parameter of the loss"), one) for one in optimizer_parameters(optimizer)]
+        copy_from_first(self._ranks, (*named, *trained))
         self._ranks.accumulators += 1
         self._number = self._ranks.accumulators
         found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
@@ -325,7 +326,7 @@ class Accumulator:
             for size in sizes:
                 check_multiple(size, self._multiple_of, "a batch's size")
         except Exception as error:
-            self._retries.tell(error)
+            self._retries.report(error)
             raise
         ceiling, failed_in = self.micro_batch, list[StepPhase]()
         while True:
@@ -339,10 +340,10 @@ class Accumulator:
             if self._sharded is not None and self._sharded.is_running:  # Its modules are half-way, too.
                 self._updater.is_interrupted = True
                 if is_of_collective(outcome):
-                    outcome = self._ranks.lost(outcome)
+                    outcome = self._ranks.explain(outcome)
             largest = max((max(cut) for cut in cuts), default=0)
             unchanged = self._sharded is not None or batch_versions(batches) == versions
-            failures = self._retries.tell(outcome, self.phase, largest, unchanged=unchanged)
+            failures = self._retries.report(outcome, self.phase, largest, unchanged=unchanged)
             if any(one.needs_whole_batch for one in failures):  # The model called whole_batch: nothing was changed yet.
                 self._join_parts(in_lockstep=True)
                 failures = tuple(one for one in failures if not one.needs_whole_batch)
@@ -367,7 +368,7 @@ class Accumulator:
                         f" batch is repeated in micro-batches of at most {ceiling}, and later ones use no more"
                     )
             except Exception as error:  # Warnings may be errors.
-                self._retries.tell(error)
+                self._retries.report(error)
                 raise
 
     def _join_parts(self, *, in_lockstep: bool) -> None:

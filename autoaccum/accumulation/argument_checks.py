@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.ranks.group import world_size
-from autoaccum.accumulation.ranks.sharded import is_fsdp2, is_fsdp2_class
+from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, model_class, reshard
 from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 from autoaccum.workload.objective import Objective, Reduction, resolve_objective
@@ -78,8 +78,7 @@ def check_model(model: Any) -> nn.Module:
                 hint="train over all ranks, in the default process group",
             )
     check_unsharded(module, but_fsdp2=True)
-    for inner in filter(is_fsdp2, module.modules()):
-        cast(Any, inner).reshard()  # A forward without backward, as in an evaluation, leaves it gathered.
+    reshard(module)
     lazy = next((name for name, parameter in module.named_parameters() if is_lazy(parameter)), None)
     if lazy is not None:
         raise UsageError(f"parameter {lazy} is not initialised yet", hint="run the model on a sample batch first")
@@ -161,7 +160,7 @@ def check_unsharded(model: nn.Module, *, but_fsdp2: bool = False) -> None:
         but_fsdp2: Whether `fully_shard` may shard it; how is checked by `find_sharded`.
     """
     found = list(_distributed_parts(model))
-    if but_fsdp2 and any(map(is_fsdp2, model.modules())):
+    if but_fsdp2 and fsdp2_modules(model):
         found = [(name, what) for name, what in found if what not in _BY_FSDP2]
     if found:
         name, what = found[0]
@@ -177,7 +176,7 @@ def _distributed_parts(model: nn.Module) -> Iterator[tuple[str, str]]:
         if wrappers:
             yield name, _BY_FSDP2[0] if wrappers[0] == "FSDPModule" else f"a {wrappers[0]}"
     for name, parameter in model.named_parameters():
-        if type(parameter).__name__ == "DTensor":
+        if is_sharded(parameter):
             yield name, _BY_FSDP2[1]
 
 
@@ -311,11 +310,10 @@ def current_facts(
     """Return the facts of this training, by the names that a plan uses."""
     inner, device = unwrap_model(model), model_device(model)
     parameters = list(inner.parameters())
-    kind = next(one for one in type(inner).__mro__ if not is_fsdp2_class(one))
     # Sharded and quantised tensors have their storage elsewhere.
     is_dense = all(type(parameter.detach()) is Tensor for parameter in parameters)
     return {
-        "model": kind.__name__,
+        "model": model_class(inner).__name__,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storage_bytes(parameters) if is_dense else None,
         "optimizer": type(unwrap_optimizer(optimizer)).__name__,

@@ -15,9 +15,10 @@ from torch.amp import GradScaler
 from autoaccum.accumulation.batchnorm import batchnorm_names, named_modules, normalises_by_batch
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES, NOT_FULL, list_names
 from autoaccum.accumulation.first_step_checks import compares_samples
-from autoaccum.accumulation.gradients import GradientBuffers, is_sharded
+from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.ranks.group import ONE_RANK, Ranks
 from autoaccum.accumulation.reachable_objects import find_used_modules
+from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
 from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.utils.hooks import RemovableHandle
 
+from autoaccum.accumulation.sharded_tensors import is_sharded, local_part
 from autoaccum.errors import UsageError
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -143,16 +144,6 @@ def dense_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
             parameter.grad = parameter.grad.coalesce()
     gradients = [parameter.grad for parameter in filled]
     return [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a DTensor, of which each rank holds a part."""
-    return type(tensor).__name__ == "DTensor"
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of `tensor` that this rank holds: the tensor itself, unless it is sharded."""
-    return cast(Any, tensor.detach()).to_local() if is_sharded(tensor) else tensor
 
 
 def clip_gradients(gradients: Sequence[Tensor], clip_norm: float) -> Tensor:

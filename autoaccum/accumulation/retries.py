@@ -28,7 +28,7 @@ class Retries:
     def __init__(self, ranks: Ranks, sharded: ShardedParts | None, *, multiple_of: int, recover: bool) -> None:
         self._ranks, self._sharded, self._multiple_of, self._recover = ranks, sharded, multiple_of, recover
 
-    def tell(
+    def report(
         self, error: BaseException, phase: StepPhase = "batch", largest: int = 0, *, unchanged: bool = True
     ) -> tuple[RankFailure, ...]:
         """Return the failures of all ranks in this attempt, which hear of this rank's `error`.
@@ -52,7 +52,7 @@ class Retries:
         failure = RankFailure(self._ranks.rank, text, phase, largest, kind, unchanged, needs)
         try:
             is_waited_for = self._sharded is not None and self._sharded.is_running
-            return (self._ranks.leave_word if is_waited_for else self._ranks.tell)(failure)
+            return (self._ranks.store_failure if is_waited_for else self._ranks.report_failure)(failure)
         except RankLostError:  # This rank's own error says more.
             raise error from None
         finally:

@@ -18,7 +18,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.coupling import list_names
-from autoaccum.accumulation.gradients import local_part
 from autoaccum.accumulation.reachable_objects import (
     MAPPINGS,
     SEQUENCES,
@@ -28,6 +27,7 @@ from autoaccum.accumulation.reachable_objects import (
     tensor_hooks,
 )
 from autoaccum.accumulation.rng_state import GENERATORS, RngState, generator_state, initialized_cuda_devices
+from autoaccum.accumulation.sharded_tensors import local_part
 from autoaccum.accumulation.transaction import REGISTERED, StateCopy, dense_parts, is_plain_tensor
 from autoaccum.workload import pytree
 

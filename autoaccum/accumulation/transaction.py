@@ -15,9 +15,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from autoaccum.accumulation.gradients import local_part, restore_scaler
+from autoaccum.accumulation.gradients import restore_scaler
 from autoaccum.accumulation.reachable_objects import MAPPINGS, SEQUENCES, tensor_hooks
 from autoaccum.accumulation.rng_state import Generator, RngState, initialized_cuda_devices, module_generators
+from autoaccum.accumulation.sharded_tensors import local_part
 from autoaccum.units import MIB
 
 _SMALL_BYTES = MIB

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.accumulation.gradients import local_part
+from autoaccum.accumulation.sharded_tensors import local_part
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.errors import UpdateInterrupted
 

@@ -73,7 +73,7 @@ def plan_with_ranks(
             failures = others.failures
         except Exception as error:
             known = error if isinstance(error, AutoaccumError) else None
-            failures = ranks.tell(_PlanFailure(ranks.rank, str(error), error=known))
+            failures = ranks.report_failure(_PlanFailure(ranks.rank, str(error), error=known))
             if known is None:
                 raise
         else:

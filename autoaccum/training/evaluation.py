@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from autoaccum.accumulation.backpropagation import autocast, model_device
-from autoaccum.accumulation.gradients import is_sharded
 from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memory, release_memory, shrink
-from autoaccum.accumulation.ranks.sharded import is_fsdp2
 from autoaccum.accumulation.rng_state import module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.sharded_tensors import is_sharded_model, reshard
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
 from autoaccum.accumulation.whole_batch.joining import OnePart, parts_run
@@ -260,7 +259,7 @@ class Evaluation:
         started = time.perf_counter()
         score = EvaluationMetrics(self._objective, self._evaluate)
         failed: EvaluationFailed | None = None
-        ranks, is_whole = self._together.ranks, any(map(is_sharded, model.parameters()))
+        ranks, is_whole = self._together.ranks, is_sharded_model(model)
         self._together.copy_from_first([model, *self._loss_modules], buffers_only=True)
         try:
             with self._restoring_state(model), torch.no_grad(), self._interruptible():
@@ -346,8 +345,8 @@ class Evaluation:
                     torch.get_device_module(device).default_generators[device.index].manual_seed(self._seed)
             yield
         finally:
-            for module in filter(is_fsdp2, modules):  # Else it keeps gathered parameters, which are none of its own.
-                module.reshard()  # type: ignore[operator]
+            for root in roots:
+                reshard(root)  # Else it keeps gathered parameters, which are none of its own.
             before.rollback()
 
 

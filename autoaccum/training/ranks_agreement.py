@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import nn
 
 from autoaccum.accumulation.ranks.group import ONE_RANK, OtherRanksFailed, RankFailure, Ranks
+from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UsageError, first_line
 from autoaccum.training.data_windows import Window
 from autoaccum.training.fit_events import EventNotifier, Notice
@@ -100,7 +101,7 @@ class Together:
             if isinstance(error, StopRequested):
                 failure = Stopping(self.ranks.rank, text, number=error.number)
             try:
-                self.ranks.tell(failure)
+                self.ranks.report_failure(failure)
             except RankLostError:  # This rank's own error says more.
                 self.is_alone = True
         return error
@@ -167,12 +168,12 @@ class Together:
         """Give all ranks the buffers of rank 0, and the parameters: those of modules that can be sent."""
         if self.ranks.size == 1:
             return
-        held = nn.Module()
-        for module in modules:
-            for tensor in (*module.buffers(), *(() if buffers_only else module.parameters())):
-                if not (tensor.is_meta or tensor.is_quantized):
-                    held.register_buffer(str(len(held._buffers)), tensor.detach())
-        self.ranks.copy_from_first([held])
+        named = [
+            one
+            for module in modules
+            for one in (*module.named_buffers(), *(() if buffers_only else module.named_parameters()))
+        ]
+        copy_from_first(self.ranks, [(name, one) for name, one in named if not (one.is_meta or one.is_quantized)])
 
     def _new_warnings(self, notifier: EventNotifier) -> list[str]:
         new = [text for text in (*notifier.warnings, *self._warned) if text not in self._shared]

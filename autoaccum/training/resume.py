@@ -19,6 +19,7 @@ import torch
 
 from autoaccum.accumulation.argument_checks import check_plan, differences, plan_facts, unwrap_model
 from autoaccum.accumulation.schedule import check_multiple
+from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.training.checkpoints import read_checkpoint
@@ -90,10 +91,9 @@ def describe_request(request: FitRequest, source: Source) -> dict[str, Any]:
 
 def describe_run(request: FitRequest, components: TrainingComponents, source: Source) -> dict[str, Any]:
     """Return all that must be equal on resuming, except what `restore_training` compares."""
-    name = type(unwrap_model(components.model)).__name__
     return {
         **describe_request(request, source),
-        "model": name.removeprefix("FSDP") if components.is_sharded else name,  # As fully_shard names its classes.
+        "model": model_class(unwrap_model(components.model)).__name__,
         "optimizer": type(components.optimizer).__name__,
         "schedule": None if components.scheduler is None else type(components.scheduler).__name__,
         "loss": f"{components.objective.reduction} over {components.objective.source}",

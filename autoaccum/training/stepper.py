@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.gradients import local_part
+from autoaccum.accumulation.sharded_tensors import local_part
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError

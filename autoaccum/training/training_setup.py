@@ -26,9 +26,11 @@ from autoaccum.accumulation.argument_checks import (
 )
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
-from autoaccum.accumulation.gradients import choose_scaler, is_sharded
+from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
+from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, find_used_modules
+from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.checks import describe_type
 from autoaccum.devices.in_place.sample_batches import make_batches
@@ -89,7 +91,7 @@ class TrainingComponents:
     @property
     def is_sharded(self) -> bool:
         """Whether each rank holds a part of the model only."""
-        return any(map(is_sharded, self.model.parameters()))
+        return is_sharded_model(self.model)
 
     @property
     def loss_modules(self) -> list[nn.Module]:
@@ -225,7 +227,7 @@ class TrainingSetup:
         objective.move_criterion(device)
         _check_criterion(objective, optimizer)
         ema_decay = _resolve_ema_decay(self._request.ema_decay, self._keeps)
-        if ema_decay is not None and any(map(is_sharded, model.parameters())):
+        if ema_decay is not None and is_sharded_model(model):
             raise UsageError("a sharded model has no average of its weights", hint='leave "ema" out of keeps (--keeps)')
         if not model.training:  # `from_pretrained` leaves it in eval mode. Submodules in eval mode stay so otherwise.
             model.train()
@@ -315,7 +317,7 @@ def _parallelize(parallelize: Callable[[nn.Module, Any], Any], model: nn.Module)
     """Shard a model, of which all ranks have the same weights, over all ranks as the workload says."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    join_ranks().copy_from_first([model])
+    copy_from_first(join_ranks(), (*model.named_parameters(), *model.named_buffers()))
     made = parallelize(model, init_device_mesh(model_device(model).type, (world_size(),)))
     if not isinstance(made, nn.Module | None):
         raise WorkloadError(f"parallelize(model, mesh) returned {describe_type(made)}", hint="return the model")

@@ -10,16 +10,15 @@ from __future__ import annotations
 import io
 import pickle
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from autoaccum.accumulation.gradients import is_sharded
 from autoaccum.accumulation.step_result import StepPhase
 from autoaccum.checks import join_words
 from autoaccum.errors import RankFailedError, RankLostError, UsageError, first_line
@@ -121,8 +120,8 @@ class Ranks:
             raise OtherRanksFailed(failures)
         return values
 
-    def tell(self, failure: RankFailure) -> tuple[RankFailure, ...]:
-        """Tell the other ranks of this rank's failure, in place of what they expect; return the failures of all."""
+    def report_failure(self, failure: RankFailure) -> tuple[RankFailure, ...]:
+        """Report this rank's failure to the others, in place of what they expect; return the failures of all."""
         if self.size == 1:
             return (failure,)
         return tuple(one for one in self._exchange(failure) if isinstance(one, RankFailure))
@@ -134,47 +133,29 @@ class Ranks:
         with self._all_answering():
             dist.all_reduce(tensor, group=self.group_for(tensor))
 
-    def leave_word(self, failure: RankFailure) -> tuple[RankFailure, ...]:
-        """Leave word of this rank's failure, without waiting for ranks that wait for it in a collective."""
+    def copy_first(self, row: Tensor) -> None:
+        """Copy a tensor of rank 0, whose values lie in a row, into those of the others; raise as `add_up`."""
+        import torch.distributed as dist
+
+        with self._all_answering():
+            dist.broadcast(row, group=self.group_for(row), group_src=0)
+
+    def store_failure(self, failure: RankFailure) -> tuple[RankFailure, ...]:
+        """Store this rank's failure where ranks that wait for it in a collective find it, without waiting for them."""
         if self.size > 1:
             with suppress(RuntimeError):  # The store was rank 0's, and is gone with it.
-                if not self._store.check([f"left/{self.rank}"]):  # What ended the run came first.
-                    self._store.set(f"left/{self.rank}", pickle.dumps(failure).hex())
+                if not self._store.check([f"failed/{self.rank}"]):  # What ended the run came first.
+                    self._store.set(f"failed/{self.rank}", pickle.dumps(failure).hex())
         return (failure,)
 
-    def lost(self, error: Exception) -> OtherRanksFailed | RankLostError:
-        """Return why the collective of this rank failed with `error`: what other ranks left, or who is gone."""
+    def explain(self, error: Exception) -> OtherRanksFailed | RankLostError:
+        """Return why the collective of this rank failed with `error`: what other ranks stored, or who is gone."""
         with suppress(RuntimeError):
-            names = [f"left/{rank}" for rank in range(self.size)]
+            names = [f"failed/{rank}" for rank in range(self.size)]
             told = [self._store.get(name).decode() for name in names if self._store.check([name])]
             if told:
                 return OtherRanksFailed([pickle.loads(bytes.fromhex(one)) for one in told])
-        return self._lost(error)
-
-    def copy_from_first(self, modules: Iterable[nn.Module], parameters: Iterable[Tensor] = ()) -> None:
-        """Give all ranks the parameters and buffers of rank 0, and further `parameters`.
-
-        Of those that are sharded each rank keeps its own part.
-
-        Raises:
-            UsageError: The ranks' modules differ in their parameters or buffers.
-        """
-        if self.size == 1:
-            return
-        named = [one for module in modules for one in (*module.named_parameters(), *module.named_buffers())]
-        names = {id(tensor): name for name, tensor in named}
-        trained = [(f"{names.get(id(one), 'a parameter')} in the optimizer", one) for one in parameters]
-        layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in (*named, *trained)]
-        for rank, other in enumerate(self.gather(layout)):
-            if other != layout:
-                own = next((one for one in layout if one not in other), layout[-1] if layout else None)
-                raise UsageError(
-                    f"the models of rank {self.rank} and rank {rank} differ: only one has {own}",
-                    hint="build the same model on all ranks",
-                )
-        named += [(name, one) for name, one in trained if id(one) not in names]
-        for tensor in (tensor for _, tensor in named if not is_sharded(tensor)):
-            self._copy(tensor)
+        return self._lost_error(error)
 
     def leave(self) -> None:
         """Let go of the groups: one that is destroyed as Python ends, held by a traceback, aborts the process."""
@@ -183,41 +164,19 @@ class Ranks:
         self.__dict__.pop("_control", None)
         self.__dict__.pop("_store", None)
 
-    def _copy(self, tensor: Tensor) -> None:
-        """Copy `tensor` of rank 0 into those of the others."""
-        import torch.distributed as dist
-
-        if tensor.layout is not torch.strided:
-            first = self.gather(tensor.cpu() if self.rank == 0 else None)[0]
-            assert first is not None
-            with torch.no_grad():
-                tensor.copy_(first.to(tensor.device))
-            return
-        tensor = tensor.detach()
-        for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
-            if size > 1 and stride == 0:
-                tensor = tensor.narrow(dimension, 0, 1)
-        # A copy where values are not in a row, and as bytes: gloo lacks dtypes.
-        plain = tensor.contiguous()
-        row = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
-        with self._all_answering():
-            dist.broadcast(row, group=self.group_for(row), group_src=0)
-        if plain.data_ptr() != tensor.data_ptr():
-            tensor.copy_(plain)
-
     @contextmanager
     def _all_answering(self) -> Iterator[None]:
-        """Raise what `lost` returns for a collective that fails in here."""
+        """Raise what `explain` returns for a collective that fails in here."""
         import torch.distributed as dist
 
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
-            raise self.lost(error) from error
+            raise self.explain(error) from error
 
     def _exchange(self, value: Any) -> list[Any]:
         stream = io.BytesIO()
-        _Pickler(stream, 5).dump(value)
+        TensorPickler(stream, 5).dump(value)
         data = stream.getbuffer()
         header = len(data).to_bytes(8, "little")
         row = _filled(_ROW_BYTES, header, data[: _ROW_BYTES - len(header)])
@@ -237,7 +196,7 @@ class Ranks:
         dist.all_gather(list(rows.unbind()), row, group=self._control)
         return rows
 
-    def _lost(self, error: Exception) -> RankLostError:
+    def _lost_error(self, error: Exception) -> RankLostError:
         """Return the error that names the ranks that do not take part any more."""
         missing = None
         try:
@@ -257,13 +216,20 @@ class Ranks:
         )
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors in host memory by their bytes, in a fraction of the time that their own way takes."""
+class TensorPickler(pickle.Pickler):
+    """Pickles tensors of any device for the host, without what else their storages hold.
+
+    Dense ones by their bytes, in a fraction of the time that their own way takes.
+    """
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or value.device.type != "cpu" or value.layout is not torch.strided:
+        """Return how to rebuild `value` if it is a tensor."""
+        if not isinstance(value, Tensor):
             return NotImplemented
-        plain = value.detach().resolve_conj().resolve_neg().contiguous()
+        value = value.detach().cpu()
+        if type(value) is not Tensor or value.layout is not torch.strided:
+            return value.__reduce_ex__(5)
+        plain = value.resolve_conj().resolve_neg().contiguous()
         return _rebuilt, (plain.flatten().view(torch.uint8).numpy(), plain.dtype, plain.shape)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from autoaccum.accumulation.ranks.group import Ranks, join_ranks, world_size
-from autoaccum.checks import join_words
+from autoaccum.checks import is_one_of_ranks, join_words
 from autoaccum.errors import NotMeasuredError, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def launched_ranks(*, on_cards: bool = True) -> Iterator[Ranks]:
     Raises:
         UsageError: WORLD_SIZE is set, and what else a launcher sets is missing; or there are more ranks than cards.
     """
-    if world_size() > 1 or int(os.environ.get("WORLD_SIZE") or 1) <= 1:
+    if world_size() > 1 or not is_one_of_ranks():
         yield join_ranks()
         return
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Sum the gradients of ranks that each hold the whole model."""
+"""Ranks that each hold the whole model: give all the same weights, and sum their gradients."""
 
 from __future__ import annotations
 
@@ -8,13 +8,54 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, is_sharded
+from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers
 from autoaccum.accumulation.ranks.group import Ranks
+from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.units import MIB
 
 _BUCKET_BYTES = 25 * MIB
 """Gradients below this size are summed together, in buckets of up to this size; it is that of PyTorch's DDP."""
+
+
+def copy_from_first(ranks: Ranks, named: Iterable[tuple[str, Tensor]]) -> None:
+    """Give all ranks the tensors of rank 0; of those that are sharded each rank keeps its own part.
+
+    Raises:
+        UsageError: The ranks' tensors differ in name, shape or dtype.
+    """
+    if ranks.size == 1:
+        return
+    named = list(named)
+    layout = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in named]
+    for rank, other in enumerate(ranks.gather(layout)):
+        if other != layout:
+            own = next((one for one in layout if one not in other), layout[-1] if layout else None)
+            raise UsageError(
+                f"the models of rank {ranks.rank} and rank {rank} differ: only one has {own}",
+                hint="build the same model on all ranks",
+            )
+    for tensor in {id(tensor): tensor for _, tensor in named if not is_sharded(tensor)}.values():
+        _copy(ranks, tensor)
+
+
+def _copy(ranks: Ranks, tensor: Tensor) -> None:
+    """Copy `tensor` of rank 0 into those of the others."""
+    if tensor.layout is not torch.strided:
+        first = ranks.gather(tensor if ranks.rank == 0 else None)[0]
+        assert first is not None
+        with torch.no_grad():
+            tensor.copy_(first.to(tensor.device))
+        return
+    tensor = tensor.detach()
+    for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    # A copy where values are not in a row, and as bytes: gloo lacks dtypes.
+    plain = tensor.contiguous()
+    ranks.copy_first(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8))
+    if plain.data_ptr() != tensor.data_ptr():
+        tensor.copy_(plain)
 
 
 def sum_gradients(ranks: Ranks, parameters: Sequence[Tensor], buffers: GradientBuffers | None) -> None:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, has_weight
-from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, dense_gradients, is_sharded
+from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, dense_gradients
 from autoaccum.accumulation.ranks.group import RankFailure, Ranks, world_size
+from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, reshard
 from autoaccum.errors import UpdateInterrupted, UsageError, WorkloadError
 from autoaccum.options import Reduce
 from autoaccum.workload.batches import batch_size, move_batch
 from autoaccum.workload.objective import Weights
-from autoaccum.workload.pytree import map_tensors, tensors
+from autoaccum.workload.pytree import tensors
 
 _SETTINGS = ("gradient_divide_factor", "force_sum_reduction_for_comms", "reduce_grads", "all_reduce_grads")
 """What is set for a step: attributes of FSDP2's parameter groups (_fully_shard/_fsdp_param_group.py), which has methods
@@ -43,18 +44,8 @@ def find_sharded(model: nn.Module, reduce: Reduce, *, in_fp32: bool) -> ShardedP
     Raises:
         UsageError: It is sharded in a way that the sums over all ranks cannot be made with.
     """
-    modules = [module for module in model.modules() if is_fsdp2(module)]
+    modules = fsdp2_modules(model)
     return ShardedParts(model, modules, reduce, in_fp32=in_fp32) if modules else None
-
-
-def is_fsdp2(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was called on `module`."""
-    return is_fsdp2_class(type(module))
-
-
-def is_fsdp2_class(kind: type) -> bool:
-    """Return whether `kind` is a class that `fully_shard` has made: `FSDPNet` of `Net`, or a base of those alone."""
-    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
 def is_of_collective(error: BaseException) -> TypeGuard[Exception]:
@@ -118,7 +109,7 @@ class ShardedParts:
         spare = min([part for part, _ in counted] or parts, key=batch_size, default=None)
         if not all(shares):
             lender = next(rank for rank, has in enumerate(shares) if has)
-            lent = ranks.gather(_copy_to_host(spare) if ranks.rank == lender else None)[lender]
+            lent = ranks.gather(spare if ranks.rank == lender else None)[lender]
             spare = lent if spare is None else spare
         rounds = max(sum(map(has_weight, one)) for one in shares)
         none: Weights = _times(next(share for rank in shares for share in rank), 0.0)
@@ -153,8 +144,7 @@ class ShardedParts:
                     self._run_uncounted(backpropagation, moved)
                 self._check_effect(buffers, is_last=is_last)
                 del moved
-        for module in self._modules:  # What set_reshard_after_backward(False) keeps gathered would miss the update.
-            module.reshard()
+        reshard(self._model)  # What set_reshard_after_backward(False) keeps gathered would miss the update.
         if self._largest != 1.0:
             record.shares = [(name, share * self._largest) for name, share in record.shares]
             for gradient in dense_gradients(self._trained) if buffers is None else buffers.values():
@@ -269,8 +259,3 @@ def _times(share: Weights, factor: float) -> Weights:
     if isinstance(share, dict):
         return {name: value * factor for name, value in share.items()}
     return share * factor
-
-
-def _copy_to_host(part: Any) -> Any:
-    """Return a copy of `part` in host memory, without the rest of the batch that its tensors are views of."""
-    return map_tensors(part, lambda tensor: tensor.to("cpu", copy=True).contiguous())

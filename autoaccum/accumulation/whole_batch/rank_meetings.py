@@ -41,7 +41,7 @@ class RankMeetings:
             WorkloadError: Ranks are at different places.
         """
         is_differentiable = any(tensor.requires_grad for tensor in tensors)
-        rows = self._ranks.gather((place, note, [to_host(tensor) for tensor in tensors], is_differentiable))
+        rows = self._ranks.gather((place, note, list(tensors), is_differentiable))
         present = [row for row in rows if row[0] is not None]
         check_places(places := [at for at, *_ in present if at is not None])
         device = tensors[0].device if tensors else self._device
@@ -61,11 +61,10 @@ class RankMeetings:
 
     def sum_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients summed over all ranks, in host memory."""
-        own = [None if gradient is None else to_host(gradient) for gradient in gradients]
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("this update has ended")
-            rows = self._ranks.gather(own)
+            rows = self._ranks.gather(gradients)
         columns = [[one for one in column if one is not None] for column in zip(*rows, strict=True)]
         return [sum(column[1:], column[0]) if column else None for column in columns]
 
@@ -103,8 +102,3 @@ def check_places(places: Sequence[str]) -> None:
             f"a part of the batch is at {places[0]} while another is at {other}, so that they cannot be joined",
             hint="let every part run the same layers in the same order",
         )
-
-
-def to_host(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, without what else its storage holds."""
-    return tensor.detach().to("cpu", copy=True)

@@ -7,20 +7,16 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoaccum.accumulation.ranks.group import Ranks
+from autoaccum.accumulation.ranks.group import Ranks, TensorPickler
 from autoaccum.accumulation.rng_state import RngState, capture_rng_state, initialized_cuda_devices, restore_rng_state
-from autoaccum.accumulation.whole_batch.rank_meetings import to_host
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload import pytree
 from autoaccum.workload.pytree import CustomBatch
-
-_Packed: TypeAlias = tuple[bytes, list[Any]]
-"""A pickled structure and its tensors: a copy in host memory, or which view of which tensor of the model it is."""
 
 
 class RankOutputs:
@@ -86,19 +82,17 @@ class RankOutputs:
                 hint="make it a buffer of the model (register_buffer), or use it in the loss without returning it",
             )
 
-    def _pack(self, structure: Any) -> _Packed:
-        stream, tensors = io.BytesIO(), list[Any]()
+    def _pack(self, structure: Any) -> bytes:
+        stream = io.BytesIO()
         storages = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(self._kept)}
 
-        def persistent_id(node: Any) -> int | None:
+        def persistent_id(node: Any) -> Any:
             if not isinstance(node, Tensor):
                 return None
             index = storages.get(node.untyped_storage()._cdata) if node.layout is torch.strided else None
-            view = index, node.shape, node.stride(), node.storage_offset()
-            tensors.append(to_host(node) if index is None else view)
-            return len(tensors) - 1
+            return node if index is None else (index, node.shape, node.stride(), node.storage_offset())
 
-        pickler = pickle.Pickler(stream)
+        pickler = TensorPickler(stream, 5)
         pickler.persistent_id = persistent_id  # type: ignore[method-assign]
         try:
             pickler.dump(structure)
@@ -107,16 +101,14 @@ class RankOutputs:
                 f"outputs or a batch cannot be sent to other ranks ({first_line(error)})",
                 hint="give tensors in tuples, lists and dicts",
             ) from None
-        return stream.getvalue(), tensors
+        return stream.getvalue()
 
-    def _unpack(self, packed: _Packed) -> Any:
-        data, tensors = packed
-
-        def persistent_load(index: int) -> Tensor:
-            if isinstance(one := tensors[index], Tensor):
+    def _unpack(self, data: bytes) -> Any:
+        def persistent_load(one: Any) -> Tensor:
+            if isinstance(one, Tensor):
                 return one.to(self._device)
-            kept, shape, stride, offset = one
-            return torch.as_strided(self._kept[kept], shape, stride, offset)
+            kept, *view = one
+            return torch.as_strided(self._kept[kept], *view)
 
         unpickler = pickle.Unpickler(io.BytesIO(data))
         unpickler.persistent_load = persistent_load  # type: ignore[method-assign]

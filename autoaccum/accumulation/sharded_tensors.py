@@ -1,0 +1,42 @@
+"""Tensors and modules that are divided among ranks: DTensors, and what FSDP2 (`fully_shard`) makes of a model."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether `tensor` is a DTensor, of which each rank holds a part."""
+    return type(tensor).__name__ == "DTensor"
+
+
+def is_sharded_model(model: nn.Module) -> bool:
+    """Return whether a parameter of `model` is sharded."""
+    return any(map(is_sharded, model.parameters()))
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of `tensor` that this rank holds: the tensor itself, unless it is sharded."""
+    return cast(Any, tensor.detach()).to_local() if is_sharded(tensor) else tensor
+
+
+def fsdp2_modules(model: nn.Module) -> list[Any]:
+    """Return the modules of `model` on which `fully_shard` was called."""
+    return [module for module in model.modules() if _is_fsdp2(type(module))]
+
+
+def model_class(model: nn.Module) -> type:
+    """Return the class of `model` as its author wrote it: `Net`, where `fully_shard` has made `FSDPNet` of it."""
+    return next(kind for kind in type(model).__mro__ if not _is_fsdp2(kind))
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of the gathered parameters of `model`, which a forward without backward leaves."""
+    for module in fsdp2_modules(model):
+        module.reshard()
+
+
+def _is_fsdp2(kind: type) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
