@@ -20,6 +20,9 @@ _FORKS = multiprocessing.get_context("forkserver")
 _PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "autoaccum.accumulation.accumulator", "pytest"]
 _FORKS.set_forkserver_preload(_PRELOADED)
 
+NEVER = 3600.0
+"""A patience by which a rank that waits for others in vain exceeds the time of its test."""
+
 
 class RankError(AssertionError):
     """An error on a rank, with its traceback."""
@@ -97,7 +100,10 @@ def _run_rank(
     import torch
     import torch.distributed as dist
 
+    from autoaccum.accumulation.ranks import group
+
     torch.set_num_threads(1)
+    group._GRACE_SECONDS = 0.5  # Whoever is not there by then is waited for only while several are missing.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     meeting = f"file://{Path(folder) / 'meeting'}"
     dist.init_process_group(

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -62,12 +61,6 @@ def images(size: int, *, side: int = 8) -> tuple[Tensor, Tensor]:
 def rows(samples: int) -> Any:
     """Return rows of six numbers in five classes."""
     return torch.randn(samples, 6).double(), torch.arange(samples) % 5
-
-
-def dealt(batch: Any, shares: list[int]) -> Any:
-    """Return this rank's share of a batch."""
-    start = sum(shares[: dist.get_rank()])
-    return tuple(one[start : start + shares[dist.get_rank()]] for one in batch)
 
 
 class Pairs(nn.Module):

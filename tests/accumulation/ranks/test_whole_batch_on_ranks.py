@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from rank_updates import dealt
 from torch import Tensor, nn
 from torch.nn import functional
-from whole_batches import Pairs, Recorded, cross_entropy, dealt, rows
+from whole_batches import Pairs, Recorded, cross_entropy, rows
 
 import autoaccum
 from autoaccum import Accumulator, whole_batch
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 
 SAMPLES = 11
-SHARES = {2: [8, 3], 4: [4, 0, 6, 1]}
 
 
 class Norms(nn.Module):
@@ -124,84 +125,39 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, 
 }
 
 
-def make(case: str) -> tuple[Any, Any, dict[str, Any]]:
-    build, draw, options = CASES[case]
+Values = dict[str, Tensor | float]
+"""What an update comes to: gradients, which begin with "gradient ", and what else all ranks are to agree on."""
+
+
+def update(case: str, micro_batch: int, shares: list[int] | None, **options: Any) -> Values:
+    build, draw, given = CASES[case]
     torch.manual_seed(5)
     model, batch = build().double(), draw(SAMPLES)
-    options = {name: one() if isinstance(one, type) else one for name, one in options.items()}
-    return model, batch, options
-
-
-def update(case: str, micro_batch: int, shares: list[int] | None, **options: Any) -> tuple[Recorded, Any]:
-    model, batch, given = make(case)
-    recorded = Recorded(model, **given, **options, micro_batch=micro_batch)
-    parts = [batch]
-    if shares is not None:
-        mine = dealt(batch, shares)
-        parts = [mine] if len(mine[0]) else []
+    given = {name: one() if isinstance(one, type) else one for name, one in given.items()}
+    recorded = Recorded(model, **given, **options, micro_batch=micro_batch if shares else SAMPLES)
     torch.manual_seed(9 + (dist.get_rank() if shares else 0))
-    return recorded, recorded.accumulator.step_parts(parts)
-
-
-def on_this_rank(case: str, micro_batches: list[int], shares: list[int]) -> Any:
-    seen = []
-    for micro_batch in micro_batches:
-        recorded, result = update(case, micro_batch, shares)
-        seen.append((recorded.gradients, buffers_of(recorded), result.loss, dict(result.terms)))
-    return seen
-
-
-def buffers_of(recorded: Recorded) -> dict[str, Tensor]:
+    result = recorded.accumulator.step_parts(dealt(batch, shares))
     criterion = recorded.accumulator._objective.criterion_module or nn.Module()
-    return {**dict(recorded.model.named_buffers()), **dict(criterion.named_buffers())}
+    named = {"loss": result.loss, "norm": result.grad_norm or 0.0, **result.terms}
+    return values_of(recorded, *recorded.model.named_buffers(), *criterion.named_buffers(), *named.items())
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_an_update_over_ranks_is_that_of_the_whole_batch(case: str, size: int) -> None:
-    alone, expected = update(case, SAMPLES, None)
-    for seen in on_ranks(size, on_this_rank, case, [1, 3, 8], SHARES[size]):
-        for gradients, buffers, loss, terms in seen:
-            assert loss == pytest.approx(expected.loss, rel=1e-12)
-            assert terms == pytest.approx(dict(expected.terms), rel=1e-12)
-            for name, gradient in alone.gradients.items():
-                torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-9, msg=name)
-            for name, buffer in buffers_of(alone).items():
-                torch.testing.assert_close(buffers[name], buffer, rtol=0, atol=1e-12, msg=name)
+def values_of(recorded: Recorded, *others: tuple[str, Tensor | float]) -> Values:
+    return {**{f"gradient {name}": one for name, one in recorded.gradients.items()}, **dict(others)}
 
 
-def scaled_and_clipped(case: str, shares: list[int] | None) -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    recorded, result = update(case, 3, shares, scaler=scaler, clip_norm=0.01)
-    return recorded.gradients, result.grad_norm
+def scaled_and_clipped(case: str, shares: list[int] | None) -> Values:
+    found = update(case, 3, shares, scaler=torch.amp.GradScaler("cpu", init_scale=1024.0), clip_norm=0.01)
+    assert found["norm"] > 0.01
+    return found
 
 
-@pytest.mark.parametrize("case", ["exact", "twice", "exact and coupled"])
-def test_a_scaler_and_clipping_are_those_of_the_whole_batch(case: str) -> None:
-    gradients, norm = scaled_and_clipped(case, None)
-    assert norm > 0.01
-    for gradients_here, norm_here in on_ranks(2, scaled_and_clipped, case, [0, 11]):
-        assert norm_here == pytest.approx(norm, rel=1e-10)
-        for name, gradient in gradients.items():
-            torch.testing.assert_close(gradients_here[name], gradient, rtol=0, atol=1e-11, msg=name)
-
-
-def running(micro_batch: int, shares: list[int] | None) -> Any:
+def running(shares: list[int] | None) -> Values:
     torch.manual_seed(5)
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.BatchNorm1d(75, momentum=None), nn.Linear(75, 5)).double()
-    recorded, mine = Recorded(model, cross_entropy, micro_batch=micro_batch, batchnorm="running"), images(SAMPLES)
-    if shares is not None:
-        mine = dealt(mine, shares)
-    recorded.accumulator.step_parts([mine] if len(mine[0]) else [])
+    recorded = Recorded(model, cross_entropy, micro_batch=3 if shares else SAMPLES, batchnorm="running")
+    recorded.accumulator.step_parts(dealt(images(SAMPLES), shares))
     return dict(recorded.model[0].named_buffers())
-
-
-def test_running_statistics_are_those_of_the_whole_batch_on_all_ranks() -> None:
-    alone = running(SAMPLES, None)
-    for seen in on_ranks(4, running, 3, [4, 0, 5, 2]):
-        assert list(seen) == list(alone)
-        for name, value in alone.items():
-            torch.testing.assert_close(seen[name], value, rtol=0, atol=1e-12)
 
 
 class Captioned(nn.Module):
@@ -220,7 +176,8 @@ def captioned_loss(outputs: Any, batch: Any) -> Tensor:
     return torch.as_tensor((functional.cross_entropy(left @ right.T, batch[1]) * norms).mean())
 
 
-def captioned(shares: list[int] | None) -> dict[str, Tensor]:
+def captioned(shares: list[int] | None) -> Values:
+    """An update where each rank has one part, of as many samples as there are towers, or none."""
     torch.manual_seed(5)
     recorded = Recorded(
         Captioned().double(),
@@ -228,40 +185,21 @@ def captioned(shares: list[int] | None) -> dict[str, Tensor]:
         coupled_loss=captioned_loss,
         micro_batch=2 if shares else 6,
     )
-    batch = rows(6)[0], torch.arange(6)
-    mine = batch if shares is None else dealt(batch, shares)
-    recorded.accumulator.step_parts([mine] if len(mine[0]) else [])
-    return recorded.gradients
+    recorded.accumulator.step_parts(dealt((rows(6)[0], torch.arange(6)), shares))
+    return values_of(recorded)
 
 
-def test_lists_are_samples_or_records_also_where_each_rank_has_one_part() -> None:
-    alone = captioned(None)
-    for seen in on_ranks(4, captioned, [2, 0, 2, 2]):
-        for name, value in alone.items():
-            torch.testing.assert_close(seen[name], value, rtol=0, atol=1e-9)
-
-
-def ignored(shares: list[int] | None) -> Any:
-    """An update in which the samples of rank 1 have no weight, and still count for BatchNorm."""
+def ignored(shares: list[int] | None) -> Values:
+    """An update in which the last samples have no weight, and still count for BatchNorm."""
     torch.manual_seed(5)
     layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5), nn.BatchNorm1d(5)]
     model = nn.Sequential(*layers).double()
     inputs, targets = rows(SAMPLES)
     targets[5:] = -100
-    mine = (inputs, targets) if shares is None else dealt((inputs, targets), shares)
-    micro_batch = 2 if shares else SAMPLES
-    recorded = Recorded(model, nn.CrossEntropyLoss(ignore_index=-100), micro_batch=micro_batch, batchnorm="exact")
-    recorded.step(mine)
-    return recorded.gradients, recorded.model.state_dict()
-
-
-def test_a_rank_whose_samples_have_no_weight_counts_for_batchnorm() -> None:
-    gradients, state = ignored(None)
-    for gradients_here, state_here in on_ranks(2, ignored, [5, 6]):
-        for name, value in gradients.items():
-            torch.testing.assert_close(gradients_here[name], value, rtol=0, atol=1e-9)
-        for name, value in state.items():
-            torch.testing.assert_close(state_here[name], value, rtol=0, atol=1e-12)
+    loss = nn.CrossEntropyLoss(ignore_index=-100)
+    recorded = Recorded(model, loss, micro_batch=2 if shares else SAMPLES, batchnorm="exact")
+    recorded.accumulator.step_parts(dealt((inputs, targets), shares))
+    return values_of(recorded, *recorded.model.state_dict().items())
 
 
 class Tempered(nn.Module):
@@ -275,28 +213,53 @@ class Tempered(nn.Module):
         return functional.cross_entropy(outputs @ outputs.T * self.temperature.exp(), targets)
 
 
-def tempered(coupled: Any, shares: list[int] | None) -> list[Tensor]:
+def tempered(coupled: Any, shares: list[int] | None) -> Values:
     torch.manual_seed(5)
     model, criterion, seen = nn.Linear(6, 4).double(), Tempered(), list[Tensor]()
-    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
     parameters = [*model.parameters(), *criterion.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: seen.extend(torch.as_tensor(one.grad).clone() for one in parameters))
     accumulator = Accumulator(
         model, optimizer, criterion=criterion, coupled=coupled, micro_batch=2 if shares else SAMPLES
     )
-    batch = rows(SAMPLES)[0], torch.arange(SAMPLES)
-    mine = batch if shares is None else dealt(batch, shares)
-    accumulator.step_parts([mine] if len(mine[0]) else [])
-    return seen
+    accumulator.step_parts(dealt((rows(SAMPLES)[0], torch.arange(SAMPLES)), shares))
+    return {f"gradient {number}": one for number, one in enumerate(seen)}
 
 
-@pytest.mark.parametrize("coupled", [True, "lockstep"])
-def test_a_parameter_that_the_loss_uses_itself_gets_its_gradient_once(coupled: Any) -> None:
-    alone = tempered(coupled, None)
-    for shares in ([5, 6], [0, 4, 7]):
-        for seen in on_ranks(len(shares), tempered, coupled, shares):
-            for one, expected in zip(seen, alone, strict=True):
-                torch.testing.assert_close(one, expected, rtol=0, atol=1e-9)
+SHARES = {2: [8, 3], 3: [0, 4, 7], 4: [4, 0, 6, 1]}
+UPDATES: dict[str, tuple[Callable[[list[int] | None], Values], dict[int, list[int]]]] = {
+    **{
+        f"{case}, {micro_batch}": (partial(update, case, micro_batch), {2: SHARES[2], 4: SHARES[4]})
+        for case in CASES
+        for micro_batch in (1, 3, 8)
+    },
+    **{
+        f"scaled and clipped, {case}": (partial(scaled_and_clipped, case), {2: [0, 11]})
+        for case in ("exact", "twice", "exact and coupled")
+    },
+    "running": (running, {4: [4, 0, 5, 2]}),
+    "lists of samples and records": (captioned, {4: [2, 0, 2, 2]}),
+    "no weight on rank 1": (ignored, {2: [5, 6]}),
+    "a parameter of the loss": (partial(tempered, True), {2: [5, 6], 3: SHARES[3]}),
+    "a parameter of the loss, lockstep": (partial(tempered, "lockstep"), {2: [5, 6], 3: SHARES[3]}),
+}
+
+
+def on_this_rank(size: int) -> dict[str, Values]:
+    return {name: run(shares[size]) for name, (run, shares) in UPDATES.items() if size in shares}
+
+
+@pytest.mark.parametrize("size", SHARES)
+def test_an_update_over_ranks_is_that_of_the_whole_batch(size: int) -> None:
+    found = on_ranks(size, on_this_rank, size)
+    for update in found[0]:
+        alone = UPDATES[update][0](None)
+        largest = max(float(abs(one).max()) for one in alone.values() if isinstance(one, Tensor))
+        for here in (one[update] for one in found):
+            assert list(here) == list(alone)
+            for name, value in alone.items():
+                tolerance = 1e-9 * largest if name.startswith("gradient ") else 1e-12
+                torch.testing.assert_close(here[name], value, rtol=1e-12, atol=tolerance, msg=f"{update}: {name}")
 
 
 def trained(case: str) -> Any:
@@ -313,13 +276,15 @@ def trained(case: str) -> Any:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("case", ["exact", "exact and coupled"])
-def test_several_ranks_train_as_one(case: str) -> None:
-    alone = trained(case)
+def all_trained() -> list[Any]:
+    return [trained(case) for case in ("exact", "exact and coupled")]
+
+
+def test_several_ranks_train_as_one() -> None:
+    alone = all_trained()
     for size in (2, 3):
-        for seen in on_ranks(size, trained, case):
-            for name, value in alone.items():
-                torch.testing.assert_close(seen[name], value, rtol=1e-9, atol=1e-9)
+        for seen in on_ranks(size, all_trained):
+            torch.testing.assert_close(seen, alone, rtol=1e-9, atol=1e-9)
 
 
 def warned_of(samples: int) -> list[str]:
