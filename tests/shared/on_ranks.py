@@ -17,7 +17,9 @@ from typing import Any
 import cloudpickle
 
 _FORKS = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "autoaccum.accumulation.accumulator", "pytest"]
+_PRELOADED = ["torch._dynamo", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict", "pytest"]
+_PRELOADED += ["torch.utils.tensorboard", "autoaccum.accumulation.accumulator", "autoaccum.training.training_setup"]
+_PRELOADED += ["autoaccum.training.trainer", "autoaccum.planning.planner", "autoaccum.reporting.progress"]
 _FORKS.set_forkserver_preload(_PRELOADED)
 
 NEVER = 3600.0

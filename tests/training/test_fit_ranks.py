@@ -6,67 +6,54 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
+import rank_training
 import torch
 import torch.distributed as dist
 from command_line import environment
 from on_ranks import on_ranks
-from torch import Tensor, nn
+from rank_training import SAMPLES, Rows, net
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import autoaccum
 from autoaccum.training.fit_events import Evaluated, Updated
 
-SAMPLES, TARGET, EPOCHS = 51, 10, 5  # an epoch is five windows of 10, and one of which all ranks but one have nothing
-
-
-def rows() -> TensorDataset:
-    draw = torch.Generator().manual_seed(3)
-    labels = torch.randint(0, 4, (SAMPLES,), generator=draw)
-    return TensorDataset(torch.randn(SAMPLES, 5, generator=draw, dtype=torch.float64), labels)
+TARGET, EPOCHS = 10, 5  # an epoch is five windows of 10, and one of which all ranks but one have nothing
 
 
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        return iter([rows()[index] for index in range(SAMPLES)])
+        return iter([Rows()[index] for index in range(SAMPLES)])
 
 
 def data_of(kind: str) -> Any:
     if kind == "dataset":
-        return rows()
+        return Rows()
     if kind == "loader":
-        return DataLoader(rows(), batch_size=4, shuffle=True)
+        return DataLoader(Rows(), batch_size=4, shuffle=True)
     if kind == "stream":
         return Stream()
     if kind == "stream loader":
         return DataLoader(Stream(), batch_size=4)
-    return [rows()[first : first + 7] for first in range(0, SAMPLES, 7)]
+    return [tuple(one[first : first + 7] for one in Rows().tensors) for first in range(0, SAMPLES, 7)]
 
 
 KINDS = {"dataset": EPOCHS, "loader": 2, "stream": 2, "stream loader": 2, "batches": 2}
 
 
-def train(kind: str = "dataset", **options: Any) -> tuple[Any, dict[str, Tensor], list[Any]]:
-    """Train; return the result, the weights and the events."""
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    events: list[Any] = []
-    options = {"target_batch": TARGET, "micro_batch": 2, "epochs": EPOCHS, "progress": False, **options}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+def train(kind: str = "dataset", **options: Any) -> Any:
     loss = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0, 0.5], dtype=torch.float64))
-    result = autoaccum.fit(
-        model, data_of(kind), loss=loss, optimizer=optimizer, clip_norm=0.5, callbacks=[events.append], **options
-    )
-    return result, model.state_dict(), events
+    options = {"target_batch": TARGET, "micro_batch": 2, "epochs": EPOCHS, **options}
+    return rank_training.train(data_of(kind), loss=loss, clip_norm=0.5, **options)
 
 
 def train_kinds(kinds: dict[str, int]) -> Any:
     seen = {}
     for kind, epochs in kinds.items():
-        result, weights, events = train(kind, epochs=epochs, eval_data=rows(), eval_every=7)
+        result, weights, events = train(kind, epochs=epochs, eval_data=Rows(), eval_every=7)
         losses = [event.loss for event in events if isinstance(event, Updated)]
         evaluations = [(event.samples, event.values["loss"]) for event in events if isinstance(event, Evaluated)]
         seen[kind] = result.updates, result.samples, weights, losses, evaluations
@@ -92,37 +79,19 @@ def test_several_ranks_train_as_one(size: int, alone: Any) -> None:
                 torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-9)
 
 
-class Noisy(nn.Module):
-    """Draws in forward, keeps statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.body(x))
-
-
 def train_noisy(folder: str, steps: int) -> Any:
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    model = Noisy()
-    events: list[Any] = []
-    result = autoaccum.fit(
-        model,
-        rows(),
+    """Train a net that draws in forward, and keeps statistics."""
+    result, weights, events = rank_training.train(
+        model=lambda: net(nn.BatchNorm1d(8), nn.Dropout(0.5)),
         target_batch=17,
         micro_batch=6,
         steps=steps,
-        loss=nn.CrossEntropyLoss(),
-        eval_data=rows(),
-        progress=False,
-        callbacks=[events.append],
+        eval_data=Rows(),
         run_dir=folder,
         checkpoint_every=4,
     )
     values = [event.values["loss"] for event in events if isinstance(event, Evaluated)]
-    return result.updates, model.state_dict(), values, str(result.checkpoint), result.resumed_from
+    return result.updates, weights, values, str(result.checkpoint), result.resumed_from
 
 
 def interrupted_noisy(folder: str) -> Any:
@@ -173,10 +142,10 @@ def refusals() -> list[str]:
     order = torch.randperm(SAMPLES, generator=shuffled).tolist()
     found = []
     cases: list[tuple[Any, dict[str, Any]]] = [
-        (DataLoader(rows(), sampler=DistributedSampler(rows()), batch_size=4), {}),
-        (DataLoader(rows(), sampler=order, batch_size=4), {}),
-        (rows(), {"micro_batch": None}),
-        (rows(), {"run_dir": "/proc/none"}),
+        (DataLoader(Rows(), sampler=DistributedSampler(Rows()), batch_size=4), {}),
+        (DataLoader(Rows(), sampler=order, batch_size=4), {}),
+        (Rows(), {"micro_batch": None}),
+        (Rows(), {"run_dir": "/proc/none"}),
     ]
     for data, asked in cases:
         options: dict[str, Any] = {"micro_batch": 2, "progress": False, **asked}
@@ -200,20 +169,9 @@ def test_what_ranks_cannot_share_is_refused_on_all() -> None:
 
 
 def read_shares() -> Any:
-    class Recorded(TensorDataset):
-        read: ClassVar[list[int]] = []
-
-        def __getitem__(self, index: int) -> Any:
-            self.read.append(index)
-            return super().__getitem__(index)  # type: ignore[no-untyped-call]
-
-    data = Recorded(*rows().tensors)
-    model = nn.Linear(5, 4).double()
-    loss, multiple = nn.CrossEntropyLoss(), 4
-    autoaccum.fit(
-        model, data, target_batch=12, micro_batch=4, loss=loss, epochs=1, multiple_of=multiple, progress=False
-    )
-    return data.read, model.state_dict()
+    read: list[int] = []
+    _, weights, _ = rank_training.train(Rows(read.append), target_batch=12, micro_batch=4, epochs=1, multiple_of=4)
+    return read, weights
 
 
 def test_each_rank_reads_its_share_only_and_in_multiples() -> None:
@@ -269,39 +227,28 @@ def test_the_command_under_torchrun(tmp_path: Path) -> None:
 
 def train_with_everything(folder: str) -> Any:
     """Exact BatchNorm, averaged weights, an evaluation of the user's, and a batch that is skipped."""
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
-    features, labels = rows().tensors
+    features, labels = Rows().tensors
     features[17, 2] = float("nan")
-    events: list[Any] = []
 
     def correct(model: nn.Module, batch: Any) -> dict[str, float]:
         return {"correct": float((model(batch[0]).argmax(1) == batch[1]).double().mean())}
 
-    result = autoaccum.fit(
-        model,
+    result, weights, events = rank_training.train(
         TensorDataset(features, labels),
+        model=lambda: net(nn.BatchNorm1d(8), nn.Tanh()),
         target_batch=7,
         micro_batch=2,
         epochs=2,
-        loss=nn.CrossEntropyLoss(),
         batchnorm="exact",
         keeps="ema",
         skip_nonfinite=True,
-        eval_data=rows(),
+        eval_data=Rows(),
         evaluate=correct,
         run_dir=folder,
-        callbacks=[events.append],
-        progress=False,
     )
     values = [event.values for event in events if isinstance(event, Evaluated)]
-    assert result.ema_model is not None
-    return (
-        result.skipped,
-        values,
-        {**model.state_dict(), **{f"ema.{k}": v for k, v in result.ema_model.state_dict().items()}},
-    )
+    averaged = {f"ema.{name}": value for name, value in result.ema_model.state_dict().items()}
+    return result.skipped, values, weights | averaged
 
 
 def test_modes_averages_and_skips_are_those_of_one_rank(tmp_path: Path) -> None:

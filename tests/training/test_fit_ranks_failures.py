@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rank_training
 import torch
 import torch.distributed as dist
 from on_ranks import Died, on_ranks
+from rank_training import Rows
 from torch import nn
-from torch.utils.data import TensorDataset
 
-import autoaccum
 from autoaccum.errors import CheckpointError, RankLostError
 from autoaccum.training import checkpoints, fit_events
 from autoaccum.training.fit_events import EvaluationFailed, Updated
@@ -28,45 +28,16 @@ from autoaccum.training.fit_events import EvaluationFailed, Updated
 STEPS = 6
 
 
-class Rows(TensorDataset):
-    """Calls a function with each index that is read."""
-
-    def __init__(self, read: Callable[[int], Any] = int) -> None:
-        draw = torch.Generator().manual_seed(3)
-        labels = torch.randint(0, 4, (36,), generator=draw)
-        super().__init__(torch.randn(36, 5, generator=draw, dtype=torch.float64), labels)
-        self.read = read
-
-    def __getitem__(self, index: int) -> Any:
-        self.read(index)
-        return super().__getitem__(index)  # type: ignore[no-untyped-call]
-
-
-def make_net() -> nn.Module:
-    torch.set_num_threads(1)
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-
-
 def train(folder: str | None, data: Any = None, breaks_at: int = 0, **options: Any) -> Any:
-    model, events = make_net(), list[Any]()
-    options = {"steps": STEPS, "loss": nn.CrossEntropyLoss(), "checkpoint_every": 2, "callbacks": [], **options}
-    options["callbacks"] = [events.append, *options["callbacks"]]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, foreach=False)
+    """Train; the optimizer fails on rank 1 within the update number `breaks_at`."""
     steps = itertools.count(1)
-    if breaks_at and dist.get_rank() == 1:
-        optimizer.register_step_post_hook(lambda *_: fail() if next(steps) == breaks_at else None)
-    result = autoaccum.fit(
-        model,
-        data or Rows(),
-        target_batch=12,
-        micro_batch=3,
-        optimizer=optimizer,
-        run_dir=folder,
-        progress=False,
-        **options,
-    )
-    return result, model.state_dict(), events
+
+    def prepare(optimizer: torch.optim.Optimizer) -> None:
+        if breaks_at and dist.get_rank() == 1:
+            optimizer.register_step_post_hook(lambda *_: fail() if next(steps) == breaks_at else None)
+
+    options = {"target_batch": 12, "micro_batch": 3, "steps": STEPS, "checkpoint_every": 2, **options}
+    return rank_training.train(data, prepare=prepare, run_dir=folder, **options)
 
 
 def ending(*args: Any, **options: Any) -> str:
@@ -159,7 +130,7 @@ def have_trouble(folder: str) -> Any:
     seen["warnings"] = result.warnings, [str(one.message) for one in caught if "alone" in str(one.message)]
 
     loss = Failing(5, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate what a test refuses"))
-    result, weights, events = train(None, loss=loss)
+    result, weights, events = train(None, loss=loss, steps=4)
     ceilings = [event.micro_batch for event in events if isinstance(event, Updated)]
     seen["memory"] = result.oom_retries, ceilings, weights
 
@@ -191,8 +162,8 @@ def test_trouble_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
     first, second = on_ranks(2, have_trouble, str(tmp_path))
     assert first["warnings"] == (("rank 1: rank 1 alone sees this",), [])
     assert second["warnings"] == ((), [])
-    assert first["memory"][:2] == second["memory"][:2] == (1, [3, 3, 2, 2, 2, 2])
-    _, weights, _ = train(None)
+    assert first["memory"][:2] == second["memory"][:2] == (1, [3, 3, 2, 2])
+    _, weights, _ = train(None, steps=4)
     for key, value in weights.items():
         torch.testing.assert_close(first["memory"][2][key], value, rtol=1e-9, atol=1e-9)
     failed = "rank 1: ValueError: a bug of the user's, at "

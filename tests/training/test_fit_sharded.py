@@ -10,20 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from rank_training import Rows
 from torch import nn
-from torch.utils.data import TensorDataset
 
 import autoaccum
 from autoaccum.errors import UpdateInterrupted
 from autoaccum.training.fit_events import Evaluated
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-
-
-def rows() -> TensorDataset:
-    draw = torch.Generator().manual_seed(3)
-    labels = torch.randint(0, 4, (51,), generator=draw)
-    return TensorDataset(torch.randn(51, 5, generator=draw, dtype=torch.float64), labels)
 
 
 def make_model() -> nn.Module:
@@ -57,8 +51,8 @@ def train(folder: str, steps: int, fails_at: int | None = None) -> Any:
     workload = autoaccum.Workload(
         model=make_model,
         criterion=Criterion(fails_at),
-        dataset=rows(),
-        evaluation_dataset=rows(),
+        dataset=Rows(),
+        evaluation_dataset=Rows(),
         parallelize=parallelize,
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.02),
     )

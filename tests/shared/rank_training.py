@@ -1,0 +1,47 @@
+"""A training of a small net, alone or as one of several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import autoaccum
+
+SAMPLES = 51
+
+
+class Rows(TensorDataset):
+    """Rows of five numbers in four classes; calls a function with each index that is read."""
+
+    def __init__(self, read: Callable[[int], Any] = id) -> None:
+        draw = torch.Generator().manual_seed(3)
+        labels = torch.randint(0, 4, (SAMPLES,), generator=draw)
+        super().__init__(torch.randn(SAMPLES, 5, generator=draw, dtype=torch.float64), labels)
+        self.read = read
+
+    def __getitem__(self, index: int) -> Any:
+        self.read(index)
+        return super().__getitem__(index)  # type: ignore[no-untyped-call]
+
+
+def net(*middle: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 8), *(middle or (nn.Tanh(),)), nn.Linear(8, 4))
+
+
+def train(
+    data: Any = None, model: Callable[[], nn.Module] = net, prepare: Callable[[Any], object] = id, **options: Any
+) -> tuple[Any, dict[str, Tensor], list[Any]]:
+    """Train, with an optimizer that is prepared; return the result, the weights and the events."""
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    trained, events = model().double(), list[Any]()
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.02, foreach=False)
+    prepare(optimizer)
+    options = {"loss": nn.CrossEntropyLoss(), "callbacks": [], "progress": False, **options}
+    options["callbacks"] = [events.append, *options["callbacks"]]
+    result = autoaccum.fit(trained, Rows() if data is None else data, optimizer=optimizer, **options)
+    return result, trained.state_dict(), events
