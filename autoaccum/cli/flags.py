@@ -13,6 +13,25 @@ count, natural = click.IntRange(1), click.IntRange(0)
 positive = seconds = click.FloatRange(0, min_open=True)
 """The request refuses infinity and NaN."""
 
+_RANGE = re.compile(r"(\d+)\.\.(\d+)", re.ASCII)
+
+
+class CountOrRange(click.ParamType):  # type: ignore[type-arg]
+    """A number from 1 on, or a range of such numbers with both ends, such as `1..64`."""
+
+    name = "count"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | range:
+        """Return the number, or the range."""
+        ends = _RANGE.fullmatch(str(value))
+        if ends is None:
+            return int(count(value, param, ctx))
+        first, last = (int(count(end, param, ctx)) for end in ends.groups())
+        if last < first:
+            self.fail(f"{value} is an empty range.", param, ctx)
+        return range(first, last + 1)
+
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _FLAGS: Final[dict[str, dict[str, Any]]] = {

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, count, options
+from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options
 from autoaccum.cli.outputs import Outputs, running_words
-from autoaccum.errors import AutoaccumError, RankLostError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, RankLostError, UsageError
 
 if TYPE_CHECKING:
-    from autoaccum.planning.plan_events import Event
+    from autoaccum.planning.plan_events import Event, Listener
+    from autoaccum.planning.plan_record import Plan
 
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
@@ -50,6 +51,12 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
     "mesh",
     "multiple_of",
     "equal",
+    world_size={
+        "type": CountOrRange(),
+        "metavar": "N|N..M",
+        "help": "Ranks that share the target batch. With --gpu also a range, for a table over its powers of two and "
+        "the least that trains the model.",
+    },
 )
 @click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger micro-batch.")
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, as --time-limit does.")
@@ -98,6 +105,9 @@ def command(
     are replayed by a model of PyTorch's allocator in that card's memory. Such a plan is marked `predicted`, with a
     band.
 
+    With --gpu and --world-size N it is the first of N ranks, whose model is replicated or sharded by FSDP2
+    (--parallel), block by block, or as `parallelize(model, mesh)` of the file does it.
+
     With --world-size N and as many cards, or with --device cpu and a --memory for each, N ranks try at the same
     time, each on its own, and the least that fits counts. So they do under torchrun, without --world-size.
 
@@ -118,6 +128,7 @@ def command(
       autoaccum plan model.py --target-batch 256                          on this machine
       autoaccum plan model.py --target-batch 256 --gpu rtx4090 --explain  for a card that is not here
       autoaccum plan model.py --target-batch 256 -o plan.json --emit train_step.py
+      autoaccum plan model.py --target-batch 512 --gpu h100 --world-size 1..64 --parallel fsdp2
 
     Exit codes:
       0  a plan was made
@@ -130,6 +141,11 @@ def command(
     from autoaccum.reporting.console import make_console, print_labelled
     from autoaccum.reporting.plan_report import PlanProgress, print_plan
 
+    if isinstance(request["world_size"], range):
+        chosen = {"-o": output, "--emit": emit, "--plot": plot, "--explain": request["explain"]}
+        chosen["--mesh"] = request["mesh"]
+        _compare(workload, chosen, as_json=as_json, quiet=quiet, **request)
+        return
     of_ranks = is_one_of_ranks()
     outputs = Outputs(output, emit, plot, force=force)
     outputs.check(workload, 2 if of_ranks else request["world_size"])
@@ -168,6 +184,37 @@ def command(
     if not quiet:
         stderr.print()
     print_plan(make_console(), found, **offer | outputs.written)
+
+
+def _compare(workload: str, chosen: dict[str, Any], *, as_json: bool, quiet: bool, **request: Any) -> None:
+    """Show what each of several numbers of ranks would train; `chosen` are flags that go with one number only."""
+    from autoaccum.api import plan
+    from autoaccum.planning.world_sizes import choose_world_sizes, compare_world_sizes, find_least
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.progress import Progress
+    from autoaccum.reporting.world_sizes_report import print_world_sizes, world_sizes_json
+
+    within: range = request.pop("world_size")
+    text = f"--world-size {within[0]}..{within[-1]}"
+    if request["gpu"] is None:
+        raise UsageError(f"{text} compares numbers of ranks in a simulation", hint="name a card (--gpu NAME)")
+    if given := next((flag for flag, value in chosen.items() if value), None):
+        raise UsageError(f"{text} makes a table, and {given} goes with one number of ranks", hint="give one number")
+    stderr = make_console(stderr=True)
+    with Progress(stderr, quiet=quiet) as progress:
+
+        def plan_for(size: int, listen: Listener) -> Plan:
+            progress.show(f"planning for {size} rank{'s' if size > 1 else ''} ...")
+            on_output = progress.print_output if stderr.can_redraw else None
+            return plan(workload, world_size=size, on_event=listen, on_output=on_output, **request)
+
+        rows = compare_world_sizes(plan_for, choose_world_sizes(within))
+    if as_json:
+        click.echo(world_sizes_json(rows), nl=False)
+    else:
+        print_world_sizes(make_console(), rows)
+    if find_least(rows) is None:
+        raise DoesNotFitError(f"none of {within[0]} to {within[-1]} ranks trains the model: {rows[-1].message}")
 
 
 def _run_ranks(request: dict[str, Any]) -> bool:

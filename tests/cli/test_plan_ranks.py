@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import autoaccum, environment
+from command_line import Command, autoaccum, environment
 
 from autoaccum.planning.plan_record import Plan
 
@@ -79,3 +79,36 @@ def test_a_rank_that_is_killed_ends_the_command_with_its_number(folder: Path) ->
     done = autoaccum(folder, "plan", "killing.py", *ASKED, "100MiB", "--world-size", "2")
     assert (done.returncode, done.stdout) == (3, "")
     assert " of 2 was ended by SIGKILL: look at its output" in done.stderr
+
+
+def test_a_table_over_numbers_of_ranks(folder: Path, command: Command) -> None:
+    words = ["plan", "model.py", "--target-batch", "64", "--gpu", "rtx3090", "--world-size", "1..2", "-q"]
+    done = command(folder, *words)
+    assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[:4] for line in lines[1:3]] == [["1", "yes", "64", "1"], ["2", "yes", "32", "1"]]
+    assert lines[3] == "the least number of ranks that trains the model is 1"
+    done = command(folder, *words, "--memory", "3MiB", "--json")
+    assert [row["fits"] for row in json.loads(done.stdout)["world_sizes"]] == [False, False]
+    assert done.returncode == 1
+    assert "error: none of 1 to 2 ranks trains the model: micro-batch 1 does not fit" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["1..4"], "--world-size 1..4 compares numbers of ranks in a simulation: name a card (--gpu NAME)"),
+        (["1..4", "--gpu", "h100", "-o", "plan.json"], "makes a table, and -o goes with one number of ranks"),
+        (["1..4", "--gpu", "h100", "--mesh", "2x2"], "makes a table, and --mesh goes with one number of ranks"),
+        (["4..1", "--gpu", "h100"], "4..1 is an empty range"),
+        (["0..4", "--gpu", "h100"], "0 is not in the range x>=1"),
+        (["4", "--parallel", "fsdp2"], "trials on a device of this machine run the whole model, and fsdp2 shards it"),
+        (["4", "--gpu", "h100", "--mesh", "2x4"], "the mesh 2x4 has 8 ranks, and the world size is 4"),
+    ],
+)
+def test_ranks_that_cannot_be_planned_are_refused_before_anything_starts(
+    folder: Path, command: Command, words: list[str], text: str
+) -> None:
+    done = command(folder, "plan", "model.py", "--target-batch", "64", "-q", "--world-size", *words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert text in done.stderr
