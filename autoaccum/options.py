@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -271,6 +272,15 @@ def read_keeps(keeps: Any, error: type[AutoaccumError] = WorkloadError) -> tuple
 def mesh_word(mesh: Iterable[int]) -> str:
     """Return the value of `--mesh` that stands for `mesh`: `8` or `2x8`."""
     return "x".join(map(str, mesh))
+
+
+def check_mesh(mesh: Sequence[int], ranks: int) -> None:
+    """Raise UsageError unless the mesh has so many ranks."""
+    if math.prod(mesh) != ranks:
+        raise UsageError(
+            f"the mesh {mesh_word(mesh)} has {math.prod(mesh)} ranks, and there are {ranks}",
+            hint=f"give a mesh of {ranks}",
+        )
 
 
 def _read_mesh(given: Any, parallel: Parallel | None) -> tuple[int, ...]:

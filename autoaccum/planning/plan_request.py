@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autoaccum.accumulation.schedule import Schedule, even_parts, make_schedule, part_sizes
 from autoaccum.checks import check_flag, read_count
 from autoaccum.errors import UsageError
-from autoaccum.options import Options, mesh_word
+from autoaccum.options import Options, check_mesh
 
 DEFAULT_WORST_OF = 64
 """The number of dataset samples whose longest make the batches of a workload without a `batch` of its own."""
@@ -129,12 +128,8 @@ class PlanRequest:
 
 def _check_ranks(options: Options) -> None:
     """Raise UsageError where the mesh has another number of ranks, or where trials on real devices cannot shard."""
-    if options.mesh is not None and math.prod(options.mesh) != options.world_size:
-        raise UsageError(
-            f"the mesh {mesh_word(options.mesh)} has {math.prod(options.mesh)} ranks, and the world size is "
-            f"{options.world_size}",
-            hint=f"give --world-size {math.prod(options.mesh)}",
-        )
+    if options.mesh is not None:
+        check_mesh(options.mesh, options.world_size)
     if options.gpu is None and (options.parallel == "fsdp2" or len(options.mesh or ()) > 1):
         raise UsageError(
             "trials on a device of this machine run the whole model, and fsdp2 shards it",

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.base import Trial
+from autoaccum.options import mesh_word
 from autoaccum.planning import plan_events
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import path_value, print_messages, print_rows
@@ -79,8 +80,7 @@ def print_plan(
 def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Text]]:
     """Yield the six rows of the answer, and one on host memory where parts run in lock step: name and value."""
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
-    each = "" if plan.world_size == 1 else f" on each of {plan.world_size} ranks"
-    yield "iter_size", Text(f"{plan.iter_size}{each}")
+    yield "iter_size", Text(f"{plan.iter_size}{_ranks(plan)}")
     yield "parts", Text(_parts(plan))
     if plan.reduce is not None:
         yield "reduce", Text(_reduce(plan))
@@ -151,6 +151,14 @@ def _parts(plan: Plan) -> str:
     for parts in plan.ranks:
         alike[parts] = alike.get(parts, 0) + 1
     return "; ".join(f"{count} ranks of {_short(parts)}" for parts, count in alike.items()).replace("1 ranks", "1 rank")
+
+
+def _ranks(plan: Plan) -> str:
+    if plan.world_size == 1:
+        return ""
+    mesh = None if plan.mesh is None else f"mesh {mesh_word(plan.mesh)}"
+    how = ", ".join(word for word in (plan.parallel, mesh) if word is not None)
+    return f" on each of {plan.world_size} ranks{f' ({how})' if how else ''}"
 
 
 def _reduce(plan: Plan) -> str:

@@ -103,7 +103,7 @@ def test_a_table_over_numbers_of_ranks(folder: Path, command: Command) -> None:
         (["4..1", "--gpu", "h100"], "4..1 is an empty range"),
         (["0..4", "--gpu", "h100"], "0 is not in the range x>=1"),
         (["4", "--parallel", "fsdp2"], "trials on a device of this machine run the whole model, and fsdp2 shards it"),
-        (["4", "--gpu", "h100", "--mesh", "2x4"], "the mesh 2x4 has 8 ranks, and the world size is 4"),
+        (["4", "--gpu", "h100", "--mesh", "2x4"], "the mesh 2x4 has 8 ranks, and there are 4: give a mesh of 4"),
     ],
 )
 def test_ranks_that_cannot_be_planned_are_refused_before_anything_starts(

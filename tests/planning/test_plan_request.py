@@ -24,7 +24,7 @@ def test_the_share_the_cap_and_the_schedule() -> None:
         ({"target": 4, "world_size": 10**9}, "the world size is beyond 100,000"),
         (
             {"target": 4, "mesh": "2x8", "world_size": 8, "gpu": "h100"},
-            "the mesh 2x8 has 16 ranks, and the world",
+            "the mesh 2x8 has 16 ranks, and there are 8: give a mesh of 8",
         ),
         (
             {"target": 4, "mesh": "2x1", "world_size": 2},
