@@ -86,6 +86,11 @@ def join_words(words: Iterable[str], last: str = "and") -> str:
     return f"{', '.join(others)} {last} {end}" if others else end
 
 
+def counted(number: int, word: str) -> str:
+    """Count things: 1 trial, 30 trials."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
 def is_one_of_ranks() -> bool:
     """Return whether this process is one of several that a launcher started, or one of several ranks."""
     count = os.environ.get("WORLD_SIZE", "")

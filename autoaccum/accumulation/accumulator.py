@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -48,7 +47,7 @@ from autoaccum.accumulation.ranks.sharded import find_sharded, is_of_collective,
 from autoaccum.accumulation.reachable_objects import find_used_modules
 from autoaccum.accumulation.retries import Retries, roll_back
 from autoaccum.accumulation.rng_state import module_generators
-from autoaccum.accumulation.schedule import check_multiple, split_evenly
+from autoaccum.accumulation.schedule import check_multiple, slices, split_evenly
 from autoaccum.accumulation.state_hash import ForwardSideEffects, batch_versions
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, WeightingWarning, refuse_nonfinite, warn_caller
 from autoaccum.accumulation.step_result import StepResult as StepResult
@@ -439,8 +438,7 @@ class Accumulator:
         all_shares = make_shares([one for weights in weights_by_rank for one in weights], self._objective.reduction)
         if not any(map(has_weight, all_shares)):
             return StepResult(math.nan, sum(samples), sizes, None, retries, updated=False, terms={})
-        ends = itertools.accumulate(map(len, weights_by_rank), initial=0)
-        shares_by_rank: list[Sequence[Weights]] = [all_shares[one:two] for one, two in itertools.pairwise(ends)]
+        shares_by_rank: list[Sequence[Weights]] = [all_shares[own] for own in slices(map(len, weights_by_rank))]
         shares = shares_by_rank[self._ranks.rank]
         if self._sharded is not None:
             trained = optimizer_parameters(self._optimizer)

@@ -84,10 +84,20 @@ class LossRecord:
 
     def sums(self, values: Sequence[float]) -> dict[str, float]:
         """Return the sum of each term with weight over the parts, from the `values` read."""
-        sums: dict[str, float] = {}
-        for (name, share), value in zip(self.shares, values, strict=True):
-            sums[name] = sums.get(name, 0.0) + share * value
-        return sums
+        return add_by_name({name: share * value} for (name, share), value in zip(self.shares, values, strict=True))
+
+
+def add_by_name(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up what has the same name.
+
+    >>> add_by_name([{"a": 1.0, "b": 2.0}, {"a": 3.0}])
+    {'a': 4.0, 'b': 2.0}
+    """
+    sums: dict[str, float] = {}
+    for each in figures:
+        for name, figure in each.items():
+            sums[name] = sums.get(name, 0.0) + figure
+    return sums
 
 
 def total_loss(ranks: Sequence[tuple[Sequence[str], Mapping[str, float]]]) -> tuple[float, dict[str, float]]:
@@ -97,10 +107,7 @@ def total_loss(ranks: Sequence[tuple[Sequence[str], Mapping[str, float]]]) -> tu
     (3.0, {'a': 3.0, 'b': nan})
     """
     names = dict.fromkeys(name for names, _ in ranks for name in names)
-    totals: dict[str, float] = {}
-    for _, sums in ranks:
-        for name, value in sums.items():
-            totals[name] = totals.get(name, 0.0) + value
+    totals = add_by_name(sums for _, sums in ranks)
     return sum(totals.values()), {name: totals.get(name, math.nan) for name in names}
 
 
@@ -133,9 +140,8 @@ class Backpropagation:
         self.run_parts: PartsRunner | None = None
         self.sharded: ShardedParts | None = None
         self.model, self.ranks = model, ranks
-        self._objective = objective
+        self.objective = objective
         self.criterion = objective.criterion_module
-        self.reduction = objective.reduction
         self._precision = precision
         self._scaler = scaler
         self.on_phase = on_phase
@@ -203,14 +209,14 @@ class Backpropagation:
         for name, module in named_modules(self.model, self.criterion):
             seen.add(module)
             yield name, module
-        for prefix, root in find_used_modules(self._objective, self.model).items():
+        for prefix, root in find_used_modules(self.objective, self.model).items():
             yield from root.named_modules(seen, prefix)
 
     def weighted_terms(
         self, part: Any, weights: Weights, buffers: GradientBuffers | None, record: LossRecord
     ) -> tuple[list[Tensor], Tensor, Mapping[str, Tensor]]:
         """Run the forward of a part; return the terms by their shares, their sum, and the terms as they are."""
-        terms = self._forward(self._objective.terms, part)
+        terms = self._forward(self.objective.terms, part)
         shares = match_weights(weights, terms)
         record.names.update(dict.fromkeys(terms))
         # The buffers multiply by the common share in float32: multiplied into a bf16 loss, it would be 0.4 % off.
@@ -228,12 +234,12 @@ class Backpropagation:
 
     def uncounted_terms(self, part: Any) -> Mapping[str, Tensor]:
         """Run the forward of a part that takes no part in the update; return the terms of its loss."""
-        terms: Mapping[str, Tensor] = self._forward(self._objective.terms, part)
+        terms: Mapping[str, Tensor] = self._forward(self.objective.terms, part)
         return terms
 
     def outputs(self, part: Any) -> Any:
         """Run the forward of a part up to the outputs of which a coupled loss is computed."""
-        return self._forward(self._objective.outputs, part)
+        return self._forward(self.objective.outputs, part)
 
     def _forward(self, function: Callable[[nn.Module, Any], Any], part: Any) -> Any:
         """Return `function(model, part)`, which runs the forward of a part."""
@@ -248,17 +254,13 @@ class Backpropagation:
         """Return the loss of the outputs of all `batches`."""
         batch = join_batches(batches) if batches[1:] else batches[0]
         with autocast(self._precision, self.device):
-            terms = self._objective.coupled_terms(outputs, batch, self.device)
+            terms = self.objective.coupled_terms(outputs, batch, self.device)
         record.names.update(dict.fromkeys(terms))
         for name, term in terms.items():
             record.shares.append((name, 1.0))
             record.values.append(term.detach().clone())
         losses = list(terms.values())
         return torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if losses[1:] else losses[0]
-
-    def read_by_coupled_loss(self, batch: Any) -> Any:
-        """Return what the coupled loss reads of a batch, in place of it."""
-        return self._objective.read_by_coupled_loss(batch)
 
     def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
         """Run the backward of a scaled loss, which is released when this returns, as training loops do.

@@ -210,7 +210,7 @@ class RunningBackpropagation(Backpropagation):
 
     def uncounted_terms(self, part: Any) -> Mapping[str, Tensor]:
         """Run the forward of a part whose statistics do not count."""
-        terms: Mapping[str, Tensor] = super()._forward(self._objective.terms, part)
+        terms: Mapping[str, Tensor] = super()._forward(self.objective.terms, part)
         return terms
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from math import isqrt
 from operator import index
 from typing import TypeVar
@@ -202,6 +202,15 @@ def even_parts(total: int, count: int) -> tuple[int, ...]:
     total, count = read_count(total, "the total", least=0), read_count(count, "the number of parts")
     each, larger = divmod(total, count)
     return (each + 1,) * larger + (each,) * (count - larger)
+
+
+def slices(counts: Iterable[int]) -> list[slice]:
+    """Return where each of consecutive runs of `counts` entries lies.
+
+    >>> slices([2, 0, 1])
+    [slice(0, 2, None), slice(2, 2, None), slice(2, 3, None)]
+    """
+    return [slice(one, two) for one, two in pairwise(accumulate(counts, initial=0))]
 
 
 def format_parts(parts: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from autoaccum.accumulation.ranks.group import OtherRanksFailed, RankFailure, Ranks
 from autoaccum.accumulation.ranks.launch import launched_ranks
@@ -20,14 +20,8 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.units import MemorySize, format_bytes
 
-
-class PlanHere(Protocol):
-    """A function that plans on this rank's device and agrees with the others on the size."""
-
-    def __call__(
-        self, ranks: Ranks, request: PlanRequest, heard: Listener, printed: Callable[[str], None] | None, /
-    ) -> Plan:
-        """Plan; listeners are those of `make_plan`."""
+PlanHere: TypeAlias = Callable[[Ranks, PlanRequest, Listener, Callable[[str], None] | None], Plan]
+"""Plans on this rank's device and agrees with the others on the size; listeners are those of `make_plan`."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from autoaccum.checks import counted
 from autoaccum.reporting.console import PlainConsole, one_line, path_value, print_rows, relative_path
 from autoaccum.reporting.plan_report import PlanProgress
 from autoaccum.reporting.progress import Progress
@@ -102,11 +103,6 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
         "planned_micro_batch": None if result.plan is None else result.plan.micro_batch,
         "warnings": list(result.warnings),
     }
-
-
-def counted(number: int, word: str) -> str:
-    """Count things: 1 trial, 30 trials."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def _finite(value: float | None) -> float | None:

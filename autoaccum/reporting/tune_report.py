@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
+from autoaccum.checks import counted
 from autoaccum.reporting.console import PlainConsole, make_table, one_line, path_value, print_rows, relative_path
-from autoaccum.reporting.fit_report import counted, format_seconds
+from autoaccum.reporting.fit_report import format_seconds
 from autoaccum.reporting.plan_report import PlanProgress
 from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Notice

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from autoaccum.checks import describe_type
 from autoaccum.errors import CheckpointError, UsageError, first_line
 from autoaccum.training.fit_events import CheckpointFailed, CheckpointWritten, Notice
-from autoaccum.training.ranks_agreement import Together
+from autoaccum.training.ranks_agreement import TrainingRanks
 from autoaccum.training.training_state import Progress
 
 FORMAT = "autoaccum checkpoint"
@@ -147,14 +147,14 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 class Checkpoints:
-    """The newest `keep` checkpoints in a folder that no other process writes to.
+    """The newest `keep` checkpoints in a folder that no other process writes to."""
 
-    It is cleared of unfinished files, except by a process that only reads.
-    """
-
-    def __init__(self, folder: Path, keep: int = 3, *, reads_only: bool = False) -> None:
+    def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder, self._keep = folder, keep
-        for path in () if reads_only else folder.glob(".checkpoint-*.pt.tmp"):
+
+    def clear(self) -> None:
+        """Remove unfinished files."""
+        for path in self.folder.glob(".checkpoint-*.pt.tmp"):
             path.unlink(missing_ok=True)
 
     def paths(self) -> list[Path]:
@@ -215,7 +215,7 @@ class CheckpointWriter:
         every: Updates between two checkpoints.
         make_record: Builds the content of a checkpoint.
         notify: Called with `CheckpointWritten` and `CheckpointFailed` events.
-        together: The ranks.
+        ranks: The ranks.
 
     Attributes:
         newest: The newest undamaged checkpoint.
@@ -229,11 +229,11 @@ class CheckpointWriter:
         progress: Progress,
         make_record: Callable[[], dict[str, Any]],
         notify: Callable[[Any], Any],
-        together: Together,
+        ranks: TrainingRanks,
     ) -> None:
         self.newest: Path | None = None
         self.failure: str | None = None
-        self._store, self._every, self._progress, self._together = store, every, progress, together
+        self._store, self._every, self._progress, self._ranks = store, every, progress, ranks
         self._make_record, self._notify = make_record, notify
         self._written_at: tuple[int, int, int] | None = None
 
@@ -268,7 +268,7 @@ class CheckpointWriter:
 
     def _write(self, store: Checkpoints) -> None:
         began, update, record = time.perf_counter(), self._progress.update, self._make_record()
-        written = self._together.by_first(lambda: store.write(update, record))
+        written = self._ranks.by_first(lambda: store.write(update, record))
         if written is not None:
             self.newest, self._written_at = written, self._position()
             self._notify(CheckpointWritten(update, written, time.perf_counter() - began))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from autoaccum.accumulation.backpropagation import autocast, model_device
+from autoaccum.accumulation.backpropagation import add_by_name, autocast, model_device
 from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memory, release_memory, shrink
 from autoaccum.accumulation.rng_state import module_generators, seed_generators
 from autoaccum.accumulation.schedule import split_evenly
@@ -29,7 +29,7 @@ from autoaccum.training.data_source import is_map_style
 from autoaccum.training.data_workers import Reader
 from autoaccum.training.fit_events import Evaluated, EvaluationFailed, Notice
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.ranks_agreement import Together
+from autoaccum.training.ranks_agreement import TrainingRanks
 from autoaccum.training.training_setup import TrainingComponents
 from autoaccum.training.training_state import Progress
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
@@ -76,22 +76,13 @@ class EvaluationData:
 
         Of several ranks, each has every so many-th batch; only those of a dataset are not read by the others.
         """
-        if not self._has_samples:
-            return islice(Reader(self._data), rank, None, ranks)
-        if ranks > 1 and is_map_style(self._data):
+        options: dict[str, Any] = {"collate_fn": self._collate, "generator": torch.Generator().manual_seed(seed)}
+        if is_map_style(self._data):
             total = len(self._data)
-            starts = range(rank * size, total, ranks * size)
-            chosen: dict[str, Any] = {"batch_sampler": [range(at, min(at + size, total)) for at in starts]}
-        else:
-            chosen = {"batch_size": size}
-        loader: DataLoader[Any] = DataLoader(
-            self._data,
-            **chosen,
-            collate_fn=self._collate,
-            num_workers=self._workers if is_map_style(self._data) else 0,
-            generator=torch.Generator().manual_seed(seed),
-        )
-        return iter(Reader(loader)) if "batch_sampler" in chosen else islice(Reader(loader), rank, None, ranks)
+            own = (list(range(at, min(at + size, total))) for at in range(rank * size, total, ranks * size))
+            return iter(Reader(DataLoader(self._data, batch_sampler=own, num_workers=self._workers, **options)))
+        source = DataLoader(self._data, batch_size=size, **options) if self._has_samples else self._data
+        return islice(Reader(source), rank, None, ranks)
 
 
 class EvaluationMetrics:
@@ -151,10 +142,11 @@ class EvaluationMetrics:
         self._count({name: float(term) for name, term in terms.items()}, weights, cpu_batch)
 
     def _count(self, figures: Mapping[str, float], weights: Mapping[str, float], cpu_batch: Any) -> None:
-        for name, weight in weights.items():
-            added = figures[name] * (1.0 if self._is_sum else weight) if weight > 0 else 0.0
-            self._sums[name] = self._sums.get(name, 0.0) + added
-            self._weights[name] = self._weights.get(name, 0.0) + weight
+        added = {
+            name: figures[name] * (1.0 if self._is_sum else weight) if weight > 0 else 0.0
+            for name, weight in weights.items()
+        }
+        self._sums, self._weights = add_by_name([self._sums, added]), add_by_name([self._weights, weights])
         self.samples += batch_size(cpu_batch)
 
     def totals(self) -> tuple[dict[str, float], dict[str, float], int]:
@@ -164,7 +156,7 @@ class EvaluationMetrics:
     def set_totals(self, totals: Iterable[tuple[Mapping[str, float], Mapping[str, float], int]]) -> None:
         """Continue from the totals of several ranks."""
         sums, weights, counts = zip(*totals, strict=True)
-        self._sums, self._weights, self.samples = _add_up(sums), _add_up(weights), sum(counts)
+        self._sums, self._weights, self.samples = add_by_name(sums), add_by_name(weights), sum(counts)
 
     def values(self) -> dict[str, float]:
         """Return the metrics by name. A term without any weight is NaN, and does not count in `loss`."""
@@ -187,14 +179,6 @@ class EvaluationMetrics:
                 hint="return a number, or a dict of numbers",
             )
         return numbers
-
-
-def _add_up(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
-    for each in figures:
-        for name, figure in each.items():
-            found.setdefault(name, []).append(figure)
-    return {name: sum(values) for name, values in found.items()}
 
 
 def _is_number(value: Any) -> bool:
@@ -220,7 +204,7 @@ class Evaluation:
         loss_modules: Modules that the loss uses, such as the criterion: their state is restored as well.
         seed: The seed for reading and evaluating.
         interruptible: Context in which the run may be stopped at any moment without loss.
-        together: The ranks.
+        ranks: The ranks.
 
     Attributes:
         micro_batch: The largest micro-batch now.
@@ -242,14 +226,14 @@ class Evaluation:
         loss_modules: Iterable[nn.Module] = (),
         seed: int = 0,
         interruptible: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        together: Together | None = None,
+        ranks: TrainingRanks | None = None,
     ) -> None:
         if evaluate is not None:
             check_function(evaluate, "evaluate", "(model, batch)")
         self.micro_batch, self._loss_batch, self.joined_samples = micro_batch, loss_batch, 0
         self._objective, self._evaluate, self._precision, self._data = objective, evaluate, precision, data
         self._loss_modules, self._seed, self._interruptible = list(loss_modules), seed, interruptible
-        self._together = together or Together()
+        self._ranks = ranks or TrainingRanks()
 
     def run(self, model: nn.Module, update: int) -> Evaluated | EvaluationFailed:
         """Evaluate `model` after `update`; an exception becomes the reason of a failure.
@@ -259,8 +243,8 @@ class Evaluation:
         started = time.perf_counter()
         score = EvaluationMetrics(self._objective, self._evaluate)
         failed: EvaluationFailed | None = None
-        ranks, is_whole = self._together.ranks, is_sharded_model(model)
-        self._together.copy_from_first([model, *self._loss_modules], buffers_only=True)
+        ranks, is_whole = self._ranks, is_sharded_model(model)
+        ranks.copy_from_first(buffer for module in (model, *self._loss_modules) for buffer in module.buffers())
         try:
             with self._restoring_state(model), torch.no_grad(), self._interruptible():
                 size = self._loss_batch or self.micro_batch
@@ -284,7 +268,8 @@ class Evaluation:
         self, failed: EvaluationFailed | None, score: EvaluationMetrics, *, is_whole: bool
     ) -> EvaluationFailed | None:
         """Add up the totals of all ranks, which go on with the least micro-batch; return the first failure."""
-        answers = self._together.ranks.gather((failed, self.micro_batch, score.totals()))
+        gathered = self._ranks.gather((failed, self.micro_batch, score.totals()))
+        answers = [answer for answer in gathered if answer is not None]
         self.micro_batch = min(size for _, size, _ in answers)
         for rank, (failure, *_) in enumerate(answers):
             if failure is not None:

@@ -20,7 +20,7 @@ from autoaccum.training.data_windows import Window
 from autoaccum.training.evaluation import Evaluation, EvaluationData, Evaluator
 from autoaccum.training.fit_events import EpochEnded, EventNotifier, Notice, Updated
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.ranks_agreement import Together
+from autoaccum.training.ranks_agreement import TrainingRanks
 from autoaccum.training.resume import MicroBatchChoice
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.stepper import Stepper
@@ -59,10 +59,10 @@ class Loop:
         *,
         signals: StopSignals,
         notifier: EventNotifier,
-        together: Together,
+        ranks: TrainingRanks,
     ) -> None:
         self.components, self.choice, self.progress = components, choice, Progress()
-        self._source, self._signals, self._notifier, self._together = source, signals, notifier, together
+        self._source, self._signals, self._notifier, self._ranks = source, signals, notifier, ranks
         self._run, self._digest = run, setup.digest
         self._settings = None if folder is None else capture_settings(components)
         self._has_noted_remainder = self._has_checked_coupling = False
@@ -72,16 +72,17 @@ class Loop:
         samples = source.samples_per_epoch
         used = None if samples is None else samples - samples % source.multiple_of
         self.goal = Goal(request.epochs, request.steps, None if used is None else -(-used // request.target_batch))
-        self._is_alone = together.ranks.size == 1
+        self._is_alone = ranks.size == 1
         # Several ranks stop between two updates, since a step has to end alike on all.
         check = signals.check if self._is_alone else lambda: None
         self.stepper = Stepper(request, components, choice, self.progress, check, notifier.notify)
         averaged = [] if components.averages is None else [components.averages.model]
-        together.copy_from_first([*components.loss_modules, *averaged])
+        others = (*components.loss_modules, *averaged)
+        ranks.copy_from_first(one for module in others for one in (*module.parameters(), *module.buffers()))
         self._evaluator = self._make_evaluator(request, setup)
         store = None if folder is None else folder.checkpoints
         self.checkpoint_writer = CheckpointWriter(
-            store, request.checkpoint_every, self.progress, self.checkpoint_record, notifier.notify, together
+            store, request.checkpoint_every, self.progress, self.checkpoint_record, notifier.notify, ranks
         )
 
     def run(self) -> None:
@@ -100,7 +101,7 @@ class Loop:
             self._signals.check()
             began = time.perf_counter()
             window = None if self._notifier.should_stop else self._source.next_window()
-            self._together.begin_update(window, self._notifier)
+            self._ranks.agree_on_window(window, self._notifier)
             if self._notifier.should_stop:
                 break
             if window is not None and window.samples % self._source.multiple_of:
@@ -119,7 +120,7 @@ class Loop:
     def checkpoint_record(self) -> dict[str, Any]:
         """Return the content of a checkpoint: plain values and tensors as of the last whole update."""
         plan, training = self.choice.plan, capture_training(self.components)
-        first, *others = self._together.gather(training.pop("random"))
+        first, *others = self._ranks.gather(training.pop("random"))
         return {
             "run": dict(self._run),
             "digest": self._digest,
@@ -170,7 +171,7 @@ class Loop:
         if self._has_checked_coupling or (len(window.parts) < 2 and self._is_alone) or self.components.is_sharded:
             return
         self._has_checked_coupling = True
-        if not self._together.is_first:
+        if not self._ranks.is_first:
             return
         components = self.components
         known = None if self.choice.plan is None else self.choice.plan.coupling
@@ -231,7 +232,7 @@ class Loop:
                 loss_modules=components.loss_modules,
                 seed=derive_seed(request.seed, "evaluation"),
                 interruptible=self._signals.interruptible,
-                together=self._together,
+                ranks=self._ranks,
             )
         return Evaluator(evaluation, components, request, self.progress, self._notifier.notify)
 

@@ -1,7 +1,7 @@
 """What the ranks of one training tell each other, so that all begin, go on and end alike.
 
 They talk through `Ranks.gather`, at the same points in the same order. A rank that fails, or is asked to stop, tells
-the others in place of its next value (`Together.tell`), and all of them end at the same update.
+the others in place of its next value (`TrainingRanks.report`), and all of them end at the same update.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from torch import nn
+from torch import Tensor
 
 from autoaccum.accumulation.ranks.group import ONE_RANK, OtherRanksFailed, RankFailure, Ranks
 from autoaccum.accumulation.ranks.replicated import copy_from_first
@@ -32,18 +32,19 @@ class Stopping(RankFailure):
     number: int = signal.SIGTERM
 
 
-class Together:
+class TrainingRanks:
     """The ranks of one training, or this process alone.
 
     Attributes:
-        ranks: The ranks.
+        rank: The number of this rank, from 0.
+        size: The number of ranks.
         is_first: Whether this is rank 0, which writes the run folder and shows the progress.
         is_ending: Whether an error that all ranks know of ends the training.
         is_alone: Whether there are no other ranks, or none that this one still waits for.
     """
 
     def __init__(self, ranks: Ranks = ONE_RANK) -> None:
-        self.ranks = ranks
+        self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
         self.is_first, self.is_ending = ranks.rank == 0, False
         self.is_alone = ranks.size == 1
         self._warned: dict[str, None] = {}
@@ -60,16 +61,16 @@ class Together:
         """
         if not self.is_alone:
             try:
-                return [*self.ranks.gather(value)]
+                return [*self._ranks.gather(value)]
             except (OtherRanksFailed, RankLostError):
                 if not self.is_ending:
                     raise
                 self.is_alone = True
-        return [value if rank == self.ranks.rank else None for rank in range(self.ranks.size)]
+        return [value if rank == self.rank else None for rank in range(self.size)]
 
     def by_first(self, make: Callable[[], _T]) -> _T | None:
         """Return on all ranks what `make` returns on rank 0, or raise what it raises there; None if that is gone."""
-        if self.ranks.size == 1:
+        if self.size == 1:
             return make()
         made: _T | AutoaccumError | None = None
         if self.is_first:
@@ -82,10 +83,10 @@ class Together:
             raise made
         return made
 
-    def tell(
+    def report(
         self, error: BaseException, signals: StopSignals | None = None, *, is_known: bool = False
     ) -> BaseException:
-        """Tell the other ranks of the error that ends this one, unless they know of it; return the error to raise here.
+        """Report the error that ends this rank to the others, unless they know of it; return the error to raise here.
 
         An exit that the user's code or a second signal asked for is not told: the others see that this rank is gone.
         """
@@ -97,22 +98,22 @@ class Together:
             self.is_alone = True
         elif not (is_told or self.is_alone):
             text = f"{type(error).__name__}: {first_line(error)}"
-            failure = RankFailure(self.ranks.rank, text)
+            failure = RankFailure(self.rank, text)
             if isinstance(error, StopRequested):
-                failure = Stopping(self.ranks.rank, text, number=error.number)
+                failure = Stopping(self.rank, text, number=error.number)
             try:
-                self.ranks.report_failure(failure)
+                self._ranks.report_failure(failure)
             except RankLostError:  # This rank's own error says more.
                 self.is_alone = True
         return error
 
     @contextmanager
     def ending(self, signals: StopSignals | None = None) -> Iterator[None]:
-        """Tell the other ranks of an error in here, or raise theirs."""
+        """Report an error in here to the other ranks, or raise theirs."""
         try:
             yield
         except BaseException as error:
-            if (other := self.tell(error, signals)) is not error:
+            if (other := self.report(error, signals)) is not error:
                 raise_other(other)
             del other  # Its traceback holds this frame.
             raise
@@ -121,13 +122,13 @@ class Together:
         """Go on alone unless all ranks are there and ready to save."""
         self.is_alone = not all(self.gather(is_ready))
 
-    def begin_update(self, window: Window | None, notifier: EventNotifier) -> None:
+    def agree_on_window(self, window: Window | None, notifier: EventNotifier) -> None:
         """Have all ranks stop if the callback of one wants to, and show what only other ranks warn of.
 
         Raises:
             UsageError: The ranks do not read the same data in the same order.
         """
-        if self.ranks.size == 1:
+        if self.size == 1:
             return
         read = None if window is None else (window.samples, window.checksum)
         answers = self.gather((read, notifier.should_stop, self._new_warnings(notifier)))
@@ -144,13 +145,13 @@ class Together:
 
     def share_warnings(self, notifier: EventNotifier) -> None:
         """Show on rank 0 what only other ranks warn of."""
-        if self.ranks.size > 1:
+        if self.size > 1:
             self._show_warnings([new or [] for new in self.gather(self._new_warnings(notifier))], notifier)
 
     @contextmanager
     def warning_once(self) -> Iterator[None]:
         """Show Python's warnings on rank 0 only, and there also those that only another rank has."""
-        if self.ranks.size == 1:
+        if self.size == 1:
             yield
             return
         with warnings.catch_warnings():
@@ -164,16 +165,10 @@ class Together:
             warnings.showwarning = show
             yield
 
-    def copy_from_first(self, modules: Iterable[nn.Module], *, buffers_only: bool = False) -> None:
-        """Give all ranks the buffers of rank 0, and the parameters: those of modules that can be sent."""
-        if self.ranks.size == 1:
-            return
-        named = [
-            one
-            for module in modules
-            for one in (*module.named_buffers(), *(() if buffers_only else module.named_parameters()))
-        ]
-        copy_from_first(self.ranks, [(name, one) for name, one in named if not (one.is_meta or one.is_quantized)])
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks the `tensors` of rank 0, except those that cannot be sent."""
+        sent = [one for one in tensors if not (one.is_meta or one.is_quantized)]
+        copy_from_first(self._ranks, [(f"tensor {at}", one) for at, one in enumerate(sent)])
 
     def _new_warnings(self, notifier: EventNotifier) -> list[str]:
         new = [text for text in (*notifier.warnings, *self._warned) if text not in self._shared]

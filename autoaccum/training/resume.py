@@ -18,15 +18,17 @@ from typing import Any
 import torch
 
 from autoaccum.accumulation.argument_checks import check_plan, differences, plan_facts, unwrap_model
+from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.accumulation.sharded_tensors import model_class
+from autoaccum.checks import counted
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.planning.plan_record import Plan
 from autoaccum.training.checkpoints import read_checkpoint
 from autoaccum.training.data_source import Source
 from autoaccum.training.fit_events import Notice, Planning
 from autoaccum.training.fit_request import FitRequest
-from autoaccum.training.ranks_agreement import Together
+from autoaccum.training.ranks_agreement import TrainingRanks
 from autoaccum.training.run_folder import RunFolder
 from autoaccum.training.training_setup import TrainingComponents, TrainingSetup
 from autoaccum.units import format_bytes
@@ -50,7 +52,7 @@ class LoadedCheckpoint:
 
 
 def find_checkpoint(
-    folder: RunFolder | None, resume: str, notify: Callable[[Any], Any], together: Together
+    folder: RunFolder | None, resume: str, notify: Callable[[Any], Any], ranks: TrainingRanks
 ) -> LoadedCheckpoint | None:
     """Return the newest undamaged checkpoint of the folder, subject to `resume`; None for a new run.
 
@@ -69,7 +71,7 @@ def find_checkpoint(
         own = _find_newest(folder, resume, notify)
         return None if own is None else own.path
 
-    path = together.by_first(choose)
+    path = ranks.by_first(choose)
     return own if path is None or own is not None else LoadedCheckpoint(path, read_checkpoint(path))
 
 
@@ -147,7 +149,6 @@ def choose_micro_batch(
     source: Source,
     checkpoint: LoadedCheckpoint | None,
     notify: Callable[[Any], Any],
-    ranks: int,
 ) -> MicroBatchChoice:
     """Return the micro-batch that was given, else that of the interrupted run, else that of a new plan.
 
@@ -155,7 +156,7 @@ def choose_micro_batch(
         UsageError: The given plan is for other updates or another device.
         DoesNotFitError, NotMeasuredError, WorkloadError: Planning failed.
     """
-    found = _choose_without_planning(request, setup, checkpoint, notify, ranks)
+    found = _choose_without_planning(request, setup, checkpoint, notify)
     if found is not None:
         unused = [name for name in ("memory", "reserve", "worst_of") if getattr(request.options, name) is not None]
         if unused:
@@ -166,7 +167,7 @@ def choose_micro_batch(
         return replace(found, multiple_of=each)
     notify(Planning(setup.name))
     try:
-        made = setup.plan(source.planning_batch, notify, ranks)
+        made = setup.plan(source.planning_batch, notify)
     except (UsageError, NotMeasuredError) as error:
         hint = "" if error.hint is None else f"{error.hint}; or "
         raise type(error)(error.message, hint=f"{hint}give a number of your own: {_as_option(32)}") from error.__cause__
@@ -218,13 +219,12 @@ def _choose_without_planning(
     setup: TrainingSetup,
     checkpoint: LoadedCheckpoint | None,
     notify: Callable[[Any], Any],
-    ranks: int,
 ) -> MicroBatchChoice | None:
     if request.micro_batch is not None:
         return MicroBatchChoice(request.micro_batch)
     if request.plan is not None:
         given = Plan.load(request.plan) if isinstance(request.plan, (str, os.PathLike)) else request.plan
-        _check_given_plan(given, request, setup, ranks)
+        _check_given_plan(given, request, setup)
         return MicroBatchChoice(given.micro_batch, given)
     if checkpoint is None:
         return None
@@ -232,20 +232,20 @@ def _choose_without_planning(
     if plan is None:
         return MicroBatchChoice(int(checkpoint.record["micro_batch"]))
     different = _device_differences(plan, setup.device)
-    if plan.world_size != ranks:
-        different = [(_count_ranks(plan.world_size), _count_ranks(ranks)), *different]
+    if plan.world_size != (ranks := world_size()):
+        different = [(counted(plan.world_size, "rank"), counted(ranks, "rank")), *different]
     if not different:
         return MicroBatchChoice(plan.micro_batch, plan)
     notify(Notice(f"the run was planned for {different[0][0]}, and this is {different[0][1]}: it is planned again"))
     return None
 
 
-def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup, ranks: int) -> None:
+def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup) -> None:
     """Check a plan before anything is built; `check_choice` compares the rest."""
     if not isinstance(plan, Plan):
         raise UsageError(f"plan is a {type(plan).__name__}", hint='give a Plan, or the file of one: "plan.json"')
-    if plan.world_size != ranks:
-        planned, here = _count_ranks(plan.world_size), _count_ranks(ranks)
+    if plan.world_size != (ranks := world_size()):
+        planned, here = counted(plan.world_size, "rank"), counted(ranks, "rank")
         raise UsageError(f"the plan is for {planned}, fit trains on {here}", hint=f"plan with --world-size {ranks}")
     if plan.target_batch != request.target_batch:
         raise UsageError(
@@ -256,10 +256,6 @@ def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup, ran
     if different:
         (planned, here), *_ = different
         raise UsageError(f"the plan is for {planned}; this is {here}", hint=_replan_hint(request, plan))
-
-
-def _count_ranks(count: int) -> str:
-    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def _device_differences(plan: Plan, device: torch.device) -> list[tuple[str, str]]:

@@ -46,8 +46,8 @@ class RunFolder:
         self.path = Path(path).absolute()
         folder = self.path / "checkpoints"
         self._lock: int | None = None
+        self.checkpoints = Checkpoints(folder, keep)
         if reads_only:
-            self.checkpoints = Checkpoints(folder, keep, reads_only=True)
             return
         try:
             others = [name for name in _RUN_FILES if os.path.lexists(self.path / name)]
@@ -65,7 +65,7 @@ class RunFolder:
         except (OSError, ValueError) as error:  # A null byte in the name is a ValueError.
             reason = getattr(error, "strerror", None) or error
             raise UsageError(f"{self.path} cannot be written to ({reason})", hint=_OTHER_FOLDER) from None
-        self.checkpoints = Checkpoints(folder, keep)
+        self.checkpoints.clear()
 
     def write_weights(self, weights: Mapping[str, Any], name: str = "model.pt") -> Path:
         """Write weights, a plain `state_dict`, whole or not at all, and return the path.

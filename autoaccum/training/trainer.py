@@ -19,7 +19,7 @@ from autoaccum.training.data_windows import DataSettings
 from autoaccum.training.fit_events import EventNotifier, FitResult, Notice, Started
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.loop import Loop
-from autoaccum.training.ranks_agreement import Together, raise_other
+from autoaccum.training.ranks_agreement import TrainingRanks, raise_other
 from autoaccum.training.resume import (
     MicroBatchChoice,
     check_choice,
@@ -50,19 +50,18 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
     """
     began = time.monotonic()
     with ExitStack() as stack:
-        ranks = stack.enter_context(launched_ranks(on_cards=request.options.device != "cpu"))
-        together = Together(ranks)
-        stack.enter_context(together.ending())
-        stack.enter_context(together.warning_once())
-        shown = [] if on_event is None or not together.is_first else [on_event]
+        ranks = TrainingRanks(stack.enter_context(launched_ranks(on_cards=request.options.device != "cpu")))
+        stack.enter_context(ranks.ending())
+        stack.enter_context(ranks.warning_once())
+        shown = [] if on_event is None or not ranks.is_first else [on_event]
         notifier = EventNotifier(shown, request.callbacks)
         notify = notifier.notify
         stack.callback(RngState(initialized_cuda_devices()).restore)
         setup = TrainingSetup(request)
         folder = None
         if request.run_dir is not None:
-            reads_only = not together.is_first
-            folder = stack.enter_context(RunFolder(request.run_dir, keep=request.keep, reads_only=reads_only))
+            folder = RunFolder(request.run_dir, keep=request.keep, reads_only=not ranks.is_first)
+            stack.enter_context(folder)
         settings = DataSettings(
             target_batch=request.target_batch,
             seed=request.seed,
@@ -70,17 +69,17 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             collate=setup.collate,
             batching=setup.objective.batching,
             card=setup.device if setup.device.type == "cuda" else None,
-            rank=together.ranks.rank,
-            ranks=together.ranks.size,
+            rank=ranks.rank,
+            ranks=ranks.size,
         )
         source = open_source(setup.data, settings)
         stack.callback(source.close)
-        checkpoint = find_checkpoint(folder, request.resume, notify, together)
+        checkpoint = find_checkpoint(folder, request.resume, notify, ranks)
         if checkpoint is not None:
             check_same_run(checkpoint, describe_request(request, source))  # Before a plan that may take minutes.
             warn_of_changes(checkpoint, setup.name, setup.digest, notify)
         resumed_from = None if checkpoint is None else checkpoint.path
-        choice = choose_micro_batch(request, setup, source, checkpoint, notify, together.ranks.size)
+        choice = choose_micro_batch(request, setup, source, checkpoint, notify)
         if setup.device.type == "cuda":  # CUDA may have started only during planning.
             stack.callback(RngState([setup.device]).restore)
         _seed_training(request.seed)  # All ranks build the same model.
@@ -90,29 +89,29 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
             check_same_run(checkpoint, run)
         check_choice(request, setup, components, choice, notify)
         signals = stack.enter_context(StopSignals())
-        stack.enter_context(together.ending(signals))
+        stack.enter_context(ranks.ending(signals))
         stack.callback(source.close)  # Before StopSignals ends, which hides errors of workers that a signal ended.
-        choice = _lower(choice, None if folder is None else together.by_first(folder.read_ceiling), notify)
+        choice = _lower(choice, None if folder is None else ranks.by_first(folder.read_ceiling), notify)
         parts = request, setup, components, source, choice, folder, run
-        loop = Loop(*parts, signals=signals, notifier=notifier, together=together)
-        if together.ranks.rank > 0:
-            _seed_training(request.seed, together.ranks.rank)
+        loop = Loop(*parts, signals=signals, notifier=notifier, ranks=ranks)
+        if ranks.rank > 0:
+            _seed_training(request.seed, ranks.rank)
         if checkpoint is not None:
             loop.restore(checkpoint.record)
             loop.checkpoint_writer.resume_from(checkpoint.path)
         notify(_started(request, loop, resumed_from))
         loop.checkpoint_writer.write_first()  # Before other files: a checkpoint shows that they belong to a run.
-        if folder is not None and together.is_first:
+        if folder is not None and ranks.is_first:
             progress = loop.progress
             log = stack.enter_context(MetricsLog(folder.path, progress.update, progress.evaluated_at, notify))
             notifier.listeners.append(log.on_event)
             if choice.plan is not None:
                 choice.plan.save(folder.path / "plan.json", force=True)
         if checkpoint is not None:
-            _restore_rng(request, loop, checkpoint.record, together, notify)
+            _restore_rng(request, loop, checkpoint.record, ranks, notify)
             checkpoint = None  # Frees host memory as large as model and optimizer.
-        _run(loop, signals, together, folder)
-        return _result(loop, folder, notifier, resumed_from, time.monotonic() - began, together)
+        _run(loop, signals, ranks, folder)
+        return _result(loop, folder, notifier, resumed_from, time.monotonic() - began, ranks)
 
 
 def _seed_training(*numbers: int) -> None:
@@ -122,17 +121,17 @@ def _seed_training(*numbers: int) -> None:
 
 
 def _restore_rng(
-    request: FitRequest, loop: Loop, record: Mapping[str, Any], together: Together, notify: Callable[[Any], Any]
+    request: FitRequest, loop: Loop, record: Mapping[str, Any], ranks: TrainingRanks, notify: Callable[[Any], Any]
 ) -> None:
     """Continue with the random states of the interrupted run, or with new ones on another number of ranks."""
     states = [record["training"]["random"], *record.get("random_of_others", ())]
-    rank, progress = together.ranks.rank, loop.progress
-    if len(states) == together.ranks.size and None not in states:
+    rank, progress = ranks.rank, loop.progress
+    if len(states) == ranks.size and None not in states:
         restore_training_rng(states[rank], loop.components)
         return
     _seed_training(request.seed, progress.epoch, progress.update, rank)
-    seen = f"the run had {len(states)} ranks, and has {together.ranks.size} now"
-    if len(states) == together.ranks.size:
+    seen = f"the run had {len(states)} ranks, and has {ranks.size} now"
+    if len(states) == ranks.size:
         seen = "a rank was gone when the checkpoint was written"
     notify(Notice(f"{seen}: random numbers, as of dropout, are drawn anew from here", warns=False))
 
@@ -146,23 +145,23 @@ def _lower(choice: MicroBatchChoice, ceiling: int | None, notify: Callable[[Any]
     return MicroBatchChoice(ceiling, multiple_of=choice.multiple_of)
 
 
-def _run(loop: Loop, signals: StopSignals, together: Together, folder: RunFolder | None) -> None:
+def _run(loop: Loop, signals: StopSignals, ranks: TrainingRanks, folder: RunFolder | None) -> None:
     """Train. After any error, save the state of the last whole update, unless that state is unknown."""
     writer = loop.checkpoint_writer
     try:
         loop.run()
     except BaseException as own:
-        error = together.tell(own, signals, is_known=loop.stepper.has_failed)
+        error = ranks.report(own, signals, is_known=loop.stepper.has_failed)
         # Nothing is written after a second signal. Any other BaseException comes from the user's code.
         at_once = signals.requested is not None and not isinstance(error, (StopRequested, Exception))
         # If the weights are no longer finite, the previous checkpoint is worth more.
         is_finite = not isinstance(error, NonFiniteError) or loop.stepper.has_finite_weights
         can_save = loop.stepper.is_whole and is_finite and not at_once and not is_context_dead(error)
         if loop.stepper.is_whole or not loop.components.is_sharded:  # Else other ranks may wait for this one to leave.
-            together.leave_out_absent(can_save)
-        if can_save and not (loop.components.is_sharded and together.is_alone):
+            ranks.leave_out_absent(can_save)
+        if can_save and not (loop.components.is_sharded and ranks.is_alone):
             writer.write()
-        if isinstance(error, UpdateInterrupted) and error.next_micro_batch and folder and together.is_first:
+        if isinstance(error, UpdateInterrupted) and error.next_micro_batch and folder and ranks.is_first:
             folder.write_ceiling(error.next_micro_batch)
         if isinstance(error, UpdateInterrupted) and writer.newest is not None:
             hint = f"the same command resumes from {writer.newest}"
@@ -196,7 +195,7 @@ def _result(
     notifier: EventNotifier,
     resumed_from: Path | None,
     seconds: float,
-    together: Together,
+    ranks: TrainingRanks,
 ) -> FitResult:
     progress, averages = loop.progress, loop.components.averages
     if progress.update and not progress.applied:
@@ -206,12 +205,12 @@ def _result(
     if folder is not None:
         try:
             weights = full_weights(loop.components)
-            model_path = together.by_first(lambda: folder.write_weights(weights))
+            model_path = ranks.by_first(lambda: folder.write_weights(weights))
             if averages is not None:
-                ema_path = together.by_first(lambda: folder.write_weights(averages.model.state_dict(), "ema.pt"))
+                ema_path = ranks.by_first(lambda: folder.write_weights(averages.model.state_dict(), "ema.pt"))
         except (CheckpointError, UsageError) as error:
             unsaved = unsaved or str(error)
-    together.share_warnings(notifier)
+    ranks.share_warnings(notifier)
     return FitResult(
         model=loop.components.model,
         optimizer=loop.components.optimizer,

@@ -157,18 +157,17 @@ class TrainingSetup:
         self.evaluation_batch, self._keeps = own.evaluation_batch, own.keeps
         self.device = find_device(request.options.device)
 
-    def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None, ranks: int = 1) -> Plan:
+    def plan(self, planning_batch: Callable[..., Any], on_event: Callable[[Any], Any] | None) -> Plan:
         """Find the micro-batch by trials: in child processes if a file has all the code, else in this process.
 
         Args:
             planning_batch: `Source.planning_batch`, which makes `batch(size)` from the data if the workload has none.
             on_event: Called with the planner's events.
-            ranks: The number of ranks that share the target.
 
         Raises:
             UsageError: This process is one of several ranks, and trials would run in it.
         """
-        request, options, workload = self._request, self._request.options, self._workload
+        request, options, workload, ranks = self._request, self._request.options, self._workload, world_size()
         limits: dict[str, Any] = {name: getattr(options, name) for name in ("memory", "reserve", "parallel", "mesh")}
         limits["world_size"] = ranks
         in_code = (request.collate, request.evaluate, request.data, request.split)

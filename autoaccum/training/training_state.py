@@ -22,6 +22,7 @@ from autoaccum.errors import UsageError, first_line
 from autoaccum.training.fit_events import Notice
 from autoaccum.training.training_setup import TrainingComponents
 
+_GATHERED = torch_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
 _MOST_LISTED = 3
 """Differences that one message lists."""
 
@@ -111,7 +112,7 @@ def capture_training(components: TrainingComponents) -> dict[str, Any]:
         UsageError: The scheduler has no state_dict.
     """
     root, optimizer = _joint_module(components), components.optimizer
-    gathered = torch_state.StateDictOptions(full_state_dict=True, cpu_offload=True) if components.is_sharded else None
+    gathered = _GATHERED if components.is_sharded else None
     state = torch_state.get_model_state_dict(root, options=gathered)
     averages = components.averages
     return {
@@ -138,8 +139,7 @@ def full_weights(components: TrainingComponents) -> dict[str, Any]:
     model = unwrap_model(components.model)
     if not components.is_sharded:
         return dict(model.state_dict())
-    options = torch_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return dict(torch_state.get_model_state_dict(model, options=options))
+    return dict(torch_state.get_model_state_dict(model, options=_GATHERED))
 
 
 def restore_training(

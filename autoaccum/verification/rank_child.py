@@ -6,7 +6,6 @@ import pickle
 import warnings
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.ranks.group import Ranks, join_ranks
 from autoaccum.accumulation.rng_replay import HostRngReplay
+from autoaccum.accumulation.schedule import slices
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.trial_run import seed_everything
@@ -34,7 +34,7 @@ class RunOnRank(Request[None]):
     """Make the update of a `RankTask`, as one of `size` ranks.
 
     Attributes:
-        folder: Where the fixtures and tasks are; the result of rank 0 is written beside its task.
+        folder: Where the tasks are; the result of rank 0 is written beside its task.
         task: The name of the task's file.
         rank: The rank of this process, from its first request on.
         size: The number of ranks.
@@ -50,10 +50,10 @@ class RunOnRank(Request[None]):
 
 @dataclass(frozen=True)
 class RankTask:
-    """An update of one batch: the file of its fixture, the way it is made, and which parts each rank has.
+    """An update of one batch: the fixture, the way it is made, and which parts each rank has.
 
     Attributes:
-        fixture: The name of the fixture's file.
+        fixture: What is trained.
         method: By the Accumulator, or by the workload's own loop.
         ablation: The change to training.
         batch: The whole batch.
@@ -61,7 +61,7 @@ class RankTask:
         parts_by_rank: How many of them each rank runs, in their order.
     """
 
-    fixture: str
+    fixture: Fixture
     method: Method
     ablation: Ablation
     batch: Any
@@ -71,9 +71,6 @@ class RankTask:
 
 class RankChild:
     """Handles the requests of one rank."""
-
-    def __init__(self) -> None:
-        self._fixtures: dict[str, Fixture] = {}
 
     @staticmethod
     def prepare() -> None:
@@ -95,11 +92,9 @@ class RankChild:
                     timeout=_PATIENCE,
                 )
             task: RankTask = pickle.loads((folder / request.task).read_bytes())
-            if task.fixture not in self._fixtures:
-                self._fixtures[task.fixture] = pickle.loads((folder / task.fixture).read_bytes())
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                result = _make_update(self._fixtures[task.fixture], task, request.rank)
+                result = _make_update(task, request.rank)
                 result = replace(result, spread=_spread(result.gradients.values(), join_ranks()))
             if request.rank == 0:
                 (folder / f"{request.task}-result").write_bytes(pickle.dumps(result))
@@ -108,18 +103,17 @@ class RankChild:
         return None
 
 
-def _make_update(fixture: Fixture, task: RankTask, rank: int) -> UpdateResult:
-    ends = list(accumulate(task.parts_by_rank))
-    own = slice(ends[rank] - task.parts_by_rank[rank], ends[rank])
+def _make_update(task: RankTask, rank: int) -> UpdateResult:
+    own = slices(task.parts_by_rank)[rank]
     parts = split_batch(task.batch, task.sizes)[own]
     ablation = task.ablation
     if ablation.weights is not None:
         each = ablation.weights * len(task.sizes)
         ablation = replace(ablation, weights=each[own] or ablation.weights)
     seed_everything()
-    host = HostRngReplay(fixture.generators)
+    host = HostRngReplay(task.fixture.generators)
     with neutral_rng():
-        run = UpdateRun(fixture, ablation)
+        run = UpdateRun(task.fixture, ablation)
         if task.method == "accumulate":
             return run.user_loop(parts, host.begin, host.finish, updates=False)
         return run.accumulated(None, parts, host.begin, host.go_on, host.finish, micro_batch=max(task.sizes))

@@ -33,6 +33,9 @@ _LIMIT_SECONDS = 3600.0
 _GRACE_SECONDS = 3.0
 """How long ranks have, after one has failed, to say why they failed too."""
 
+_LEFT_BEHIND: dict[str, Any] = dict.fromkeys(("dataset", "evaluation_dataset", "collate", "scheduler", "path"))
+"""Fields of a workload that an update does not need."""
+
 _OWN_DRAWS = ReplayMismatch("each rank draws its own")
 
 
@@ -43,7 +46,6 @@ class RankTeam:
         self.size = size
         self._folder = tempfile.TemporaryDirectory(prefix="autoaccum-ranks-")
         self._children: list[ChildProcess] = []
-        self._fixtures: dict[int, tuple[Fixture, str]] = {}
         self._tasks = 0
 
     def __enter__(self) -> Self:
@@ -64,9 +66,10 @@ class RankTeam:
         """
         self._tasks += 1
         folder, name = Path(self._folder.name), f"task-{self._tasks}"
-        fixture = self._send(runs.fixture)
+        fixture = copy.copy(runs.fixture)
+        fixture.workload = dataclasses.replace(fixture.workload, **_LEFT_BEHIND)
         task = RankTask(fixture, method, ablation, runs.batch, runs.sizes, runs.parts_by_rank)
-        (folder / name).write_bytes(pack_whole("the batch", task))
+        (folder / name).write_bytes(pack_whole("the workload or its batch", task))
         if not self._children:
             (folder / "meeting").unlink(missing_ok=True)
             self._children = [
@@ -77,17 +80,6 @@ class RankTeam:
         for file in folder.glob(f"{name}*"):
             file.unlink()
         return result
-
-    def _send(self, fixture: Fixture) -> str:
-        """Write a fixture for the ranks, once, and return the name of its file."""
-        if id(fixture) not in self._fixtures:
-            name = f"fixture-{len(self._fixtures)}"
-            sent = copy.copy(fixture)
-            data: dict[str, Any] = dict.fromkeys(("dataset", "evaluation_dataset", "collate", "scheduler", "path"))
-            sent.workload = dataclasses.replace(fixture.workload, **data)
-            (Path(self._folder.name) / name).write_bytes(pack_whole("the workload", sent))
-            self._fixtures[id(fixture)] = fixture, name  # The fixture is kept, so that no other has its id.
-        return self._fixtures[id(fixture)][1]
 
     def _ask(self, requests: Sequence[RunOnRank]) -> None:
         """Send each rank its request, and wait for all."""

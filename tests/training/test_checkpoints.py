@@ -198,7 +198,7 @@ def test_another_format_is_refused_and_never_skipped(tmp_path: Path, version: in
 def test_leftovers_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".checkpoint-00000001.pt.tmp").write_bytes(b"half")
     (tmp_path / ".mine.tmp").touch()
-    Checkpoints(tmp_path)
+    Checkpoints(tmp_path).clear()
     assert [path.name for path in tmp_path.iterdir()] == [".mine.tmp"]
 
 

@@ -66,7 +66,7 @@ class LockstepParts:
         modules = dict(backpropagation.named_modules())
         ranks = RankMeetings(backpropagation.ranks, device) if backpropagation.ranks.size > 1 else None
         lockstep = Lockstep(self._on_part, modules.values(), storage.waiting, ranks)
-        lockstep.adds_up = backpropagation.reduction == "sum" and not self._coupled
+        lockstep.adds_up = backpropagation.objective.reduction == "sum" and not self._coupled
 
         @contextmanager
         def joining_parts() -> Iterator[None]:
@@ -174,7 +174,7 @@ class _LossOfAll:
         if ranks.size == 1:
             return backpropagation.coupled_loss(self._joining.join(outputs, sizes, outputs_of), batches, record)
         own = RankOutputs(ranks, backpropagation.model, backpropagation.device)
-        read = [backpropagation.read_by_coupled_loss(batch) for batch in batches]
+        read = [backpropagation.objective.read_by_coupled_loss(batch) for batch in batches]
         everything, sizes, read = own.gather(outputs, sizes, read)
         mine = {id(one) for one in outputs}
         # Gradients of other ranks' outputs are not used, but a loss of theirs alone has to have one, too.

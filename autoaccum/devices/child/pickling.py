@@ -68,18 +68,7 @@ def pack_whole(name: str, part: Any) -> bytes:
     Raises:
         UsageError: It cannot be pickled.
     """
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer, (), with_values=True)
-    try:
-        pickler.dump(part)
-    except Exception as error:
-        raise UsageError(
-            f"{name} cannot be sent to another process ({first_line(error)})",
-            hint="keep locks, open files and generators out of it",
-        ) from error
-    finally:
-        pickler.forget_modules()
-    return buffer.getvalue()
+    return _pack(name, part, (), with_values=True)
 
 
 def unpack(pickled: str) -> Workload:
@@ -141,9 +130,9 @@ class OptimizerLike:
         return made
 
 
-def _pack(name: str, part: Any, known: Collection[int]) -> bytes:
+def _pack(name: str, part: Any, known: Collection[int], *, with_values: bool = False) -> bytes:
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, known)
+    pickler = _Pickler(buffer, known, with_values=with_values)
     try:
         pickler.dump(part)
     except _UsesModelError:
@@ -152,9 +141,10 @@ def _pack(name: str, part: Any, known: Collection[int]) -> bytes:
             hint=f"use the model or the parameters that it is called with; or {_HINT}",
         ) from None
     except Exception as error:
-        raise UsageError(
-            f"{name} cannot be sent to the process that simulates ({first_line(error)})", hint=_HINT
-        ) from error
+        where, hint = "the process that simulates", _HINT
+        if with_values:
+            where, hint = "another process", "keep locks, open files and generators out of it"
+        raise UsageError(f"{name} cannot be sent to {where} ({first_line(error)})", hint=hint) from error
     finally:
         pickler.forget_modules()
     return buffer.getvalue()
@@ -170,7 +160,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     If `with_values`, it pickles every tensor as torch does, so that those which share memory share it again.
     """
 
-    def __init__(self, file: io.BytesIO, known: Collection[int], *, with_values: bool = False) -> None:
+    def __init__(self, file: io.BytesIO, known: Collection[int], *, with_values: bool) -> None:
         super().__init__(file)
         self._with_values = with_values
         self._known = known

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from autoaccum.accumulation.schedule import slices
+
 LoopMistake = Literal[
     "zeroed", "left out", "undivided", "divided twice", "mean of means", "constant", "scaled", "uneven"
 ]
@@ -117,9 +119,8 @@ def _constant(values: Sequence[float]) -> float | None:
 
 def split_by_rank(split: SplitFactors, parts_by_rank: Sequence[int]) -> list[SplitFactors]:
     """Return the factors of each rank that has parts, as they would be if its own parts were the whole window."""
-    ends = list(itertools.accumulate(parts_by_rank))
     found = []
-    for own in (slice(end - count, end) for end, count in zip(ends, parts_by_rank, strict=True) if count):
+    for own in (one for one, count in zip(slices(parts_by_rank), parts_by_rank, strict=True) if count):
         total = sum(split.shares[own]) or 1.0
         found.append(SplitFactors(split.factors[own], tuple(share / total for share in split.shares[own])))
     return found
