@@ -14,6 +14,8 @@ Category = Literal[
     "gradients",
     "optimizer_state",
     "averages",
+    "gathered_parameters",
+    "communication",
     "activations",
     "outputs",
     "temporaries",
@@ -21,11 +23,13 @@ Category = Literal[
     "unused",
 ]
 """The purpose of allocated bytes. `parameters`: with buffers. `gradients`: with the fp32 buffers that they accumulate
-in. `averages`: copies of the weights, such as an EMA. `activations`: tensors that forward keeps for backward (with
-inputs, and copies by autocast), and the few bytes of losses that are not yet read. `outputs`: tensors that the loop
-holds (the model's outputs and the loss), whether or not backward needs them, too; none without `keeps`.
-`temporaries`: other tensors of backward and update, and those of forward that do not outlive it. `workspace`: memory
-that kernels and libraries take beside tensors. `unused`: cached or lost to rounding; part of the peak."""
+in. `averages`: copies of the weights, such as an EMA. `gathered_parameters`: whole parameters of modules that FSDP2
+shards, from before their forward or backward until after it. `communication`: what collectives of several ranks read
+and write beside that. `activations`: tensors that forward keeps for backward (with inputs, and copies by autocast), and
+the few bytes of losses that are not yet read. `outputs`: tensors that the loop holds (the model's outputs and the
+loss), whether or not backward needs them, too; none without `keeps`. `temporaries`: other tensors of backward and
+update, and those of forward that do not outlive it. `workspace`: memory that kernels and libraries take beside tensors.
+`unused`: cached or lost to rounding; part of the peak."""
 
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 
