@@ -19,6 +19,7 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
+from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.devices.base import Inspection
@@ -110,7 +111,7 @@ def describe_setup(
     return {
         "name": workload.name,
         "digest": workload.digest,
-        "model": type(unwrap_model(model)).__name__,
+        "model": model_class(unwrap_model(model)).__name__,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storage_bytes(parameters),
         "precision": workload.precision,

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.accumulator import Accumulator, StepResult
 from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.ranks.parallelize import shard_model
 from autoaccum.accumulation.ranks.replicated import take_room
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
@@ -34,7 +35,7 @@ from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_
 from autoaccum.devices.meters import Meter
 from autoaccum.devices.trial_record import Reading, RunTrial, TrialMeasurement, without_evaluation_retries
 from autoaccum.errors import WorkloadError
-from autoaccum.options import Joining
+from autoaccum.options import Joining, Reduce
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.spec import Workload
@@ -86,7 +87,10 @@ class TrialRun:
         share: Samples per update on this rank: the batch that is made and held, as `Accumulator.step` holds it.
         device: The device that the model is moved to before the optimizer is made; None: it stays. The batch stays on
             the CPU, and the Accumulator moves one part at a time.
-        world_size: The ranks of the training; the memory in which several sum their gradients is taken too.
+        world_size: The ranks of the training if there are no others here; the memory in which several sum their
+            gradients is taken too.
+        mesh: The mesh of ranks that the model is sharded over; None: each holds the whole model.
+        reduce: Whether gradients of a sharded model are summed over ranks with each part or with the last one.
         before_update: Called before each update.
         around_evaluation: Called before and after the evaluation, and after the update that follows it.
     """
@@ -98,6 +102,8 @@ class TrialRun:
         device: torch.device | None = None,
         *,
         world_size: int = 1,
+        mesh: tuple[int, ...] | None = None,
+        reduce: Reduce = "each",
         before_update: Callable[[], None] = lambda: None,
         around_evaluation: Callable[[], object] = lambda: None,
     ) -> None:
@@ -105,7 +111,7 @@ class TrialRun:
         each = workload.multiple_of or 1
         self._share = self._size = -(-share // each) * each
         self._device = device
-        self._world_size = world_size
+        self._world_size, self._mesh, self._reduce = world_size, mesh, reduce
         self._before_update = before_update
         self._around_evaluation = around_evaluation
         self._phase: Phase = "start"
@@ -204,7 +210,12 @@ class TrialRun:
     def _prepare(self, parts: Sequence[int], observer: StepObserver | None = None) -> tuple[Accumulator, Any]:
         seed_everything()
         self._phase = "model"
-        model = move_model(self._workload.build_model(), self._device)
+        model = self._workload.build_model()
+        if self._mesh is None:
+            model = move_model(model, self._device)
+        else:
+            assert self._device is not None
+            model = shard_model(model, self._device, self._mesh, self._workload.parallelize)
         if "ema" in self._workload.keeps:
             self._averages = EmaModel(model)
         self._phase = "optimizer"
@@ -219,7 +230,9 @@ class TrialRun:
         )
         if self._world_size > 1:
             observer = _RankRoom(optimizer, observer, in_fp32=self._workload.accumulate_in == "fp32")
-        self._accumulator = make_accumulator(self._workload, model, optimizer, max(parts), objective, observer)
+        self._accumulator = make_accumulator(
+            self._workload, model, optimizer, max(parts), objective, observer, reduce=self._reduce
+        )
         return self._accumulator, batch
 
     def _update(self, accumulator: Accumulator, window: Sequence[Any], *, may_skip: bool = False) -> StepResult:
@@ -326,6 +339,8 @@ def make_accumulator(
     micro_batch: int,
     objective: Objective | None = None,
     observer: StepObserver | None = None,
+    *,
+    reduce: Reduce = "each",
 ) -> Accumulator:
     """Make the Accumulator that trains by the plan, except that running out of memory ends the trial.
 
@@ -343,6 +358,7 @@ def make_accumulator(
         multiple_of=workload.multiple_of,
         accumulate_in=workload.accumulate_in,
         recover=False,
+        reduce=reduce,
         observer=observer,
     )
 

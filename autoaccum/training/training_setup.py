@@ -28,6 +28,7 @@ from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
 from autoaccum.accumulation.gradients import choose_scaler
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
+from autoaccum.accumulation.ranks.parallelize import choose_parallel, shard_model
 from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, find_used_modules
 from autoaccum.accumulation.sharded_tensors import is_sharded_model
@@ -258,12 +259,16 @@ class TrainingSetup:
         if own is None:
             model: nn.Module = self._request.model_or_workload
             return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
-        model = own.build_model().to(self.device)
+        model, options = own.build_model(), self._request.options
         check_unsharded(model)
         for module in find_auxiliary_modules(own).values():
             module.to(self.device)
-        if own.parallelize is not None and world_size() > 1:
-            model = _parallelize(own.parallelize, model)
+        if world_size() > 1 and choose_parallel(options.parallel, own.parallelize) == "fsdp2":
+            # On the host, since a card may not have room for a whole model.
+            copy_from_first(join_ranks(), (*model.named_parameters(), *model.named_buffers()))
+            model = shard_model(model, self.device, options.mesh or (world_size(),), own.parallelize)
+        else:
+            model = model.to(self.device)
         return model, own.build_optimizer(model)
 
     def _make_scheduler(self, optimizer: Optimizer) -> Any:
@@ -310,17 +315,6 @@ class TrainingSetup:
         for module in find_used_modules(self.objective, model, self._request.evaluate).values():
             module.to(target)
         return model_device(model)
-
-
-def _parallelize(parallelize: Callable[[nn.Module, Any], Any], model: nn.Module) -> nn.Module:
-    """Shard a model, of which all ranks have the same weights, over all ranks as the workload says."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    copy_from_first(join_ranks(), (*model.named_parameters(), *model.named_buffers()))
-    made = parallelize(model, init_device_mesh(model_device(model).type, (world_size(),)))
-    if not isinstance(made, nn.Module | None):
-        raise WorkloadError(f"parallelize(model, mesh) returned {describe_type(made)}", hint="return the model")
-    return model if made is None else made
 
 
 def _read_workload(request: FitRequest) -> Workload:

@@ -278,6 +278,12 @@ def join_ranks() -> Ranks:
     return _ranks[1]
 
 
+def replace_ranks(ranks: Ranks) -> None:
+    """Let `join_ranks` return `ranks` as those of the default process group, as a simulation of it needs."""
+    global _ranks
+    _ranks = ranks.group, ranks
+
+
 def world_size() -> int:
     """Return the number of ranks of the default process group; 1 without one."""
     import torch.distributed as dist

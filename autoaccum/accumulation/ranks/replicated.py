@@ -21,6 +21,8 @@ _BUCKET_BYTES = 25 * MIB
 def copy_from_first(ranks: Ranks, named: Iterable[tuple[str, Tensor]]) -> None:
     """Give all ranks the tensors of rank 0; of those that are sharded each rank keeps its own part.
 
+    Those on `meta` have no values.
+
     Raises:
         UsageError: The ranks' tensors differ in name, shape or dtype.
     """
@@ -35,8 +37,12 @@ def copy_from_first(ranks: Ranks, named: Iterable[tuple[str, Tensor]]) -> None:
                 f"the models of rank {ranks.rank} and rank {rank} differ: only one has {own}",
                 hint="build the same model on all ranks",
             )
-    for tensor in {id(tensor): tensor for _, tensor in named if not is_sharded(tensor)}.values():
+    for tensor in {id(tensor): tensor for _, tensor in named if not _stays(tensor)}.values():
         _copy(ranks, tensor)
+
+
+def _stays(tensor: Tensor) -> bool:
+    return is_sharded(tensor) or tensor.device.type == "meta"
 
 
 def _copy(ranks: Ranks, tensor: Tensor) -> None:
@@ -54,7 +60,7 @@ def _copy(ranks: Ranks, tensor: Tensor) -> None:
     # A copy where values are not in a row, and as bytes: gloo lacks dtypes.
     plain = tensor.contiguous()
     ranks.copy_first(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8))
-    if plain.data_ptr() != tensor.data_ptr():
+    if plain is not tensor:
         tensor.copy_(plain)
 
 

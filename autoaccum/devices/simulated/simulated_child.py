@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import singledispatchmethod
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from autoaccum.accumulation.ranks.parallelize import choose_parallel
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.devices.base import Inspection
@@ -47,39 +48,50 @@ from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
 from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
+from autoaccum.devices.simulated.tracing.one_rank import prepare_ranks, simulate_ranks
 from autoaccum.devices.simulated.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
 from autoaccum.devices.simulated.tracing.recorder import OnAllocation
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.devices.simulated.unsupported import as_workload_error, reads_missing_host_value
 from autoaccum.devices.trial_child import load_requested
-from autoaccum.devices.trial_record import Inspect, Loaded
+from autoaccum.devices.trial_record import Inspect, Loaded, PartsRequest
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
+from autoaccum.options import Options, Parallel
 from autoaccum.workload.spec import Workload
 
 T = TypeVar("T")
 
 
 def trace_trial(
-    workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False
+    workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **of_ranks: Any
 ) -> tuple[Trace, TrialRun, list[str]]:
     """Run a trial of `parts` on the card of `mode`, which must be entered; also returns the names of the loss's terms.
 
     The batch has the size of the largest part, or of all `joined` ones (`PartsRequest`), and stays on the host. Garbage
     is collected only between updates, so that every trace of a step is the same.
+
+    Args:
+        workload: The workload.
+        parts: As in `Trial`.
+        mode: The card.
+        joined: As in `PartsRequest`.
+        of_ranks: `mesh` and `reduce` of `TrialRun`.
     """
-    trial_run = _make_trial_run(workload, sum(parts) if joined else max(parts), mode.recorder.mark_update)
+    trial_run = _make_trial_run(workload, sum(parts) if joined else max(parts), mode.recorder.mark_update, of_ranks)
     trace, result = _run_traced(trial_run, parts, mode, joined=joined)
     return trace, trial_run, list(result.terms)
 
 
-def label_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False) -> LabelledTrace:
+def label_trial(
+    workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **of_ranks: Any
+) -> LabelledTrace:
     """Return the same trace with labels for its blocks, which takes longer."""
 
     def begin_update() -> None:
         mode.recorder.mark_update()
         labeller.mark_update()
 
-    trial_run = _make_trial_run(workload, sum(parts) if joined else max(parts), begin_update)
+    trial_run = _make_trial_run(workload, sum(parts) if joined else max(parts), begin_update, of_ranks)
     loss = workload.objective.criterion
     auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
     auxiliary += find_auxiliary_modules(workload).values()
@@ -89,12 +101,14 @@ def label_trial(workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *,
     return labeller.label(trace)
 
 
-def _make_trial_run(workload: Workload, size: int, begin_update: Callable[[], None]) -> TrialRun:
+def _make_trial_run(
+    workload: Workload, size: int, begin_update: Callable[[], None], of_ranks: Mapping[str, Any]
+) -> TrialRun:
     def before_update() -> None:
         gc.collect()
         begin_update()
 
-    return TrialRun(workload, size, device=DEVICE, before_update=before_update)
+    return TrialRun(workload, size, device=DEVICE, before_update=before_update, **of_ranks)
 
 
 def _run_traced(
@@ -134,7 +148,7 @@ def manual_garbage_collection() -> Iterator[None]:
         (gc.enable if was_enabled else gc.disable)()
 
 
-def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode) -> tuple[Inspection, Trace]:
+def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_ranks: Any) -> tuple[Inspection, Trace]:
     """Run a trial of two micro-batches of two samples, or fewer if `share` is smaller; also returns the trace.
 
     No values are computed, so neither the loss nor its weighting can be checked.
@@ -143,7 +157,7 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode) -> tup
     parts = (size,) if size == share else (size, size)
     joined = bool(workload.coupled) or workload.batchnorm == "exact"
     with collect_warnings() as messages:
-        trace, trial_run, terms = trace_trial(workload, parts, mode, joined=joined)
+        trace, trial_run, terms = trace_trial(workload, parts, mode, joined=joined, **of_ranks)
     assert trial_run.made is not None
     model, optimizer = trial_run.made
     workload, found_multiple = detect_multiple(workload, model, share)
@@ -172,6 +186,7 @@ class SimulatedChild:
         self._card: Card | None = None
         self._workload: Workload | None = None
         self._share = 0
+        self._options = Options()
         self._lazy: tuple[str, ...] = ("models", "batches")
         self._traces: dict[TraceParts, Trace] = {}
 
@@ -203,7 +218,12 @@ class SimulatedChild:
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
             self._card, self._share = request.card, request.share
+            self._options = Options(**request.options)
+            if self._options.world_size > 1:
+                prepare_ranks()
             self._mode = self._stack.enter_context(simulate(self._card))
+            if self._options.world_size > 1:
+                simulate_ranks(self._options.world_size, self._mode, self._stack)
             seed_everything()
             workload = load_requested(request)
         except BaseException as error:
@@ -216,9 +236,9 @@ class SimulatedChild:
     @handle.register
     def _inspect(self, request: Inspect) -> Inspection | Failure:
         def run(workload: Workload, mode: FakeCudaMode) -> Inspection:
-            inspection, trace = inspect_simulated(workload, self._share, mode)
+            inspection, trace = inspect_simulated(workload, self._share, mode, mesh=self._mesh)
             self._traces[TraceParts(parts=trace.parts, joined=inspection.joining is not None)] = trace
-            return inspection
+            return replace(inspection, parallel=self._parallel)
 
         return self._run(run, "a trial of two samples on the simulated card")
 
@@ -228,7 +248,7 @@ class SimulatedChild:
             if request not in self._traces:
                 if request.coupled is not None:
                     workload = replace(workload, coupled=request.coupled)
-                self._traces[request], *_ = trace_trial(workload, request.parts, mode, joined=request.joined)
+                self._traces[request], *_ = trace_trial(workload, request.parts, mode, **self._fields(request))
             return self._traces[request]
 
         return self._run(run, f"{request.doing} on the simulated card", silent=True)
@@ -236,9 +256,9 @@ class SimulatedChild:
     @handle.register
     def _label(self, request: LabelParts) -> LabelledTrace | Failure:
         doing = f"{request.doing} on the simulated card"
-        joined = request.joined
+        fields = self._fields(request)
         return self._run(
-            lambda workload, mode: label_trial(workload, request.parts, mode, joined=joined), doing, silent=True
+            lambda workload, mode: label_trial(workload, request.parts, mode, **fields), doing, silent=True
         )
 
     @handle.register
@@ -254,7 +274,7 @@ class SimulatedChild:
     def _change(self, request: TraceChanged) -> ChangedTrace:
         def run(workload: Workload, mode: FakeCudaMode) -> Trace:
             changed = apply_change(workload, request.change)
-            return trace_trial(changed, request.parts, mode, joined=request.joined)[0]
+            return trace_trial(changed, request.parts, mode, **self._fields(request))[0]
 
         assert self._mode is not None
         gc.collect()
@@ -265,6 +285,21 @@ class SimulatedChild:
         gc.collect()
         self._mode.recorder.forget_all_but(live)
         return ChangedTrace(message=traced.message)
+
+    @property
+    def _parallel(self) -> Parallel | None:
+        """How the ranks train one model; None for one rank."""
+        assert self._workload is not None
+        several = self._options.world_size > 1
+        return choose_parallel(self._options.parallel, self._workload.parallelize) if several else None
+
+    @property
+    def _mesh(self) -> tuple[int, ...] | None:
+        """The mesh that the model is sharded over; None if it is not."""
+        return self._options.mesh or (self._options.world_size,) if self._parallel == "fsdp2" else None
+
+    def _fields(self, request: PartsRequest[Any]) -> dict[str, Any]:
+        return {"joined": request.joined, "mesh": self._mesh, "reduce": request.reduce or "each"}
 
     def _run(self, job: Callable[[Workload, FakeCudaMode], T], about: str, *, silent: bool = False) -> T | Failure:
         """Run a job on a lazily built batch and model; if it reads values that these lack, run it again on real ones.

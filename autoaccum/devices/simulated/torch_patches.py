@@ -93,7 +93,7 @@ def compiler_unloaded(patches: Patches) -> Iterator[None]:
         return
     names, config_name = vars(torch), f"{COMPILER}.config"
     config = Unloaded(config_name, **_COMPILER_DEFAULTS)
-    names["_dynamo"] = unloaded = Unloaded(COMPILER, config=config, disable=lambda function: function)
+    names["_dynamo"] = unloaded = Unloaded(COMPILER, config=config, disable=lambda function, *_, **__: function)
 
     def forget() -> None:
         if names.get("_dynamo") is unloaded:

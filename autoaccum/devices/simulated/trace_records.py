@@ -35,6 +35,8 @@ class Trace:
         phases: Start of each phase of the step, as (index into `events`, phase), ascending.
         last_update: The index in `events` at which the last update begins.
         host_bytes: As `Trial.host_bytes`.
+        streams: The stream of each block, numbered from 1 in the order of their first blocks; 0 is the default stream,
+            on which all blocks are if this is empty.
     """
 
     parts: tuple[int, ...]
@@ -43,6 +45,7 @@ class Trace:
     phases: tuple[tuple[int, Phase], ...]
     last_update: int
     host_bytes: int | None = None
+    streams: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

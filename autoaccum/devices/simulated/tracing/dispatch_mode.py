@@ -67,6 +67,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         checks: Sentences on checks of values that were assumed to pass.
         library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
+        beside: A mode for what PyTorch computes of shapes alone, which is not the card's.
     """
 
     avoid_device_init = True
@@ -78,6 +79,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, card: Card, recorder: Recorder) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        self.beside = FakeTensorMode()  # It could import the compiler later.
         self.cache_enabled = False  # `OperatorCache` is faster, and hardly a call that misses it hits FakeTensorMode's.
         self.recorder = recorder
         self.lazy = False

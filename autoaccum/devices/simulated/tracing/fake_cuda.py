@@ -18,6 +18,7 @@ import torch
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.torch_patches import cudnn_version, patched
 from autoaccum.devices.simulated.tracing.recorder import Recorder
+from autoaccum.devices.simulated.tracing.streams import stream_answers
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 DEVICE = torch.device("cuda", 0)
@@ -26,7 +27,7 @@ _NO_OPERATION = """
 caching_allocator_enable check_error empty_cache ipc_collect manual_seed manual_seed_all
 reset_accumulated_host_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated reset_max_memory_cached
 reset_peak_host_memory_stats reset_peak_memory_stats seed seed_all set_per_process_memory_fraction set_rng_state
-set_rng_state_all set_stream set_sync_debug_mode synchronize _lazy_init
+set_rng_state_all set_sync_debug_mode synchronize _lazy_init
 """
 _NEEDS_DRIVER = """
 caching_allocator_alloc caching_allocator_delete change_current_allocator clock_rate current_blas_handle
@@ -36,45 +37,10 @@ _NO_DRIVER = "cuda driver can't be loaded, is cuda enabled?"
 """The message of `torch.cuda` if NVML finds no driver."""
 
 
-class Stream:
-    """The only stream, which also serves as the events on it."""
-
-    device, device_index, device_type, stream_id, cuda_stream, priority = DEVICE, 0, 1, 0, 0, 0
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def is_capturing(self) -> bool:
-        """Return False: no graph is captured."""
-        return False
-
-    def query(self) -> bool:
-        """Return True: all work is done."""
-        return True
-
-    def elapsed_time(self, _: Any) -> float:
-        """Return 0: no time passes."""
-        return 0.0
-
-    def record_event(self, event: Any = None) -> Any:
-        """Return `event`, or a new one; it has already happened."""
-        return event or Stream()
-
-    def wait(self, *_: Any) -> None:
-        """Do nothing, since all work is done."""
-
-    wait_stream = wait_event = synchronize = record = wait
-
-
 def patch_torch_cuda(card: Card, recorder: Recorder, stack: ExitStack) -> None:
     """Make `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` report `card` until `stack` is closed."""
-    answers = _answers(card, recorder)
+    streams = stream_answers(recorder)
+    answers = streams | _answers(card, recorder)
     answers |= dict.fromkeys(_NO_OPERATION.split(), _do_nothing)
     answers |= dict.fromkeys(_NEEDS_DRIVER.split(), _raise_no_driver)
     for name, answer in answers.items():
@@ -83,7 +49,8 @@ def patch_torch_cuda(card: Card, recorder: Recorder, stack: ExitStack) -> None:
                 stack.enter_context(patched(owner, name, answer))
     stack.enter_context(patched(torch.cuda, "_initialized", True))
     stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
-    for name, answer in _accelerator_answers(card, recorder).items():
+    of_streams = {name: streams[name] for name in ("current_stream", "set_stream")}
+    for name, answer in (_accelerator_answers(card, recorder) | of_streams).items():
         if hasattr(torch.accelerator, name):
             stack.enter_context(patched(torch.accelerator, name, answer))
     cudnn: Any = torch.backends.cudnn
@@ -97,9 +64,7 @@ def patch_torch_cuda(card: Card, recorder: Recorder, stack: ExitStack) -> None:
 
 
 def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
-    streams = ("Stream", "Event", "ExternalStream", "current_stream", "default_stream", "get_stream_from_external")
     return {
-        **dict.fromkeys(streams, Stream),
         **dict.fromkeys(("device", "device_of", "_DeviceGuard"), _Guard),
         **_memory_answers(card, recorder),
         "is_available": lambda: True,
@@ -108,7 +73,6 @@ def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": check_index,
-        "stream": lambda stream: nullcontext(stream),  # noqa: PLW0108  # Its parameter has a name in PyTorch.
         "get_device_name": _of_card(card.title),
         "get_device_capability": _of_card(card.capability),
         "get_device_properties": _of_card(_properties(card)),
@@ -151,7 +115,7 @@ def _memory_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., A
 
 def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., Any]]:
     memory = _memory_answers(card, recorder)
-    actions = ("set_stream", "synchronize", "empty_cache", "empty_host_cache")
+    actions = ("synchronize", "empty_cache", "empty_host_cache")
     resets = ("reset_accumulated_memory_stats", "reset_peak_memory_stats")
     return {
         **memory,
@@ -163,7 +127,6 @@ def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[.
         "current_accelerator": lambda *_, **__: torch.device("cuda"),
         **dict.fromkeys(("current_device_index", "current_device_idx"), lambda: 0),
         **dict.fromkeys(("set_device_index", "set_device_idx"), check_index),
-        "current_stream": Stream,
     }
 
 

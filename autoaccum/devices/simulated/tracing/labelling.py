@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
 from autoaccum.devices.simulated.trace_records import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
@@ -108,7 +109,7 @@ class ModuleTracker:
             for path, module in walk_modules(model):
                 self._indices[id(module)] = len(self.names)
                 self._modules.append(module)
-                self.names.append(ModuleName(path, type(module).__name__))
+                self.names.append(ModuleName(path, model_class(module).__name__))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._find_modules()

@@ -30,6 +30,7 @@ class Recorder:
 
     Attributes:
         op: The operator that is running, if known.
+        stream: The number of the stream that is current; 0 is the default stream.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -39,6 +40,9 @@ class Recorder:
         self._phase: Callable[[], Phase] = _no_phase
         self._on_allocation: OnAllocation | None = None
         self.op: Any = None
+        self.stream = 0
+        self._streams: dict[int, int] = {}
+        self._other_streams: dict[int, int] = {}
         self.events: list[int] = []
         self.sizes: list[int | Workspace] = []
         self.phases: list[tuple[int, Phase]] = []
@@ -108,6 +112,7 @@ class Recorder:
         self.events, self.sizes, self.phases, self.last_update = [], [], [], 0
         self._phase, self._on_allocation, self.op = phase, on_allocation, None
         self._resident.clear()
+        self._streams, self._other_streams = {}, {}
         for key, (ref, _, size, dtype) in live:
             self._live[key] = (ref, self._allocate(size, dtype) if size else -1, size, dtype)
 
@@ -118,12 +123,14 @@ class Recorder:
     def trace(self, parts: Sequence[int]) -> Trace:
         """Return the trace since `begin`; neither callback of `begin` is called any more."""
         self._phase, self._on_allocation = _no_phase, None
+        others = self._other_streams
         return Trace(
             parts=tuple(parts),
             events=tuple(self.events),
             sizes=tuple(self.sizes),
             phases=tuple(self.phases),
             last_update=self.last_update,
+            streams=tuple(others.get(block, 0) for block in range(len(self.sizes))) if others else (),
         )
 
     def _free_latest(self, blocks: list[int], count: int) -> None:
@@ -152,6 +159,8 @@ class Recorder:
         block = len(self.sizes)
         self.sizes.append(size)
         self.events.append(block)
+        if self.stream:
+            self._other_streams[block] = self._streams.setdefault(self.stream, 1 + len(self._streams))
         return block
 
     def _free(self, key: int, _: Any) -> None:

@@ -82,8 +82,9 @@ class DigestingTracer(InProcessTracer):
         made = reply.trace if isinstance(reply, LabelledTrace | ChangedTrace) else reply
         if isinstance(made, Trace):
             trace = dataclasses.asdict(made)
-            if made.host_bytes is None:
-                del trace["host_bytes"]
+            for name in ("host_bytes", "streams"):
+                if not trace[name]:
+                    del trace[name]
             trace["sizes"] = [size if isinstance(size, int) else size._asdict() for size in trace["sizes"]]
             self.digest.update(json.dumps(trace, sort_keys=True).encode())
             self.traces += 1

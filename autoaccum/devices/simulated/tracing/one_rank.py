@@ -1,0 +1,110 @@
+"""One rank of several on the simulated card: the others are not there, and hold what this one does.
+
+Collectives go to torch's fake process group, which returns at once; they allocate what their callers allocate for them.
+This is rank 0: `torch.chunk`, by which FSDP2 divides parameters, gives the first rank as much as any other.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.ranks.group import RankFailure, Ranks, replace_ranks
+from autoaccum.devices.simulated.torch_patches import patched
+from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
+from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
+from autoaccum.errors import UsageError
+
+T = TypeVar("T")
+
+
+class AlikeRanks(Ranks):
+    """The ranks of the fake process group, of which each gives what this one gives."""
+
+    def __init__(self, group: Any, size: int) -> None:
+        super().__init__()
+        self.group, self.size = group, size
+
+    def gather(self, value: T) -> list[T]:
+        """Return the value of each."""
+        return [value] * self.size
+
+    def report_failure(self, failure: RankFailure) -> tuple[RankFailure, ...]:
+        """Return the failure of this one."""
+        return (failure,)
+
+    store_failure = report_failure
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Do nothing: NCCL sums in place."""
+
+    def copy_first(self, row: Tensor) -> None:
+        """Do nothing: this is the first."""
+
+
+def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
+    """Make this process the first of `size` ranks, on the card of `mode`, until `stack` is closed."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp._fully_shard import _fsdp_init
+    from torch.distributed.tensor import DTensor, _random, _sharding_prop
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    stack.callback(dist.destroy_process_group)
+    ranks = AlikeRanks(dist.group.WORLD, size)
+    stack.callback(ranks.leave)
+    replace_ranks(ranks)
+    local: dict[str, Any] = {name: _of_local_tensor(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")}
+    for name, answer in local.items():
+        stack.enter_context(patched(DTensor, name, answer))
+    # Numbers are never drawn, and need no state that is alike on all ranks.
+    stack.enter_context(patched(_random, "_rng_tracker", SimpleNamespace(distribute_region_enabled=False)))
+    stack.enter_context(patched(_sharding_prop, "FakeTensorMode", lambda: mode.beside))
+    stack.enter_context(patched(_fsdp_init, "_get_managed_states", _Mover(_fsdp_init._get_managed_states)))
+
+
+def _of_local_tensor(name: str) -> property:
+    """Return a property of DTensor that C++ would answer, which sees `meta` in place of the card."""
+    return property(lambda tensor: getattr(tensor._local_tensor, name))
+
+
+class _Mover:
+    """`_get_managed_states` of FSDP2, which first moves a module's own parameters and buffers to the card.
+
+    FSDP2 would then move them by setting `.data`, which cannot turn a tensor of the host into one of the card.
+    """
+
+    def __init__(self, find: Any) -> None:
+        self._find = find
+
+    def __call__(self, modules: list[nn.Module], ignored_params: set[Any] | None = None) -> Any:
+        ignored = {id(one) for one in ignored_params or ()}
+        for module in modules:
+            kept = {name: one for name, one in module._parameters.items() if id(one) in ignored}
+            module._parameters.update(dict.fromkeys(kept))
+            try:
+                module._apply(_move, recurse=False)  # type: ignore[no-untyped-call]
+            finally:
+                module._parameters.update(kept)
+        return self._find(modules, ignored_params)
+
+
+def _move(tensor: Tensor) -> Tensor:
+    return tensor if tensor.device == DEVICE else tensor.to(DEVICE)
+
+
+def prepare_ranks() -> None:
+    """Import what shards models, outside of a simulation, since it registers types and operators.
+
+    Raises:
+        UsageError: This build of PyTorch has no `torch.distributed`.
+    """
+    if not torch.distributed.is_available():
+        raise UsageError("this PyTorch is built without torch.distributed", hint="install one with it to plan ranks")
+    for name in ("distributed.fsdp", "distributed.tensor", "testing._internal.distributed.fake_pg"):
+        import_module(f"torch.{name}")

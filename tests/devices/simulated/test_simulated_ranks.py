@@ -1,0 +1,156 @@
+"""One rank of several on a simulated card: what it holds between updates, and at the peak, follows from arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from autoaccum.devices.base import Inspection
+from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.simulated.simulation_requests import TraceParts
+from autoaccum.devices.simulated.trace_records import Trace
+from autoaccum.devices.trial_record import Inspect
+
+Ask = Callable[[Any], Any]
+Simulated = Callable[..., Ask]
+
+BLOCKS = """
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 30), nn.Linear(30, 8)
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 4)
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+model = Net
+def optimizer(parameters):
+    return torch.optim.AdamW(parameters)
+"""
+BLOCK = {"up.weight": (30, 8), "up.bias": (30,), "down.weight": (8, 30), "down.bias": (8,)}
+SHAPES = [*BLOCK.values()] * 3 + [(4, 8), (4,)]
+
+
+def shard(shape: tuple[int, ...], ranks: int) -> int:
+    """The elements of the first shard, which is padded to that of the others."""
+    return -(-shape[0] // ranks) * math.prod(shape[1:])
+
+
+def alive_at_the_end(trace: Trace) -> list[int]:
+    """The sizes of the tensors that the trial left, ascending."""
+    alive: dict[int, int] = {}
+    for event in trace.events:
+        size = trace.sizes[event] if event >= 0 else alive.pop(~event, None)
+        if event >= 0 and isinstance(size, int):
+            alive[event] = size
+    return sorted(alive.values())
+
+
+def trace_of(ask: Ask, *parts: int, **fields: Any) -> Trace:
+    """The trace of a trial of these parts."""
+    trace = ask(TraceParts(parts=parts, **fields))
+    assert not isinstance(trace, Failure), trace.message
+    assert isinstance(trace, Trace)
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("options", "shards"),
+    [
+        ({"world_size": 2}, 2),
+        ({"world_size": 8}, 8),  # Of 30 rows the first has 4, and the last 2.
+        ({"world_size": 64}, 64),  # Most have none.
+        ({"world_size": 8, "mesh": (2, 4)}, 4),
+    ],
+)
+def test_between_updates_a_rank_holds_its_shards_and_their_state(
+    simulated: Simulated, options: Mapping[str, Any], shards: int
+) -> None:
+    ask = simulated(BLOCKS, parallel="fsdp2", **options)
+    for reduce in ("each", "last"):
+        left = alive_at_the_end(trace_of(ask, 4, 4, reduce=reduce))
+        assert left == sorted(4 * shard(shape, shards) for shape in SHAPES for _ in ("weight", "mean", "square"))
+
+
+def test_ranks_that_replicate_hold_the_model_and_sum_in_buckets(simulated: Simulated) -> None:
+    ask = simulated(BLOCKS, world_size=8)
+    assert ask(Inspect()).parallel == "ddp"
+    trace = trace_of(ask, 4, 4)
+    assert alive_at_the_end(trace) == sorted(4 * math.prod(shape) for shape in SHAPES for _ in range(3))
+    whole = 4 * sum(map(math.prod, SHAPES))
+    assert trace.sizes.count(whole) == 2  # In each update, all gradients are copied into one bucket.
+    assert trace_of(simulated(BLOCKS), 4, 4).sizes.count(whole) == 0
+
+
+def test_gradients_wait_unsharded_for_the_last_part(simulated: Simulated) -> None:
+    ask = simulated(BLOCKS, world_size=8, parallel="fsdp2")
+    each, last = (held_between_parts(trace_of(ask, 4, 4, reduce=reduce)) for reduce in ("each", "last"))
+    loss = 4
+    assert each == loss + 4 * sum(shard(shape, 8) for shape in SHAPES)
+    assert last == loss + 4 * sum(map(math.prod, SHAPES))
+
+
+def held_between_parts(trace: Trace) -> int:
+    """The bytes that tensors hold as the second part of the last update begins, beyond those at its start."""
+    starts = [index for index, phase in trace.phases if phase == "batch" and index >= trace.last_update]
+    alive: dict[int, int] = {}
+    for index, event in enumerate(trace.events[: starts[-1]]):
+        size = trace.sizes[event if event >= 0 else ~event]
+        if event < 0:
+            alive.pop(~event, None)
+        elif isinstance(size, int) and index >= trace.last_update:
+            alive[event] = size
+    return sum(alive.values())
+
+
+def test_the_workload_divides_its_model_itself(simulated: Simulated) -> None:
+    own = """
+from torch.distributed.fsdp import fully_shard
+def parallelize(model, mesh):
+    return fully_shard(model, mesh=mesh, reshard_after_forward=False)
+"""
+    inspection = (ask := simulated(BLOCKS + own, world_size=8))(Inspect())
+    assert isinstance(inspection, Inspection), inspection.message
+    assert (inspection.parallel, inspection.model) == ("fsdp2", "Net")
+    gathered = 8 * 4 * sum(shard(shape, 8) for shape in SHAPES)
+    assert (
+        trace_of(ask, 4, 4).sizes.count(gathered) == 6
+    )  # Gathered and reduced as one group, with each of three parts.
+
+
+def test_a_model_built_on_meta_is_materialised_by_parallelize(simulated: Simulated) -> None:
+    lines = """
+from torch.distributed.fsdp import fully_shard
+def model():
+    with torch.device("meta"):
+        return Net()
+def parallelize(model, mesh):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cuda")
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter)
+"""
+    left = alive_at_the_end(trace_of(simulated(BLOCKS + lines, world_size=8), 4, 4))
+    assert left == sorted(4 * shard(shape, 8) for shape in SHAPES for _ in range(3))
+
+
+def test_gathering_runs_on_streams_of_its_own(simulated: Simulated) -> None:
+    trace = trace_of(simulated(BLOCKS, world_size=8, parallel="fsdp2"), 4, 4)
+    assert len(trace.streams) == len(trace.sizes)
+    gathered = 8 * 4 * sum(shard(shape, 8) for shape in BLOCK.values())
+    own = {size for size, stream in zip(trace.sizes, trace.streams, strict=True) if stream}
+    assert gathered in own
+    assert trace_of(simulated(BLOCKS), 4, 4).streams == ()
