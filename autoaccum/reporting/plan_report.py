@@ -82,7 +82,7 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Tex
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
     yield "iter_size", Text(f"{plan.iter_size}{_ranks(plan)}")
     yield "parts", Text(_parts(plan))
-    if plan.reduce is not None:
+    if plan.reduce is not None and plan.iter_size > 1:
         yield "reduce", Text(_reduce(plan))
     yield "peak", Text(_peak(plan))
     if plan.host_bytes is not None:
@@ -164,8 +164,7 @@ def _ranks(plan: Plan) -> str:
 def _reduce(plan: Plan) -> str:
     peaks = {way: format_bytes(peak) for way, peak in plan.reduce_peaks.items()}
     others = "".join(f"; {way} takes {peak}" for way, peak in peaks.items() if way != plan.reduce)
-    how = "of the one micro-batch" if plan.iter_size == 1 else f"with {_MICRO_BATCHES[str(plan.reduce)]}"
-    return f"{plan.reduce}: gradients are summed over ranks {how}{others}"
+    return f"{plan.reduce}: gradients are summed over ranks with {_MICRO_BATCHES[str(plan.reduce)]}{others}"
 
 
 def _short(parts: tuple[int, ...]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from autoaccum.accumulation.argument_checks import check_plan, differences, plan_facts, unwrap_model
 from autoaccum.accumulation.ranks.group import world_size
@@ -247,6 +248,12 @@ def _check_given_plan(plan: Plan, request: FitRequest, setup: TrainingSetup) -> 
     if plan.world_size != (ranks := world_size()):
         planned, here = counted(plan.world_size, "rank"), counted(ranks, "rank")
         raise UsageError(f"the plan is for {planned}, fit trains on {here}", hint=f"plan with --world-size {ranks}")
+    for name in ("parallel", "mesh"):
+        planned, given = getattr(plan, name), getattr(request.options, name)
+        if None not in (planned, given) and planned != given:
+            raise UsageError(f"the plan is for {name}={planned!r}, and {given!r} is given", hint="leave it out")
+    if plan.parallel == "fsdp2" and isinstance(request.model_or_workload, nn.Module):
+        raise UsageError("the plan shards the model, and fit shards those that it builds", hint="give it a workload")
     if plan.target_batch != request.target_batch:
         raise UsageError(
             f"the plan is for updates of {plan.target_batch} samples, but {request.target_batch} are requested",

@@ -37,7 +37,7 @@ from autoaccum.checks import describe_type
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import AccumulateIn, BatchNormMode, Options, read_accumulate_in
+from autoaccum.options import AccumulateIn, BatchNormMode, Options, check_mesh, read_accumulate_in
 from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
@@ -212,7 +212,7 @@ class TrainingSetup:
         """
         if self._workload is None:
             _check_scheduler_function(self._request.scheduler, learning_rate)
-        model, optimizer = self._build()
+        model, optimizer = self._build(plan)
         if learning_rate is not None:
             set_learning_rate(optimizer, learning_rate)
         scheduler = self._make_scheduler(optimizer)
@@ -254,22 +254,33 @@ class TrainingSetup:
             return chosen
         return plan.workload.get(name) or chosen
 
-    def _build(self) -> tuple[nn.Module, Optimizer]:
+    def _build(self, plan: Plan | None) -> tuple[nn.Module, Optimizer]:
         own, optimizer = self._workload, self._request.options.optimizer
         if own is None:
             model: nn.Module = self._request.model_or_workload
             return model, optimizer if isinstance(optimizer, Optimizer) else make_optimizer(optimizer, model)
-        model, options = own.build_model(), self._request.options
+        model, mesh = own.build_model(), self._choose_mesh(plan)
         check_unsharded(model)
         for module in find_auxiliary_modules(own).values():
             module.to(self.device)
-        if world_size() > 1 and choose_parallel(options.parallel, own.parallelize) == "fsdp2":
+        if mesh is not None:
             # On the host, since a card may not have room for a whole model.
             copy_from_first(join_ranks(), (*model.named_parameters(), *model.named_buffers()))
-            model = shard_model(model, self.device, options.mesh or (world_size(),), own.parallelize)
+            model = shard_model(model, self.device, mesh, own.parallelize)
         else:
             model = model.to(self.device)
         return model, own.build_optimizer(model)
+
+    def _choose_mesh(self, plan: Plan | None) -> tuple[int, ...] | None:
+        """Return the mesh over which ranks shard the workload's model, as requested or planned; None: all hold it."""
+        assert self._workload is not None
+        options, ranks = self._request.options, world_size()
+        planned = (None, None) if plan is None else (plan.parallel, plan.mesh)
+        if ranks == 1 or choose_parallel(options.parallel or planned[0], self._workload.parallelize) == "ddp":
+            return None
+        mesh = options.mesh or planned[1] or (ranks,)
+        check_mesh(mesh, ranks)
+        return mesh
 
     def _make_scheduler(self, optimizer: Optimizer) -> Any:
         if self._workload is not None:

@@ -14,7 +14,11 @@ from rank_training import Rows
 from torch import nn
 
 import autoaccum
-from autoaccum.errors import UpdateInterrupted
+from autoaccum.accumulation.ranks import sharded
+from autoaccum.accumulation.ranks.sharded import ShardedParts
+from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.devices.base import Trial
+from autoaccum.errors import UpdateInterrupted, UsageError
 from autoaccum.training.fit_events import Evaluated
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -117,3 +121,66 @@ def test_memory_that_runs_out_ends_all_and_the_next_start_takes_smaller_parts(tm
     assert [end[0] for end in ends] == [12, 12]
     train(str(tmp_path / "alone"), 12)
     assert_equal(tmp_path / "alone", tmp_path)
+
+
+def a_plan(**changes: Any) -> autoaccum.Plan:
+    schedule = make_schedule(10, 2, world_size=2)
+    return autoaccum.Plan.of_schedule(
+        schedule,
+        kind="measured",
+        largest_fit=2,
+        capped=False,
+        limit_bytes=2**30,
+        peak_bytes=2**20,
+        device={"name": "cpu", "kind": "cpu"},
+        environment={},
+        workload={"name": "net"},
+        trials=(Trial(parts=schedule.trial_parts, outcome="ok"),),
+        **changes,
+    )
+
+
+def ways_of_training(planned: Any, own: bool, asked: Any) -> str:
+    """Return whether a rank trains a shard, how its gradients are summed, and the mesh; or the error."""
+    torch.set_num_threads(1)
+    ways: list[str] = []
+
+    class Spied(ShardedParts):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            ways.extend([self._reduce, str(tuple(self._groups[0].mesh_info.mesh.shape))])
+
+    sharded.ShardedParts = Spied  # type: ignore[misc]
+    workload = autoaccum.Workload(
+        model=make_model, criterion=nn.CrossEntropyLoss(), dataset=Rows(), parallelize=parallelize if own else None
+    )
+    asked |= {"micro_batch": 2} if planned is None else {"plan": a_plan(**planned)}
+    try:
+        result = autoaccum.fit(workload, target_batch=10, steps=1, progress=False, **asked)
+    except UsageError as error:
+        return str(error)
+    finally:
+        sharded.ShardedParts = ShardedParts  # type: ignore[misc]
+    return " ".join([type(result.model).__name__, *ways])
+
+
+@pytest.mark.parametrize(
+    ("planned", "own", "asked", "way"),
+    [
+        ({"parallel": "fsdp2", "reduce": "last"}, False, {}, "FSDPSequential last (2,)"),
+        ({"parallel": "fsdp2", "reduce": "each", "mesh": (1, 2)}, True, {}, "FSDPSequential each (1, 2)"),
+        ({"parallel": "ddp"}, True, {}, "Sequential"),
+        (
+            {"parallel": "ddp"},
+            True,
+            {"parallel": "fsdp2"},
+            "the plan is for parallel='ddp', and 'fsdp2' is given",
+        ),
+        (None, False, {"parallel": "fsdp2"}, "FSDPSequential each (2,)"),
+        (None, True, {"parallel": "ddp"}, "Sequential"),
+        (None, True, {"mesh": (2, 2)}, "the mesh 2x2 has 4 ranks, and there are 2: give a mesh of 2"),
+    ],
+)
+def test_ranks_train_as_planned_or_as_asked(planned: Any, own: bool, asked: Any, way: str) -> None:
+    for said in on_ranks(2, ways_of_training, planned, own, asked):
+        assert said.startswith(way)
