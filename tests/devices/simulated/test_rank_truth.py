@@ -1,0 +1,109 @@
+"""What one of several ranks holds in a simulation follows from arithmetic, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import pytest
+from rank_truth import label, live, start_of
+
+from autoaccum.options import Parallel, Reduce
+
+TOKENS, WIDTH, INNER, BLOCKS, LENGTH = 37, 24, 50, 3, 5
+EDGES = [(TOKENS, WIDTH)]
+"""The shape of the embedding, and of the head."""
+BLOCK = [(WIDTH,), (WIDTH,), (INNER, WIDTH), (INNER,), (WIDTH, INNER), (WIDTH,)]
+BUFFERS = LENGTH * WIDTH
+ONE_NUMBER = 8
+"""The most bytes of a loss or a count, which the loop keeps and nobody owns."""
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+def largest_shard(shapes: Shapes, shards: int) -> int:
+    """The elements of the first of `shards` shards, which `torch.chunk` cuts by whole rows."""
+    return sum(-(-rows // shards) * prod(rest) for rows, *rest in shapes)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration, and the shapes that it shards or leaves whole.
+
+    Attributes:
+        shards: The ranks that one model is divided among.
+        whole: Shapes of which each rank holds all; they are trained, too.
+        fixed: Shapes that are sharded and not trained.
+        moments: Tensors in the optimizer for each parameter.
+    """
+
+    workload: str = "plain"
+    ranks: int = 8
+    parallel: Parallel | None = "fsdp2"
+    mesh: tuple[int, ...] | None = None
+    reduce: Reduce = "each"
+    parts: tuple[int, ...] = (3, 3)
+    shards: int = 8
+    sharded: Shapes = (*EDGES, *BLOCKS * BLOCK, *EDGES)
+    whole: Shapes = ()
+    fixed: Shapes = ()
+    itemsize: int = 4
+    moments: int = 2
+
+    @property
+    def expected(self) -> dict[str, int]:
+        """The bytes of parameters with buffers, of gradients, and of the optimizer's state."""
+        trained = largest_shard(self.sharded, self.shards) + largest_shard(self.whole, 1)
+        bytes_of = {"gradients": trained, "optimizer_state": self.moments * trained}
+        bytes_of["parameters"] = trained + largest_shard(self.fixed, self.shards) + BUFFERS
+        return {name: self.itemsize * count for name, count in bytes_of.items()}
+
+
+ALL = Case.sharded
+CASES = {
+    "8 ranks": Case(),
+    "8 ranks, summed with the last part": Case(reduce="last"),
+    "one part": Case(parts=(3,)),
+    "2 ranks": Case(ranks=2, shards=2),
+    "3 ranks, which divide no size but two": Case(ranks=3, shards=3),
+    "64 ranks, more than any size has rows": Case(ranks=64, shards=64),
+    "ddp": Case(parallel="ddp", sharded=(), whole=ALL),
+    "ddp by default": Case(parallel=None, ranks=4, sharded=(), whole=ALL),
+    "2 replicas of 4 shards": Case(mesh=(2, 4), shards=4),
+    "4 replicas of 2 shards, summed with the last part": Case(mesh=(4, 2), shards=2, reduce="last"),
+    "bf16, summed in fp32": Case("bf16_and_fp32", parallel=None),
+    "bf16, summed in fp32 with the last part": Case("bf16_and_fp32", reduce="last"),
+    "bf16, summed in bf16": Case("bf16"),
+    "parameters in bf16": Case("half", itemsize=2),
+    "gathered until backward": Case("kept"),
+    "gathered until backward, summed with the last part": Case("kept", reduce="last"),
+    "resharded to 2 ranks after forward": Case("resharded_to_two"),
+    "frozen edges": Case("frozen", sharded=BLOCKS * BLOCK, fixed=2 * EDGES),
+    "frozen edges, ddp": Case("frozen", ranks=2, parallel="ddp", shards=1, sharded=BLOCKS * BLOCK, fixed=2 * EDGES),
+    "tied": Case("tied", sharded=(*EDGES, *BLOCKS * BLOCK)),
+    "momentum": Case("momentum", moments=1),
+    "checkpointed": Case("checkpointed"),
+    "blocks alone": Case("blocks_alone", sharded=BLOCKS * BLOCK, whole=2 * EDGES),
+    "from meta": Case("on_meta"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_rank_holds_between_updates_and_in_gradients(name: str) -> None:
+    case = CASES[name]
+    traced = label(
+        case.workload,
+        ranks=case.ranks,
+        parts=case.parts,
+        reduce=case.reduce,
+        parallel=case.parallel,
+        mesh=case.mesh,
+    )
+    between = live(traced, traced.trace.last_update)
+    before_update = live(traced, start_of(traced, "update"))
+    taken = [size for block, size in before_update.items() if block not in between and size > ONE_NUMBER]
+    expected = case.expected
+    assert sum(between.values()) == expected["parameters"] + expected["optimizer_state"]
+    # The loop would undo a failed update by its own copy of the buffers.
+    assert sum(taken) == expected["gradients"] + case.itemsize * BUFFERS

@@ -1,0 +1,51 @@
+"""Traces of one of several ranks, with labels, and what was held when."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from in_process_tracer import InProcessTracer
+
+from autoaccum.devices.base import TrialSettings
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.simulation_requests import LabelParts
+from autoaccum.devices.simulated.trace_records import LabelledTrace
+from autoaccum.options import Options, Parallel, Reduce
+
+WORKLOADS = Path(__file__).parent / "workloads" / "sharded_net.py"
+
+
+def label(
+    workload: str,
+    *,
+    ranks: int,
+    parts: tuple[int, ...],
+    reduce: Reduce,
+    parallel: Parallel | None = None,
+    mesh: tuple[int, ...] | None = None,
+) -> LabelledTrace:
+    """Trace two updates of a workload of `WORKLOADS`, the second by `parts`."""
+    options = Options(world_size=ranks, parallel=parallel, mesh=mesh)
+    settings = TrialSettings(reference=f"{WORKLOADS}:{workload}", share=sum(parts), options=options)
+    tracer = InProcessTracer(settings, find_card("h100"))
+    try:
+        return tracer.call(LabelParts(parts=parts, reduce=reduce))
+    finally:
+        tracer.close()
+
+
+def start_of(traced: LabelledTrace, phase: str) -> int:
+    """Return the event at which a phase of the last update begins, which allocates something."""
+    return next(at for at, name in traced.trace.phases if name == phase and at >= traced.trace.last_update)
+
+
+def live(traced: LabelledTrace, event: int) -> dict[int, int]:
+    """Return the blocks of tensors that are held before an event, and their bytes; not libraries' workspaces."""
+    alive: dict[int, Any] = {}
+    for one in traced.trace.events[:event]:
+        if one >= 0:
+            alive[one] = traced.trace.sizes[one]
+        else:
+            del alive[~one]
+    return {block: size for block, size in alive.items() if isinstance(size, int)}
