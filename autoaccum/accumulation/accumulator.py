@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -30,9 +31,8 @@ from autoaccum.accumulation.argument_checks import (
 from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device, total_loss
 from autoaccum.accumulation.batchnorm import check_synchronised
 from autoaccum.accumulation.batchnorm_modes import BACKPROPAGATIONS, checked_batchnorm
-from autoaccum.accumulation.first_step_checks import BufferVersions, load_balancing_warning
+from autoaccum.accumulation.first_step_checks import FirstSteps
 from autoaccum.accumulation.gradients import (
-    HALF_DTYPES,
     GradientBuffers,
     choose_scaler,
     clip_gradients,
@@ -40,26 +40,24 @@ from autoaccum.accumulation.gradients import (
     needs_buffers,
     rounding_warning,
 )
-from autoaccum.accumulation.out_of_memory import DelayedInterrupts, clear_frames, release_memory, shrink
-from autoaccum.accumulation.ranks.group import OtherRanksFailed, check_alike, join_ranks, world_size
+from autoaccum.accumulation.out_of_memory import DelayedInterrupts
+from autoaccum.accumulation.ranks.group import check_alike, join_ranks, world_size
 from autoaccum.accumulation.ranks.replicated import copy_from_first, sum_gradients, without_calls
-from autoaccum.accumulation.ranks.sharded import find_sharded, is_of_collective, read_reduce
-from autoaccum.accumulation.reachable_objects import find_used_modules
+from autoaccum.accumulation.ranks.sharded import find_sharded, read_reduce
+from autoaccum.accumulation.reachable_objects import all_modules, find_used_modules
 from autoaccum.accumulation.retries import Retries, roll_back
 from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.schedule import check_multiple, slices, split_evenly
-from autoaccum.accumulation.state_hash import ForwardSideEffects, batch_versions
-from autoaccum.accumulation.step_result import StepObserver, StepPhase, WeightingWarning, refuse_nonfinite, warn_caller
+from autoaccum.accumulation.state_hash import batch_versions
+from autoaccum.accumulation.step_result import StepObserver, StepPhase, refuse_nonfinite
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
-from autoaccum.accumulation.whole_batch.joining import NeedsWholeBatch
-from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, RepeatedParts
+from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, choose_runner
 from autoaccum.errors import UsageError
 from autoaccum.options import AccumulateIn, BatchNormMode, Joining, Reduce, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
 from autoaccum.workload.objective import Weights, read_coupled_loss, with_coupling
-from autoaccum.workload.weight_candidates import ignored_labels_warning
 
 
 class Accumulator:
@@ -222,7 +220,16 @@ class Accumulator:
             model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase, ranks=self._ranks
         )
         self._backpropagation.sharded = self._sharded
-        self._retries = Retries(self._ranks, self._sharded, multiple_of=self._multiple_of, recover=recover)
+        self._retries = Retries(
+            model,
+            self._ranks,
+            self._sharded,
+            self._updater,
+            observer,
+            join_parts=partial(self._join_parts, in_lockstep=True),
+            multiple_of=self._multiple_of,
+            recover=recover,
+        )
         self._batchnorm_mode: BatchNormMode = batchnorm_mode
         if objective.coupled or batchnorm_mode == "exact":
             self._join_parts(in_lockstep=objective.coupled is not True or batchnorm_mode == "exact")
@@ -237,9 +244,8 @@ class Accumulator:
         found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
         self._wrappers = [module for module in found if isinstance(module, DistributedDataParallel)]
         self._interrupts = DelayedInterrupts()
-        self._generators = module_generators(self._modules())
-        self._is_first = True
-        self._has_warned = self._has_accumulated = False
+        self._generators = module_generators(all_modules(objective.criterion_module, model))
+        self._first_steps = FirstSteps()
 
     @property
     def micro_batch(self) -> int:
@@ -327,73 +333,29 @@ class Accumulator:
         except Exception as error:
             self._retries.report(error)
             raise
-        ceiling, failed_in = self.micro_batch, list[StepPhase]()
+        ceiling, self._retries.failed_in = self.micro_batch, []
         while True:
             cuts = [split_evenly(size, ceiling, self._multiple_of) for size in sizes]
-            outcome = self._attempt(batches, cuts, retries=len(failed_in))
+            outcome = self._attempt(batches, cuts)
             if isinstance(outcome, StepResult):
                 self.micro_batch = ceiling
                 return outcome
-            if self._sharded is not None and isinstance(outcome, NeedsWholeBatch):
-                self._join_parts(in_lockstep=True)  # It refuses that, on every rank.
-            if self._sharded is not None and self._sharded.is_running:  # Its modules are half-way, too.
-                self._updater.is_interrupted = True
-                if is_of_collective(outcome):
-                    outcome = self._ranks.explain(outcome)
             largest = max((max(cut) for cut in cuts), default=0)
             unchanged = self._sharded is not None or batch_versions(batches) == versions
-            failures = self._retries.report(outcome, self.phase, largest, unchanged=unchanged)
-            if any(one.needs_whole_batch for one in failures):  # The model called whole_batch: nothing was changed yet.
-                self._join_parts(in_lockstep=True)
-                failures = tuple(one for one in failures if not one.needs_whole_batch)
-                if not failures:
-                    clear_frames(outcome)
-                    continue
-                if isinstance(outcome, NeedsWholeBatch):
-                    outcome = OtherRanksFailed(failures)
-            is_own, largest = not isinstance(outcome, OtherRanksFailed), max(one.largest for one in failures)
-            failed_in.append(failures[0].phase)
-            self._retries.check(outcome, failures, failed_in)
-            clear_frames(outcome)
-            del outcome
-            release_memory(model_device(self._model))
-            ceiling = shrink(largest, len(failed_in) - 1, self._multiple_of)
-            try:
-                if self._observer is not None:
-                    self._observer.out_of_memory(failed_in[-1], largest, ceiling)
-                elif is_own:
-                    warn_caller(
-                        f"out of memory ({failed_in[-1]}) with micro-batches of {largest}: nothing was changed, the"
-                        f" batch is repeated in micro-batches of at most {ceiling}, and later ones use no more"
-                    )
-            except Exception as error:  # Warnings may be errors.
-                self._retries.report(error)
-                raise
+            ceiling = self._retries.lower(ceiling, outcome, self.phase, largest, unchanged=unchanged)
 
     def _join_parts(self, *, in_lockstep: bool) -> None:
-        """Run the parts of every update so that they can need each other: in lock step, or twice for a coupled loss."""
-        if self._sharded is not None:
-            raise UsageError(
-                "parts of the batch need each other, and fully_shard runs a model's parts one after the other",
-                hint="leave the model unsharded, as in DistributedDataParallel",
-            )
-        if self._batchnorm_mode == "running":
-            raise UsageError(
-                'batchnorm is "running", and parts of the batch need each other', hint='take batchnorm="exact"'
-            )
-        half = any(parameter.dtype in HALF_DTYPES for parameter in optimizer_parameters(self._optimizer))
-        if in_lockstep and half and self._in_fp32:
-            raise UsageError(
-                "parts of the batch run in lock step, which sums gradients of half-precision parameters in their dtype",
-                hint='give accumulate_in="parameters", or keep the parameters in float32 under autocast',
-            )
-        exact, coupled = self._batchnorm_mode == "exact", bool(self._objective.coupled)
-        runner = LockstepParts(exact_batchnorm=exact, coupled=coupled, on_part=self._begin_part)
-        self._backpropagation.run_parts = runner if in_lockstep else RepeatedParts()
+        """Have the parts of every update run so that they can need each other."""
+        self._backpropagation.run_parts = choose_runner(
+            self._batchnorm_mode,
+            in_lockstep=in_lockstep,
+            coupled=bool(self._objective.coupled),
+            is_sharded=self._sharded is not None,
+            sums_half=self._in_fp32 and needs_buffers(optimizer_parameters(self._optimizer)),
+            on_part=self._begin_part,
+        )
 
-    def _attempt(
-        self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]], retries: int
-    ) -> StepResult | BaseException:
+    def _attempt(self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]]) -> StepResult | BaseException:
         """Make one update from `batches`, each split into parts of `cuts` samples, and return its result or its error.
 
         An error is returned, not raised: while an exception is handled, it keeps the tensors of all its frames alive.
@@ -401,11 +363,11 @@ class Accumulator:
         """
         transaction, self._updater.has_agreed = None, False
         try:
-            modules = self._modules()
+            modules = all_modules(self._objective.criterion_module, self._model)
             parameters = self._parameters(modules)
             transaction = Transaction(modules, parameters, generators=self._generators, scaler=self._scaler)
             _drop_gradients(parameters)
-            result = self._update(batches, cuts, retries, transaction, modules)
+            result = self._update(batches, cuts, transaction, modules)
             _drop_gradients(parameters)
             return result
         except BaseException as error:
@@ -421,13 +383,12 @@ class Accumulator:
         self,
         batches: Sequence[Any],
         cuts: Sequence[tuple[int, ...]],
-        retries: int,
         transaction: Transaction,
         modules: Sequence[nn.Module],
     ) -> StepResult:
         self._begin_phase("batch")
         parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
-        sizes = tuple(size for cut in cuts for size in cut)
+        sizes, retries = sum(cuts, ()), len(self._retries.failed_in)
         weights = [self._objective.weight(part) for part in parts]
         facts, samples, weights_by_rank = zip(
             *self._ranks.gather((self._common_facts(), sum(sizes), weights)), strict=True
@@ -439,18 +400,22 @@ class Accumulator:
         if not any(map(has_weight, all_shares)):
             return StepResult(math.nan, sum(samples), sizes, None, retries, updated=False, terms={})
         shares_by_rank: list[Sequence[Weights]] = [all_shares[own] for own in slices(map(len, weights_by_rank))]
-        shares = shares_by_rank[self._ranks.rank]
+        shares, trained = shares_by_rank[self._ranks.rank], optimizer_parameters(self._optimizer)
         if self._sharded is not None:
-            trained = optimizer_parameters(self._optimizer)
             parts, shares = self._sharded.deal(self._ranks, parts, shares_by_rank, trained)
-        is_split = sum(map(has_weight, all_shares)) > 1
+        joins = self._backpropagation.run_parts is not None
+        run = [sum(joins or has_weight(one) for one in each) for each in shares_by_rank]
         if self._ranks.size > 1:
-            joins = self._backpropagation.run_parts is not None
-            run = [sum(joins or has_weight(one) for one in each) for each in shares_by_rank]
             check_synchronised(self._batchnorm_mode, modules, run)
-        record, buffers = self._accumulate(parts, shares, modules, batches, is_split=is_split)
+        # Alike on all ranks, whose norms would differ otherwise; FSDP2 runs equal numbers of parts.
+        is_summed = needs_buffers(trained) and (sum(run) if self._sharded is None else max(run)) > 1
+        buffers = GradientBuffers(trained, in_fp32=self._in_fp32) if is_summed else None
+        warn = self._first_steps.watch(self._backpropagation, modules, parts, is_split=sum(run) > 1)
+        with without_calls(self._wrappers):
+            record = self._backpropagation.run(parts, shares, buffers, batches)
+        warn(rounding_warning(trained) if buffers is not None and not self._in_fp32 else None)
         self._begin_phase("clip")
-        sum_gradients(self._ranks, optimizer_parameters(self._optimizer), buffers)
+        sum_gradients(self._ranks, trained, buffers)
         loss, terms, norm = self._measure(record, buffers)
         if self._sharded is not None:
             self._sharded.is_running = False
@@ -466,50 +431,11 @@ class Accumulator:
         """Return what the ranks have to have in common, lest their parameters drift apart."""
         if self._ranks.size == 1:
             return {}
-        groups = self._optimizer.param_groups
-        rates = [group.get("lr") for group in groups]
         return {
             "micro_batch": self.micro_batch,
             "the number of the Accumulator that steps": self._number,
-            "the number of parameters in the optimizer's groups": [len(group["params"]) for group in groups],
-            "whether the optimizer has state": bool(self._optimizer.state),
-            # Processors may differ in the last bit. A tensor would have to be waited for.
-            "the optimizer's lr": [f"{rate:.6g}" for rate in rates if isinstance(rate, int | float)],
+            **self._updater.common_facts(),
         }
-
-    def _accumulate(
-        self,
-        parts: Sequence[Any],
-        shares: Sequence[Weights],
-        modules: Sequence[nn.Module],
-        batches: Sequence[Any],
-        *,
-        is_split: bool,
-    ) -> tuple[LossRecord, GradientBuffers | None]:
-        """Run all parts; `is_split` tells whether the effective batch, over all ranks, has several."""
-        joins = self._backpropagation.run_parts is not None
-        accumulates = (len(parts) if joins or self._sharded is not None else sum(map(has_weight, shares))) > 1
-        is_split = is_split or accumulates
-        trained = optimizer_parameters(self._optimizer)
-        # Alike on all ranks, whose norms would differ otherwise; FSDP2 runs equal numbers of parts.
-        is_summed = needs_buffers(trained) and (is_split if self._sharded is None else accumulates)
-        buffers = GradientBuffers(trained, in_fp32=self._in_fp32) if is_summed else None
-        side_effects = ForwardSideEffects(self._model, parts) if self._is_first else None
-        versions = BufferVersions(self._model) if is_split and not self._has_accumulated else None
-        messages = [] if self._has_warned else self._backpropagation.warnings(modules, accumulates=is_split)
-        with without_calls(self._wrappers):
-            record = self._backpropagation.run(parts, shares, buffers, batches)
-        self._has_warned, self._is_first = self._has_warned or bool(messages), False
-        messages += [] if side_effects is None else side_effects.warnings()
-        if versions is not None:
-            self._has_accumulated = True
-            messages += [*load_balancing_warning(self._model), *versions.warnings()]
-            messages += [rounding_warning(trained)] if buffers is not None and not self._in_fp32 else []
-            if text := ignored_labels_warning(self._objective, self._model, parts):
-                warn_caller(text, WeightingWarning)
-        for text in messages:
-            warn_caller(text)
-        return record, buffers
 
     def _measure(
         self, record: LossRecord, buffers: GradientBuffers | None
@@ -519,39 +445,17 @@ class Accumulator:
             if not record.values:  # This rank ran no part: the scaler makes its scale when it is first used.
                 self._scaler.scale(torch.zeros((), device=model_device(self._model)))
             self._scaler.unscale_(self._optimizer)
-        scalars, norm = record.values, None
+        norm = None
         if self._clip_norm is not None:
             trained = optimizer_parameters(self._optimizer)
-            gradients = dense_gradients(trained) if buffers is None else buffers.values()
-            norm = 0.0
-            if gradients:
-                scalars = [*scalars, clip_gradients(gradients, self._clip_norm)]
-        values = _read(scalars)
-        if len(values) > len(record.values):
-            norm = values.pop()
-        return *total_loss(self._ranks.gather((list(record.names), record.sums(values)))), norm
+            norm = clip_gradients(dense_gradients(trained) if buffers is None else buffers.values(), self._clip_norm)
+        sums, read_norm = record.read(norm)
+        return *total_loss(self._ranks.gather((list(record.names), sums))), read_norm
 
     def _begin_part(self, index: int) -> None:
         self._interrupts.deliver()
         if self._observer is not None:
             self._observer.part(index)
-
-    def _modules(self) -> list[nn.Module]:
-        """Return all modules of the model and the criterion, in the order of `modules()`.
-
-        Nothing is kept from step to step, so that a changed model is seen. `modules()` itself is a generator within a
-        generator for each level of the model, and takes several times as long.
-        """
-        criterion = self._objective.criterion_module
-        queue: list[nn.Module | None] = [criterion, self._model]
-        found: dict[nn.Module, None] = {}
-        while queue:
-            module = queue.pop()
-            if module is not None and module not in found:
-                found[module] = None
-                if module._modules:
-                    queue.extend(reversed(module._modules.values()))
-        return list(found)
 
     def _parameters(self, modules: Iterable[nn.Module]) -> list[Tensor]:
         of_modules = [one for module in modules for one in module._parameters.values() if one is not None]
@@ -567,10 +471,3 @@ class Accumulator:
 def _drop_gradients(parameters: Iterable[Tensor]) -> None:
     for parameter in parameters:
         parameter.grad = None
-
-
-def _read(scalars: Sequence[Tensor]) -> list[float]:
-    """Read scalars of any dtype and device in one transfer."""
-    if not scalars:
-        return []
-    return [float(value) for value in torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()]

@@ -82,9 +82,13 @@ class LossRecord:
     shares: list[tuple[str, float]] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
-    def sums(self, values: Sequence[float]) -> dict[str, float]:
-        """Return the sum of each term with weight over the parts, from the `values` read."""
-        return add_by_name({name: share * value} for (name, share), value in zip(self.shares, values, strict=True))
+    def read(self, norm: Tensor | None) -> tuple[dict[str, float], float | None]:
+        """Read the sum of each term with weight over the parts, and `norm`, in the step's only synchronisation."""
+        scalars, values = [*self.values, *([] if norm is None else [norm])], list[float]()
+        if scalars:
+            values = list(map(float, torch.stack([scalar.to(scalars[0].device) for scalar in scalars]).tolist()))
+        sums = add_by_name({name: share * value} for (name, share), value in zip(self.shares, values, strict=False))
+        return sums, None if norm is None else values[-1]
 
 
 def add_by_name(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from autoaccum.accumulation.batchnorm import BATCHNORMS
 from autoaccum.accumulation.coupling import list_names
+from autoaccum.accumulation.state_hash import ForwardSideEffects
+from autoaccum.accumulation.step_result import WeightingWarning, warn_caller
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.pytree import tensors
+from autoaccum.workload.weight_candidates import ignored_labels_warning
+
+if TYPE_CHECKING:
+    from autoaccum.accumulation.backpropagation import Backpropagation
 
 _NODES, _LEAST, _VIEWS = 200, 5, 4
 """Limits of the search for a table: autograd nodes from the loss on (behind them is the model), samples (a smaller
@@ -111,3 +117,36 @@ class BufferVersions:
             " outputs depend on them (as in spectral_norm), the gradient is not the full batch's; freeze them with"
             " eval() on these modules"
         ]
+
+
+class FirstSteps:
+    """Warns of what the first steps of a training show, once each."""
+
+    def __init__(self) -> None:
+        self._is_first, self._has_warned, self._has_accumulated = True, False, False
+
+    def watch(
+        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], parts: Sequence[Any], *, is_split: bool
+    ) -> Callable[[str | None], None]:
+        """Look at a step before it runs `parts`; return a function to warn of what it has shown, and of another text.
+
+        `is_split` tells whether the effective batch, over all ranks, has several parts.
+        """
+        model = backpropagation.model
+        side_effects = ForwardSideEffects(model, parts) if self._is_first else None
+        versions = BufferVersions(model) if is_split and not self._has_accumulated else None
+        messages = [] if self._has_warned else backpropagation.warnings(modules, accumulates=is_split)
+
+        def warn(rounding: str | None) -> None:
+            self._has_warned, self._is_first = self._has_warned or bool(messages), False
+            found = messages + ([] if side_effects is None else side_effects.warnings())
+            if versions is not None:
+                self._has_accumulated = True
+                found += [*load_balancing_warning(model), *versions.warnings()]
+                found += [] if rounding is None else [rounding]
+                if text := ignored_labels_warning(backpropagation.objective, model, parts):
+                    warn_caller(text, WeightingWarning)
+            for text in found:
+                warn_caller(text)
+
+        return warn

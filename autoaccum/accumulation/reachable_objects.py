@@ -37,6 +37,21 @@ _LIBRARIES = ("torch", "autoaccum")
 """Packages that are libraries wherever they are installed, also in a checkout."""
 
 
+def all_modules(*roots: nn.Module | None) -> list[nn.Module]:
+    """Return all modules of `roots`, the last one's first, each in the order of `modules()`.
+
+    That is a generator within a generator for each level of a model, and takes several times as long.
+    """
+    queue, found = list(roots), dict[nn.Module, None]()
+    while queue:
+        module = queue.pop()
+        if module is not None and module not in found:
+            found[module] = None
+            if module._modules:
+                queue.extend(reversed(module._modules.values()))
+    return list(found)
+
+
 def find_used_modules(objective: Objective, model: nn.Module | None, *functions: object) -> dict[str, nn.Module]:
     """Return the modules by name that the loss and `functions` use and that are no part of the model or the criterion.
 

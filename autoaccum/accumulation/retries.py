@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-from autoaccum.accumulation.out_of_memory import clear_frames, find_out_of_memory, is_context_dead, shrink
+from torch import nn
+
+from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.out_of_memory import (
+    clear_frames,
+    find_out_of_memory,
+    is_context_dead,
+    release_memory,
+    shrink,
+)
 from autoaccum.accumulation.ranks.group import OtherRanksFailed, RankFailure, Ranks
-from autoaccum.accumulation.ranks.sharded import ShardedParts, out_of_memory
-from autoaccum.accumulation.step_result import StepPhase, warn_caller
+from autoaccum.accumulation.ranks.sharded import ShardedParts, is_of_collective, out_of_memory
+from autoaccum.accumulation.step_result import StepObserver, StepPhase, warn_caller
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater
 from autoaccum.accumulation.whole_batch.joining import NeedsWholeBatch
@@ -16,29 +25,103 @@ from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, 
 
 
 class Retries:
-    """Tells the other ranks of an error, and raises it unless the update can be repeated.
+    """Decides, alike on all ranks, how an update that failed is repeated, or raises its error.
 
     Args:
+        model: The model.
         ranks: The ranks.
         sharded: The runner of a sharded model's parts, which cannot be repeated; None if the model is not sharded.
+        updater: Runs the optimizer's update.
+        observer: Hears of memory that ran out; None: a warning says so.
+        join_parts: Has the parts of all further updates run in lock step, or refuses that.
         multiple_of: The number of samples that every micro-batch is a multiple of.
         recover: Whether updates are repeated at all.
+
+    Attributes:
+        failed_in: The phases in which attempts of the present step ran out of memory.
     """
 
-    def __init__(self, ranks: Ranks, sharded: ShardedParts | None, *, multiple_of: int, recover: bool) -> None:
-        self._ranks, self._sharded, self._multiple_of, self._recover = ranks, sharded, multiple_of, recover
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Ranks,
+        sharded: ShardedParts | None,
+        updater: Updater,
+        observer: StepObserver | None,
+        *,
+        join_parts: Callable[[], None],
+        multiple_of: int,
+        recover: bool,
+    ) -> None:
+        self._model, self._ranks, self._sharded, self._updater, self._observer = (
+            model,
+            ranks,
+            sharded,
+            updater,
+            observer,
+        )
+        self._join_parts, self._multiple_of, self._recover = join_parts, multiple_of, recover
+        self.failed_in: list[StepPhase] = []
 
-    def report(
-        self, error: BaseException, phase: StepPhase = "batch", largest: int = 0, *, unchanged: bool = True
-    ) -> tuple[RankFailure, ...]:
-        """Return the failures of all ranks in this attempt, which hear of this rank's `error`.
+    def lower(self, ceiling: int, error: BaseException, phase: StepPhase, largest: int, *, unchanged: bool) -> int:
+        """Return the most samples of a micro-batch with which to repeat a batch, all of whose tensors are freed.
 
         Args:
+            ceiling: The most so far; it stays where parts only need each other.
             error: The error that ended the attempt here.
             phase: The phase in which it did.
             largest: The samples of the largest micro-batch.
             unchanged: Whether the batch is as it was before.
+
+        Raises:
+            BaseException: The batch cannot be repeated: `error`, or another in its place.
         """
+        try:
+            if self._sharded is not None and isinstance(error, NeedsWholeBatch):
+                self._join_parts()  # It refuses that, on every rank.
+            if self._sharded is not None and self._sharded.is_running:  # Its modules are half-way, too.
+                self._updater.is_interrupted = True
+                if is_of_collective(error):
+                    error = self._ranks.explain(error)
+            failures = self.report(error, phase, largest, unchanged=unchanged)
+            if any(one.needs_whole_batch for one in failures):  # The model called whole_batch: nothing was changed yet.
+                self._join_parts()
+                clear_frames(error)
+                failures = tuple(one for one in failures if not one.needs_whole_batch)
+                if not failures:
+                    return ceiling
+                if isinstance(error, NeedsWholeBatch):
+                    error = OtherRanksFailed(failures)
+            self.failed_in.append(failures[0].phase)
+            self._check(error, failures)
+            clear_frames(error)
+            is_own = not isinstance(error, OtherRanksFailed)
+        finally:
+            del error  # the traceback holds this frame
+        release_memory(model_device(self._model))
+        largest = max(one.largest for one in failures)
+        lowered = shrink(largest, len(self.failed_in) - 1, self._multiple_of)
+        self._announce(largest, lowered, is_own=is_own)
+        return lowered
+
+    def _announce(self, largest: int, lowered: int, *, is_own: bool) -> None:
+        phase = self.failed_in[-1]
+        try:
+            if self._observer is not None:
+                self._observer.out_of_memory(phase, largest, lowered)
+            elif is_own:
+                warn_caller(
+                    f"out of memory ({phase}) with micro-batches of {largest}: nothing was changed, the"
+                    f" batch is repeated in micro-batches of at most {lowered}, and later ones use no more"
+                )
+        except Exception as error:  # Warnings may be errors.
+            self.report(error)
+            raise
+
+    def report(
+        self, error: BaseException, phase: StepPhase = "batch", largest: int = 0, *, unchanged: bool = True
+    ) -> tuple[RankFailure, ...]:
+        """Return the failures of all ranks in this attempt, which hear of this rank's `error`; arguments as `lower`."""
         if isinstance(error, OtherRanksFailed):
             return error.failures
         if isinstance(error, RankLostError):
@@ -58,10 +141,10 @@ class Retries:
         finally:
             del error  # the traceback holds this frame
 
-    def check(self, error: BaseException, failures: Sequence[RankFailure], failed_in: Sequence[StepPhase]) -> None:
+    def _check(self, error: BaseException, failures: Sequence[RankFailure]) -> None:
         """Raise `error`, or another in its place, unless the batch can be repeated in smaller parts.
 
-        All ranks decide alike, from the same `failures`. `failed_in` are the phases of this and of earlier attempts.
+        All ranks decide alike, from the same `failures`.
         """
         try:
             is_own = not isinstance(error, OtherRanksFailed)
@@ -73,7 +156,7 @@ class Retries:
             if fatal:
                 raise error if any(one.rank == self._ranks.rank for one in fatal) else fatal[0].as_error()
             # An update's memory does not depend on the micro-batch: a first failure may be fragmentation, two are not.
-            is_update = list(failed_in[-2:]) == ["update", "update"]
+            is_update = self.failed_in[-2:] == ["update", "update"]
             largest = max(one.largest for one in failures)
             if largest > self._multiple_of and not is_update:
                 if self._sharded is None:
@@ -90,7 +173,7 @@ class Retries:
                 ) from error
             least = "one sample" if self._multiple_of == 1 else f"{self._multiple_of} samples"
             raise DoesNotFitError(
-                f"not even {least} at a time fits: out of memory ({failed_in[-1]}{where})",
+                f"not even {least} at a time fits: out of memory ({self.failed_in[-1]}{where})",
                 hint="free memory on the device, shorten the samples, or lower the precision",
             ) from error
         finally:

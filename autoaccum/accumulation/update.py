@@ -120,6 +120,17 @@ class Updater:
                 hint="load a checkpoint and make a new Accumulator",
             )
 
+    def common_facts(self) -> dict[str, object]:
+        """Return what the optimizers of all ranks have to have in common, lest their parameters drift apart."""
+        groups = self._optimizer.param_groups
+        rates = [group.get("lr") for group in groups]
+        return {
+            "the number of parameters in the optimizer's groups": [len(group["params"]) for group in groups],
+            "whether the optimizer has state": bool(self._optimizer.state),
+            # Processors may differ in the last bit. A tensor would have to be waited for.
+            "the optimizer's lr": [f"{rate:.6g}" for rate in rates if isinstance(rate, int | float)],
+        }
+
     def run(self, transaction: Transaction, agree: Callable[[], object]) -> bool:
         """Update once; return False if the scaler found gradients that are not finite and skipped the update.
 

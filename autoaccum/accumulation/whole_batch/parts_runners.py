@@ -23,6 +23,8 @@ from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.accumulation.whole_batch.rank_meetings import RankMeetings
 from autoaccum.accumulation.whole_batch.rank_outputs import RankOutputs
+from autoaccum.errors import UsageError
+from autoaccum.options import BatchNormMode
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, join_batches, move_batch, split_batch
 from autoaccum.workload.objective import Weights
@@ -157,6 +159,42 @@ class RepeatedParts:
                 torch.autograd.backward(used, gradients)
         self._has_compared = True
         after.restore()
+
+
+def choose_runner(
+    mode: BatchNormMode,
+    *,
+    in_lockstep: bool,
+    coupled: bool,
+    is_sharded: bool,
+    sums_half: bool,
+    on_part: Callable[[int], None],
+) -> LockstepParts | RepeatedParts:
+    """Return what runs parts so that they can need each other: in lock step, or twice for a coupled loss.
+
+    Raises:
+        UsageError: They cannot in this BatchNorm `mode`, with a sharded model, or where gradients of half-precision
+            parameters are summed in float32.
+    """
+    if is_sharded:
+        raise UsageError(
+            "parts of the batch need each other, and fully_shard runs a model's parts one after the other",
+            hint="leave the model unsharded, as in DistributedDataParallel",
+        )
+    if mode == "running":
+        raise UsageError(
+            'batchnorm is "running", and parts of the batch need each other', hint='take batchnorm="exact"'
+        )
+    if in_lockstep and sums_half:
+        raise UsageError(
+            "parts of the batch run in lock step, which sums gradients of half-precision parameters in their dtype",
+            hint='give accumulate_in="parameters", or keep the parameters in float32 under autocast',
+        )
+    return (
+        LockstepParts(exact_batchnorm=mode == "exact", coupled=coupled, on_part=on_part)
+        if in_lockstep
+        else RepeatedParts()
+    )
 
 
 class _LossOfAll:

@@ -18,7 +18,7 @@ _ASSUMED_VALUES = (
     ("torch.amp.grad_scaler", "", 0.0),  # The number of infinite gradients.
     ("torch.nn.utils.clip_grad", "", 0.0),  # `error_if_nonfinite`: no error.
     ("torch.optim", "", 1.0),
-    ("autoaccum.accumulation.accumulator", "", 1.0),
+    ("autoaccum.accumulation.backpropagation", "read", 1.0),
     ("autoaccum.accumulation.state_hash", "", 1.0),
     # Is the mask all ones, so that none is needed? No: with padding, the worse case, a mask of queries by keys is made
     # for each sample, and attention takes a kernel that supports masks.
