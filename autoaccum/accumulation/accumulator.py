@@ -27,6 +27,7 @@ from autoaccum.accumulation.argument_checks import (
     choose_ceiling,
     choose_objective,
     choose_option,
+    current_facts,
 )
 from autoaccum.accumulation.backpropagation import LossRecord, has_weight, make_shares, model_device, total_loss
 from autoaccum.accumulation.batchnorm import check_synchronised
@@ -204,7 +205,7 @@ class Accumulator:
         )
         sum_dtype = read_accumulate_in(choose_option(plan, "accumulate_in", accumulate_in, "fp32"), UsageError)
         if plan is not None:
-            check_plan(plan, model, optimizer, objective, chosen, batchnorm_mode, sum_dtype)
+            check_plan(plan, current_facts(model, optimizer, objective, chosen, batchnorm_mode, sum_dtype))
         self._sharded = find_sharded(
             model, read_reduce(reduce or getattr(plan, "reduce", None) or "each"), in_fp32=sum_dtype == "fp32"
         )

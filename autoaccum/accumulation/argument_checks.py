@@ -259,24 +259,13 @@ def choose_objective(
     return resolve_objective(loss, criterion=criterion, reduction=planned, model=model)
 
 
-def check_plan(
-    plan: PlanLike,
-    model: nn.Module,
-    optimizer: Optimizer,
-    objective: Objective,
-    precision: str,
-    batchnorm: str | None = None,
-    accumulate_in: str | None = None,
-) -> None:
-    """Raise UsageError if the plan was made for another model, loss, optimizer, precision, device or mode.
+def check_plan(plan: PlanLike, here: Mapping[str, Any]) -> None:
+    """Raise UsageError if the plan was made for another training than `here`, its `current_facts`.
 
-    The modes are those of BatchNorm, of a coupled loss, and of the sum of gradients.
     Facts that the plan does not record are not compared, nor is the number of ranks, which a micro-batch does not
     depend on.
     """
-    planned, here = plan_facts(plan), current_facts(model, optimizer, objective, precision, batchnorm, accumulate_in)
-    different = differences(planned, here)
-    if different:
+    if different := differences(plan_facts(plan), here):
         theirs, ours = (", ".join(words) for words in zip(*different, strict=True))
         raise UsageError(
             f"the plan is for {theirs}; here is {ours}",

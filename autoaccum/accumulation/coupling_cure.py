@@ -18,7 +18,7 @@ from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.options import BatchNormMode
 from autoaccum.workload.batches import batch_size
-from autoaccum.workload.model_copies import cast_batch, copy_module, fixed_seeds, with_own_criterion
+from autoaccum.workload.model_copies import cast_batch, copy_module, copy_objective, fixed_seeds
 from autoaccum.workload.objective import Objective, with_coupling
 from autoaccum.workload.recalled_outputs import take_apart
 
@@ -113,7 +113,7 @@ def _gradients(
     accumulator = Accumulator(
         own,
         optimizer,
-        with_own_criterion(objective),
+        copy_objective(objective),
         micro_batch=max(sizes),
         multiple_of=math.gcd(*sizes),
         batchnorm=batchnorm,

@@ -35,13 +35,13 @@ from autoaccum.workload.model_copies import (
     cast_batch,
     copy_model,
     copy_module,
+    copy_objective,
     copy_workload_model,
     fixed_seeds,
     is_large,
     objective_in_float64,
     one_thread,
     prepare_copy,
-    with_own_criterion,
 )
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.samples import take_small_batch
@@ -144,7 +144,7 @@ def _run_safely(model: nn.Module, experiment: Callable[[], Coupling]) -> Couplin
 def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str, half: int) -> Coupling:
     sizes, parts = [half, half, batch_size(batch) - 2 * half], (half, batch_size(batch) - half)
     if batchnorm == "frozen":
-        objective = with_own_criterion(objective)
+        objective = copy_objective(objective)
         for module in find_batchnorms(model, objective.criterion_module):
             module.eval()
     narrow = move_batch(cast_batch(batch, None), model_device(model))
@@ -240,7 +240,7 @@ class _Runs:
     def run(self, batch: Any, calls: ModuleCalls | None = None) -> dict[str, float]:
         """Return the terms of the loss of `batch`, computed by a copy of the model that shares its parameters."""
         parameters = {id(one): one for one in self._model.parameters()}
-        model, objective = copy_module(self._model, parameters), with_own_criterion(self._objective)
+        model, objective = copy_module(self._model, parameters), copy_objective(self._objective)
         batch = cast_batch(batch, None)
         with ExitStack() as stack:
             ranges = stack.enter_context(neutral_rng())

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoaccum.accumulation.argument_checks import check_plan, differences, plan_facts, unwrap_model
+from autoaccum.accumulation.argument_checks import check_plan, current_facts, differences, plan_facts, unwrap_model
 from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.accumulation.schedule import check_multiple
 from autoaccum.accumulation.sharded_tensors import model_class
@@ -193,9 +193,10 @@ def check_choice(
     """Raise UsageError for a plan of another training, with what to run instead; then send notices on the choice."""
     plan, rate = choice.plan, choose_learning_rate(request, choice.plan)
     if plan is not None:
+        of_model = components.model, components.optimizer, components.objective
         modes = components.precision, components.batchnorm, components.accumulate_in
         try:
-            check_plan(plan, components.model, components.optimizer, components.objective, *modes)
+            check_plan(plan, current_facts(*of_model, *modes))
         except UsageError as error:
             raise UsageError(error.message, hint=_replan_hint(request, plan)) from None
         digest = plan.workload.get("digest")

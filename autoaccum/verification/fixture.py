@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import move_batch
-from autoaccum.workload.model_copies import copy_module
+from autoaccum.workload.model_copies import copy_module, copy_objective
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.pytree import map_tensors
 from autoaccum.workload.spec import Workload
@@ -110,7 +108,8 @@ class Fixture:
         if self._initial_state is not None:
             self._initial_state.restore()
         memo: dict[int, Any] = {}
-        model, objective = _copy_model(self._model, memo), self._copy_objective()
+        model = _copy_model(self._model, memo)
+        objective = copy_objective(self.workload.objective, self._on_device, self.prepare_batch)
         if self._optimizer is not None:
             return TrainingCopy(model, objective, _copy_optimizer(self._optimizer, memo))
         return TrainingCopy(model, objective, self.workload.build_optimizer(model))
@@ -143,19 +142,6 @@ class Fixture:
     def _on_device(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device)
         return to_float64(model) if self.precision == "fp64" else model
-
-    def _copy_objective(self) -> Objective:
-        """Return the objective with a copy of its criterion on the model's device."""
-        objective = self.workload.objective
-        criterion = objective.criterion
-        if criterion is None:
-            return objective
-        function: Any = criterion.function
-        if isinstance(function, nn.Module):
-            function = self._on_device(copy.deepcopy(function))
-        elif isinstance(function, functools.partial):
-            function = functools.partial(function.func, *function.args, **self.prepare_batch(dict(function.keywords)))
-        return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
 
 
 def _find_outside(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module], list[Generator]]:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -124,25 +124,25 @@ def cast_batch(batch: Any, dtype: torch.dtype | None) -> Any:
     return map_tensors(batch, cast)
 
 
+def copy_objective(
+    objective: Objective,
+    change_module: Callable[[nn.Module], nn.Module] = lambda module: module,
+    change_tensors: Callable[[dict[str, Any]], dict[str, Any]] = lambda tensors: tensors,
+) -> Objective:
+    """Return the objective with a copy of its criterion: a changed module, or a partial with changed tensors."""
+    if objective.criterion is None:
+        return objective
+    function: Any = objective.criterion.function
+    if isinstance(function, nn.Module):
+        function = change_module(copy.deepcopy(function))
+    elif isinstance(function, functools.partial):
+        function = functools.partial(function.func, *function.args, **change_tensors(dict(function.keywords)))
+    return dataclasses.replace(objective, criterion=dataclasses.replace(objective.criterion, function=function))
+
+
 def objective_in_float64(objective: Objective) -> Objective:
     """Return the objective with a copy of its criterion in float64."""
-    criterion = objective.criterion
-    if criterion is None:
-        return objective
-    function: Any = criterion.function
-    if isinstance(function, nn.Module):
-        function = copy.deepcopy(function).double()
-    elif isinstance(function, functools.partial):
-        function = functools.partial(function.func, *function.args, **map_tensors(dict(function.keywords), _double))
-    return dataclasses.replace(objective, criterion=dataclasses.replace(criterion, function=function))
-
-
-def with_own_criterion(objective: Objective) -> Objective:
-    """Return the objective with a copy of its criterion, if that is a module."""
-    if objective.criterion is None or objective.criterion_module is None:
-        return objective
-    used = dataclasses.replace(objective.criterion, function=copy.deepcopy(objective.criterion_module))
-    return dataclasses.replace(objective, criterion=used)
+    return copy_objective(objective, nn.Module.double, lambda tensors: map_tensors(tensors, _double))
 
 
 def _double(tensor: Tensor) -> Tensor:
