@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from autoaccum.accumulation.schedule import even_parts, split_evenly
+from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import Batching, batch_size, has_size, is_samples, join_batches, split_batch, wrap_batch
@@ -115,13 +115,11 @@ class WindowSource(abc.ABC):
         whole, left = divmod(sum(sizes), self.multiple_of)
         shares = [share * self.multiple_of for share in even_parts(whole, self._settings.ranks)]
         shares[-1] += left
-        start = sum(shares[: self._settings.rank])
-        stop, at = start + shares[self._settings.rank], 0
-        for number, size in enumerate(sizes):
-            first, last = max(start - at, 0), min(stop - at, size)
+        own = slices(shares)[self._settings.rank]
+        for number, entries in enumerate(slices(sizes)):
+            first, last = max(own.start, entries.start), min(own.stop, entries.stop)
             if first < last:
-                yield number, first, last
-            at += size
+                yield number, first - entries.start, last - entries.start
 
     def _check_fills_window(self, samples: int, epoch: int = 0) -> None:
         """Raise UsageError for an epoch smaller than a window: no smaller batch than requested is trained silently."""

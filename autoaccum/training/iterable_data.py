@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader, default_collate
 
 from autoaccum.accumulation.rng_state import derive_seed, item_seed, preserve_rng_state, seed_generators
-from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
@@ -223,12 +223,10 @@ class SamplesSource(StreamSource):
         return samples[:target], [1] * len(samples[:target])
 
     def _make_parts(self, entries: list[Any], sizes: list[int], start: int) -> list[Any]:
-        parts, following = [], iter(entries)
-        base, position = derive_seed(self._settings.seed, "collate", self._epoch, self._windows), start
-        for size in split_evenly(len(entries), self.part_size, self.multiple_of) if entries else ():
-            seed_generators(item_seed(base, position))
-            parts.append(self._check_collated(self._collate(list(islice(following, size))), size))
-            position += size
+        parts, base = [], derive_seed(self._settings.seed, "collate", self._epoch, self._windows)
+        for own in slices(split_evenly(len(entries), self.part_size, self.multiple_of)) if entries else ():
+            seed_generators(item_seed(base, start + own.start))
+            parts.append(self._check_collated(self._collate(entries[own]), own.stop - own.start))
         return parts
 
 

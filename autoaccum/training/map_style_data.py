@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, default_collate
 
 from autoaccum.accumulation.rng_state import GENERATORS, derive_seed, item_seed, preserve_rng_state, seed_generators
-from autoaccum.accumulation.schedule import split_evenly
+from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
@@ -142,8 +142,8 @@ class MapStyleSource(WindowSource):
             parts = [part for _, part, _ in own]
             if self._chooses_parts and own:
                 indices = list(chain.from_iterable(parts))
-                rest, sizes = iter(indices), split_evenly(len(indices), self.part_size, self.multiple_of)
-                parts = [list(islice(rest, size)) for size in sizes]
+                cuts = slices(split_evenly(len(indices), self.part_size, self.multiple_of))
+                parts = [indices[cut] for cut in cuts]
             for number, part in enumerate(parts or [[]], 1):  # A rank without samples asks for a part of none.
                 self._asked.append(_Asked(len(part), sum(lengths), digest, number >= len(parts)))
                 yield PartRequest(self._epoch, at, part)
