@@ -17,11 +17,11 @@ import pytest
 from command_line import command
 from example_counts import FULL
 from hypothesis import settings
-from warm_children import nurseries, warm_children, warm_python
+from warm_children import nurseries, warm_children, warm_python, warm_ranks
 
 from autoaccum.planning.device_choice import has_nvidia_gpu
 
-__all__ = ["command", "nurseries", "warm_children", "warm_python"]
+__all__ = ["command", "nurseries", "warm_children", "warm_python", "warm_ranks"]
 
 # Set before torch is imported, here and in child processes: on few cores, the threads of several test processes
 # would wait for each other.

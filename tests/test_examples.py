@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from command_line import Command, environment
-from warm_children import WarmPython
+from warm_children import WarmPython, WarmRanks
 
 from autoaccum.planning.plan_record import Plan
 
@@ -59,12 +57,14 @@ def test_examples_train(name: str, line: str, warm_python: WarmPython) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("torchrun")))
-def test_examples_train_on_several_ranks(name: str, line: str) -> None:
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *shlex.split(line)[1:]]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip(), f"{name} prints what it does"
-    assert "nan" not in done.stdout
+def test_examples_train_on_several_ranks(name: str, line: str, warm_ranks: WarmRanks) -> None:
+    words = shlex.split(line)
+    assert words[1:3] == ["--nproc-per-node", "2"]
+    both = warm_ranks(ROOT, *words[3:], environment=environment())
+    for done in both:
+        assert done.returncode == 0, done.stderr
+        assert "nan" not in done.stdout
+    assert both[0].stdout.strip(), f"{name} prints what it does"
 
 
 @pytest.mark.parametrize(("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("autoaccum verify")))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from command_line import Command, autoaccum, environment
+from warm_children import WarmRanks
 
+from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.planning.plan_record import Plan
 
 MODEL = """
@@ -17,15 +17,16 @@ import torch
 from torch import nn
 
 def model():
-    return nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Linear(4096, 8))
+    return nn.Sequential(nn.Linear(64, 4096), nn.ReLU(), nn.Linear(4096, 8))
 
 def batch(size):
     print("said by the workload")
-    return torch.randn(size, 256), torch.randint(0, 8, (size,))
+    return torch.randn(size, 64), torch.randint(0, 8, (size,))
 
 criterion = nn.CrossEntropyLoss()
 """
-ASKED = ("--target-batch", "8192", "--device", "cpu", "--memory")
+ASKED = ("--target-batch", "4096", "--device", "cpu", "--memory")
+BUDGET = "60MiB"
 
 
 def check(plan: Plan) -> None:
@@ -33,15 +34,15 @@ def check(plan: Plan) -> None:
     assert plan.world_size == len(plan.devices or ()) == 2
     assert plan.ranks == (plan.micro_batches,) * 2
     assert 1 < plan.iter_size < 64
-    assert sum(plan.micro_batches) == 4096
+    assert sum(plan.micro_batches) == 2048
     assert plan.peak_bytes is not None
-    assert plan.peak_bytes <= plan.limit_bytes == 100 * 2**20
+    assert plan.peak_bytes <= plan.limit_bytes == 60 * 2**20
     assert {trial.outcome for trial in plan.trials} == {"ok", "oom"}
 
 
 @pytest.mark.slow
 def test_the_command_starts_a_rank_for_each_budget(folder: Path) -> None:
-    done = autoaccum(folder, "plan", "model.py", *ASKED, "100MiB", "--world-size", "2", "-o", "plan.json")
+    done = autoaccum(folder, "plan", "model.py", *ASKED, BUDGET, "--world-size", "2", "-o", "plan.json")
     assert done.returncode == 0, done.stderr
     check(Plan.load(folder / "plan.json"))
     assert "where the least fits of 2 that were tried at once" in " ".join(done.stdout.split())
@@ -51,32 +52,28 @@ def test_the_command_starts_a_rank_for_each_budget(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_an_error_of_ranks_is_said_once(folder: Path) -> None:
-    done = autoaccum(folder, "plan", "model.py", *ASKED, "3MiB", "--world-size", "2")
-    assert (done.returncode, done.stdout) == (1, "")
+    """Of one that ranks find before they try anything."""
+    half = f"{round(0.7 * read_host_memory().free_bytes)}B"
+    done = autoaccum(folder, "plan", "model.py", *ASKED, half, "--world-size", "2")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("error: ") == 1
-    assert "micro-batch 1 ran out of memory" in done.stderr
+    assert "2 budgets of " in done.stderr
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_plan_together(folder: Path) -> None:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "autoaccum", "plan"]
-    done = subprocess.run(
-        [sys.executable, *launch, "model.py", *ASKED, "100MiB", "-q", "--json"],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    check(Plan.from_json(json.dumps(json.loads(done.stdout))))
+def test_ranks_of_torchrun_plan_together(folder: Path, warm_ranks: WarmRanks) -> None:
+    words = "-m", "autoaccum", "plan", "model.py", *ASKED, BUDGET, "-q", "--json"
+    first, second = warm_ranks(folder, *words, environment=environment())
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    check(Plan.from_json(json.dumps(json.loads(first.stdout))))
+    assert second.stdout == ""
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_command_with_its_number(folder: Path) -> None:
     killing = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
     (folder / "killing.py").write_text(killing + MODEL)
-    done = autoaccum(folder, "plan", "killing.py", *ASKED, "100MiB", "--world-size", "2")
+    done = autoaccum(folder, "plan", "killing.py", *ASKED, BUDGET, "--world-size", "2")
     assert (done.returncode, done.stdout) == (3, "")
     assert " of 2 was ended by SIGKILL: look at its output" in done.stderr
 

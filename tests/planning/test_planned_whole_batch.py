@@ -147,13 +147,13 @@ def test_in_lock_step_the_cpu_holds_the_whole_batch_and_the_error_says_what_help
     with pytest.raises(
         DoesNotFitError, match="in lock step the CPU keeps what backward needs of the whole batch"
     ) as raised:
-        autoaccum.plan(held, target_batch=16, memory=MemorySize(bytes=48 * MIB))
+        autoaccum.plan(held, target_batch=8, max_micro_batch=2, memory=MemorySize(bytes=20 * MIB))
     assert 'batchnorm="running"' in str(raised.value.hint)
 
 
 class Convolved(nn.Sequential):
     def __init__(self) -> None:
-        layers = [module for _ in range(8) for module in (nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.Tanh())]
+        layers = [module for _ in range(4) for module in (nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.Tanh())]
         super().__init__(*layers)
 
 

@@ -135,14 +135,14 @@ def whole(tensor: Any) -> Tensor:
 
 
 def updates(case: str, shares: list[int] | None = None, wrap: Any = None, **more: Any) -> Any:
-    """Return the state after three updates, and their results."""
+    """Return the state after two updates, and their results."""
     make, draw, options = CASES[case]
     model = make().double()
     model = model if wrap is None else wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     accumulator = Accumulator(model, optimizer, micro_batch=2, scheduler=scheduler, **(copy.deepcopy(options) | more))
-    results = [accumulator.step_parts(dealt(draw(SAMPLES), shares)) for _ in range(3)]
+    results = [accumulator.step_parts(dealt(draw(SAMPLES), shares)) for _ in range(2)]
     assert all(parameter.grad is None for parameter in model.parameters())
     state = {name: whole(value) for name, value in getattr(model, "module", model).state_dict().items()}
     return state, [(one.loss, one.grad_norm, one.samples, dict(one.terms)) for one in results]

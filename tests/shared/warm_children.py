@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from io import FileIO
@@ -29,6 +30,7 @@ import pytest
 
 _PR_SET_CHILD_SUBREAPER = 36
 WarmPython = Callable[..., "subprocess.CompletedProcess[str]"]
+WarmRanks = Callable[..., "list[subprocess.CompletedProcess[str]]"]
 _LIBC = ctypes.CDLL(None)
 _MOST_BYTES = 200_000
 _PASSED = "@"
@@ -165,6 +167,26 @@ def warm_python(nurseries: Nurseries) -> WarmPython:
             stdout.seek(0)
             stderr.seek(0)
             return subprocess.CompletedProcess(words, code, stdout.read(), stderr.read())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def warm_ranks(warm_python: WarmPython, nurseries: Nurseries) -> WarmRanks:
+    """Run what `warm_python` runs as two ranks at once, each with the variables that torchrun sets."""
+
+    def run(folder: Path, *words: str, environment: Mapping[str, str]) -> list[subprocess.CompletedProcess[str]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+
+        def run_rank(rank: str) -> subprocess.CompletedProcess[str]:
+            own = {"RANK": rank, "LOCAL_RANK": rank}
+            return warm_python(folder, *words, environment={**environment, **meeting, **own})
+
+        nurseries[False]  # One for both, before there are threads.
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(run_rank, "01"))
 
     return run
 

@@ -17,6 +17,7 @@ from on_ranks import on_ranks
 from rank_training import SAMPLES, Rows, net
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from warm_children import WarmPython, WarmRanks
 
 import autoaccum
 from autoaccum.training.fit_events import Evaluated, Updated
@@ -198,25 +199,21 @@ model, criterion = lambda: nn.Linear(5, 3).double(), nn.CrossEntropyLoss()
 
 
 @pytest.mark.slow
-def test_the_command_under_torchrun(tmp_path: Path) -> None:
+def test_the_command_under_torchrun(tmp_path: Path, warm_python: WarmPython) -> None:
     """It plans on both ranks, trains, resumes alone, and shows everything once."""
     (tmp_path / "model.py").write_text(FILE)
 
-    def run(*words: str, ranks: int = 2) -> Any:
-        start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-        words = "fit", "model.py", "--target-batch", "16", *words
-        command = [sys.executable, *start, "-m", "autoaccum", *words]
-        return subprocess.run(
-            command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
-        )
-
-    done = run("--epochs", "2", "--run-dir", "a")
+    words = "-m", "autoaccum", "fit", "model.py", "--target-batch", "16", "--run-dir", "a", "--epochs"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words, "2"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("updates      8 in 2 epochs") == 1
     assert "torchrun --nproc-per-node 2 -m autoaccum fit model.py --target-batch 16 --run-dir a" in done.stdout
     assert done.stderr.count("training Linear on cpu") == 1
     assert json.loads((tmp_path / "a" / "plan.json").read_text())["world_size"] == 2
-    resumed = run("--epochs", "3", "--run-dir", "a", "--micro-batch", "3", ranks=1)
+    resumed = warm_python(tmp_path, *words, "3", "--micro-batch", "3", environment=environment())
     assert "the run had 2 ranks, and has 1 now: random numbers" in " ".join(resumed.stderr.split())
     assert resumed.returncode == 0, resumed.stderr
     weights = torch.load(tmp_path / "a" / "model.pt", weights_only=True)
@@ -274,13 +271,9 @@ for number in range(3):
 """
 
 
-@pytest.mark.slow
-def test_a_script_under_torchrun_trains_several_times(tmp_path: Path) -> None:
+def test_a_script_under_torchrun_trains_several_times(tmp_path: Path, warm_ranks: WarmRanks) -> None:
     """Each call joins the ranks, and leaves them."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n")) == ["", *(f"fit {number}: 2 updates" for number in (0, 0, 1, 1, 2, 2))]
+    for done in warm_ranks(tmp_path, "script.py", environment=environment()):
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines() == [f"fit {number}: 2 updates" for number in range(3)]
