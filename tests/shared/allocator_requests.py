@@ -21,6 +21,14 @@ CAPACITIES = ((None, 1000 * MIB), (500 * MIB, 1000 * MIB), (200 * MIB, 400 * MIB
 """The bytes that CUDA can allocate (None is no limit), and the total of the card."""
 
 
+STREAMS = 4
+
+
+def stream_of(block: int, streams: int) -> int:
+    """Return the stream of a block: half of all blocks are on the default one, if there are several."""
+    return 0 if streams == 1 or block * 7 % 11 % 2 else 1 + block % (streams - 1)
+
+
 def make_requests(seed: int, count: int = 600) -> list[tuple[int, int | None]]:
     """Return requests: a block with the size to allocate, or with None to free it."""
     numbers = _random_numbers(seed)

@@ -8,6 +8,7 @@ tests/devices/simulated/allocator/test_real_allocator.py.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from allocator_requests import CAPACITIES, CASES, make_requests
+from allocator_requests import CAPACITIES, CASES, STREAMS, make_requests, stream_of
 
 HERE = Path(__file__).parent
 ANY_NUMBER = 1 << 50
@@ -50,9 +51,12 @@ def include_flags(site_packages: Path) -> list[str]:
     ]
 
 
-def run_requests(folder: Path, text: str, capacity: int | None, total: int, seed: int) -> str:
+def run_requests(folder: Path, text: str, capacity: int | None, total: int, seed: int, streams: int) -> str:
     """Return the statistics after each request, one line each."""
-    requests = "".join(f"{'f' if size is None else 'm'} {block} {size or 0}\n" for block, size in make_requests(seed))
+    requests = "".join(
+        f"{'f' if size is None else 'm'} {block} {size or 0} {stream_of(block, streams)}\n"
+        for block, size in make_requests(seed)
+    )
     environment = {"LD_PRELOAD": f"{folder}/libcudart.so.13", "STUB_TOTAL": str(total)}
     environment |= {"STUB_CAP": str(capacity or ANY_NUMBER), "PYTORCH_CUDA_ALLOC_CONF": text}
     done = subprocess.run(
@@ -66,13 +70,13 @@ def _run(*command: str | Path) -> str:
 
 
 def main() -> None:
-    """Print the last line and a digest of all lines, for each case and capacity."""
+    """Print the last line and a digest of all lines, for each case and capacity, and for one and several streams."""
     with tempfile.TemporaryDirectory() as name:
         build(Path(sys.argv[1]), Path(name))
-        for text, number in CASES.items():
-            print(f"    {text!r}: (")
+        for streams, (text, number) in itertools.product((1, STREAMS), CASES.items()):
+            print(f"    {(text, streams)!r}: (")
             for index, (capacity, total) in enumerate(CAPACITIES):
-                lines = run_requests(Path(name), text, capacity, total, 10 * number + index)
+                lines = run_requests(Path(name), text, capacity, total, 10 * number + index, streams)
                 last = tuple(map(int, lines.splitlines()[-1].split()))
                 print(f'        ({last}, "{hashlib.sha256(lines.encode()).hexdigest()[:16]}"),')
             print("    ),")

@@ -1,9 +1,11 @@
 """PyTorch's CUDACachingAllocator in Python: the memory that PyTorch reserves on a card, and whether a request fits.
 
 Each method has the name of, or names, its original in c10/cuda/CUDACachingAllocator.cpp. The rules are the same from
-torch 2.11 to 2.15, for one stream and without captured graphs: the libraries of both releases do the same, request by
-request (tests/devices/simulated/allocator/test_real_allocator.py). Two things that CUDA decides are assumed: segments
-lie in memory in the order of their allocation, and a capacity can be used to its last byte.
+torch 2.11 to 2.15, without captured graphs: the libraries of both releases do the same on one stream, and that of 2.15
+on several, request by request (tests/devices/simulated/allocator/test_real_allocator.py). A free block is used again on
+the stream that it was made on only: the original orders the free blocks of all streams by stream first, and so a stream
+has pools of its own here. Two things that CUDA decides are assumed: segments lie in memory in the order of their
+allocation, and a capacity can be used to its last byte.
 """
 
 from __future__ import annotations
@@ -55,19 +57,27 @@ class CachingAllocator:
         self._max_split = _NO_LIMIT if settings.max_split_bytes is None else settings.max_split_bytes
         self._splits_all = not self._expandable and settings.max_split_bytes is None
         self._divisions = settings.roundup_divisions
-        self._small, self._large = BlockPool(small=True), BlockPool(small=False)
-        self._expandable_segments = {pool: self._expandable_segments_of(pool) for pool in (self._small, self._large)}
+        self._pools: dict[int, tuple[BlockPool, BlockPool]] = {}
+        self._expandable_segments: dict[BlockPool, ExpandableSegments] = {}
+        self._small, self._large = self._pools_of(0)
         self._next_address = self._freed_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.retries = self.releases = self.segments = 0
         self.least_refused_bytes: int | None = None
 
-    def malloc(self, size: int) -> Block:
-        """Return a block of at least `size` bytes (`malloc`); raise CudaOutOfMemoryError if there is no room for it."""
+    def malloc(self, size: int, stream: int = 0) -> Block:
+        """Return a block of at least `size` bytes for a stream (`malloc`), of which 0 is the default stream.
+
+        Raises:
+            CudaOutOfMemoryError: There is no room for it.
+        """
         requested = size
         size = -(-size // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES if self._divisions <= 1 else self._round_size(size)
-        pool = self._small if size <= SMALL_BYTES else self._large
+        if stream:
+            pool = self._pools_of(stream)[size > SMALL_BYTES]
+        else:
+            pool = self._small if size <= SMALL_BYTES else self._large
         block = pool.take(size) if self._splits_all else self._take_free_block(pool, size)
         if block is None:
             block = self._allocate_or_release(pool, size)
@@ -158,7 +168,7 @@ class CachingAllocator:
 
     def _release_cached_blocks(self) -> None:
         """Release every segment, or handle, that is completely free (`release_cached_blocks`)."""
-        for pool in (self._large, self._small):
+        for pool in [pool for small, large in self._pools.values() for pool in (large, small)]:
             if self._expandable:
                 self._expandable_segments[pool].release_cached()
                 continue
@@ -184,6 +194,14 @@ class CachingAllocator:
     def _cuda_free(self, size: int) -> None:
         self.reserved_bytes -= size
         self._freed_bytes += size
+
+    def _pools_of(self, stream: int) -> tuple[BlockPool, BlockPool]:
+        """Return the pools of a stream, for small and for large blocks."""
+        pools = self._pools.get(stream)
+        if pools is None:
+            pools = self._pools[stream] = BlockPool(small=True), BlockPool(small=False)
+            self._expandable_segments.update((pool, self._expandable_segments_of(pool)) for pool in pools)
+        return pools
 
     def _reserve_addresses(self, size: int) -> int:
         address, self._next_address = self._next_address, self._next_address + size

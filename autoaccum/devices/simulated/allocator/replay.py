@@ -65,6 +65,7 @@ def replay(
     repeat_from: int | None = None,
     repeats: int = 1,
     optional: Mapping[int, Hashable] = _NOTHING,
+    streams: Sequence[int] = (),
 ) -> ReplayResult:
     """Replay the events of a trace in an allocator.
 
@@ -78,15 +79,16 @@ def replay(
         repeats: How often to repeat it at most; two updates in a row that release nothing end the replay.
         optional: Blocks that may find no memory, with the purpose of each: once one is refused, no other block with
             the same purpose is requested.
+        streams: The stream of each block; empty: all are on the default stream.
 
     Raises:
         ValueError: The settings allow a share of the card without the total of the card.
     """
     allocator = CachingAllocator(capacity, settings)
     last = len(events) if repeat_from is None else repeat_from
-    replacements = match_replacements(events, sizes, last)
+    replacements = match_replacements(events, sizes, last, streams)
     again = repeats if replacements is not None and events[last:] else 0
-    replayer = EventReplayer(allocator, sizes, optional)
+    replayer = EventReplayer(allocator, sizes, optional, streams)
     number = released = quiet = 0
     failed: tuple[int, int] | None = None
     for index in range(2 + again):
@@ -120,16 +122,21 @@ class EventReplayer:
     """Replays ranges of events, one after the other. Arguments: as of `replay`."""
 
     def __init__(
-        self, allocator: CachingAllocator, sizes: Sequence[int], optional: Mapping[int, Hashable] = _NOTHING
+        self,
+        allocator: CachingAllocator,
+        sizes: Sequence[int],
+        optional: Mapping[int, Hashable] = _NOTHING,
+        streams: Sequence[int] = (),
     ) -> None:
         self._allocator, self._sizes, self._optional = allocator, sizes, optional
+        self._streams = streams or bytes(len(sizes))
         self._blocks: dict[int, Block] = {}
         self._without: set[int] = set()
 
     def run(self, events: Sequence[int]) -> tuple[int, int] | None:
         """Replay `events`; return the index of the event that failed and the bytes it requested, if one did."""
         malloc, free = self._allocator.malloc, self._allocator.free
-        sizes, blocks, without = self._sizes, self._blocks, self._without
+        sizes, streams, blocks, without = self._sizes, self._streams, self._blocks, self._without
         left, event = iter(events), 0
         while True:
             try:
@@ -139,7 +146,7 @@ class EventReplayer:
                         if block is not None:
                             free(block)
                     elif sizes[event] and event not in without:
-                        blocks[event] = malloc(sizes[event])
+                        blocks[event] = malloc(sizes[event], streams[event])
                 return None
             except CudaOutOfMemoryError as error:
                 if event not in self._optional:
@@ -153,8 +160,12 @@ class EventReplayer:
         blocks.update({found: blocks.pop(left) for found, left in replacements.items() if left in blocks})
 
 
-def match_replacements(events: Sequence[int], sizes: Sequence[int], start: int) -> dict[int, int] | None:
+def match_replacements(
+    events: Sequence[int], sizes: Sequence[int], start: int, streams: Sequence[int] = ()
+) -> dict[int, int] | None:
     """Match each block that is alive at `start` and freed later with one as large that is allocated later and stays.
+
+    Both are on the same stream.
 
     An example are outputs that a loop keeps until it has the next ones. The result is None if some block has no match:
     the events then leave something else than they found.
@@ -173,9 +184,13 @@ def match_replacements(events: Sequence[int], sizes: Sequence[int], start: int) 
             del alive[~event]
         else:
             found.append(~event)
-    left = sorted(alive, key=sizes.__getitem__)
-    found.sort(key=sizes.__getitem__)
-    if [sizes[block] for block in found] != [sizes[block] for block in left]:
+
+    def kind(block: int) -> tuple[int, int]:
+        return sizes[block], streams[block] if streams else 0
+
+    left = sorted(alive, key=kind)
+    found.sort(key=kind)
+    if [*map(kind, found)] != [*map(kind, left)]:
         return None
     return dict(zip(found, left, strict=True))
 
@@ -188,6 +203,7 @@ def least_capacity(
     *,
     known: ReplayResult | None = None,
     optional: Mapping[int, Hashable] = _NOTHING,
+    streams: Sequence[int] = (),
 ) -> int:
     """Return a smallest capacity at which a trace fits, by bisection.
 
@@ -202,7 +218,8 @@ def least_capacity(
     """
 
     def at(capacity: int | None) -> ReplayResult:
-        return replay(events, sizes, capacity=capacity, settings=settings, repeat_from=repeat_from, optional=optional)
+        limits: dict[str, Any] = {"capacity": capacity, "settings": settings, "repeat_from": repeat_from}
+        return replay(events, sizes, optional=optional, streams=streams, **limits)
 
     known = known or at(None)
     if not known.fits:
@@ -232,11 +249,16 @@ def _lower_bound_bytes(events: Sequence[int], sizes: Sequence[int], optional: Co
 
 
 def reserved_over_time(
-    events: Sequence[int], sizes: Sequence[int], settings: AllocatorSettings | None = None, repeat_from: int = 0
+    events: Sequence[int],
+    sizes: Sequence[int],
+    settings: AllocatorSettings | None = None,
+    repeat_from: int = 0,
+    *,
+    streams: Sequence[int] = (),
 ) -> list[int]:
     """Return the bytes reserved after each event without a limit, in the last update once it is repeated."""
     allocator = CachingAllocator(None, settings)
-    replayer = EventReplayer(allocator, sizes)
+    replayer = EventReplayer(allocator, sizes, streams=streams)
 
     def run(part: Sequence[int]) -> list[int]:
         held = []
@@ -246,7 +268,7 @@ def reserved_over_time(
         return held
 
     held = run(events)
-    replacements = match_replacements(events, sizes, repeat_from)
+    replacements = match_replacements(events, sizes, repeat_from, streams)
     if replacements is not None:
         replayer.carry_over(replacements)
         held[repeat_from:] = run(events[repeat_from:])
@@ -302,7 +324,13 @@ class Replayer:
         held = self._replay_within(limit_bytes, sized, unlimited)
         known = held if held.fits else unlimited
         return least_capacity(
-            trace.events, sized.sizes, self._settings, trace.last_update, known=known, optional=sized.optional
+            trace.events,
+            sized.sizes,
+            self._settings,
+            trace.last_update,
+            known=known,
+            optional=sized.optional,
+            streams=trace.streams,
         )
 
     def held_bytes(self, trace: Trace, limit_bytes: int) -> int:
@@ -311,7 +339,8 @@ class Replayer:
 
     def reserved_bytes(self, trace: Trace) -> list[int]:
         """Return the bytes reserved after each event without a limit (`reserved_over_time`)."""
-        return reserved_over_time(trace.events, self.with_sizes(trace).sizes, self._settings, trace.last_update)
+        sizes = self.with_sizes(trace).sizes
+        return reserved_over_time(trace.events, sizes, self._settings, trace.last_update, streams=trace.streams)
 
     def expanding(self) -> Replayer | None:
         """Return a replayer with expandable segments; None if this one has them."""
@@ -394,4 +423,5 @@ class Replayer:
             repeat_from=sized.trace.last_update,
             repeats=1 if capacity is None else _MAX_REPEATS,
             optional=sized.optional,
+            streams=sized.trace.streams,
         )

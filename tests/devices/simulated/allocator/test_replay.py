@@ -258,3 +258,14 @@ def test_the_largest_reserved_bytes_are_the_peak_of_a_replay(sizes: list[int], d
     held = reserved_over_time(events, sizes, repeat_from=start)
     assert len(held) == len(events)
     assert max(held) == replay(events, sizes, repeat_from=start).peak_reserved_bytes
+
+
+def test_a_block_is_used_again_on_its_own_stream_only() -> None:
+    events, sizes = (0, ~0, 1, ~1), (30 * MIB, 30 * MIB)
+    assert replay(events, sizes).peak_reserved_bytes == 30 * MIB
+    assert replay(events, sizes, streams=(0, 1)).peak_reserved_bytes == 60 * MIB
+    assert reserved_over_time(events, sizes, streams=(0, 1), repeat_from=4)[-1] == 60 * MIB
+    tight = replay(events, sizes, streams=(1, 0), capacity=30 * MIB)
+    assert (tight.fits, tight.retries) == (True, 1), "what another stream has cached is released"
+    assert least_capacity(events, sizes, streams=(0, 1)) == 30 * MIB
+    assert match_replacements((0, 1, ~0), (8, 8), 1, (0, 1)) is None
