@@ -86,7 +86,9 @@ def request_of(case: Case, time_limit: float | None = None) -> PlanRequest:
     """Return the request to plan a complete case; without a target batch, for two of its micro-batches."""
     doubled = 2 * (case.micro_batch or 0) * case.options.world_size
     options = dataclasses.replace(case.options, time_limit=time_limit)
-    return PlanRequest(case.target_batch or doubled, options, max_micro_batch=case.micro_batch, ceiling=True)
+    return PlanRequest(
+        case.target_batch or doubled, options, max_micro_batch=case.micro_batch, ceiling=True, chooses_reduce=False
+    )
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,6 @@ def measure_simulated(task: Task) -> Measurement:
     device = task.setup.device
     assert isinstance(device, SimulatedDevice)
     sizing = _confirm_cap(task) or _search_size(task)
-    device.use_reduce(None)  # A plan may choose; what is locked is to be measured alike.
     parts = task.trial_parts(sizing.micro_batches, sizing.inspection)
     trial = _run(task, parts)
     account = device.explain(parts, changes=False, detail=True)

@@ -32,6 +32,7 @@ class PlanRequest:
         least: Measure the smallest budget at which the schedule still runs.
         explain: Explain the memory at the peak, and what would change it.
         picture: Send the data of a memory picture to listeners, where the device has it.
+        chooses_reduce: Sum gradients of a sharded model with the last part where that fits; else always with each.
 
     Raises:
         UsageError: A number is no whole number of at least 1, or is too large (a schedule lists all its parts), or
@@ -46,6 +47,7 @@ class PlanRequest:
     least: bool = False
     explain: bool = False
     picture: bool = False
+    chooses_reduce: bool = True
 
     def __post_init__(self) -> None:
         for name, number, most in (

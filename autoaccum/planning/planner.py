@@ -309,7 +309,7 @@ class _Planner:
         if self.inspection.parallel != "fsdp2" or not isinstance(device, ReducingDevice):
             return _Reduction(None, proved)
         peaks["each"] = peak_bytes(proved) or 0
-        if len(proved.parts) == 1:
+        if len(proved.parts) == 1 or not self.request.chooses_reduce:
             return _Reduction("each", proved, peaks)
         device.use_reduce("last")
         try:
