@@ -2,129 +2,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 from asking import make_request
+from scripted_device import ScriptedDevice
 
 from autoaccum.api import plan
-from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
-from autoaccum.options import Coupled
 from autoaccum.planning import plan_setup
 from autoaccum.planning.plan_events import Event, Inspected, Loading, TrialFinished, TrialStarted
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.units import GIB, MIB
-
-
-class ScriptedDevice(Device):
-    """A Device whose trials follow a rule: the outcome by size, and what a fresh process does differently."""
-
-    name, limit_bytes = "cpu", GIB
-
-    def __init__(
-        self,
-        outcome: Callable[[int], Outcome] = lambda size: "ok" if size <= 100 else "oom",
-        *,
-        confirms: Callable[[int], Outcome] | None = None,
-        limit_bytes: int = GIB,
-        warnings: tuple[str, ...] = (),
-        accumulation_warnings: tuple[str, ...] = (),
-        cautions: tuple[str, ...] = (),
-        reduction: str = "mean",
-        least_size: int = 1,
-        fails: AutoaccumError | None = None,
-        interrupt_at: int | None = None,
-        seconds: float = 0.0,
-        hangs_from: int | None = None,
-    ) -> None:
-        self._seconds, self._hangs_from = seconds, hangs_from
-        self._cautions = cautions
-        self._outcome, self._confirms, self._fails = outcome, confirms or outcome, fails
-        self._least_size, self._accumulation_warnings = least_size, accumulation_warnings
-        self._interrupt_at, self._warnings, self._reduction = interrupt_at, warnings, reduction
-        self.limit_bytes = limit_bytes
-        self.asked: list[tuple[tuple[int, ...], bool]] = []
-        self.limits: list[tuple[int | None, float | None]] = []
-        self.closed = False
-        self._spoilt = True
-
-    @property
-    def proofs(self) -> list[tuple[int, ...]]:
-        """The parts that were asked for in a fresh process."""
-        return [parts for parts, fresh in self.asked if fresh]
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"name": "cpu", "kind": "cpu", "total_bytes": 8 * GIB, "limit_by": "RLIMIT_DATA"}
-
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        if self._fails:
-            raise self._fails
-        return Inspection(
-            name="net",
-            digest="d1",
-            model="Net",
-            parameters=10,
-            parameter_bytes=40,
-            precision="fp32",
-            optimizer="AdamW",
-            reduction=self._reduction,
-            weight="samples",
-            environment={"torch": "2.13.0", "threads": [1, 2]},
-            least_size=self._least_size,
-            warnings=self._warnings,
-            accumulation_warnings=self._accumulation_warnings,
-            cautions=self._cautions,
-        )
-
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-        spare: bool = True,
-        coupled: Coupled | None = None,
-    ) -> Trial:
-        self.asked.append((parts, fresh))
-        self.limits.append((limit_bytes, limit_seconds))
-        if len(self.asked) == self._interrupt_at:
-            raise KeyboardInterrupt
-        time.sleep(self._seconds)
-        if self._hangs_from is not None and max(parts) >= self._hangs_from:
-            time.sleep(0.0 if limit_seconds is None else limit_seconds)
-            return Trial(
-                parts=parts, outcome="error", timed_out=True, message="was ended after a while", blames="measurement"
-            )
-        outcome = (self._confirms if fresh else self._outcome)(max(parts))
-        if limit_bytes is not None:
-            outcome = "ok" if limit_bytes >= self.needs(max(parts)) else "oom"
-        is_fresh, self._spoilt = fresh or self._spoilt, outcome not in ("ok", "tight")
-        phase: Phase | None = None if outcome in ("ok", "tight") else "backward"
-        peak = None if phase else self.needs(max(parts))
-        return Trial(
-            parts=parts,
-            outcome=outcome,
-            phase=phase,
-            peak_reserved_bytes=peak,
-            seconds=self._seconds or 0.25 * len(self.asked),
-            limit_bytes=limit_bytes,
-            message="scripted" if phase else None,
-            fresh=is_fresh,
-            blames="user" if outcome == "error" else None,
-            traceback="model.py, line 7" if outcome == "error" else None,
-        )
-
-    def needs(self, size: int) -> int:
-        return 100 * MIB + size * 9 * MIB
-
-    def close(self) -> None:
-        self.closed = True
+from autoaccum.units import MIB
 
 
 def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:

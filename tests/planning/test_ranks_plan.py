@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from asking import make_request
 from on_ranks import on_ranks
+from scripted_device import ScriptedDevice
 
 from autoaccum.accumulation.ranks.group import Ranks, join_ranks
-from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
+from autoaccum.devices.base import Outcome
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import AutoaccumError, DoesNotFitError, WorkloadError
 from autoaccum.planning.plan_events import Event
@@ -21,47 +22,17 @@ from autoaccum.planning.ranks_plan import plan_with_ranks
 from autoaccum.units import GIB, MIB, MemorySize
 
 
-class ScriptedDevice(Device):
-    """Runs sizes as `outcome` says; a fresh process may say otherwise."""
-
-    name, limit_bytes = "cpu", GIB
-
-    def __init__(
-        self, outcome: Callable[[int, bool], Outcome], *, index: int = 0, fails: Exception | None = None
-    ) -> None:
-        self._outcome, self._index, self._fails = outcome, index, fails
-        self.limit_bytes = GIB - index * MIB
-        self.proofs: list[tuple[int, ...]] = []
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"name": f"card {self._index}", "kind": "cpu"}
-
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        if self._fails is not None:
-            raise self._fails
-        return Inspection(
-            name="net",
-            digest="d1",
-            model="Net",
-            parameters=10,
-            parameter_bytes=40,
-            precision="fp32",
-            optimizer="AdamW",
-            reduction="mean",
-            weight="samples",
-            environment={},
-            warnings=(f"seen by {self._index}", "seen by all"),
-        )
-
-    def trial(self, parts: tuple[int, ...], *, fresh: bool = False, **_: Any) -> Trial:
-        if fresh:
-            self.proofs.append(parts)
-        outcome = self._outcome(max(parts), fresh)
-        phase: Phase | None = None if outcome == "ok" else "backward"
-        return Trial(parts=parts, outcome=outcome, phase=phase, peak_reserved_bytes=max(parts) * MIB, fresh=fresh)
-
-    def close(self) -> None:
-        pass
+def card(outcome: Callable[[int], Outcome], fails: Exception | None = None, **options: Any) -> ScriptedDevice:
+    """Return a card of this rank, smaller than that of the rank before."""
+    rank = join_ranks().rank
+    return ScriptedDevice(
+        outcome,
+        card=f"card {rank}",
+        limit_bytes=GIB - rank * MIB,
+        warnings=(f"seen by {rank}", "seen by all"),
+        fails=fails,
+        **options,
+    )
 
 
 def planned(device: ScriptedDevice, request: PlanRequest) -> tuple[Plan, list[tuple[int, ...]], int]:
@@ -74,13 +45,13 @@ def planned(device: ScriptedDevice, request: PlanRequest) -> tuple[Plan, list[tu
     return plan_with_ranks(here, request, told.append, None), device.proofs, len(told)
 
 
-def up_to(ceiling: int) -> Callable[[int, bool], Outcome]:
-    return lambda size, fresh: "ok" if size <= ceiling else "oom"
+def up_to(ceiling: int) -> Callable[[int], Outcome]:
+    return lambda size: "ok" if size <= ceiling else "oom"
 
 
 def plan_unequal_cards() -> tuple[Plan, list[tuple[int, ...]], int]:
     rank = join_ranks().rank
-    return planned(ScriptedDevice(up_to((100, 40, 70)[rank]), index=rank), make_request(3 * 256))
+    return planned(card(up_to((100, 40, 70)[rank])), make_request(3 * 256))
 
 
 def test_the_card_where_the_least_fits_decides_and_the_others_run_its_schedule() -> None:
@@ -103,10 +74,10 @@ def test_the_card_where_the_least_fits_decides_and_the_others_run_its_schedule()
 def plan_a_card_that_refuses_the_least() -> tuple[Plan, list[tuple[int, ...]], int]:
     """The first card runs 86 samples; of what the other can do, 43 and less, it only runs 32 and less again."""
 
-    def of_the_first(size: int, fresh: bool) -> Outcome:
+    def of_the_first(size: int) -> Outcome:
         return "ok" if size <= 32 or 60 < size <= 100 else "oom"
 
-    return planned(ScriptedDevice((of_the_first, up_to(43))[join_ranks().rank]), make_request(2 * 256))
+    return planned(card((of_the_first, up_to(43))[join_ranks().rank]), make_request(2 * 256))
 
 
 def test_ranks_agree_anew_where_the_least_does_not_run_on_one() -> None:
@@ -120,14 +91,14 @@ def fail() -> list[tuple[str, str]]:
     rank = join_ranks().rank
     most_of_what_is_free = MemorySize(bytes=int(0.7 * read_host_memory().free_bytes))
     calls: list[tuple[ScriptedDevice, dict[str, Any]]] = [
-        (ScriptedDevice(up_to((100, 0)[rank])), {}),
-        (ScriptedDevice(up_to(100), fails=WorkloadError("no batch", user_traceback="line 7") if rank else None), {}),
-        (ScriptedDevice(up_to(100), fails=WorkloadError("no model")), {}),
-        (ScriptedDevice(up_to(100)), {"world_size": 3}),
-        (ScriptedDevice(up_to(100)), {"gpu": "rtx3090"}),
-        (ScriptedDevice(up_to(100)), {"device": "cuda:1"}),
-        (ScriptedDevice(up_to(100)), {"device": "cpu", "memory": most_of_what_is_free}),
-        (ScriptedDevice(up_to(100), fails=ZeroDivisionError("ours") if rank else None), {}),
+        (card(up_to((100, 0)[rank])), {}),
+        (card(up_to(100), fails=WorkloadError("no batch", user_traceback="line 7") if rank else None), {}),
+        (card(up_to(100), fails=WorkloadError("no model")), {}),
+        (card(up_to(100)), {"world_size": 3}),
+        (card(up_to(100)), {"gpu": "rtx3090"}),
+        (card(up_to(100)), {"device": "cuda:1"}),
+        (card(up_to(100)), {"device": "cpu", "memory": most_of_what_is_free}),
+        (card(up_to(100), fails=ZeroDivisionError("ours") if rank else None), {}),
     ]
     found = []
     for device, options in calls:

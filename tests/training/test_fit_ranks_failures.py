@@ -201,7 +201,7 @@ def run_with_kills(folder: Path, kills: int, seed: int) -> int:
     for number in range(kills):
         victim = draw.randrange(3)
         seconds = draw.uniform(0.0, 0.7 * whole)
-        ends = on_ranks(3, train_until_killed, str(run), victim, seconds, patience=8)
+        ends = on_ranks(3, train_until_killed, str(run), victim, seconds, patience=5)
         for end in ends:
             if end == Died():
                 continue
