@@ -179,8 +179,11 @@ class TrainingSetup:
                 f"this process is one of {ranks} ranks, and trials of objects in code would run in it",
                 hint="plan a file of them (autoaccum plan --world-size N) and give plan=",
             )
-        if ranks > 1 and workload is not None and workload.parallelize is not None:
-            raise UsageError("trials run the whole model on one device, and parallelize divides it among ranks")
+        if ranks > 1 and workload is not None and choose_parallel(options.parallel, workload.parallelize) == "fsdp2":
+            raise UsageError(
+                "trials on a device of this machine run the whole model, and ranks shard it",
+                hint=f"give the plan of a simulated card (autoaccum plan --gpu NAME --world-size {ranks})",
+            )
         if workload is None:
             live = {name: getattr(request, name) for name in (*_OF_THE_LOSS, "split", "size")}
             live |= {"model": request.model_or_workload, "batch": planning_batch(options.worst_of)}

@@ -184,3 +184,20 @@ def ways_of_training(planned: Any, own: bool, asked: Any) -> str:
 def test_ranks_train_as_planned_or_as_asked(planned: Any, own: bool, asked: Any, way: str) -> None:
     for said in on_ranks(2, ways_of_training, planned, own, asked):
         assert said.startswith(way)
+
+
+def refusal(file: str, parallel: Any) -> str:
+    with pytest.raises(UsageError) as refused:
+        autoaccum.fit(file, target_batch=10, steps=1, progress=False, parallel=parallel)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(("own", "parallel"), [("def parallelize(model, mesh): ...", None), ("", "fsdp2")])
+def test_without_a_plan_a_sharded_model_needs_a_number(tmp_path: Path, own: str, parallel: Any) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(
+        "import torch\nfrom torch import nn\nmodel = nn.Linear(5, 4)\ncriterion = nn.CrossEntropyLoss()\n"
+        f"dataset = [(torch.randn(5), 1)] * 20\n{own}\n"
+    )
+    for said in on_ranks(2, refusal, str(file), parallel):
+        assert "give the plan of a simulated card (autoaccum plan --gpu NAME --world-size 2); or give a number" in said
