@@ -27,7 +27,7 @@ from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.state_hash import PlainAttributes
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.transaction import ModuleState
-from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.errors import WorkloadError
 from autoaccum.options import BatchNormMode, Coupled
 from autoaccum.verification.fixture import Fixture, TrainingCopy
 from autoaccum.workload import pytree
@@ -35,7 +35,7 @@ from autoaccum.workload.batches import batch_size
 from autoaccum.workload.objective import Objective, match_weights, with_coupling
 from autoaccum.workload.pytree import unwrap_batch
 from autoaccum.workload.recalled_outputs import take_apart
-from autoaccum.workload.tracebacks import blame_exit, blame_workload
+from autoaccum.workload.tracebacks import user_code
 
 Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]
 
@@ -247,7 +247,7 @@ class UpdateRun:
     @contextmanager
     def running(self, doing: str) -> Iterator[None]:
         """Enter `Fixture.running`, and show exceptions of the user's code as theirs."""
-        with self._fixture.running(), _users_code(doing):
+        with self._fixture.running(), user_code(doing, passes=_is_not_the_users):
             roots = {**self.trained.roots, **self._fixture.outside}
             modules = (module for root in roots.values() for module in root.modules())
             self._kept = ModuleState(modules), PlainAttributes(roots)
@@ -310,18 +310,8 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor if full is None else full()).detach()
 
 
-@contextmanager
-def _users_code(doing: str) -> Iterator[None]:
-    """Show exceptions of the user's code as theirs; a replay mismatch or running out of memory passes unchanged."""
-    try:
-        with blame_exit(doing):
-            yield
-    except (AutoaccumError, ReplayMismatch):
-        raise
-    except Exception as error:
-        if find_out_of_memory(error) is not None:
-            raise
-        raise blame_workload(error, doing) from error
+def _is_not_the_users(error: Exception) -> bool:
+    return isinstance(error, ReplayMismatch) or find_out_of_memory(error) is not None
 
 
 def _apply_changes(objective: Objective, ablation: Ablation) -> Objective:

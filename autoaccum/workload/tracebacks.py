@@ -73,14 +73,18 @@ def blame_workload(error: BaseException, doing: str, *, hint: str | None = None)
 
 
 @contextmanager
-def user_code(doing: str, *, hint: str | None = None) -> Iterator[None]:
-    """Run the user's code and show its errors as theirs; out-of-memory errors are passed on."""
+def user_code(
+    doing: str, *, hint: str | None = None, passes: Callable[[Exception], bool] = lambda error: False
+) -> Iterator[None]:
+    """Run the user's code and show its errors as theirs; out-of-memory errors are passed on, and what `passes`."""
     try:
         with blame_exit(doing):
             yield
     except (AutoaccumError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
+        if passes(error):
+            raise
         raise blame_workload(error, doing, hint=hint) from error
 
 
