@@ -13,6 +13,8 @@ from autoaccum.devices.simulated.simulation_requests import LabelParts
 from autoaccum.devices.simulated.trace_records import LabelledTrace
 from autoaccum.options import Options, Parallel, Reduce
 
+ONE_NUMBER = 8
+"""The most bytes of a loss or a count, which the loop keeps."""
 WORKLOADS = Path(__file__).parent / "workloads" / "sharded_net.py"
 
 

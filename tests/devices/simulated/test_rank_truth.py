@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 import pytest
-from rank_truth import label, live, start_of
+from rank_truth import ONE_NUMBER, label, live, start_of
 
 from autoaccum.options import Parallel, Reduce
 
@@ -16,8 +16,6 @@ EDGES = [(TOKENS, WIDTH)]
 """The shape of the embedding, and of the head."""
 BLOCK = [(WIDTH,), (WIDTH,), (INNER, WIDTH), (INNER,), (WIDTH, INNER), (WIDTH,)]
 BUFFERS = LENGTH * WIDTH
-ONE_NUMBER = 8
-"""The most bytes of a loss or a count, which the loop keeps and nobody owns."""
 
 Shapes = Sequence[tuple[int, ...]]
 
