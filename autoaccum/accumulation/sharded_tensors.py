@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 
@@ -19,7 +20,10 @@ def is_sharded_model(model: nn.Module) -> bool:
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return the part of `tensor` that this rank holds: the tensor itself, unless it is sharded."""
-    return cast(Any, tensor.detach()).to_local() if is_sharded(tensor) else tensor
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():  # It is at hand then, and needs no operator, which takes DTensor 0.2 ms.
+        return cast(Tensor, cast(Any, tensor).to_local())
 
 
 def fsdp2_modules(model: nn.Module) -> list[Any]:

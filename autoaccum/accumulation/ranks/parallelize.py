@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoaccum.accumulation.gradients import HALF_DTYPES
 from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.checks import describe_type
 from autoaccum.errors import WorkloadError
@@ -61,11 +62,13 @@ def shard_model(
 
 
 def _shard_blocks(model: nn.Module, mesh: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
+    """Shard the repeated blocks and the rest; gradients of half precision are summed over ranks in float32."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    for block in find_blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half else None)
+    for module in (*find_blocks(model), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:

@@ -154,3 +154,18 @@ def test_gathering_runs_on_streams_of_its_own(simulated: Simulated) -> None:
     own = {size for size, stream in zip(trace.sizes, trace.streams, strict=True) if stream}
     assert gathered in own
     assert trace_of(simulated(BLOCKS), 4, 4).streams == ()
+
+
+def test_gradients_of_half_precision_are_summed_over_ranks_in_float32(simulated: Simulated) -> None:
+    half = """
+def model():
+    return Net().bfloat16()
+def loss(model, batch):
+    return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
+criterion = None
+"""
+    trace = trace_of(simulated(BLOCKS + half, world_size=8, parallel="fsdp2"), 4, 4, reduce="last")
+    elements = 8 * sum(shard(shape, 8) for shape in BLOCK.values())
+    # Three blocks gather in forward and backward of three parts, and reduce in two of them.
+    assert (trace.sizes.count(2 * elements), trace.sizes.count(4 * elements)) == (18, 6)
+    assert alive_at_the_end(trace) == sorted(2 * shard(shape, 8) for shape in SHAPES for _ in range(3))

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autoaccum.devices.base import Phase
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators.registry import OperatorMemory, WorkspaceObserver
+from autoaccum.devices.simulated.operators.sharded_lists import can_run_on_shards, run_on_shards
 from autoaccum.devices.simulated.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.devices.simulated.torch_patches import ObjectNumbers, torch_release
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, ONE_CARD
@@ -106,6 +107,8 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}  # Pinning needs a driver.
         if not self._is_simulated(func, args, kwargs):
+            if not kwargs and can_run_on_shards(func, args):
+                return run_on_shards(args, lambda local: self.__torch_dispatch__(func, (), local))
             return func(*args, **kwargs)
         if func in _VALUE_DEPENDENT:
             if func in _READS:
