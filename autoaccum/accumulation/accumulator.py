@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
@@ -48,6 +49,7 @@ from autoaccum.accumulation.ranks.sharded import find_sharded, read_reduce
 from autoaccum.accumulation.reachable_objects import all_modules, find_used_modules
 from autoaccum.accumulation.retries import Retries, roll_back
 from autoaccum.accumulation.rng_state import module_generators
+from autoaccum.accumulation.savers.savers import Choice, Savers
 from autoaccum.accumulation.schedule import check_multiple, slices, split_evenly
 from autoaccum.accumulation.state_hash import batch_versions
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, refuse_nonfinite
@@ -142,6 +144,10 @@ class Accumulator:
         reduce: When FSDP2 sums the gradients of a sharded model. `each` (the default, unless the plan says otherwise):
             with each micro-batch. `last`: with the last, which sends less and holds the gradients of the whole model
             until then: 4 bytes for each of its parameters in float32, of which `each` holds this rank's part alone.
+        savers: Ways to take less memory of the device, for the same gradient. `recompute`: the model's repeated blocks
+            run again in backward, or N of them with `recompute=N`, evenly spread. `offload-activations`: what backward
+            needs waits in host memory. `offload-gradients`: gradients are summed there, in float32.
+            `offload-optimizer`: so are the optimizer's state and update, with copies of the weights.
         observer: A `StepObserver`, called as a step proceeds. It replaces the warning about an out-of-memory error.
 
     Raises:
@@ -175,6 +181,7 @@ class Accumulator:
         multiple_of: int | None = None,
         accumulate_in: AccumulateIn | None = None,
         reduce: Reduce | None = None,
+        savers: Sequence[str] = (),
         observer: StepObserver | None = None,
     ) -> None:
         given, model = model, check_model(model)
@@ -244,6 +251,7 @@ class Accumulator:
         self._number = self._ranks.accumulators
         found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
         self._wrappers = [module for module in found if isinstance(module, DistributedDataParallel)]
+        self._savers = Savers(Choice.read(savers), model, optimizer, exact_batchnorm=batchnorm_mode == "exact")
         self._interrupts = DelayedInterrupts()
         self._generators = module_generators(all_modules(objective.criterion_module, model))
         self._first_steps = FirstSteps()
@@ -362,23 +370,24 @@ class Accumulator:
         An error is returned, not raised: while an exception is handled, it keeps the tensors of all its frames alive.
         The state is restored by then, unless the error is UpdateInterrupted.
         """
-        transaction, self._updater.has_agreed = None, False
-        try:
-            modules = all_modules(self._objective.criterion_module, self._model)
-            parameters = self._parameters(modules)
-            transaction = Transaction(modules, parameters, generators=self._generators, scaler=self._scaler)
-            _drop_gradients(parameters)
-            result = self._update(batches, cuts, transaction, modules)
-            _drop_gradients(parameters)
-            return result
-        except BaseException as error:
-            if self._updater.has_agreed:
-                raise  # The others make their updates, and wait for no word of this one; nor is it to be repeated.
-            failure = error
-        try:
-            return failure if transaction is None else roll_back(transaction, self._updater, failure)
-        finally:
-            del failure  # the traceback holds this frame
+        with ExitStack() as around:  # Its end comes after a rollback, which restores what was there within it.
+            transaction, self._updater.has_agreed = None, False
+            try:
+                modules = all_modules(self._objective.criterion_module, self._model)
+                parameters = self._parameters(modules)
+                transaction = Transaction(modules, parameters, generators=self._generators, scaler=self._scaler)
+                _drop_gradients(parameters)
+                result = self._update(batches, cuts, transaction, modules, around)
+                _drop_gradients(parameters)
+                return result
+            except BaseException as error:
+                if self._updater.has_agreed:
+                    raise  # The others make their updates, and wait for no word of this one; nor is it to be repeated.
+                failure = error
+            try:
+                return failure if transaction is None else roll_back(transaction, self._updater, failure)
+            finally:
+                del failure  # the traceback holds this frame
 
     def _update(
         self,
@@ -386,6 +395,7 @@ class Accumulator:
         cuts: Sequence[tuple[int, ...]],
         transaction: Transaction,
         modules: Sequence[nn.Module],
+        around: ExitStack,
     ) -> StepResult:
         self._begin_phase("batch")
         parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
@@ -410,13 +420,16 @@ class Accumulator:
             check_synchronised(self._batchnorm_mode, modules, run)
         # Alike on all ranks, whose norms would differ otherwise; FSDP2 runs equal numbers of parts.
         is_summed = needs_buffers(trained) and (sum(run) if self._sharded is None else max(run)) > 1
-        buffers = GradientBuffers(trained, in_fp32=self._in_fp32) if is_summed else None
+        buffers = self._savers.buffers(trained, in_fp32=self._in_fp32)
+        if buffers is None and is_summed:
+            buffers = GradientBuffers(trained, in_fp32=self._in_fp32)
         warn = self._first_steps.watch(self._backpropagation, modules, parts, is_split=sum(run) > 1)
-        with without_calls(self._wrappers):
+        with without_calls(self._wrappers), self._savers.around_parts():
             record = self._backpropagation.run(parts, shares, buffers, batches)
         warn(rounding_warning(trained) if buffers is not None and not self._in_fp32 else None)
         self._begin_phase("clip")
         sum_gradients(self._ranks, trained, buffers)
+        buffers = around.enter_context(self._savers.around_update(buffers, is_scaled=self._scaler is not None))
         loss, terms, norm = self._measure(record, buffers)
         if self._sharded is not None:
             self._sharded.is_running = False
@@ -426,6 +439,7 @@ class Accumulator:
         if buffers is not None:
             buffers.write_gradients()
         updated = self._updater.run(transaction, lambda: self._ranks.gather(None))
+        self._savers.write_back()
         return StepResult(loss, sum(samples), sizes, norm, retries, updated, terms)
 
     def _common_facts(self) -> dict[str, object]:

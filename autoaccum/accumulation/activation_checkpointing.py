@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -56,14 +57,18 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, kind in found if number[kind] > 1)
 
 
-def checkpoint_blocks(model: nn.Module, names: Sequence[str]) -> Callable[[], None]:
-    """Run the modules at these paths, and copies of them, under `torch.utils.checkpoint`; return what undoes it."""
+def checkpoint_blocks(model: nn.Module, names: Sequence[str], *, counts_once: bool = False) -> Callable[[], None]:
+    """Run the modules at these paths, and copies of them, under `torch.utils.checkpoint`; return what undoes it.
+
+    If `counts_once`, a BatchNorm in them updates its running statistics in forward only.
+    """
     before: dict[nn.Module, Any] = {}
     for name in names:
         module = model.get_submodule(name)
         if module not in before:  # One block may have several names.
             before[module] = vars(module).get("forward")
-            module.forward = partial(_run, module, before[module])
+            norms = [one for one in module.modules() if counts_once and isinstance(one, BATCHNORMS)]
+            module.forward = partial(_run, module, before[module], norms)
 
     def undo() -> None:
         for module, forward in before.items():
@@ -142,7 +147,22 @@ def _length(module: nn.Module, repeated: Set[type]) -> int:
     return most
 
 
-def _run(module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+@contextmanager
+def _keeping_statistics(norms: Sequence[Any]) -> Iterator[None]:
+    """Let BatchNorms in training mode leave their running statistics as they are."""
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, momentum, batches in before:
+            norm.momentum, norm.num_batches_tracked = momentum, batches
+
+
+def _run(
+    module: nn.Module, forward: Callable[..., Any] | None, norms: Sequence[nn.Module], *args: Any, **kwargs: Any
+) -> Any:
     plain = partial(type(module).forward, module) if forward is None else forward
     # A list or a cache among the arguments may grow meanwhile: the second run gets the original entries.
     leaves, form = tree_flatten((args, kwargs))
@@ -153,4 +173,6 @@ def _run(module: nn.Module, forward: Callable[..., Any] | None, *args: Any, **kw
         args, kwargs = given.pop() if given else tree_unflatten(leaves, form)
         return plain(*args, **kwargs)
 
-    return checkpoint(call, *leaves, use_reentrant=False)
+    return checkpoint(
+        call, *leaves, use_reentrant=False, context_fn=lambda: (nullcontext(), _keeping_statistics(norms))
+    )

@@ -224,9 +224,9 @@ class Backpropagation:
         shares = match_weights(weights, terms)
         record.names.update(dict.fromkeys(terms))
         # The buffers multiply by the common share in float32: multiplied into a bf16 loss, it would be 0.4 % off.
-        common = 1.0 if buffers is None else max(shares.values())
-        if buffers is not None:
-            buffers.share = common
+        common = 1.0
+        if buffers is not None and buffers.takes_share:
+            buffers.share = common = max(shares.values())
         losses = [terms[name] * (share / common) for name, share in shares.items() if share > 0]
         losses = losses or [next(iter(terms.values())).new_zeros(())]  # In lock step, parts without weight run, too.
         for name, share in shares.items():

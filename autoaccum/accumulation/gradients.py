@@ -61,20 +61,23 @@ class GradientBuffers:
     """Sums of the micro-batches' gradients, in float32 where parameters are of half precision.
 
     Summed in bf16, many small gradients are rounded away: the sum of 1,024 is 3 % off. While the buffers are entered,
-    each gradient moves from `.grad` to its sum as soon as autograd has computed it. It is multiplied by `share` in the
-    precision of the sum, so that the share is not rounded to half precision.
+    each gradient moves from `.grad` to its sum as soon as autograd has computed it. Where parameters are of half
+    precision, it is multiplied by `share` in the precision of the sum, so that the share is not rounded.
 
-    If `in_fp32` is False, sums have the dtype of their parameters and need no memory beyond the gradients'.
+    If `in_fp32` is False, sums have the dtype of their parameters and need no memory beyond the gradients'. With
+    `on_host`, they are in host memory, where each gradient goes as soon as it is there.
 
     Attributes:
         share: What the next gradients are multiplied by.
+        takes_share: Whether it is to be other than 1.
         sums: The sums so far.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], *, in_fp32: bool = True) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, in_fp32: bool = True, on_host: bool = False) -> None:
         self.share = 1.0
-        self._in_fp32 = in_fp32
+        self._in_fp32, self._on_host = in_fp32, on_host
         self._parameters: list[Any] = [parameter for parameter in parameters if parameter.requires_grad]
+        self.takes_share = needs_buffers(self._parameters)
         self.sums: dict[Tensor, Tensor] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -97,18 +100,21 @@ class GradientBuffers:
 
     def add_zeros(self, parameter: Tensor) -> Tensor:
         """Add and return a sum of zeros for a parameter that has none."""
-        self.sums[parameter] = torch.zeros_like(parameter, dtype=self._sum_dtype(parameter))
+        device = "cpu" if self._on_host else None
+        self.sums[parameter] = torch.zeros_like(parameter, dtype=self._sum_dtype(parameter), device=device)
         return self.sums[parameter]
 
     def write_gradients(self) -> None:
         """Round each sum once into its parameter's `.grad`, and free it before the next is rounded."""
         for parameter in list(self.sums):
-            parameter.grad = self.sums.pop(parameter).to(parameter.dtype)
+            parameter.grad = self.sums.pop(parameter).to(parameter.device, parameter.dtype)
 
     def _collect(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return
+        if self._on_host:
+            gradient = gradient.cpu()
         total = self.sums.get(parameter)
         if total is None:
             self.sums[parameter] = gradient.to(self._sum_dtype(gradient)).mul_(self.share)

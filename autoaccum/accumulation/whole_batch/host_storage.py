@@ -64,11 +64,14 @@ class HostStorage:
         if found is None or not found.is_of(tensor):
             pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
             copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # With its strides, such as channels_last.
-            copy.copy_(tensor.detach())
+            self._copy(tensor.detach(), copy)
             self.stored_bytes += copy.nbytes
             weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._copies[key] = found = _OnHost(tensor, weak, copy)
         return found
+
+    def _copy(self, tensor: Tensor, copy: Tensor) -> None:
+        copy.copy_(tensor)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

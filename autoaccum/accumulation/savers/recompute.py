@@ -1,0 +1,64 @@
+"""Recompute repeated blocks of a model in backward, in an Accumulator's steps alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from autoaccum.accumulation.activation_checkpointing import checkpoint_blocks, find_blocks, list_modules
+from autoaccum.accumulation.batchnorm import BATCHNORMS
+from autoaccum.errors import UsageError
+
+
+class Recompute:
+    """Runs some of the repeated blocks of a model again in backward, evenly spread over it.
+
+    Attributes:
+        names: The paths of these blocks.
+
+    Args:
+        model: The model.
+        blocks: How many of its blocks; "all" of them.
+        exact_batchnorm: Whether BatchNorm normalises by the whole batch, which cannot be done again in backward.
+
+    Raises:
+        UsageError: The model has fewer blocks with parameters to train, or they have BatchNorms that cannot run again.
+    """
+
+    def __init__(self, model: nn.Module, blocks: int | str = "all", *, exact_batchnorm: bool = False) -> None:
+        found = trained_blocks(model)
+        count = len(found) if blocks == "all" else int(blocks)
+        if not found or count > len(found):
+            raise UsageError(
+                f"{count or 'all'} blocks are to be recomputed, and {type(model).__name__} has {len(found) or 'no'}"
+                " repeated blocks with parameters to train",
+                hint="checkpoint in the model itself (torch.utils.checkpoint), or choose another saver",
+            )
+        self._model = model
+        self.names = [found[index * len(found) // count] for index in range(count)]
+        if exact_batchnorm:
+            for name in self.names:
+                if any(isinstance(module, BATCHNORMS) for module in model.get_submodule(name).modules()):
+                    raise UsageError(
+                        f'batchnorm is "exact", and the recomputed {list_modules([name])} has BatchNorms, which would'
+                        " wait for other parts in backward",
+                        hint='take batchnorm="running" or "frozen", or another saver',
+                    )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Recompute in forwards and backwards within it."""
+        undo = checkpoint_blocks(self._model, self.names, counts_once=True)
+        try:
+            yield
+        finally:
+            undo()
+
+
+def trained_blocks(model: nn.Module) -> list[str]:
+    """Return the paths of the repeated blocks of `model` that have parameters to train."""
+    return [
+        name for name in find_blocks(model) if any(one.requires_grad for one in model.get_submodule(name).parameters())
+    ]
