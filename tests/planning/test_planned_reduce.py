@@ -73,6 +73,8 @@ def test_each_part_sums_where_the_last_would_take_too_much() -> None:
     assert "each: gradients are summed over ranks with each micro-batch; last takes" in told(made)["reduce"]
     assert (made.trials[-1].parts, made.least_bytes) == (alone.trials[-1].parts, alone.least_bytes)
     assert "reduce=" not in accumulator_line(made)
+    assert not any("without --gpu" in note for note in made.notes), "trials on a card would run the whole model"
+    assert any("without --gpu" in note for note in alone.notes)
 
 
 def test_what_the_last_part_cannot_sum_is_noted() -> None:

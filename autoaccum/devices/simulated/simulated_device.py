@@ -38,10 +38,14 @@ def _read_supply(card: Card, context: ContextMemory, allowed_bytes: int | None) 
 
 @dataclass(frozen=True)
 class Band:
-    """The band of a prediction: the uncertainty of the context, plus that of workspaces that were never measured."""
+    """The band of a prediction: the uncertainty of the context, plus that of workspaces that were never measured.
+
+    `measurable`: whether trials on a card would measure what is predicted; they run no model that ranks shard.
+    """
 
     context: ContextMemory
     sized: SizedTrace
+    measurable: bool = True
 
     @property
     def bytes(self) -> int:
@@ -50,10 +54,8 @@ class Band:
 
     def note(self) -> str:
         """Return a sentence for the plan: nothing ran, and the prediction may be off by the band."""
-        return (
-            f"nothing ran on a card: memory is predicted, give or take {format_bytes(self.bytes)}, and measured by the"
-            " same command without --gpu, on the card"
-        )
+        measured = ", and measured by the same command without --gpu, on the card" if self.measurable else ""
+        return f"nothing ran on a card: memory is predicted, give or take {format_bytes(self.bytes)}{measured}"
 
     def causes(self) -> str:
         """Return a sentence for the plan: what the band covers, and what it does not."""
@@ -72,10 +74,12 @@ class Band:
         if not 0 <= room_bytes < self.bytes:
             return None
         reserve = -(-self.bytes // (100 * MIB)) * 100
-        more = f", or keep more free (--reserve {reserve}MiB)" if 2 * reserve * MIB < limit_bytes else ""
+        ways = ["measure on the card (--device cuda)"] if self.measurable else []
+        if 2 * reserve * MIB < limit_bytes:
+            ways.append(f"keep more free (--reserve {reserve}MiB)")
         return (
             f"the budget leaves {format_bytes(room_bytes)} above the least that is needed, and the prediction may be "
-            f"off by {format_bytes(self.bytes)}: measure on the card (--device cuda){more}"
+            f"off by {format_bytes(self.bytes)}: {', or '.join(ways or ['take a smaller --max-micro-batch'])}"
         )
 
 
@@ -120,6 +124,7 @@ class SimulatedDevice(Device):
         self._limit_bytes = choose_budget(self._supply, memory, reserve, default_reserve=CARD_RESERVE)
         self._traces = TraceCache(make_tracer, share)
         self._torch_version = torch_version
+        self._is_sharded = False
 
     @property
     def name(self) -> str:
@@ -154,7 +159,9 @@ class SimulatedDevice(Device):
 
     def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
         """Load the workload and check what can be checked without computing values."""
-        return self._traces.inspect(limit_seconds)
+        inspection = self._traces.inspect(limit_seconds)
+        self._is_sharded = inspection.parallel == "fsdp2"
+        return inspection
 
     def use_reduce(self, reduce: Reduce | None) -> None:
         """As `devices.explanation.ReducingDevice`."""
@@ -204,9 +211,8 @@ class SimulatedDevice(Device):
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
         traces = self._traces.traces_of(parts, fresh=True)
         least_bytes = max(self._replayer.least_bytes(trace, self.limit_bytes) for trace in traces)
-        band = max(
-            (Band(self._context, self._replayer.with_sizes(trace)) for trace in traces), key=lambda band: band.bytes
-        )
+        sized = map(self._replayer.with_sizes, traces)
+        band = max((Band(self._context, one, not self._is_sharded) for one in sized), key=lambda band: band.bytes)
         assumed = () if self._card.measured else (f"properties of {self._card.title}: {self._card.source}",)
         cautions = [COMPARES_SAMPLES] if self._traces.grows_quadratically and len(parts) > 1 else []
         if caution := band.warning(self.limit_bytes, least_bytes):
