@@ -57,7 +57,9 @@ def build(stateful: Any, optimizer: str, *, recover: bool, updates_before: int) 
     return model, made, accumulator
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", [pytest.param(one, marks=[] if "foreach" in one else pytest.mark.slow) for one in OPTIMIZERS]
+)
 def test_out_of_memory_at_any_allocation_of_a_protected_step_is_undone(
     stateful: Any, out_of_memory_at: Any, optimizer: str
 ) -> None:

@@ -161,7 +161,14 @@ def all_edits(names: Iterable[str]) -> Edits:
     return tuple(edit for name in names for edit in REFACTORINGS[name])
 
 
-@pytest.mark.parametrize("names", together(), ids=lambda names: f"{names[0]} and {len(names) - 1} more")
+def projects() -> list[ParameterSet]:
+    """Those of `together`, of which every push runs the largest."""
+    groups = together()
+    largest = max(groups, key=len)
+    return [pytest.param(group, marks=[] if group is largest else pytest.mark.slow) for group in groups]
+
+
+@pytest.mark.parametrize("names", projects(), ids=lambda names: f"{names[0]} and {len(names) - 1} more")
 def test_what_takes_the_same_passes(names: tuple[str, ...], measure: Measure, tmp_path: Path) -> None:
     better = "improved" if IN_PLACE in names else "within"  # Held in fewer segments.
     check_same(measure(all_edits(names)), as_locked(measure(()), tmp_path), better)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command_line import environment
+from warm_children import WarmPython
 
 from autoaccum.api import plan
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 FILE = """
 import torch
 from torch import nn
@@ -68,17 +66,11 @@ json.dump(seen, sys.stdout)
 )
 
 
-def test_what_a_script_holds_is_predicted_as_its_file(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("warm_children")
+def test_what_a_script_holds_is_predicted_as_its_file(tmp_path: Path, warm_python: WarmPython) -> None:
     (tmp_path / "net.py").write_text(FILE)
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py")],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = warm_python(tmp_path, "script.py", environment=environment())
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert seen.pop("unchanged") == [True] * 4

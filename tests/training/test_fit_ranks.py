@@ -15,7 +15,7 @@ import torch.distributed as dist
 from command_line import environment
 from on_ranks import on_ranks
 from rank_training import SAMPLES, Rows, net
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 from warm_children import WarmPython, WarmRanks
 
@@ -119,6 +119,21 @@ def test_the_same_number_of_ranks_resumes_bit_for_bit_with_dropout(tmp_path: Pat
     assert not torch.equal(states["random_of_others"][0]["torch"], states["training"]["random"]["torch"])
     lines = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert [line["update"] for line in lines if "loss" in line] == list(range(1, 10))
+
+
+def first_state() -> list[int]:
+    """Return the state of the random numbers that dropout draws first."""
+    drawn_from: list[Tensor] = []
+    dropout = nn.Dropout(0.5)
+    dropout.register_forward_pre_hook(lambda *_: drawn_from.append(torch.get_rng_state()))
+    rank_training.train(model=lambda: net(dropout), target_batch=17, micro_batch=6, steps=1)
+    state: list[int] = drawn_from[0].tolist()
+    return state
+
+
+def test_each_rank_draws_its_own_random_numbers() -> None:
+    first, second, third = on_ranks(3, first_state)
+    assert first != second != third != first
 
 
 def train_to(folder: str, steps: int) -> Any:

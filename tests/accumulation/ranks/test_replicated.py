@@ -5,7 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from on_ranks import on_ranks
 from rank_updates import CASES, changed, check_updates, ddp
+
+from autoaccum.accumulation.ranks.group import join_ranks
+
+SIZES = (0, *range(1980, 2060), 100_000)
+
+
+def messages() -> list[list[bytes]]:
+    ranks = join_ranks()
+    return [ranks.gather(bytes([ranks.rank + 1]) * size) for size in SIZES]
+
+
+def test_messages_of_any_length_arrive() -> None:
+    """As they do around the length that one collective takes."""
+    for seen in on_ranks(2, messages):
+        assert seen == [[b"\1" * size, b"\2" * size] for size in SIZES]
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ from autoaccum.workload.objective import resolve_objective
     [
         ([4, 3], None, "each"),
         ([1, 6], None, "last"),  # In "tokens", rank 0 has a sample without a token.
-        ([3, 0, 2, 2], None, "each"),
-        ([1, 3, 2, 1], (2, 2), "each"),
+        pytest.param([3, 0, 2, 2], None, "each", marks=pytest.mark.slow),
+        pytest.param([1, 3, 2, 1], (2, 2), "each", marks=pytest.mark.slow),
         ([0, 4, 3, 0], (2, 2), "last"),
     ],
     ids=str,

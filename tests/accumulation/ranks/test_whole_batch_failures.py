@@ -100,7 +100,9 @@ def memory_runs_out(mode: str, step: int) -> Any:
         number += step
 
 
-@pytest.mark.parametrize(("mode", "step"), [("exact", 67), ("exact and coupled", 67), ("twice", 23)])
+@pytest.mark.parametrize(
+    ("mode", "step"), [("exact", 67), pytest.param("exact and coupled", 67, marks=pytest.mark.slow), ("twice", 23)]
+)
 def test_memory_may_run_out_anywhere_on_one_rank(mode: str, step: int) -> None:
     (_, none), (number, phases) = on_ranks(2, memory_runs_out, mode, step)
     assert none == set()
