@@ -79,7 +79,7 @@ class ShardedParts:
 
     def __init__(self, model: nn.Module, modules: Sequence[Any], reduce: Reduce, *, in_fp32: bool) -> None:
         self._model, self._modules, self._reduce = model, modules, reduce
-        self._groups = list({id(group): group for module in modules for group in _param_groups(module)}.values())
+        self._groups = list({id(group): group for module in modules for group in param_groups(module)}.values())
         self._largest, self._trained = 1.0, list[Tensor]()
         self.is_running = False
         self._check_meshes()
@@ -244,7 +244,8 @@ class ShardedParts:
                     )
 
 
-def _param_groups(module: Any) -> list[Any]:
+def param_groups(module: Any) -> list[Any]:
+    """Return FSDP2's groups of the parameters of a module on which `fully_shard` was called."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     found = [state._fsdp_param_group] if groups is None else groups

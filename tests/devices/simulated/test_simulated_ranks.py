@@ -10,8 +10,8 @@ import pytest
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.failures import Failure
-from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.devices.simulated.trace_records import Trace
+from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts
+from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.trial_record import Inspect
 
 Ask = Callable[[Any], Any]
@@ -169,3 +169,23 @@ criterion = None
     # Three blocks gather in forward and backward of three parts, and reduce in two of them.
     assert (trace.sizes.count(2 * elements), trace.sizes.count(4 * elements)) == (18, 6)
     assert alive_at_the_end(trace) == sorted(2 * shard(shape, 8) for shape in SHAPES for _ in range(3))
+
+
+def test_gathered_parameters_and_communication_have_labels(simulated: Simulated) -> None:
+    ask = simulated(BLOCKS, world_size=8, parallel="fsdp2")
+    labelled = ask(LabelParts(parts=(4, 4), reduce="last"))
+    assert isinstance(labelled, LabelledTrace), labelled
+    trace = labelled.trace
+    assert trace == trace_of(ask, 4, 4, reduce="last"), "labels change nothing"
+    block, head = (8 * sum(shard(shape, 8) for shape in shapes) for shapes in (SHAPES[:4], SHAPES[-2:]))
+    found: dict[str, set[int]] = {}
+    for number, owner in labelled.owners.items():
+        size = trace.sizes[number]
+        assert isinstance(size, int)
+        found.setdefault(owner.category, set()).add(size)
+    assert found["gathered_parameters"] == {4 * 8 * shard(shape, 8) for shape in SHAPES}, "padded, as they are sent"
+    assert found["communication"] == {4 * block, 4 * head}
+    assert found["gradients"] == {4 * math.prod(shape) for shape in SHAPES} | {4 * block // 8, 4 * head // 8}
+    assert found["parameters"] == {4 * shard(shape, 8) for shape in SHAPES}
+    modules = {labelled.modules[one.module].path for one in labelled.owners.values() if one.category == "communication"}
+    assert modules == {"", "blocks.0", "blocks.1", "blocks.2"}

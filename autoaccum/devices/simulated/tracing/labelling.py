@@ -19,10 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.accumulation.sharded_tensors import model_class
+from autoaccum.accumulation.sharded_tensors import local_part, model_class
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
 from autoaccum.devices.simulated.trace_records import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
+from autoaccum.devices.simulated.tracing.rank_purposes import RankPurposes, unsharded_gradients
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.trial_run import TrialRun
 
@@ -86,6 +87,11 @@ class ModuleTracker:
             return self._stack[-1][0], "recomputed"
         index = bisect_right(self._numbers, node._sequence_nr()) - 1
         return (self._running[index] if index >= 0 else 0), "recomputed" if torch.is_grad_enabled() else "plain"
+
+    def index_of(self, module: nn.Module) -> int:
+        """Return the index of a module of the model; 0 for others."""
+        self._find_modules()
+        return self._indices.get(id(module), 0)
 
     def owner_of(self, tensor: torch.Tensor) -> int:
         """Return the index of the module that has `tensor` as a parameter or buffer; 0 if none has."""
@@ -154,6 +160,8 @@ class BlockLabeller:
         self._phase: Phase | None = None
         self._origins: list[Origin] = []
         self._owners: dict[int, Owner] = {}
+        self._ranks = RankPurposes()
+        self._exchanged: dict[int, Owner] = {}
         self._kept_attributes: set[int] = set()
         self._optimizers: dict[Optimizer, None] = {}
 
@@ -161,7 +169,8 @@ class BlockLabeller:
     def labelling(self) -> Iterator[None]:
         """Track the modules and optimizers of this process."""
         before = register_optimizer_step_pre_hook(self._see_step)
-        with before, register_optimizer_step_post_hook(self._see_step), self._tracker.tracking():
+        after = register_optimizer_step_post_hook(self._see_step)
+        with before, after, self._tracker.tracking(), self._ranks.watching():
             yield
 
     def label_next(self, phase: Phase, beside_tensors: bool, dtype: torch.dtype | None) -> None:
@@ -170,6 +179,9 @@ class BlockLabeller:
             self._phase = phase
             self._find_owners()
         module, role = self._tracker.current()
+        if self._ranks.purpose is not None:
+            owner = module if self._ranks.module is None else self._tracker.index_of(self._ranks.module)
+            self._exchanged[len(self._origins)] = Owner(self._ranks.purpose, owner)
         dtype_name = "" if dtype is None else str(dtype).removeprefix("torch.")
         self._origins.append(
             Origin(_name_of(self._recorder.op), module, "workspace" if beside_tensors else role, dtype_name)
@@ -186,7 +198,10 @@ class BlockLabeller:
             if block in self._kept_attributes:
                 self._owners.setdefault(block, Owner("parameters", module))
         return LabelledTrace(
-            trace=trace, modules=tuple(self._tracker.names), origins=tuple(self._origins), owners=dict(self._owners)
+            trace=trace,
+            modules=tuple(self._tracker.names),
+            origins=tuple(self._origins),
+            owners={**self._exchanged, **self._owners},
         )
 
     def _see_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -214,6 +229,9 @@ class BlockLabeller:
                     self._tracker.set_owner(parameter, index)
                     self._set_parameter_owner(parameter)
             self._set_owner("parameters", [each for each in module._buffers.values() if each is not None], index)
+        assert self._trial_run.made is not None
+        for gradient, module in unsharded_gradients(self._trial_run.made[0]):
+            self._set_owner("gradients", [gradient], self._tracker.index_of(module))
 
     def _search_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
@@ -233,8 +251,9 @@ class BlockLabeller:
 
     def _set_owner(self, category: Category, tensors: Iterable[Tensor], module: int = 0) -> None:
         for tensor in tensors:
-            block = self._recorder.block_of(tensor)
-            if block is not None:
+            block = self._recorder.block_of(local_part(tensor))
+            is_gathered = category == "parameters" and block in self._exchanged  # A module has it for a while.
+            if block is not None and not is_gathered:
                 self._owners.setdefault(block, Owner(category, module))
 
     def _attributes(self) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from itertools import pairwise
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.requests import Reply, Request
@@ -98,8 +97,14 @@ class TraceCache:
             )
 
     def traces_of(self, parts: tuple[int, ...], fresh: bool, limit_seconds: float | None = None) -> list[Trace]:
-        """Return the traces for a trial of `parts`; for a fresh one the smallest part is traced, not extrapolated."""
-        pairs = dict.fromkeys(pairwise(parts)) if len(parts) > 2 and not self.joined else {parts: None}
+        """Return the traces for a trial of `parts`; for a fresh one the smallest part is traced, not extrapolated.
+
+        They are those of consecutive pairs; of threes where gradients wait for the last part, since a part that is
+        neither the first nor the last then adds to all of them and lets go of none.
+        """
+        length = 3 if self.reduce == "last" else 2
+        several = len(parts) > length and not self.joined
+        pairs = {parts[at : at + length]: None for at in range(len(parts) - length + 1)} if several else {parts: None}
         traces = []
         for pair in sorted(pairs, key=sum):  # The first trace that is made shows if the others can be extrapolated.
             extrapolates = len(set(pair)) == 1 and len(pair) == 2 and not (fresh and min(pair) == min(parts))
