@@ -56,7 +56,7 @@ from autoaccum.accumulation.step_result import StepObserver, StepPhase, refuse_n
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
-from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, choose_runner
+from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, join_parts
 from autoaccum.errors import UsageError
 from autoaccum.options import AccumulateIn, BatchNormMode, Joining, Reduce, read_accumulate_in
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
@@ -228,15 +228,9 @@ class Accumulator:
             model, objective, precision=chosen, scaler=scaler, on_phase=self._begin_phase, ranks=self._ranks
         )
         self._backpropagation.sharded = self._sharded
+        joining = partial(self._join_parts, in_lockstep=True)
         self._retries = Retries(
-            model,
-            self._ranks,
-            self._sharded,
-            self._updater,
-            observer,
-            join_parts=partial(self._join_parts, in_lockstep=True),
-            multiple_of=self._multiple_of,
-            recover=recover,
+            self._backpropagation, self._updater, observer, joining, multiple_of=self._multiple_of, recover=recover
         )
         self._batchnorm_mode: BatchNormMode = batchnorm_mode
         if objective.coupled or batchnorm_mode == "exact":
@@ -318,11 +312,8 @@ class Accumulator:
             UsageError: `batches` is empty.
             DoesNotFitError: As in `step`; so are the other errors.
         """
-        batches = list(batches)
-        if not batches and self._ranks.size == 1:
-            raise UsageError("there is no micro-batch to step with", hint="give at least one")
         with self._interrupts:
-            return self._run(batches)
+            return self._run(list(batches))
 
     def _run(self, batches: list[Any]) -> StepResult:
         if world_size() != self._ranks.size:
@@ -354,15 +345,9 @@ class Accumulator:
             ceiling = self._retries.lower(ceiling, outcome, self.phase, largest, unchanged=unchanged)
 
     def _join_parts(self, *, in_lockstep: bool) -> None:
-        """Have the parts of every update run so that they can need each other."""
-        self._backpropagation.run_parts = choose_runner(
-            self._batchnorm_mode,
-            in_lockstep=in_lockstep,
-            coupled=bool(self._objective.coupled),
-            is_sharded=self._sharded is not None,
-            sums_half=self._in_fp32 and needs_buffers(optimizer_parameters(self._optimizer)),
-            on_part=self._begin_part,
-        )
+        half = self._in_fp32 and needs_buffers(optimizer_parameters(self._optimizer))
+        mode, on_part = self._batchnorm_mode, self._begin_part
+        join_parts(self._backpropagation, mode, on_part, in_lockstep=in_lockstep, sums_half=half)
 
     def _attempt(self, batches: Sequence[Any], cuts: Sequence[tuple[int, ...]]) -> StepResult | BaseException:
         """Make one update from `batches`, each split into parts of `cuts` samples, and return its result or its error.
@@ -376,9 +361,11 @@ class Accumulator:
                 modules = all_modules(self._objective.criterion_module, self._model)
                 parameters = self._parameters(modules)
                 transaction = Transaction(modules, parameters, generators=self._generators, scaler=self._scaler)
-                _drop_gradients(parameters)
+                for parameter in parameters:
+                    parameter.grad = None
                 result = self._update(batches, cuts, transaction, modules, around)
-                _drop_gradients(parameters)
+                for parameter in parameters:
+                    parameter.grad = None
                 return result
             except BaseException as error:
                 if self._updater.has_agreed:
@@ -401,12 +388,16 @@ class Accumulator:
         parts = [part for batch, cut in zip(batches, cuts, strict=True) for part in split_batch(batch, cut)]
         sizes, retries = sum(cuts, ()), len(self._retries.failed_in)
         weights = [self._objective.weight(part) for part in parts]
-        facts, samples, weights_by_rank = zip(
-            *self._ranks.gather((self._common_facts(), sum(sizes), weights)), strict=True
-        )
+        own = {
+            "micro_batch": self.micro_batch,
+            "the number of the Accumulator that steps": self._number,
+            **self._updater.common_facts(),
+        }
+        facts, samples, weights_by_rank = zip(*self._ranks.gather((own, sum(sizes), weights)), strict=True)
         check_alike(facts)
         if not any(weights_by_rank):
-            raise UsageError("there is no micro-batch to step with on any rank", hint="give at least one")
+            where = " on any rank" if self._ranks.size > 1 else ""
+            raise UsageError(f"there is no micro-batch to step with{where}", hint="give at least one")
         all_shares = make_shares([one for weights in weights_by_rank for one in weights], self._objective.reduction)
         if not any(map(has_weight, all_shares)):
             return StepResult(math.nan, sum(samples), sizes, None, retries, updated=False, terms={})
@@ -442,16 +433,6 @@ class Accumulator:
         self._savers.write_back()
         return StepResult(loss, sum(samples), sizes, norm, retries, updated, terms)
 
-    def _common_facts(self) -> dict[str, object]:
-        """Return what the ranks have to have in common, lest their parameters drift apart."""
-        if self._ranks.size == 1:
-            return {}
-        return {
-            "micro_batch": self.micro_batch,
-            "the number of the Accumulator that steps": self._number,
-            **self._updater.common_facts(),
-        }
-
     def _measure(
         self, record: LossRecord, buffers: GradientBuffers | None
     ) -> tuple[float, dict[str, float], float | None]:
@@ -481,8 +462,3 @@ class Accumulator:
         self.phase = phase
         if self._observer is not None:
             self._observer.phase(phase)
-
-
-def _drop_gradients(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        parameter.grad = None

@@ -82,6 +82,14 @@ class LossRecord:
     shares: list[tuple[str, float]] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
 
+    def add(self, terms: Mapping[str, Tensor], shares: Mapping[str, float]) -> None:
+        """Add the terms of a part, and the values of those that have a share."""
+        self.names.update(dict.fromkeys(terms))
+        for name, share in shares.items():
+            if share > 0:
+                self.shares.append((name, share))
+                self.values.append(terms[name].detach().clone())
+
     def read(self, norm: Tensor | None) -> tuple[dict[str, float], float | None]:
         """Read the sum of each term with weight over the parts, and `norm`, in the step's only synchronisation."""
         scalars, values = [*self.values, *([] if norm is None else [norm])], list[float]()
@@ -102,6 +110,11 @@ def add_by_name(figures: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for name, figure in each.items():
             sums[name] = sums.get(name, 0.0) + figure
     return sums
+
+
+def add_up(terms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of scalars on the device of the first; a single one as it is."""
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum() if terms[1:] else terms[0]
 
 
 def total_loss(ranks: Sequence[tuple[Sequence[str], Mapping[str, float]]]) -> tuple[float, dict[str, float]]:
@@ -222,19 +235,14 @@ class Backpropagation:
         """Run the forward of a part; return the terms by their shares, their sum, and the terms as they are."""
         terms = self._forward(self.objective.terms, part)
         shares = match_weights(weights, terms)
-        record.names.update(dict.fromkeys(terms))
         # The buffers multiply by the common share in float32: multiplied into a bf16 loss, it would be 0.4 % off.
         common = 1.0
         if buffers is not None and buffers.takes_share:
             buffers.share = common = max(shares.values())
         losses = [terms[name] * (share / common) for name, share in shares.items() if share > 0]
         losses = losses or [next(iter(terms.values())).new_zeros(())]  # In lock step, parts without weight run, too.
-        for name, share in shares.items():
-            if share > 0:
-                record.shares.append((name, share))
-                record.values.append(terms[name].detach().clone())
-        loss = losses[0] if len(losses) == 1 else torch.stack([loss.to(losses[0].device) for loss in losses]).sum()
-        return losses, loss, terms
+        record.add(terms, shares)
+        return losses, add_up(losses), terms
 
     def uncounted_terms(self, part: Any) -> Mapping[str, Tensor]:
         """Run the forward of a part that takes no part in the update; return the terms of its loss."""
@@ -259,12 +267,8 @@ class Backpropagation:
         batch = join_batches(batches) if batches[1:] else batches[0]
         with autocast(self._precision, self.device):
             terms = self.objective.coupled_terms(outputs, batch, self.device)
-        record.names.update(dict.fromkeys(terms))
-        for name, term in terms.items():
-            record.shares.append((name, 1.0))
-            record.values.append(term.detach().clone())
-        losses = list(terms.values())
-        return torch.stack([loss.to(losses[0].device) for loss in losses]).sum() if losses[1:] else losses[0]
+        record.add(terms, dict.fromkeys(terms, 1.0))
+        return add_up(list(terms.values()))
 
     def backward(self, loss: Tensor, inputs: Sequence[Tensor] | None = None) -> None:
         """Run the backward of a scaled loss, which is released when this returns, as training loops do.

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from torch import nn
-
-from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.backpropagation import Backpropagation
 from autoaccum.accumulation.out_of_memory import (
     clear_frames,
     find_out_of_memory,
@@ -15,8 +13,8 @@ from autoaccum.accumulation.out_of_memory import (
     release_memory,
     shrink,
 )
-from autoaccum.accumulation.ranks.group import OtherRanksFailed, RankFailure, Ranks
-from autoaccum.accumulation.ranks.sharded import ShardedParts, is_of_collective, out_of_memory
+from autoaccum.accumulation.ranks.group import OtherRanksFailed, RankFailure
+from autoaccum.accumulation.ranks.sharded import is_of_collective, out_of_memory
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, warn_caller
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater
@@ -27,51 +25,30 @@ from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, 
 class Retries:
     """Decides, alike on all ranks, how an update that failed is repeated, or raises its error.
 
-    Args:
-        model: The model.
-        ranks: The ranks.
-        sharded: The runner of a sharded model's parts, which cannot be repeated; None if the model is not sharded.
-        updater: Runs the optimizer's update.
-        observer: Hears of memory that ran out; None: a warning says so.
-        join_parts: Has the parts of all further updates run in lock step, or refuses that.
-        multiple_of: The number of samples that every micro-batch is a multiple of.
-        recover: Whether updates are repeated at all.
-
-    Attributes:
-        failed_in: The phases in which attempts of the present step ran out of memory.
+    `join_parts` has the parts of all further updates run in lock step, or refuses that. `failed_in` are the phases in
+    which attempts of the present step ran out of memory.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        ranks: Ranks,
-        sharded: ShardedParts | None,
+        backpropagation: Backpropagation,
         updater: Updater,
         observer: StepObserver | None,
-        *,
         join_parts: Callable[[], None],
+        *,
         multiple_of: int,
         recover: bool,
     ) -> None:
-        self._model, self._ranks, self._sharded, self._updater, self._observer = (
-            model,
-            ranks,
-            sharded,
-            updater,
-            observer,
-        )
+        self._backpropagation, self._updater, self._observer = backpropagation, updater, observer
+        self._ranks, self._sharded = backpropagation.ranks, backpropagation.sharded
         self._join_parts, self._multiple_of, self._recover = join_parts, multiple_of, recover
         self.failed_in: list[StepPhase] = []
 
     def lower(self, ceiling: int, error: BaseException, phase: StepPhase, largest: int, *, unchanged: bool) -> int:
         """Return the most samples of a micro-batch with which to repeat a batch, all of whose tensors are freed.
 
-        Args:
-            ceiling: The most so far; it stays where parts only need each other.
-            error: The error that ended the attempt here.
-            phase: The phase in which it did.
-            largest: The samples of the largest micro-batch.
-            unchanged: Whether the batch is as it was before.
+        That stays at `ceiling` where parts only need each other; else it is below `largest`, the samples of the largest
+        micro-batch. `error` ended the attempt here; the batch is `unchanged` if it is as it was before.
 
         Raises:
             BaseException: The batch cannot be repeated: `error`, or another in its place.
@@ -98,25 +75,21 @@ class Retries:
             is_own = not isinstance(error, OtherRanksFailed)
         finally:
             del error  # the traceback holds this frame
-        release_memory(model_device(self._model))
-        largest = max(one.largest for one in failures)
+        release_memory(self._backpropagation.device)
+        largest, failed_in = max(one.largest for one in failures), self.failed_in[-1]
         lowered = shrink(largest, len(self.failed_in) - 1, self._multiple_of)
-        self._announce(largest, lowered, is_own=is_own)
-        return lowered
-
-    def _announce(self, largest: int, lowered: int, *, is_own: bool) -> None:
-        phase = self.failed_in[-1]
         try:
             if self._observer is not None:
-                self._observer.out_of_memory(phase, largest, lowered)
+                self._observer.out_of_memory(failed_in, largest, lowered)
             elif is_own:
                 warn_caller(
-                    f"out of memory ({phase}) with micro-batches of {largest}: nothing was changed, the"
-                    f" batch is repeated in micro-batches of at most {lowered}, and later ones use no more"
+                    f"out of memory ({failed_in}) with micro-batches of {largest}: nothing was changed, the batch is"
+                    f" repeated in micro-batches of at most {lowered}, and later ones use no more"
                 )
-        except Exception as error:  # Warnings may be errors.
-            self.report(error)
+        except Exception as second:  # Warnings may be errors.
+            self.report(second)
             raise
+        return lowered
 
     def report(
         self, error: BaseException, phase: StepPhase = "batch", largest: int = 0, *, unchanged: bool = True

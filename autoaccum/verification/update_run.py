@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.backpropagation import autocast, has_weight
+from autoaccum.accumulation.backpropagation import add_up, autocast, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.first_step_checks import disable_load_balancing
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
@@ -138,7 +138,7 @@ class UpdateRun:
                 )
             if not counted:
                 return self._result(math.nan, values, connected, self._gradients())
-            loss = torch.stack([one.to(counted[0].device) for one in counted]).sum() if counted[1:] else counted[0]
+            loss = add_up(counted)
             self._backward(loss)
             return self._result(float(loss.detach()), values, connected, self._step(end))
 

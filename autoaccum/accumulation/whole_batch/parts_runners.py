@@ -161,22 +161,20 @@ class RepeatedParts:
         after.restore()
 
 
-def choose_runner(
+def join_parts(
+    backpropagation: Backpropagation,
     mode: BatchNormMode,
+    on_part: Callable[[int], None],
     *,
     in_lockstep: bool,
-    coupled: bool,
-    is_sharded: bool,
     sums_half: bool,
-    on_part: Callable[[int], None],
-) -> LockstepParts | RepeatedParts:
-    """Return what runs parts so that they can need each other: in lock step, or twice for a coupled loss.
+) -> None:
+    """Have parts run so that they can need each other: in lock step, or twice for a coupled loss.
 
     Raises:
-        UsageError: They cannot in this BatchNorm `mode`, with a sharded model, or where gradients of half-precision
-            parameters are summed in float32.
+        UsageError: FSDP2 shards the model, the BatchNorm `mode` or a sum of gradients in float32 forbids it.
     """
-    if is_sharded:
+    if backpropagation.sharded is not None:
         raise UsageError(
             "parts of the batch need each other, and fully_shard runs a model's parts one after the other",
             hint="leave the model unsharded, as in DistributedDataParallel",
@@ -190,11 +188,9 @@ def choose_runner(
             "parts of the batch run in lock step, which sums gradients of half-precision parameters in their dtype",
             hint='give accumulate_in="parameters", or keep the parameters in float32 under autocast',
         )
-    return (
-        LockstepParts(exact_batchnorm=mode == "exact", coupled=coupled, on_part=on_part)
-        if in_lockstep
-        else RepeatedParts()
-    )
+    exact, coupled = mode == "exact", bool(backpropagation.objective.coupled)
+    lockstep = LockstepParts(exact_batchnorm=exact, coupled=coupled, on_part=on_part)
+    backpropagation.run_parts = lockstep if in_lockstep else RepeatedParts()
 
 
 class _LossOfAll:
