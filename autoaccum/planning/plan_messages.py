@@ -11,6 +11,7 @@ from autoaccum.accumulation.schedule import Schedule, equal_parts_cost
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import Prediction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
+from autoaccum.options import Parallel
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.serialization import to_plain
 from autoaccum.units import format_bytes
@@ -20,7 +21,8 @@ _RECORDED_FIELDS = (
     *("name", "digest", "model", "parameters", "parameter_bytes", "precision", "optimizer", "loss", "reduction"),
     *("weight", "recipe", "keeps", "evaluation_batch", "worst_of", "batchnorm", "coupled", "accumulate_in", "modules"),
 )
-_LESS_MEMORY = "a smaller model, --precision bf16, activation checkpointing, or more memory"
+_LESS_MEMORY = "a smaller model, --precision bf16, activation checkpointing, {}or more memory"
+_OF_RANKS: dict[Parallel | None, str] = {"ddp": "--parallel fsdp2, ", "fsdp2": "more ranks (--world-size), "}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class MemoryNeeds:
         update_samples: The samples of that update.
         sample_bytes: The bytes of one sample's activations; None: not measured.
         predicted: Whether trials are predicted: then a trial that does not fit has a peak too.
+        parallel: How simulated ranks train one model; None: there is one, or trials are real.
         whole_batch_hint: What to do where every size takes the memory of the whole batch; None: it does not.
     """
 
@@ -41,6 +44,7 @@ class MemoryNeeds:
     update_samples: int = 0
     sample_bytes: int | None = None
     predicted: bool = False
+    parallel: Parallel | None = None
     whole_batch_hint: str | None = None
 
 
@@ -65,7 +69,7 @@ def does_not_fit_error(trial: Trial, limit_bytes: int, needs: MemoryNeeds | None
     held, there = peak_bytes(trial), f"{format_bytes(limit_bytes)} are available"
     known = max(held or 0, needs.least_bytes)
     where = f" in {trial.phase}" if trial.phase else ""
-    hint = f"take {_LESS_MEMORY}"
+    hint = f"take {_LESS_MEMORY.format(_OF_RANKS.get(needs.parallel, ''))}"
     if trial.phase == "batch":
         hint = "a trial holds the effective batch: take a smaller --target-batch, smaller samples, or more memory"
     if trial.phase == "evaluation":

@@ -349,6 +349,7 @@ class _Planner:
             update_samples=inspection.update_samples,
             sample_bytes=None if inspection.joining == "lockstep" else inspection.sample_bytes,
             predicted=self.predicts,
+            parallel=inspection.parallel,
             whole_batch_hint=self._whole_batch_hint,
         )
 

@@ -13,7 +13,7 @@ from autoaccum.devices.child.requests import Request
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.trial_record import PartsRequest
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import DoesNotFitError, WorkloadError
 from autoaccum.options import Parallel
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
@@ -40,11 +40,15 @@ class ShardedTracer(SyntheticTracer):
         return super().call(request, limit_seconds)
 
 
-def plan(tracer: ShardedTracer, target: int = 256, **asked: Any) -> Plan:
+def plan(tracer: ShardedTracer, target: int = 256, memory: int = 2 * GIB, **asked: Any) -> Plan:
     request = make_request(target, world_size=2, gpu="rtx3090", **asked)
-    memory = MemorySize(bytes=2 * GIB)
     with SimulatedDevice(
-        find_card("rtx3090"), lambda: tracer, share=request.share, torch_version=(2, 13), memory=memory, environment={}
+        find_card("rtx3090"),
+        lambda: tracer,
+        share=request.share,
+        torch_version=(2, 13),
+        memory=MemorySize(bytes=memory),
+        environment={},
     ) as device:
         return plan_on_device(PlanSetup(device, "model.py", isolated=False), request)
 
@@ -89,6 +93,15 @@ def test_one_part_sums_once() -> None:
     assert (made.reduce, made.iter_size, [*made.reduce_peaks]) == ("each", 1, ["each"])
     assert set(tracer.ways) == {None}
     assert "reduce" not in told(made)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "hint"),
+    [("ddp", "--parallel fsdp2, or more memory"), ("fsdp2", r"more ranks \(--world-size\), or")],
+)
+def test_what_does_not_fit_may_fit_among_more_ranks(parallel: Parallel, hint: str) -> None:
+    with pytest.raises(DoesNotFitError, match=f"activation checkpointing, {hint}"):
+        plan(ShardedTracer(more=0, parallel=parallel), memory=300 * MIB)
 
 
 @pytest.mark.parametrize("mesh", [None, (2,)])
