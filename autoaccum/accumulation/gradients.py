@@ -107,7 +107,8 @@ class GradientBuffers:
     def write_gradients(self) -> None:
         """Round each sum once into its parameter's `.grad`, and free it before the next is rounded."""
         for parameter in list(self.sums):
-            parameter.grad = self.sums.pop(parameter).to(parameter.device, parameter.dtype)
+            device = parameter.device if self._on_host else None  # Else it is there, and DTensor would search for it.
+            parameter.grad = self.sums.pop(parameter).to(device, parameter.dtype)
 
     def _collect(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
