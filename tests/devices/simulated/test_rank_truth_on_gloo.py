@@ -14,7 +14,6 @@ from on_ranks import on_ranks
 from rank_truth import ONE_NUMBER, WORKLOADS, label, live, start_of
 from torch import Tensor
 
-from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.options import Reduce
 
 RANKS, PARTS = 2, (3, 3)
@@ -44,16 +43,16 @@ def test_the_storages_of_a_real_rank_are_those_of_the_simulation(name: str, redu
 
 def simulated(name: str, reduce: Reduce) -> dict[str, Counter[int]]:
     """Count the blocks of a trace as `count_storages` counts storages."""
-    with resized_blocks() as resized:
-        traced = label(name, ranks=RANKS, parallel="fsdp2", parts=PARTS, reduce=reduce)
+    traced = label(name, ranks=RANKS, parallel="fsdp2", parts=PARTS, reduce=reduce)
     trace = traced.trace
     between, before_update = live(traced, trace.last_update), live(traced, start_of(traced, "update"))
     gradients = Counter(size for block, size in before_update.items() if block not in between and size > ONE_NUMBER)
     gradients[BUFFER * (2 if name == "half" else 4)] -= 1  # The loop's copy, to undo a failed update with.
+    held = {block for block, owner in traced.owners.items() if owner.category == "gathered_parameters"}
     gathered = Gathered()
     for event in trace.events[trace.last_update :]:
-        if max(event, ~event) in resized:
-            gathered.resize(max(event, ~event), traced.trace.sizes[event] if event >= 0 else 0)
+        if max(event, ~event) in held:
+            gathered.resize(max(event, ~event), trace.sizes[event] if event >= 0 else 0)
     return {"resident": Counter(between.values()), "gradients": +gradients, **gathered.counts()}
 
 
@@ -131,24 +130,3 @@ def resized_storages() -> Iterator[Gathered]:
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(torch.UntypedStorage, "resize_", resize_and_count)
         yield gathered
-
-
-@contextmanager
-def resized_blocks() -> Iterator[set[int]]:
-    """Find the blocks of a trace that are taken without an operator."""
-    record, begin = Recorder.record_resized, Recorder.begin
-    found: set[int] = set()
-
-    def record_and_find(recorder: Recorder, storage: torch.UntypedStorage) -> None:
-        before = len(recorder.sizes)
-        record(recorder, storage)
-        found.update(range(before, len(recorder.sizes)))
-
-    def begin_anew(recorder: Recorder, *args: Any) -> None:
-        found.clear()
-        begin(recorder, *args)
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(Recorder, "record_resized", record_and_find)
-        patches.setattr(Recorder, "begin", begin_anew)
-        yield found
