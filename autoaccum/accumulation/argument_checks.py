@@ -19,7 +19,7 @@ from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, mo
 from autoaccum.checks import read_count
 from autoaccum.errors import UsageError
 from autoaccum.workload.objective import Objective, Reduction, resolve_objective
-from autoaccum.workload.optimizers import needs_closure
+from autoaccum.workload.optimizers import closure_refusal, needs_closure
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
@@ -93,10 +93,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"optimizer is a {type(optimizer).__name__}", hint="give one torch.optim.Optimizer")
     if needs_closure(type(optimizer)):
-        raise UsageError(
-            f"{type(optimizer).__name__} needs a closure, which would run the model again within the update",
-            hint="use an optimizer whose step() needs none, such as AdamW",
-        )
+        raise closure_refusal(type(optimizer).__name__, UsageError)
     check_wrapper(optimizer)
     trained = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in trained for group in optimizer.param_groups for parameter in group["params"]):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.checks import describe_type, type_name
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import AutoaccumError, WorkloadError
 
 _FACTORY = "write def optimizer(params): return torch.optim.AdamW(params, lr=1e-3)"
 
@@ -34,7 +34,7 @@ def check_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, str):
         find_optimizer(optimizer)
     elif _is_optimizer(optimizer) and needs_closure(optimizer):
-        raise _closure_refusal(optimizer.__name__)
+        raise closure_refusal(optimizer.__name__)
     elif optimizer is not None and not callable(optimizer):
         raise WorkloadError(f"optimizer is {describe_type(optimizer)}", hint=_FACTORY)
 
@@ -52,7 +52,7 @@ def find_optimizer(name: str) -> type[Optimizer]:
         names = ", ".join(known[key].__name__ for key in close)
         raise WorkloadError(f"torch.optim has no optimizer {name!r}", hint=f"did you mean {names}?")
     if needs_closure(found):
-        raise _closure_refusal(found.__name__)
+        raise closure_refusal(found.__name__)
     return found
 
 
@@ -107,7 +107,7 @@ def call_factory(optimizer: Any, params: list[nn.Parameter]) -> Optimizer:
     if not isinstance(made, Optimizer):
         raise WorkloadError(f"optimizer(params) returned {describe_type(made)}, not an optimizer", hint=_FACTORY)
     if needs_closure(type(made)):
-        raise _closure_refusal(type_name(made))
+        raise closure_refusal(type_name(made))
     return made
 
 
@@ -115,8 +115,9 @@ def _is_optimizer(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
 
 
-def _closure_refusal(name: str) -> WorkloadError:
-    return WorkloadError(
+def closure_refusal(name: str, error: type[AutoaccumError] = WorkloadError) -> AutoaccumError:
+    """Return the error for an optimizer of the class `name`, whose step needs a closure."""
+    return error(
         f"{name} needs a closure, which would run the model again within the update",
         hint="use an optimizer whose step() needs none, such as AdamW or SGD",
     )
