@@ -20,20 +20,18 @@ RANKS, PARTS = 2, (3, 3)
 BUFFER = 5 * 24
 
 
-CASES: list[tuple[str, Reduce]] = [
-    ("plain", "each"),
+CASES: list[tuple[str, Reduce]] = [("plain", "each"), ("bf16_and_fp32", "last"), ("half", "last")]
+MORE: list[tuple[str, Reduce]] = [
     ("plain", "last"),
-    ("bf16_and_fp32", "last"),
     ("kept", "each"),
     ("frozen", "last"),
     ("tied", "each"),
     ("momentum", "each"),
-    ("half", "last"),
     ("on_meta", "each"),
 ]
 
 
-@pytest.mark.parametrize(("name", "reduce"), CASES)
+@pytest.mark.parametrize(("name", "reduce"), [*CASES, *(pytest.param(*one, marks=pytest.mark.slow) for one in MORE)])
 def test_the_storages_of_a_real_rank_are_those_of_the_simulation(name: str, reduce: Reduce) -> None:
     first, second = on_ranks(RANKS, count_storages, f"{WORKLOADS}:{name}", reduce)
     assert simulated(name, reduce) == first
