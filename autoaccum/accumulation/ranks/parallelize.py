@@ -42,7 +42,8 @@ def shard_model(
         parallelize: The workload's function; None: shard the repeated blocks and the rest.
 
     Raises:
-        WorkloadError: `parallelize` returned something else than a model, or left parameters without memory.
+        WorkloadError: `parallelize` returned something else than a model, left parameters without memory, or offloads
+            them.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -56,6 +57,11 @@ def shard_model(
             raise WorkloadError(
                 f"{name} is still on meta after parallelize(model, mesh)",
                 hint="call model.to_empty(device=...) and initialise the weights in it",
+            )
+        if is_sharded(tensor) and tensor.device.type != device.type:
+            raise WorkloadError(
+                f"{name} is sharded and offloaded to the {tensor.device.type}, and parts run where parameters are",
+                hint="leave offload_policy out of fully_shard, and shard over more ranks",
             )
     _move_rest(model, device)
     return model
@@ -103,7 +109,7 @@ def _has_own_parameters(block: nn.Module, uses: Counter[int]) -> bool:
 
 
 def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Move parameters that are not sharded, and buffers, to `device`; shards stay, which may be offloaded."""
+    """Move parameters that are not sharded, and buffers, to `device`, where the shards are."""
     for module in model.modules():
         sharded = {name: one for name, one in module._parameters.items() if one is not None and is_sharded(one)}
         if all(one.device == device for one in _own_tensors(module, sharded)):

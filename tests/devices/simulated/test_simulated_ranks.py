@@ -189,3 +189,80 @@ def test_gathered_parameters_and_communication_have_labels(simulated: Simulated)
     assert found["parameters"] == {4 * shard(shape, 8) for shape in SHAPES}
     modules = {labelled.modules[one.module].path for one in labelled.owners.values() if one.category == "communication"}
     assert modules == {"", "blocks.0", "blocks.1", "blocks.2"}
+
+
+def sharded_by(fields: str, root: str = "", prepare: str = "") -> str:
+    """The lines of a workload that gives `fields` to fully_shard for its blocks, and `root` for the rest."""
+    return f"""
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+def parallelize(model, mesh):
+    {prepare or "pass"}
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, {fields})
+    fully_shard(model, mesh=mesh, {root or fields})
+"""
+
+
+def highest(trace: Trace) -> int:
+    """The most bytes that tensors hold in the last update."""
+    held = most = 0
+    for index, event in enumerate(trace.events):
+        size = trace.sizes[event if event >= 0 else ~event]
+        if isinstance(size, int):
+            held += size if event >= 0 else -size
+            most = max(most, held) if index >= trace.last_update else most
+    return most
+
+
+GATHERED = 8 * sum(shard(shape, 8) for shape in SHAPES[:4])
+"""The elements of a block as 8 ranks gather it."""
+
+
+def test_parameters_stay_gathered_whole_or_in_part_as_reshard_after_forward_says(simulated: Simulated) -> None:
+    root = "reshard_after_forward=None"
+    traces = [
+        trace_of(simulated(BLOCKS + sharded_by(f"reshard_after_forward={value}", root), world_size=8), 2, 2)
+        for value in (True, False, 2)
+    ]
+    gathers = [trace.sizes.count(4 * GATHERED) for trace in traces]
+    # All three blocks reduce in three parts. They gather in forward and backward of each, in forward alone, or in
+    # forward, and then among two ranks.
+    assert gathers == [3 * 3 * (2 + 1), 3 * 3 * (1 + 1), 3 * 3 * (2 + 1)]
+    resharded, kept, halved = map(highest, traces)
+    assert resharded < halved < kept
+    halves = [2 * 8 * shard(shape, 8) for shape in BLOCK.values()]
+    assert all(traces[2].sizes.count(half) >= 9 for half in halves)
+
+
+def test_gathered_and_reduced_in_the_dtypes_of_a_mixed_precision_policy(simulated: Simulated) -> None:
+    policy = "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
+    trace = trace_of(simulated(BLOCKS + sharded_by(policy), world_size=8), 4, 4)
+    assert trace.sizes.count(2 * GATHERED) == 3 * 3 * 2
+    assert trace.sizes.count(4 * GATHERED) == 3 * 3
+    assert alive_at_the_end(trace) == sorted(4 * shard(shape, 8) for shape in SHAPES for _ in range(3))
+
+
+def test_a_checkpointed_block_gathers_as_often(simulated: Simulated) -> None:
+    wrap = (
+        "from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper;"
+        " model.blocks = nn.ModuleList(map(checkpoint_wrapper, model.blocks))"
+    )
+    plain, again = (
+        trace_of(simulated(BLOCKS + sharded_by("reshard_after_forward=True", prepare=lines), world_size=8), 512, 512)
+        for lines in ("", wrap)
+    )
+    assert plain.sizes.count(4 * GATHERED) == again.sizes.count(4 * GATHERED)
+    assert alive_at_the_end(plain) == alive_at_the_end(again)
+    assert highest(again) < highest(plain)
+
+
+def test_shards_in_host_memory_are_refused(simulated: Simulated) -> None:
+    failed = simulated(BLOCKS + sharded_by("offload_policy=CPUOffloadPolicy()"), world_size=8)(Inspect())
+    assert isinstance(failed, Failure)
+    assert "blocks.0.up.weight is sharded and offloaded to the cpu" in failed.message
+    assert failed.blames == "user"
+
+
+def test_replicas_of_shards_sum_in_place_before_the_last_part_ends(simulated: Simulated) -> None:
+    trace = trace_of(simulated(BLOCKS, world_size=8, mesh=(2, 4), parallel="fsdp2"), 4, 4)
+    assert held_between_parts(trace) == 4 + 4 * sum(shard(shape, 4) for shape in SHAPES), "reduced in their mesh of 4"

@@ -68,6 +68,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         checks: Sentences on checks of values that were assumed to pass.
         library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
+        sharded_type: DTensor, while ranks are simulated.
         beside: A mode for what PyTorch computes of shapes alone, which is not the card's.
     """
 
@@ -89,6 +90,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.library_tensors: dict[str, torch.Tensor] = {}
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
+        self.sharded_type: type | None = None
         self._depth = 0
         self._has_sparse = False
         self._cache = OperatorCache(self._make)
@@ -106,9 +108,11 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             kwargs = self._with_device(kwargs)
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}  # Pinning needs a driver.
-        if not self._is_simulated(func, args, kwargs):
+        if self.sharded_type in types and self._depth == 0:  # It runs the operator on this rank's parts.
             if not kwargs and can_run_on_shards(func, args):
                 return run_on_shards(args, lambda local: self.__torch_dispatch__(func, (), local))
+            return func(*args, **kwargs)
+        if not self._is_simulated(func, args, kwargs):
             return func(*args, **kwargs)
         if func in _VALUE_DEPENDENT:
             if func in _READS:

@@ -59,6 +59,7 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     ranks = AlikeRanks(dist.group.WORLD, size)
     stack.callback(ranks.leave)
     replace_ranks(ranks)
+    mode.sharded_type = DTensor
     local: dict[str, Any] = {name: _of_local_tensor(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")}
     for name, answer in local.items():
         stack.enter_context(patched(DTensor, name, answer))
