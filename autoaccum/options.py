@@ -44,6 +44,10 @@ Parallel = Literal["ddp", "fsdp2"]
 Reduce = Literal["each", "last"]
 """When FSDP2 sums the gradients of an update over ranks: with each micro-batch, or with the last."""
 
+RECOMPUTE: Final = "recompute"
+OFFLOADS: Final = ("offload-activations", "offload-gradients", "offload-optimizer")
+"""Savers, ways to take less memory of the device for the same gradient; `recompute=N` is for N blocks of the model."""
+
 BATCHNORM_MODES: Final[tuple[BatchNormMode, ...]] = get_args(BatchNormMode)
 KEEPS: Final[tuple[Keep, ...]] = get_args(Keep)
 
@@ -57,6 +61,7 @@ WORKLOAD_OPTIONS: Final = (
     "batchnorm",
     "coupled",
     "accumulate_in",
+    "savers",
     "keeps",
     "evaluation_batch",
     "multiple_of",
@@ -84,6 +89,7 @@ class OptionArguments(TypedDict, total=False):
     batchnorm: str | None
     coupled: bool | str | None
     accumulate_in: str | None
+    savers: str | Iterable[str] | None
     keeps: str | Iterable[str] | None
     evaluation_batch: int | None
     worst_of: int | None
@@ -110,6 +116,8 @@ class Options:
         batchnorm: How BatchNorm treats a batch in parts: `micro`, `running`, `frozen` or `exact` (see `BatchNormMode`).
         coupled: Whether the loss is computed of the outputs of the whole effective batch (see `Coupled`).
         accumulate_in: The dtype in which gradients of half-precision parameters are summed: `fp32` or `parameters`.
+        savers: Ways to take less memory for the same gradient: `recompute` (all repeated blocks of the model run again
+            in backward), `recompute=N` (N of them), `offload-activations`, `offload-gradients`, `offload-optimizer`.
         keeps: Tensors that the training loop keeps alive: `outputs`, `ema`, or both (see `Keep`).
         evaluation_batch: Samples per batch of the evaluation between updates, which becomes part of every trial.
         worst_of: Make batches of the longest of this many samples of the dataset, by its `collate`.
@@ -136,6 +144,7 @@ class Options:
     batchnorm: BatchNormMode | None = None
     coupled: Coupled | None = None
     accumulate_in: AccumulateIn | None = None
+    savers: tuple[str, ...] | None = None
     keeps: tuple[Keep, ...] | None = None
     evaluation_batch: int | None = None
     worst_of: int | None = None
@@ -160,6 +169,8 @@ class Options:
             read_coupled(self.coupled)
         if self.accumulate_in is not None:
             read_accumulate_in(self.accumulate_in, UsageError)
+        if self.savers is not None:
+            object.__setattr__(self, "savers", read_savers(self.savers, UsageError))
         if self.keeps is not None:
             object.__setattr__(self, "keeps", read_keeps(self.keeps, UsageError))
         for name in ("evaluation_batch", "worst_of", "multiple_of", "world_size"):
@@ -206,7 +217,7 @@ class Options:
         {'keeps': ['ema'], 'gpu': 'rtx3090', 'memory': '80%'}
         """
         record = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
-        plain: dict[str, Any] = {"keeps": list, "memory": str, "reserve": str, "mesh": mesh_word}
+        plain: dict[str, Any] = {"keeps": list, "savers": list, "memory": str, "reserve": str, "mesh": mesh_word}
         return {
             name: plain.get(name, lambda same: same)(value)
             for name, (value, default) in record.items()
@@ -250,6 +261,28 @@ def read_accumulate_in(word: Any, error: type[AutoaccumError] = WorkloadError) -
     """Return `word` as a way to sum gradients; raise WorkloadError, or `error`, if there is no such way."""
     check_word(word, "accumulate_in", get_args(AccumulateIn), error=error)
     return cast("AccumulateIn", word)
+
+
+def read_savers(savers: Any, error: type[AutoaccumError] = WorkloadError) -> tuple[str, ...]:
+    """Return the words of `savers`, each once and in one order; `savers` may be one word or several.
+
+    >>> read_savers(["offload-optimizer", "recompute=6"]), read_savers("recompute"), read_savers(None)
+    (('recompute=6', 'offload-optimizer'), ('recompute',), ())
+
+    Raises:
+        WorkloadError: A word is unknown, or there is no number of blocks; or `error`, where that is given.
+    """
+    if not isinstance(savers, Iterable | None):
+        raise error(f"savers is {savers!r}", hint="give a word, or several")
+    given = [savers] if isinstance(savers, str) else list(savers or ())
+    for word in given:
+        if word not in (RECOMPUTE, *OFFLOADS) and not re.fullmatch(f"{RECOMPUTE}=[1-9][0-9]*", str(word)):
+            raise error(
+                f"{word!r} is no saver",
+                hint=f"take {RECOMPUTE} (all repeated blocks), {RECOMPUTE}=N (N of them), {', '.join(OFFLOADS)}",
+            )
+    blocks = [word for word in given if word.startswith(RECOMPUTE)]
+    return (*blocks[-1:], *(word for word in OFFLOADS if word in given))
 
 
 def read_keeps(keeps: Any, error: type[AutoaccumError] = WorkloadError) -> tuple[Keep, ...]:

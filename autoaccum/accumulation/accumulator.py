@@ -49,7 +49,7 @@ from autoaccum.accumulation.ranks.sharded import find_sharded, read_reduce
 from autoaccum.accumulation.reachable_objects import all_modules, find_used_modules
 from autoaccum.accumulation.retries import Retries, roll_back
 from autoaccum.accumulation.rng_state import module_generators
-from autoaccum.accumulation.savers.savers import Choice, Savers
+from autoaccum.accumulation.savers.savers import Savers
 from autoaccum.accumulation.schedule import check_multiple, slices, split_evenly
 from autoaccum.accumulation.state_hash import batch_versions
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, refuse_nonfinite
@@ -58,7 +58,7 @@ from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, join_parts
 from autoaccum.errors import UsageError
-from autoaccum.options import AccumulateIn, BatchNormMode, Joining, Reduce, read_accumulate_in
+from autoaccum.options import AccumulateIn, BatchNormMode, Joining, Reduce, read_accumulate_in, read_savers
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
 from autoaccum.workload.objective import Weights, read_coupled_loss, with_coupling
 
@@ -110,7 +110,7 @@ class Accumulator:
             `loss` and `criterion`, the loss is `model(**batch).loss`, as models of transformers compute it.
         micro_batch: The most samples to run at once; omit it when `plan` is given.
         plan: An `autoaccum.Plan` made for this model, loss, optimizer and device. Its micro-batch is used, and its
-            precision, reduction, batchnorm, accumulate_in and multiple_of where they are not given here.
+            precision, reduction, batchnorm, accumulate_in, savers and multiple_of where they are not given here.
         criterion: `criterion(outputs, targets)` for batches of `(inputs, targets)`, in place of `loss`.
         weight: `weight(batch)`: the number that the mean in `loss` divides by. Default: the number of samples.
         reduction: `mean` (default) or `sum`; the losses of a sum are added without a division.
@@ -181,7 +181,7 @@ class Accumulator:
         multiple_of: int | None = None,
         accumulate_in: AccumulateIn | None = None,
         reduce: Reduce | None = None,
-        savers: Sequence[str] = (),
+        savers: str | Sequence[str] = (),
         observer: StepObserver | None = None,
     ) -> None:
         given, model = model, check_model(model)
@@ -211,8 +211,9 @@ class Accumulator:
             choose_option(plan, "batchnorm", batchnorm, "micro"), model, objective.criterion_module
         )
         sum_dtype = read_accumulate_in(choose_option(plan, "accumulate_in", accumulate_in, "fp32"), UsageError)
+        words = read_savers(choose_option(plan, "savers", savers, ()), UsageError)
         if plan is not None:
-            check_plan(plan, current_facts(model, optimizer, objective, chosen, batchnorm_mode, sum_dtype))
+            check_plan(plan, current_facts(model, optimizer, objective, chosen, batchnorm_mode, sum_dtype, words))
         self._sharded = find_sharded(
             model, read_reduce(reduce or getattr(plan, "reduce", None) or "each"), in_fp32=sum_dtype == "fp32"
         )
@@ -245,7 +246,7 @@ class Accumulator:
         self._number = self._ranks.accumulators
         found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
         self._wrappers = [module for module in found if isinstance(module, DistributedDataParallel)]
-        self._savers = Savers(Choice.read(savers), model, optimizer, exact_batchnorm=batchnorm_mode == "exact")
+        self._savers = Savers(words, model, optimizer, exact_batchnorm=batchnorm_mode == "exact")
         self._interrupts = DelayedInterrupts()
         self._generators = module_generators(all_modules(objective.criterion_module, model))
         self._first_steps = FirstSteps()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -179,7 +179,7 @@ def _distributed_parts(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 _RECORDED = (
     *("model", "parameters", "parameter_bytes", "optimizer", "precision", "loss", "kind", "card"),
-    *("batchnorm", "coupled", "accumulate_in"),
+    *("batchnorm", "coupled", "accumulate_in", "savers"),
 )
 """The names of the facts that are compared; a fact that is unknown is None or missing."""
 
@@ -189,10 +189,12 @@ _PHRASES = {
     "parameter_bytes": "parameters of {:,} bytes",
     "batchnorm": "BatchNorm {}",
     "accumulate_in": 'gradients summed in {0} (accumulate_in="{0}")',
+    "savers": "memory saved by {}",
 }
 _NAMES: dict[str, dict[Any, str]] = {
     "kind": {"cpu": "the CPU", "cuda": "a CUDA card"},
     "coupled": {False: "a loss of each micro-batch", True: "a coupled loss of the whole batch"},
+    "savers": {"": "no savers"},
 }
 
 
@@ -276,6 +278,7 @@ def plan_facts(plan: PlanLike) -> dict[str, Any]:
     found = {name: workload.get(name) for name in _RECORDED}
     found |= {name: device.get(name) for name in ("kind", "card")}
     found["coupled"] = bool(found["coupled"])  # In two passes or in lock step: a plan chooses between them.
+    found["savers"] = None if found["savers"] is None else " and ".join(found["savers"])
     weight = workload.get("weight")
     found["loss"] = None if weight is None else _loss_phrase(workload.get("reduction") or "mean", weight)
     if found["kind"] == "simulated":
@@ -292,6 +295,7 @@ def current_facts(
     precision: str,
     batchnorm: str | None = None,
     accumulate_in: str | None = None,
+    savers: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return the facts of this training, by the names that a plan uses."""
     inner, device = unwrap_model(model), model_device(model)
@@ -310,6 +314,7 @@ def current_facts(
         "batchnorm": batchnorm,
         "coupled": bool(objective.coupled),
         "accumulate_in": accumulate_in,
+        "savers": None if savers is None else " and ".join(savers),
     }
 
 

@@ -49,6 +49,7 @@ _CODE_INTERRUPTED = 130
     "coupled",
     "multiple_of",
     "accumulate_in",
+    "savers",
     "optimizer",
     "keeps",
     "parallel",

@@ -63,6 +63,14 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "help": "Sum gradients of half-precision parameters in fp32, or in the parameters' own dtype, which saves "
         "memory and rounds with each part. In place of the workload's.",
     },
+    "savers": {
+        "multiple": True,
+        "callback": lambda context, parameter, words: words or None,
+        "metavar": "SAVER",
+        "help": "A way to take less memory for the same gradient. recompute: run the model's repeated blocks again in "
+        "backward (recompute=N: N of them); offload-activations, offload-gradients, offload-optimizer: keep these in "
+        "host memory. Repeatable.",
+    },
     "optimizer": {"metavar": "NAME", "help": "Optimizer of torch.optim, in place of the workload's."},
     "keeps": {
         "multiple": True,

@@ -44,6 +44,7 @@ _FORMS = ("text", "json", "markdown", "github")
     "worst_of",
     "batchnorm",
     "coupled",
+    "savers",
 )
 @click.option(
     "--tolerance",

@@ -83,7 +83,7 @@ class Outputs:
         if isinstance(event, Inspected) and "--emit" in self._asked:
             seen = event.inspection
             joins = bool(seen.coupled or seen.joining)
-            check_emittable(recipe=seen.recipe, batchnorm=seen.batchnorm, joins=joins)
+            check_emittable(recipe=seen.recipe, batchnorm=seen.batchnorm, joins=joins, savers=seen.savers)
         elif isinstance(event, Explained):
             self._account = event.account
 

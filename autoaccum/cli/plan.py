@@ -42,6 +42,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
     "batchnorm",
     "coupled",
     "accumulate_in",
+    "savers",
     "optimizer",
     "keeps",
     "evaluation_batch",

@@ -75,6 +75,7 @@ _OF_THE_STUDY = (
     "precision",
     "batchnorm",
     "coupled",
+    "savers",
     "multiple_of",
     "optimizer",
     "time_limit",

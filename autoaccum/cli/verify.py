@@ -30,6 +30,7 @@ _OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
     "optimizer",
     "batchnorm",
     "coupled",
+    "savers",
     "multiple_of",
     "worst_of",
     "world_size",

@@ -126,6 +126,7 @@ def describe_setup(
         "batchnorm": workload.batchnorm,
         "coupled": workload.coupled,
         "accumulate_in": workload.accumulate_in,
+        "savers": tuple(workload.savers),
         "multiple_of": workload.multiple_of or 1,
         "modules": {
             name: storage_bytes([*module.parameters(), *module.buffers()])

@@ -357,6 +357,7 @@ def make_accumulator(
         scaler=GradScaler(device, init_scale=1.0) if workload.precision == "fp16" else None,
         multiple_of=workload.multiple_of,
         accumulate_in=workload.accumulate_in,
+        savers=workload.savers,
         recover=False,
         reduce=reduce,
         observer=observer,

@@ -107,6 +107,7 @@ def case_name(case: Case) -> str:
         ("evaluation batch {}", options.evaluation_batch),
         ("worst of {}", options.worst_of),
         ("batchnorm {}", options.batchnorm),
+        ("savers {}", None if options.savers is None else "+".join(options.savers) or "none"),
         ("coupled {}", None if options.coupled is None else coupled_word(options.coupled)),
     ]
     workload = case.workload if _PLAIN.fullmatch(case.workload) else json.dumps(case.workload, ensure_ascii=False)

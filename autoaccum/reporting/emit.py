@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, TypeAlias
 
@@ -33,7 +33,12 @@ _ALTERNATIVES = "write loss(model, batch) and weight(batch), or train with autoa
 
 
 def check_emittable(
-    *, world_size: int = 1, batchnorm: str = "micro", joins: bool = False, recipe: Mapping[str, Any] | None = None
+    *,
+    world_size: int = 1,
+    batchnorm: str = "micro",
+    joins: bool = False,
+    savers: Sequence[str] = (),
+    recipe: Mapping[str, Any] | None = None,
 ) -> None:
     """Refuse plans for which no file can be emitted, as early as possible: before any trial.
 
@@ -57,6 +62,11 @@ def check_emittable(
         raise UsageError(
             "--emit writes a few lines of plain PyTorch, which cannot join what micro-batches need of each other, for a"
             " coupled loss or whole_batch(x)",
+            hint="plan without --emit, and write the loop around autoaccum.Accumulator",
+        )
+    if savers:
+        raise UsageError(
+            f"--emit writes a few lines of plain PyTorch, without {' and '.join(savers)}",
             hint="plan without --emit, and write the loop around autoaccum.Accumulator",
         )
     if recipe is None:
@@ -108,7 +118,13 @@ def emit_wrapper(plan: Plan, *, module: str = "train_step") -> str:
     recipe, workload = plan.workload["recipe"], plan.workload
     batchnorm = str(workload.get("batchnorm") or "micro")
     joins = bool(workload.get("coupled") or workload.get("joining"))
-    check_emittable(world_size=plan.world_size, batchnorm=batchnorm, joins=joins, recipe=recipe)
+    check_emittable(
+        world_size=plan.world_size,
+        batchnorm=batchnorm,
+        joins=joins,
+        savers=plan.workload.get("savers") or (),
+        recipe=recipe,
+    )
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     text = template.render(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -134,6 +135,8 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
     own = ["split=split", "size=size"] if plan.workload.get("recipe", {}).get("batch") == "own" else []
     if plan.reduce == "last":
         numbers.append('reduce="last"')
+    if savers := plan.workload.get("savers"):
+        numbers.append(f"savers={json.dumps(savers)}")
     if plan.multiple_of > 1:
         numbers.append(f"multiple_of={plan.multiple_of}")
     options = numbers if kept is None else [f"plan=autoaccum.Plan.load({str(kept)!r})"]

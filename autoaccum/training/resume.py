@@ -196,7 +196,7 @@ def check_choice(
         of_model = components.model, components.optimizer, components.objective
         modes = components.precision, components.batchnorm, components.accumulate_in
         try:
-            check_plan(plan, current_facts(*of_model, *modes))
+            check_plan(plan, current_facts(*of_model, *modes, components.savers))
         except UsageError as error:
             raise UsageError(error.message, hint=_replan_hint(request, plan)) from None
         digest = plan.workload.get("digest")

@@ -146,6 +146,7 @@ class Stepper(StepObserver):
             batchnorm=components.batchnorm,
             coupled=components.objective.coupled,
             accumulate_in=components.accumulate_in,
+            savers=components.savers,
             scaler=components.scaler,
             multiple_of=choice.multiple_of,
             check_finite=True,

@@ -26,7 +26,7 @@ from autoaccum.accumulation.argument_checks import (
 )
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm_modes import checked_batchnorm
-from autoaccum.accumulation.gradients import choose_scaler
+from autoaccum.accumulation.gradients import choose_scaler, needs_buffers
 from autoaccum.accumulation.ranks.group import join_ranks, world_size
 from autoaccum.accumulation.ranks.parallelize import choose_parallel, shard_model
 from autoaccum.accumulation.ranks.replicated import copy_from_first
@@ -37,7 +37,7 @@ from autoaccum.checks import describe_type
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import AccumulateIn, BatchNormMode, Options, check_mesh, read_accumulate_in
+from autoaccum.options import AccumulateIn, BatchNormMode, Options, check_mesh, read_accumulate_in, read_savers
 from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
@@ -64,6 +64,7 @@ class TrainingComponents:
         precision: `fp32`, `bf16` or `fp16`.
         batchnorm: `micro`, `running`, `frozen` or `exact`.
         accumulate_in: `fp32` or `parameters`.
+        savers: Ways to take less memory of the device.
         evaluate: The workload's `evaluate(model, batch)`; None: the loss is evaluated.
         averages: The averaged weights (EMA); None without them.
     """
@@ -76,6 +77,7 @@ class TrainingComponents:
     precision: str
     batchnorm: BatchNormMode
     accumulate_in: AccumulateIn
+    savers: tuple[str, ...]
     evaluate: Callable[..., Any] | None
     averages: EmaModel | None = None
 
@@ -232,6 +234,13 @@ class TrainingSetup:
         ema_decay = _resolve_ema_decay(self._request.ema_decay, self._keeps)
         if ema_decay is not None and is_sharded_model(model):
             raise UsageError("a sharded model has no average of its weights", hint='leave "ema" out of keeps (--keeps)')
+        savers = read_savers(self._resolve_option("savers", (), plan), UsageError)
+        if "offload-optimizer" in savers and needs_buffers(optimizer_parameters(optimizer)):
+            raise UsageError(
+                "offload-optimizer keeps half-precision weights in float32, and checkpoints would have them rounded",
+                hint="keep the parameters in float32 (precision bf16 runs them under autocast), or train by the"
+                " Accumulator",
+            )
         if not model.training:  # `from_pretrained` leaves it in eval mode. Submodules in eval mode stay so otherwise.
             model.train()
         return TrainingComponents(
@@ -243,6 +252,7 @@ class TrainingSetup:
             precision=precision,
             batchnorm=checked_batchnorm(self._resolve_option("batchnorm", "micro", plan), model),
             accumulate_in=read_accumulate_in(self._resolve_option("accumulate_in", "fp32", plan), UsageError),
+            savers=savers,
             evaluate=self._evaluate,
             averages=None if ema_decay is None else EmaModel(model, ema_decay),
         )

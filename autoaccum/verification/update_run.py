@@ -182,6 +182,7 @@ class UpdateRun:
                 micro_batch=largest,
                 batchnorm=self._batchnorm,
                 accumulate_in=fixture.workload.accumulate_in,
+                savers=fixture.workload.savers,
                 precision="fp32" if fixture.precision == "fp64" else fixture.precision,
                 scaler=scaler,
                 recover=False,

@@ -21,6 +21,7 @@ from autoaccum.options import (
     read_accumulate_in,
     read_batchnorm_mode,
     read_keeps,
+    read_savers,
 )
 from autoaccum.workload.batches import Batching, batch_size, has_size, read_batching, wrap_batch
 from autoaccum.workload.model_copies import copy_module
@@ -66,6 +67,7 @@ class Workload:
             of one update forward and backward and leaves the gradient in `.grad`.
         accumulate_in: The dtype in which gradients of half-precision parameters are summed: `fp32` or `parameters`
             (`options.AccumulateIn`).
+        savers: Ways to take less memory of the device for the same gradient (`options.read_savers`).
         modules: Further modules that are not trained, such as a teacher: one, a list or a dict. They are moved to the
             device with the model, as are modules that the loss refers to.
         parallelize: `parallelize(model, mesh)` shards the model over the ranks of `mesh` by `fully_shard` (FSDP2), for
@@ -107,6 +109,7 @@ class Workload:
     size: Callable[[Any], int] | None = None
     multiple_of: int | None = None
     accumulate_in: AccumulateIn = "fp32"
+    savers: Sequence[str] = ()
     modules: Any = ()
     parallelize: Callable[[nn.Module, Any], Any] | None = None
     name: str = "workload"
@@ -137,6 +140,7 @@ class Workload:
                 "there is neither batch nor dataset", hint="write def batch(size): return a batch of that many samples"
             )
         object.__setattr__(self, "keeps", read_keeps(self.keeps))
+        object.__setattr__(self, "savers", read_savers(self.savers))
         object.__setattr__(self, "modules", _read_modules(self.modules))
         for name in ("evaluation_batch", "multiple_of"):
             if getattr(self, name) is not None:

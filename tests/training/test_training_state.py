@@ -114,6 +114,7 @@ def components(
         precision="fp32",
         batchnorm="micro",
         accumulate_in="fp32",
+        savers=(),
         evaluate=None,
     )
 

@@ -20,19 +20,19 @@ class Recompute:
 
     Args:
         model: The model.
-        blocks: How many of its blocks; "all" of them.
+        blocks: How many of its blocks; 0: all of them.
         exact_batchnorm: Whether BatchNorm normalises by the whole batch, which cannot be done again in backward.
 
     Raises:
         UsageError: The model has fewer blocks with parameters to train, or they have BatchNorms that cannot run again.
     """
 
-    def __init__(self, model: nn.Module, blocks: int | str = "all", *, exact_batchnorm: bool = False) -> None:
+    def __init__(self, model: nn.Module, blocks: int = 0, *, exact_batchnorm: bool = False) -> None:
         found = trained_blocks(model)
-        count = len(found) if blocks == "all" else int(blocks)
+        count = blocks or len(found)
         if not found or count > len(found):
             raise UsageError(
-                f"{count or 'all'} blocks are to be recomputed, and {type(model).__name__} has {len(found) or 'no'}"
+                f"{blocks or 'all'} blocks are to be recomputed, and {type(model).__name__} has {len(found) or 'no'}"
                 " repeated blocks with parameters to train",
                 hint="checkpoint in the model itself (torch.utils.checkpoint), or choose another saver",
             )

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.savers.offloaded_activations import OffloadedActivations
-from autoaccum.accumulation.savers.savers import OFFLOADS
 from autoaccum.errors import UsageError
+from autoaccum.options import OFFLOADS
 
 WORDS = ("recompute", *OFFLOADS)
 PAIRS = [*itertools.combinations(WORDS, 1), *itertools.combinations(WORDS, 2), WORDS]
@@ -204,6 +204,7 @@ def test_an_error_within_the_update_leaves_everything_as_it_was(words: tuple[str
         (["recompute=0"], "'recompute=0' is no saver"),
         (["recompute=5"], "5 blocks are to be recomputed, and Net has 4"),
         ([3], "3 is no saver"),
+        (3, "savers is 3"),
     ],
 )
 def test_wrong_savers_are_refused(words: Any, message: str) -> None:
