@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
@@ -12,19 +11,22 @@ from torch import Tensor
 
 from autoaccum.accumulation.whole_batch.host_storage import HostStorage
 
-_LEAST_BYTES = 1 << 16
+_LEAST_BYTES = 1 << 12
 """Smaller tensors stay: a transfer takes longer than it is worth."""
 
 
 class OffloadedActivations(HostStorage):
     """Copies what is saved to host memory, and fetches each tensor while backward still uses the one before.
 
-    Transfers have a stream of their own on a card. One tensor at most is fetched ahead.
+    On a card, transfers have a stream of their own. One tensor at a time stays on the card until its copy is there, and
+    one is fetched ahead. Their memory is that of the stream that computes, which waits for the transfer before the
+    memory is used again: PyTorch's allocator keeps what another stream takes for that stream alone.
     """
 
     def __init__(self, kept: Iterable[Tensor] = ()) -> None:
         super().__init__(kept)
         self._last: ref[Any] | None = None
+        self._leaving: Tensor | None = None
         self._ahead: tuple[Any, Tensor] | None = None
         self._stream: Any = None
 
@@ -43,29 +45,33 @@ class OffloadedActivations(HostStorage):
             return stored
         ahead, self._ahead = self._ahead, None
         tensor = ahead[1] if ahead is not None and ahead[0] is stored else self._fetch(stored)
-        if tensor.device.type == "cuda":
-            torch.cuda.current_stream().wait_stream(self._transfers())
-            tensor.record_stream(torch.cuda.current_stream())
+        self._finish(stored.device)
         before = None if stored.before is None else stored.before()
         if before is not None:
             self._ahead = before, self._fetch(before)
         return tensor
 
     def _copy(self, tensor: Tensor, copy: Tensor) -> None:
-        if tensor.device.type != "cuda":
-            super()._copy(tensor, copy)
-            return
-        stream = self._transfers()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            copy.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
+        self._finish(tensor.device)
+        self._transfer(tensor, copy)
+        self._leaving = tensor
 
     def _fetch(self, stored: Any) -> Tensor:
-        with torch.cuda.stream(self._transfers()) if stored.device.type == "cuda" else nullcontext():
-            tensor: Tensor = stored.copy.to(stored.device, non_blocking=True)
+        tensor = torch.empty_like(stored.copy, device=stored.device)
+        self._transfer(stored.copy, tensor)
         return tensor
 
-    def _transfers(self) -> Any:
+    def _transfer(self, source: Tensor, target: Tensor) -> None:
+        if source.device.type != "cuda" and target.device.type != "cuda":
+            target.copy_(source)
+            return
         self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        return self._stream
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def _finish(self, device: torch.device) -> None:
+        """Let what computes on `device` wait for the transfers so far, so that memory they use can be freed."""
+        if device.type == "cuda" and self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self._leaving = None
