@@ -95,7 +95,7 @@ def plan(
         on_event: Called with each record of `autoaccum.planning.plan_events`.
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
         options: Fields of `autoaccum.options.Options`. `optimizer`, `precision`, `batchnorm`, `coupled`,
-            `accumulate_in`, `keeps`, `evaluation_batch`, `worst_of` and `multiple_of` replace the workload's own.
+            `accumulate_in`, `savers`, `keeps`, `evaluation_batch`, `worst_of` and `multiple_of` replace the workload's.
             `device` or `gpu`, `memory`, `reserve`, `world_size`, `parallel`, `mesh`, `equal`, `time_limit` and
             `trial_limit` say where and how trials run. For a live model, `optimizer` may be its live optimizer, whose
             state is restored, or a function that makes one. With a `gpu` nothing runs on a card and the plan's kind is

@@ -151,6 +151,15 @@ def test_the_plan_gives_the_reduction_if_nothing_else_does() -> None:
         accumulator(plan, model, loss=squares, weight=len)
 
 
+def test_the_plan_gives_the_savers() -> None:
+    plan = plan_of(savers=["offload-gradients"])
+    accumulator(plan)
+    with pytest.raises(UsageError, match="memory saved by offload-gradients; here is memory saved by offload-optim"):
+        accumulator(plan, savers="offload-optimizer")
+    with pytest.raises(UsageError, match="the plan is for no savers; here is memory saved by offload-gradients"):
+        accumulator(plan_of(), savers="offload-gradients")
+
+
 def test_a_criterion_s_function_is_its_module() -> None:
     accumulator(plan_of(), loss=nn.functional.cross_entropy)
     with pytest.raises(UsageError, match=r"divided by targets != -100; here is a loss divided by targets != 0"):

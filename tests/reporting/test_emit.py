@@ -179,6 +179,8 @@ def test_holds_only_what_its_plan_needs(a_plan: Plan) -> None:
 def test_refuses_several_ranks_and_running_statistics_over_several_parts(a_plan: Plan) -> None:
     with pytest.raises(UsageError, match="the plan is for 2 ranks: plan with --world-size 1, or write the loop around"):
         check_emittable(world_size=2)
+    with pytest.raises(UsageError, match="--emit writes a few lines of plain PyTorch, without recompute"):
+        check_emittable(savers=("recompute",))
     check_emittable(world_size=1, recipe=a_plan.workload["recipe"])
     running = dataclasses.replace(a_plan, workload={**a_plan.workload, "batchnorm": "running"})
     with pytest.raises(
