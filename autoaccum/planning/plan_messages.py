@@ -19,18 +19,8 @@ from autoaccum.units import format_bytes
 _SMALLER_EVALUATION = "a smaller evaluation_batch (--evaluation-batch), or more memory"
 _RECORDED_FIELDS = (
     *("name", "digest", "model", "parameters", "parameter_bytes", "precision", "optimizer", "loss", "reduction"),
-    *(
-        "weight",
-        "recipe",
-        "keeps",
-        "evaluation_batch",
-        "worst_of",
-        "batchnorm",
-        "coupled",
-        "accumulate_in",
-        "savers",
-        "modules",
-    ),
+    *("weight", "recipe", "keeps", "evaluation_batch", "worst_of", "batchnorm", "coupled", "accumulate_in"),
+    *("savers", "modules"),
 )
 _LESS_MEMORY = "a smaller model, --precision bf16, activation checkpointing, {}or more memory"
 _OF_RANKS: dict[Parallel | None, str] = {"ddp": "--parallel fsdp2, ", "fsdp2": "more ranks (--world-size), "}

@@ -58,7 +58,7 @@ def plan_of(world_size: int = 1, **changes: Any) -> Plan:
     """Return a plan as the planner makes it on the CPU, from a real inspection."""
     work = Workload(**{"model": Net, "batch": batch_of, "criterion": nn.CrossEntropyLoss(), **changes})
     seen = inspect_workload(work, 8)
-    names = ("model", "parameters", "parameter_bytes", "optimizer", "precision", "reduction", "weight")
+    names = ("model", "parameters", "parameter_bytes", "optimizer", "precision", "reduction", "weight", "savers")
     parts = (3, 3, 2)
     return Plan(
         kind="measured",
