@@ -189,7 +189,6 @@ _PHRASES = {
     "parameter_bytes": "parameters of {:,} bytes",
     "batchnorm": "BatchNorm {}",
     "accumulate_in": 'gradients summed in {0} (accumulate_in="{0}")',
-    "savers": "memory saved by {}",
 }
 _NAMES: dict[str, dict[Any, str]] = {
     "kind": {"cpu": "the CPU", "cuda": "a CUDA card"},

@@ -154,9 +154,9 @@ def test_the_plan_gives_the_reduction_if_nothing_else_does() -> None:
 def test_the_plan_gives_the_savers() -> None:
     plan = plan_of(savers=["offload-gradients"])
     accumulator(plan)
-    with pytest.raises(UsageError, match="memory saved by offload-gradients; here is memory saved by offload-optim"):
+    with pytest.raises(UsageError, match="the plan is for offload-gradients; here is offload-optimizer"):
         accumulator(plan, savers="offload-optimizer")
-    with pytest.raises(UsageError, match="the plan is for no savers; here is memory saved by offload-gradients"):
+    with pytest.raises(UsageError, match="the plan is for no savers; here is offload-gradients"):
         accumulator(plan_of(), savers="offload-gradients")
 
 
