@@ -54,6 +54,7 @@ def _make_simulated(gpu: str, settings: TrialSettings) -> Device:
         torch_version=read_torch_release(),
         memory=options.memory,
         reserve=options.reserve,
+        communicators=0 if options.world_size == 1 else len(options.mesh or (options.world_size,)),
     )
 
 

@@ -124,7 +124,8 @@ def plan_on_device(
     explanation, explanation_notes = explain_memory(setup, planner.request, parts, planner.limits, planner.notify)
     inspection = planner.inspection
     refuted = [_refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
-    of_ranks = () if schedule.world_size == 1 or device.describe()["kind"] == "cpu" else (_NCCL_NOTE,)
+    uses_nccl = schedule.world_size > 1 and device.describe()["kind"] == "cuda"
+    of_ranks = (_NCCL_NOTE,) if uses_nccl else ()
     if schedule.world_size > 1 and inspection.coupled and not planner.runner.of_all_ranks:
         of_ranks = (*of_ranks, _LOSS_OF_ALL_NOTE)
     more_notes = (*forecast.notes, *reduction.notes, *of_ranks, *least_notes, *explanation_notes)

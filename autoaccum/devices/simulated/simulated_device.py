@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
+from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
 from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 
 
+_NCCL_BYTES, _NCCL_SOURCE = 688 * MIB, "as reported for each group of four A100s with NVLink: NVIDIA/nccl#964"
+"""What NCCL allocates for a group of ranks outside PyTorch's allocator. It grows with the number of channels, and not
+with that of ranks beyond two machines (NVIDIA/nccl#864)."""
+
+
 def _read_supply(card: Card, context: ContextMemory, allowed_bytes: int | None) -> AvailableMemory:
     """Return the memory of a card for `choose_budget`: what the context leaves free and the allocator may use."""
     free_bytes = max(0, card.total_bytes - context.bytes)
@@ -38,19 +44,21 @@ def _read_supply(card: Card, context: ContextMemory, allowed_bytes: int | None) 
 
 @dataclass(frozen=True)
 class Band:
-    """The band of a prediction: the uncertainty of the context, plus that of workspaces that were never measured.
+    """The band of a prediction: the uncertainty of the context, of workspaces that were never measured, and of NCCL.
 
-    `measurable`: whether trials on a card would measure what is predicted; they run no model that ranks shard.
+    `nccl_bytes`: the most that NCCL holds; no part of the prediction. `measurable`: whether trials on a card would
+    measure what is predicted; they run no model that ranks shard.
     """
 
     context: ContextMemory
     sized: SizedTrace
+    nccl_bytes: int = 0
     measurable: bool = True
 
     @property
     def bytes(self) -> int:
         """The possible error in either direction."""
-        return self.context.band_bytes + self.sized.band_bytes
+        return self.context.band_bytes + self.sized.band_bytes + self.nccl_bytes
 
     def note(self) -> str:
         """Return a sentence for the plan: nothing ran, and the prediction may be off by the band."""
@@ -63,8 +71,10 @@ class Band:
         if self.sized.band_bytes:
             rules = ", ".join(rule.replace("_", " ") for rule in self.sized.guessed) or "libraries"
             parts.append(f"workspaces that were not measured ({rules}: {format_bytes(self.sized.band_bytes)})")
+        if self.nccl_bytes:
+            parts.append(f"NCCL's own memory ({format_bytes(self.nccl_bytes)}, {_NCCL_SOURCE})")
         return (
-            f"the band of {format_bytes(self.bytes)} covers {' and '.join(parts)}, not other programs on the card"
+            f"the band of {format_bytes(self.bytes)} covers {join_words(parts)}, not other programs on the card"
             " or batches larger than batch(size)"
         )
 
@@ -98,6 +108,7 @@ class SimulatedDevice(Device):
         share: Samples per update on this rank.
         torch_version: The tracer's release of PyTorch, such as (2, 15).
         memory, reserve: See `choose_budget`.
+        communicators: The groups of ranks that exchange tensors, for each of which NCCL takes memory of its own.
         environment: Environment variables with settings of PyTorch's allocator and of CUDA; None: this process's.
 
     Raises:
@@ -113,6 +124,7 @@ class SimulatedDevice(Device):
         torch_version: tuple[int, int],
         memory: MemorySize | None = None,
         reserve: MemorySize | None = None,
+        communicators: int = 0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         environment = os.environ if environment is None else environment
@@ -124,6 +136,7 @@ class SimulatedDevice(Device):
         self._limit_bytes = choose_budget(self._supply, memory, reserve, default_reserve=CARD_RESERVE)
         self._traces = TraceCache(make_tracer, share)
         self._torch_version = torch_version
+        self._nccl_bytes = communicators * _NCCL_BYTES
         self._is_sharded = False
 
     @property
@@ -212,7 +225,8 @@ class SimulatedDevice(Device):
         traces = self._traces.traces_of(parts, fresh=True)
         least_bytes = max(self._replayer.least_bytes(trace, self.limit_bytes) for trace in traces)
         sized = map(self._replayer.with_sizes, traces)
-        band = max((Band(self._context, one, not self._is_sharded) for one in sized), key=lambda band: band.bytes)
+        bands = [Band(self._context, one, self._nccl_bytes, not self._is_sharded) for one in sized]
+        band = max(bands, key=lambda band: band.bytes)
         assumed = () if self._card.measured else (f"properties of {self._card.title}: {self._card.source}",)
         cautions = [COMPARES_SAMPLES] if self._traces.grows_quadratically and len(parts) > 1 else []
         if caution := band.warning(self.limit_bytes, least_bytes):

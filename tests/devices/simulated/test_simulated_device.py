@@ -211,6 +211,21 @@ def test_a_schedule_within_the_band_of_the_budget_is_warned_of() -> None:
     assert warning.endswith("measure on the card (--device cuda), or keep more free (--reserve 100MiB)")
 
 
+def test_the_band_has_nccl_for_each_group_of_ranks() -> None:
+    alone, replicas = (device(communicators=number).predict((30, 30)) for number in (0, 2))
+    assert replicas.band_bytes - alone.band_bytes == 2 * 688 * MIB
+    assert replicas.least_bytes == alone.least_bytes, "no part of the prediction"
+    assert "and NCCL's own memory (1.3 GiB, as reported for each group" in replicas.notes[-1]
+
+
+def test_parts_are_traced_in_threes_where_gradients_wait_for_the_last() -> None:
+    made = device(tracer := SyntheticTracer())
+    made.trial((30, 30, 30, 29))
+    made.use_reduce("last")
+    made.trial((30, 30, 30, 29))
+    assert {(30, 30, 30), (30, 30, 29)} <= set(tracer.traced)
+
+
 def test_a_host_that_is_too_small_for_the_batch_has_a_way_out() -> None:
     tracer = SyntheticTracer(change=lambda parts: DoesNotFitError("micro-batch 64 ran out of memory"))
     trial = device(tracer, share=64).trial((64,))
