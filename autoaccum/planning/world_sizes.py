@@ -20,7 +20,7 @@ class WorldSize:
     Attributes:
         world_size: The number of ranks.
         fits: Whether each can train at all; if not, the fields of a plan are None.
-        micro_batch, iter_size, parallel, reduce: As in `Plan`.
+        micro_batch, iter_size, parallel, reduce, least_bytes: As in `Plan`.
         peak_bytes: As in `Plan`; where nothing fits, what the smallest trial would take, if it is known.
         limit_bytes: The budget of each rank.
         message: Why nothing fits.
@@ -32,6 +32,7 @@ class WorldSize:
     iter_size: int | None = None
     parallel: Parallel | None = None
     reduce: Reduce | None = None
+    least_bytes: int | None = None
     peak_bytes: int | None = None
     limit_bytes: int | None = None
     message: str | None = None
@@ -90,6 +91,7 @@ def _try_size(plan: Callable[[int, Listener], Plan], size: int) -> WorldSize:
         iter_size=found.iter_size,
         parallel=found.parallel,
         reduce=found.reduce,
+        least_bytes=found.least_bytes,
         peak_bytes=found.peak_bytes,
         limit_bytes=found.limit_bytes,
     )

@@ -17,12 +17,12 @@ _NONE = "-"
 
 def print_world_sizes(console: Console, rows: Sequence[WorldSize]) -> None:
     """Print a row for each number of ranks, and the least that trains the model."""
-    table = make_table(">ranks", "fits", ">micro-batch", ">iter_size", ">peak of each", "reduce")
+    table = make_table(">ranks", "fits", ">micro-batch", ">iter_size", ">needed", ">peak", "reduce")
     for row in rows:
         numbers = [_NONE if number is None else str(number) for number in (row.micro_batch, row.iter_size)]
-        peak = _NONE if row.peak_bytes is None else format_bytes(row.peak_bytes)
+        sizes = [_NONE if size is None else format_bytes(size) for size in (row.least_bytes, row.peak_bytes)]
         fits, style = ("yes", "") if row.fits else ("no", "magenta")
-        table.add_row(str(row.world_size), fits, *numbers, peak, row.reduce or _NONE, style=style)
+        table.add_row(str(row.world_size), fits, *numbers, *sizes, row.reduce or _NONE, style=style)
     print_table(console, table)
     least = find_least(rows)
     if least is not None:

@@ -99,7 +99,7 @@ def test_the_table_and_the_records() -> None:
     file = io.StringIO()
     print_world_sizes(make_console(file=file, width=200), rows)
     lines = file.getvalue().splitlines()
-    assert lines[0].split() == ["ranks", "fits", "micro-batch", "iter_size", "peak", "of", "each", "reduce"]
+    assert lines[0].split() == ["ranks", "fits", "micro-batch", "iter_size", "needed", "peak", "reduce"]
     assert lines[1].split()[:4] == ["8", "no", "-", "-"]
     assert lines[-2].split()[:4] == ["16", "yes", "4", "1"]
     assert lines[-1].startswith("the least number of ranks that trains the model is 10; on 9, micro-batch 1 does not")
