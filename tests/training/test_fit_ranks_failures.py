@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -176,32 +175,35 @@ def test_trouble_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
 LONG = 24
 
 
-def train_until_killed(folder: str, victim: int, seconds: float) -> Any:
-    """Train on this rank; the victim kills itself after some seconds."""
-    if dist.get_rank() == victim:
-        threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    updates, began = [0], time.monotonic()
+def train_until_killed(folder: str, victim: int, update: int, seconds: float) -> Any:
+    """Train on this rank; the victim kills itself some seconds after an update, or after the start."""
+    updates = [0]
+
+    def kill_later() -> None:
+        if dist.get_rank() == victim and updates[-1] == update:
+            threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
     def note(event: Any) -> None:
-        updates.append(event.update) if isinstance(event, Updated) else None
+        if isinstance(event, Updated):
+            updates.append(event.update)
+            kill_later()
 
+    kill_later()
     try:
         result, weights, _ = train(folder, steps=LONG, checkpoint_every=5, callbacks=[note])
     except RankLostError as error:
         return "lost", max(updates), str(error)
-    return "done", result.resumed_from, weights, time.monotonic() - began
+    return "done", result.resumed_from, weights
 
 
 def run_with_kills(folder: Path, kills: int, seed: int) -> int:
     """Kill a rank of three at random moments and resume, again and again; return how many runs were cut short."""
     draw, cut = random.Random(seed), 0
     _, weights, _ = train(None, steps=LONG)
-    *_, whole = on_ranks(3, train_until_killed, str(folder / "whole"), 3, 0.0)[0]
     run = folder / "0"
     for number in range(kills):
-        victim = draw.randrange(3)
-        seconds = draw.uniform(0.0, 0.7 * whole)
-        ends = on_ranks(3, train_until_killed, str(run), victim, seconds, patience=5)
+        victim, update, seconds = draw.randrange(3), draw.randrange(LONG - 6), draw.uniform(0.0, 0.01)
+        ends = on_ranks(3, train_until_killed, str(run), victim, update, seconds, patience=5)
         for end in ends:
             if end == Died():
                 continue
@@ -219,7 +221,7 @@ def run_with_kills(folder: Path, kills: int, seed: int) -> int:
         if all(end != Died() and end[0] == "done" for end in ends):
             check_weights(ends[0][2], weights)
             run = folder / str(number + 1)
-    end = on_ranks(3, train_until_killed, str(run), 3, 0.0)[0]
+    end = on_ranks(3, train_until_killed, str(run), 3, 0, 0.0)[0]
     check_weights(end[2], weights)
     return cut
 
