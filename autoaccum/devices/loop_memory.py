@@ -15,6 +15,7 @@ from torch.optim import swa_utils
 from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
+from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
@@ -91,12 +92,16 @@ class EmaModel:
         decay: The factor of the average at each update.
 
     Raises:
-        WorkloadError: The model cannot be copied.
+        WorkloadError: The model is sharded, or cannot be copied.
     """
 
     def __init__(self, model: nn.Module, decay: float = EMA_DECAY) -> None:
         self.decay = decay
         self._model = unwrap_model(model)
+        if is_sharded_model(self._model):
+            raise WorkloadError(
+                "a sharded model has no average of its weights", hint='leave "ema" out of keeps (--keeps)'
+            )
         try:
             self._averaged = swa_utils.AveragedModel(self._model, multi_avg_fn=_average(decay))
         except (TypeError, RuntimeError, AttributeError) as error:

@@ -266,3 +266,31 @@ def test_shards_in_host_memory_are_refused(simulated: Simulated) -> None:
 def test_replicas_of_shards_sum_in_place_before_the_last_part_ends(simulated: Simulated) -> None:
     trace = trace_of(simulated(BLOCKS, world_size=8, mesh=(2, 4), parallel="fsdp2"), 4, 4)
     assert held_between_parts(trace) == 4 + 4 * sum(shard(shape, 4) for shape in SHAPES), "reduced in their mesh of 4"
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        ("keeps = 'ema'", {"parallel": "fsdp2"}, "a sharded model has no average of its weights"),
+        (
+            "def parallelize(model, mesh):\n    return nn.parallel.DistributedDataParallel(model)",
+            {},
+            "DistributedDataParallel sums gradients in C++, which cannot be traced",
+        ),
+        ("def parallelize(model, mesh):\n    return 3", {}, r"parallelize(model, mesh) returned an int"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(
+    simulated: Simulated, lines: str, options: Mapping[str, Any], message: str
+) -> None:
+    failed = simulated(BLOCKS + lines, world_size=2, **options)(Inspect())
+    assert isinstance(failed, Failure)
+    assert message in failed.message
+    assert failed.blames == "user"
+
+
+def test_an_evaluation_gathers_too(simulated: Simulated) -> None:
+    ask = simulated(BLOCKS, world_size=8, parallel="fsdp2", evaluation_batch=4)
+    trace = trace_of(ask, 4, 4)
+    assert "evaluation" in {phase for _, phase in trace.phases}
+    assert alive_at_the_end(trace) == sorted(4 * shard(shape, 8) for shape in SHAPES for _ in range(3))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from autoaccum.accumulation.ranks.group import RankFailure, Ranks, replace_ranks
 from autoaccum.devices.simulated.torch_patches import patched
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
+from autoaccum.devices.simulated.unsupported import UnsupportedError
 from autoaccum.errors import UsageError
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     stack.callback(ranks.leave)
     replace_ranks(ranks)
     mode.sharded_type = DTensor
+    stack.enter_context(patched(nn.parallel.DistributedDataParallel, "__init__", _refuse_wrapper))
     local: dict[str, Any] = {name: _of_local_tensor(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")}
     for name, answer in local.items():
         stack.enter_context(patched(DTensor, name, answer))
@@ -67,6 +69,13 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     stack.enter_context(patched(_random, "_rng_tracker", SimpleNamespace(distribute_region_enabled=False)))
     stack.enter_context(patched(_sharding_prop, "FakeTensorMode", lambda: mode.beside))
     stack.enter_context(patched(_fsdp_init, "_get_managed_states", _Mover(_fsdp_init._get_managed_states)))
+
+
+def _refuse_wrapper(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(
+        "DistributedDataParallel sums gradients in C++, which cannot be traced",
+        hint="return the bare model, of which the Accumulator sums the gradients (--parallel ddp)",
+    )
 
 
 def _of_local_tensor(name: str) -> property:
