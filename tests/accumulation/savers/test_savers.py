@@ -16,7 +16,8 @@ from autoaccum.errors import UsageError
 from autoaccum.options import OFFLOADS
 
 WORDS = ("recompute", *OFFLOADS)
-PAIRS = [*itertools.combinations(WORDS, 1), *itertools.combinations(WORDS, 2), WORDS]
+EACH = [*((word,) for word in WORDS), WORDS]
+PAIRS = [*EACH, *itertools.combinations(WORDS, 2)]
 
 
 class Block(nn.Module):
@@ -85,7 +86,7 @@ def full_batch(model: nn.Module, x: Tensor, y: Tensor) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("words", [(word,) for word in WORDS] + [WORDS], ids="+".join)
+@pytest.mark.parametrize("words", EACH, ids="+".join)
 @pytest.mark.parametrize("micro_batch", [1, 3, 10])
 def test_the_update_is_the_full_batchs(words: tuple[str, ...], micro_batch: int) -> None:
     torch.manual_seed(0)
@@ -165,7 +166,7 @@ def test_blocks_are_recomputed_evenly_and_only_within_a_step() -> None:
     assert all("forward" not in vars(block) for block in model.blocks)
 
 
-@pytest.mark.parametrize("words", PAIRS, ids="+".join)
+@pytest.mark.parametrize("words", EACH, ids="+".join)
 def test_an_error_within_the_update_leaves_everything_as_it_was(words: tuple[str, ...]) -> None:
     """In the first update; weights are written to the device when the optimizer has done."""
     torch.manual_seed(0)
@@ -221,7 +222,7 @@ def test_exact_batchnorm_cannot_be_recomputed() -> None:
         Accumulator(model, optimizer, nn.MSELoss(), micro_batch=4, savers=["recompute"], batchnorm="exact")
 
 
-@pytest.mark.parametrize("words", PAIRS, ids="+".join)
+@pytest.mark.parametrize("words", EACH, ids="+".join)
 @pytest.mark.parametrize("coupled", [True, "lockstep"])
 def test_coupled_losses_are_the_same(words: tuple[str, ...], coupled: Any) -> None:
     torch.manual_seed(0)
@@ -243,7 +244,7 @@ def test_coupled_losses_are_the_same(words: tuple[str, ...], coupled: Any) -> No
     torch.testing.assert_close(run(*words), run(), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("words", PAIRS, ids="+".join)
+@pytest.mark.parametrize("words", EACH, ids="+".join)
 def test_mixed_precision_with_a_scaler(words: tuple[str, ...]) -> None:
     torch.manual_seed(0)
     model = Net(torch.float32)
