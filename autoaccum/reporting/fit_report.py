@@ -187,8 +187,11 @@ class TrainingProgress(Progress):
 
 def headline(event: fit_events.Started) -> str:
     """Say what is trained on which device, and from which update it continues."""
+    from autoaccum.accumulation.sharded_tensors import model_class  # Later: it imports torch.
+
     parts = f"in micro-batches of up to {event.micro_batch}" if event.micro_batch < event.target_batch else "whole"
-    text = f"training {type(event.model).__name__} on {event.device}: {event.target_batch} samples per update, {parts}"
+    name = model_class(event.model).__name__
+    text = f"training {name} on {event.device}: {event.target_batch} samples per update, {parts}"
     if event.resumed_from is not None:
         text += f"; continuing after update {event.update}, from {relative_path(event.resumed_from)}"
     return one_line(text)

@@ -9,6 +9,7 @@ from torch import nn
 
 from autoaccum.accumulation.activation_checkpointing import checkpoint_blocks, find_blocks, list_modules
 from autoaccum.accumulation.batchnorm import BATCHNORMS
+from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.errors import UsageError
 
 
@@ -32,7 +33,7 @@ class Recompute:
         count = blocks or len(found)
         if not found or count > len(found):
             raise UsageError(
-                f"{blocks or 'all'} blocks are to be recomputed, and {type(model).__name__} has {len(found) or 'no'}"
+                f"{blocks or 'all'} blocks are to be recomputed, and {model_class(model).__name__} has {len(found) or 'no'}"
                 " repeated blocks with parameters to train",
                 hint="checkpoint in the model itself (torch.utils.checkpoint), or choose another saver",
             )
