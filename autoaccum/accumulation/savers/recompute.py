@@ -33,8 +33,8 @@ class Recompute:
         count = blocks or len(found)
         if not found or count > len(found):
             raise UsageError(
-                f"{blocks or 'all'} blocks are to be recomputed, and {model_class(model).__name__} has {len(found) or 'no'}"
-                " repeated blocks with parameters to train",
+                f"{blocks or 'all'} blocks are to be recomputed, and {model_class(model).__name__} has"
+                f" {len(found) or 'no'} repeated blocks with parameters to train",
                 hint="checkpoint in the model itself (torch.utils.checkpoint), or choose another saver",
             )
         self._model = model
