@@ -50,6 +50,7 @@ def plan(
     least: bool = False,
     explain: bool = False,
     picture: bool = False,
+    snapshot: bool = False,
     on_event: PlanListener | None = None,
     on_output: Callable[[str], None] | None = None,
     **options: Unpack[OptionArguments],
@@ -92,6 +93,7 @@ def plan(
         explain: Add `Plan.explanation`: the memory at the peak by purpose and by module, and changes that would save
             some. It is simulated, even where the trials were real; not available for trials in this process.
         picture: Send listeners the data of a memory picture (`plan_events.Explained`), where the device has it.
+        snapshot: Send listeners a snapshot of the memory in the format of `torch.cuda.memory._dump_snapshot`, likewise.
         on_event: Called with each record of `autoaccum.planning.plan_events`.
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
         options: Fields of `autoaccum.options.Options`. `optimizer`, `precision`, `batchnorm`, `coupled`,
@@ -121,6 +123,7 @@ def plan(
         least=least,
         explain=explain,
         picture=picture,
+        snapshot=snapshot,
     )
     live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
     live |= {"reduction": reduction, "evaluate": evaluate, "split": split, "size": size}

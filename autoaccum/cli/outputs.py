@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -25,6 +26,7 @@ _WAYS_OUT = {
     "-o": "for the plan on stdout, use --json",
     "--emit": "give a name that ends in .py",
     "--plot": "give a name that ends in .svg or .png",
+    "--snapshot": "give a name such as step.pickle",
 }
 
 
@@ -35,14 +37,23 @@ class Outputs:
         output: For the plan; None: nowhere, like the others.
         emit: For the training step.
         plot: For the picture.
+        snapshot: For the snapshot of the memory.
         force: Overwrite what is there.
 
     Attributes:
         written: What there is now, by what `print_plan` calls it.
     """
 
-    def __init__(self, output: str | None, emit: str | None, plot: str | None, *, force: bool) -> None:
-        asked = {"-o": output, "--emit": emit, "--plot": plot}
+    def __init__(
+        self,
+        output: str | None,
+        emit: str | None = None,
+        plot: str | None = None,
+        snapshot: str | None = None,
+        *,
+        force: bool,
+    ) -> None:
+        asked = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot}
         self._asked = {option: file for option, file in asked.items() if file is not None}
         self._force = force
         self._account: MemoryReport | None = None
@@ -93,6 +104,7 @@ class Outputs:
             "-o": ("kept", self._write_plan),
             "--emit": ("emitted", self._write_step),
             "--plot": ("pictured", self._write_picture),
+            "--snapshot": ("snapshot", self._write_snapshot),
         }
         failed: list[Exception] = []
         for option, file in self._asked.items():
@@ -120,6 +132,15 @@ class Outputs:
         from autoaccum.reporting.figures.memory_figure import draw_memory
 
         write_bytes(file, draw_memory(plan, self._account, picture_format(str(file))), force=self._force)
+
+    def _write_snapshot(self, plan: Plan, file: Path) -> None:
+        from autoaccum.files import write_bytes
+
+        snapshot = None if self._account is None else self._account.snapshot
+        if snapshot is None:
+            raise UsageError(f"there is no snapshot for {file}", hint="the last note of the plan says why")
+        # The viewer reads this protocol.
+        write_bytes(file, pickle.dumps(snapshot, protocol=4), force=self._force)
 
 
 def check_apart(option: str, file: str, workload: str) -> None:

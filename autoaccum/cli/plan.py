@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autoaccum.planning.plan_record import Plan
 
 _CODE_INTERRUPTED = 128 + signal.SIGINT
-_OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
+_OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "force", "quiet", "verbose")
 """The flags that concern only the output of this run."""
 
 
@@ -76,6 +76,11 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "force", "quiet", "verbose")
 @click.option(
     "--plot", metavar="FILE", help="Draw the memory of a card over one update, or the trials on a CPU: .svg or .png."
 )
+@click.option(
+    "--snapshot",
+    metavar="FILE",
+    help="Write what the allocator of a card does in an update, as PyTorch's memory viewer opens it: .pickle.",
+)
 @click.option("--force", is_flag=True, help="Overwrite these files.")
 @click.option("-v", "--verbose", is_flag=True, help="Show everything known of the plan, every warning and note.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
@@ -85,6 +90,7 @@ def command(
     output: str | None,
     emit: str | None,
     plot: str | None,
+    snapshot: str | None,
     force: bool,
     verbose: bool,
     quiet: bool,
@@ -143,15 +149,16 @@ def command(
     from autoaccum.reporting.plan_report import PlanProgress, print_plan
 
     if isinstance(request["world_size"], range):
-        chosen = {"-o": output, "--emit": emit, "--plot": plot, "--explain": request["explain"]}
-        chosen["--mesh"] = request["mesh"]
+        chosen = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot}
+        chosen |= {"--explain": request["explain"], "--mesh": request["mesh"]}
         _compare(workload, chosen, as_json=as_json, quiet=quiet, **request)
         return
     of_ranks = is_one_of_ranks()
-    outputs = Outputs(output, emit, plot, force=force)
+    outputs = Outputs(output, emit, plot, snapshot, force=force)
+    request |= {"picture": plot is not None, "snapshot": snapshot is not None}
     outputs.check(workload, 2 if of_ranks else request["world_size"])
     if of_ranks and os.environ.get("RANK", "0") != "0":
-        _plan_silently(workload, picture=plot is not None, **request)
+        _plan_silently(workload, **request)
         return
     if request["world_size"] > 1 and not of_ranks and _run_ranks(request):
         return
@@ -164,7 +171,7 @@ def command(
 
         on_output = progress.print_output if stderr.can_redraw else None
         began = time.monotonic()
-        found = plan(workload, picture=plot is not None, on_event=listen, on_output=on_output, **request)
+        found = plan(workload, on_event=listen, on_output=on_output, **request)
     offer: dict[str, Any] = {
         "command": running_words(without=_OUTPUTS),
         "name": _free_name(),

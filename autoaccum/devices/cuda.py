@@ -65,9 +65,7 @@ class CudaDevice(ChildDevice):
         assert self._report is not None
         return {"name": self.name, "kind": "cuda", **describe_card(self._report), "limit_bytes": limit_bytes}
 
-    def explain(
-        self, parts: tuple[int, ...], *, changes: bool = True, curve: bool = False, limit_seconds: float | None = None
-    ) -> MemoryReport:
+    def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
         """As `ExplainingDevice.explain`, by a simulation of this card in another process; its output is not shown."""
         from autoaccum.devices.simulated.explain.explainer import explain_installed_card
 
@@ -79,9 +77,8 @@ class CudaDevice(ChildDevice):
             self._settings.share,
             parts,
             limit_bytes=limit_bytes,
-            changes=changes,
-            curve=curve,
             limit_seconds=limit_seconds,
+            **options,
         )
 
     def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:

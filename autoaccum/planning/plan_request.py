@@ -32,6 +32,7 @@ class PlanRequest:
         least: Measure the smallest budget at which the schedule still runs.
         explain: Explain the memory at the peak, and what would change it.
         picture: Send the data of a memory picture to listeners, where the device has it.
+        snapshot: Send listeners a snapshot of the memory, where the device has it.
         chooses_reduce: Sum gradients of a sharded model with the last part where that fits; else always with each.
 
     Raises:
@@ -47,6 +48,7 @@ class PlanRequest:
     least: bool = False
     explain: bool = False
     picture: bool = False
+    snapshot: bool = False
     chooses_reduce: bool = True
 
     def __post_init__(self) -> None:
@@ -60,7 +62,7 @@ class PlanRequest:
         self.schedule(self.multiple_of if self.max_micro_batch is None else self.max_micro_batch)
         if self.max_trials is not None:
             read_count(self.max_trials, "max_trials")
-        for flag in ("ceiling", "least", "explain", "picture"):
+        for flag in ("ceiling", "least", "explain", "picture", "snapshot"):
             check_flag(getattr(self, flag), flag)
 
     @property

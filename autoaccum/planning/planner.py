@@ -393,17 +393,18 @@ def _too_small_error(schedule: Schedule, ceiling: int, least_size: int, result: 
 
 
 def check_explainable(setup: PlanSetup, request: PlanRequest) -> None:
-    """Raise UsageError before any trial if an explanation is requested and the device cannot give one."""
+    """Raise UsageError before any trial if an explanation or a snapshot is requested and the device gives none."""
     device = setup.device
-    if not request.explain or isinstance(device, ExplainingDevice):
+    if not (request.explain or request.snapshot) or isinstance(device, ExplainingDevice):
         return
     if setup.isolated or isinstance(device, PredictingDevice):
+        asked = "explain (--explain)" if request.explain else "snapshot (--snapshot)"
         raise UsageError(
-            f"explain (--explain) shows where the memory of a card goes, and trials run on the {device.name.upper()}",
+            f"{asked} shows where the memory of a card goes, and trials run on the {device.name.upper()}",
             hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
         )
     raise UsageError(
-        "explain shows where the memory of a card goes, which trials in this process cannot tell",
+        "explain and snapshot show where the memory of a card goes, which trials in this process cannot tell",
         hint="predict for a card, which need not be here: gpu=NAME",
     )
 
@@ -416,12 +417,13 @@ def explain_memory(
     Whatever prevents it becomes a note, since the schedule is proved already. `notify` gets the whole report.
     """
     device = setup.device
-    if not (request.explain or request.picture) or not isinstance(device, ExplainingDevice):
+    wanted = {"changes": request.explain, "curve": request.picture, "snapshot": request.snapshot}
+    if not any(wanted.values()) or not isinstance(device, ExplainingDevice):
         return None, ()
     notify(ExplanationStarted())
     try:
         seconds = limits.seconds_left(None, 0.0)
-        account = device.explain(parts, changes=request.explain, curve=request.picture, limit_seconds=seconds)
+        account = device.explain(parts, limit_seconds=seconds, **wanted)
     except SearchStopped as stopped:
         return None, (f"where the memory goes was not traced: {stopped} was over",)
     except KeyboardInterrupt:  # The proved schedule is worth more; a second Ctrl-C ends that too.

@@ -41,6 +41,7 @@ def print_plan(
     kept: Path | None = None,
     emitted: Path | None = None,
     pictured: Path | None = None,
+    snapshot: Path | None = None,
     name: str = "plan.json",
     seconds: float | None = None,
     verbose: bool = False,
@@ -54,6 +55,7 @@ def print_plan(
         kept: The file of the plan, if it was written.
         emitted: The file of the training step, if it was written.
         pictured: The file of the picture, if it was written.
+        snapshot: The file of the snapshot, if it was written.
         name: A new file name to suggest for `-o`.
         seconds: The time that planning took, if it was just made.
         verbose: Print everything.
@@ -70,6 +72,8 @@ def print_plan(
     if pictured is not None:
         alone = ", of the trials only: where memory goes is known for cards" if plan.device.get("kind") == "cpu" else ""
         console.print(f"picture in {pictured}{alone}", soft_wrap=True)
+    if snapshot is not None:
+        console.print(f"snapshot in {snapshot}: open it at https://pytorch.org/memory_viz", soft_wrap=True)
     if plan.explanation is not None:
         console.print()
         print_explanation(console, plan.explanation, plan.peak_bytes if plan.kind == "measured" else None)

@@ -1,8 +1,9 @@
-"""`autoaccum plan --plot`: a picture beside the plan, refused before any trial where it could not be made."""
+"""`autoaccum plan --plot --snapshot`: files beside the plan, refused before any trial where they could not be made."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -39,16 +40,20 @@ def texts(path: Path) -> list[str]:
 
 
 def test_a_simulated_card_shows_where_its_memory_goes(folder: Path, command: Command) -> None:
-    done = command(folder, "plan", "model.py", *GPU, "--plot", "memory.svg", "-o", "plan.json")
+    files = ["--plot", "memory.svg", "-o", "plan.json", "--snapshot", "step.pickle"]
+    done = command(folder, "plan", "model.py", *GPU, *files)
     assert done.returncode == 0, done.stderr
     assert "\npicture in memory.svg\n" in done.stdout
+    assert "\nsnapshot in step.pickle: open it at https://pytorch.org/memory_viz\n" in done.stdout
+    held = sum(each["total_size"] for each in pickle.loads((folder / "step.pickle").read_bytes())["segments"])
     plan, said = Plan.load(folder / "plan.json"), texts(folder / "memory.svg")
     assert f"micro-batch {plan.micro_batch}" in said
     told = {text.split(":")[0] for text in said}
     assert {"parameters", "activations", "optimizer state", "limit", "peak", "least budget"} <= told
     assert "forward" in said
     assert plan.explanation is None, "a picture is not --explain"
-    assert sorted(path.name for path in folder.iterdir()) == ["memory.svg", "model.py", "plan.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["memory.svg", "model.py", "plan.json", "step.pickle"]
+    assert 0 < held <= plan.limit_bytes
 
 
 def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path, command: Command) -> None:
@@ -59,6 +64,12 @@ def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path, command: Comm
     plan = Plan.from_json(done.stdout)
     assert json.loads(done.stdout)["explanation"] is None
     assert (folder / "memory.png").read_bytes() == draw_memory(plan, None, "png")
+
+
+def test_a_cpu_has_no_snapshot(folder: Path, command: Command) -> None:
+    done = command(folder, "plan", "model.py", "--target-batch", "2", "--device", "cpu", "--snapshot", "step.pickle")
+    assert done.returncode == 2
+    assert "snapshot (--snapshot) shows where the memory of a card goes, and trials run on the CPU" in done.stderr
 
 
 def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from autoaccum.devices.simulated.simulation_requests import (
     TraceParts,
 )
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
+from autoaccum.devices.simulated.tracing.call_stacks import CallStacks
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
 from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
@@ -83,9 +84,15 @@ def trace_trial(
 
 
 def label_trial(
-    workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **of_ranks: Any
+    workload: Workload,
+    parts: Sequence[int],
+    mode: FakeCudaMode,
+    *,
+    joined: bool = False,
+    stacks: bool = False,
+    **of_ranks: Any,
 ) -> LabelledTrace:
-    """Return the same trace with labels for its blocks, which takes longer."""
+    """Return the same trace with labels for its blocks, and their call `stacks`, which takes longer."""
 
     def begin_update() -> None:
         mode.recorder.mark_update()
@@ -95,7 +102,8 @@ def label_trial(
     loss = workload.objective.criterion
     auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
     auxiliary += find_auxiliary_modules(workload).values()
-    labeller = BlockLabeller(mode.recorder, trial_run, mode.library_tensors, auxiliary)
+    call_stacks = CallStacks() if stacks else None
+    labeller = BlockLabeller(mode.recorder, trial_run, mode.library_tensors, auxiliary, stacks=call_stacks)
     with labeller.labelling():
         trace, _ = _run_traced(trial_run, parts, mode, labeller.label_next, joined=joined)
     return labeller.label(trace)
@@ -256,7 +264,7 @@ class SimulatedChild:
     @handle.register
     def _label(self, request: LabelParts) -> LabelledTrace | Failure:
         doing = f"{request.doing} on the simulated card"
-        fields = self._fields(request)
+        fields = {**self._fields(request), "stacks": request.stacks}
         return self._run(
             lambda workload, mode: label_trial(workload, request.parts, mode, **fields), doing, silent=True
         )

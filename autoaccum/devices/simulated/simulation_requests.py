@@ -30,8 +30,11 @@ class TraceParts(PartsRequest[Trace]):
     """Trace a trial of `parts`."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class LabelParts(PartsRequest[LabelledTrace]):
-    """Trace a trial of `parts`, and label each block with its purpose."""
+    """Trace a trial of `parts`, and label each block with its purpose, and with the call stack if `stacks`."""
+
+    stacks: bool = False
 
 
 @dataclass(frozen=True)

@@ -305,7 +305,7 @@ class Replayer:
 
     def __init__(self, card: Card, settings: AllocatorSettings, torch_version: tuple[int, int]) -> None:
         self._card, self._torch_version = card, torch_version
-        self._settings = settings
+        self.settings = settings
         self._estimates: dict[Workspace, Estimate] = {}
         self._known: dict[Trace, tuple[SizedTrace, ReplayResult]] = {}
         self._limited: dict[tuple[Trace, int], ReplayResult] = {}
@@ -326,7 +326,7 @@ class Replayer:
         return least_capacity(
             trace.events,
             sized.sizes,
-            self._settings,
+            self.settings,
             trace.last_update,
             known=known,
             optional=sized.optional,
@@ -340,13 +340,13 @@ class Replayer:
     def reserved_bytes(self, trace: Trace) -> list[int]:
         """Return the bytes reserved after each event without a limit (`reserved_over_time`)."""
         sizes = self.with_sizes(trace).sizes
-        return reserved_over_time(trace.events, sizes, self._settings, trace.last_update, streams=trace.streams)
+        return reserved_over_time(trace.events, sizes, self.settings, trace.last_update, streams=trace.streams)
 
     def expanding(self) -> Replayer | None:
         """Return a replayer with expandable segments; None if this one has them."""
-        if self._settings.expandable_segments:
+        if self.settings.expandable_segments:
             return None
-        settings = dataclasses.replace(self._settings, expandable_segments=True)
+        settings = dataclasses.replace(self.settings, expandable_segments=True)
         return Replayer(self._card, settings, self._torch_version)
 
     def trial(self, trace: Trace, limit_bytes: int) -> Trial:
@@ -419,7 +419,7 @@ class Replayer:
             sized.trace.events,
             sized.sizes,
             capacity=capacity,
-            settings=self._settings,
+            settings=self.settings,
             repeat_from=sized.trace.last_update,
             repeats=1 if capacity is None else _MAX_REPEATS,
             optional=sized.optional,

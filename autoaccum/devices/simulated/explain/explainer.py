@@ -19,6 +19,7 @@ from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, context_memory, installed_card
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at, phase_peaks
 from autoaccum.devices.simulated.explain.curves import curve_points, make_timeline
+from autoaccum.devices.simulated.explain.snapshot import make_snapshot
 from autoaccum.devices.simulated.simulation_requests import (
     CHECKPOINT,
     ChangedTrace,
@@ -75,6 +76,7 @@ class Explainer:
         changes: bool = True,
         curve: bool = False,
         detail: bool = False,
+        snapshot: bool = False,
     ) -> MemoryReport:
         """Explain the trace with the highest peak among `made`, the traces of a schedule.
 
@@ -85,13 +87,14 @@ class Explainer:
             curve: Also compute the peak over the size of the micro-batch.
             detail: Also list everything held (`MemoryReport.holdings`, `MemoryReport.moments`), for a comparison; the
                 growth of each module with the batch is then left out.
+            snapshot: Also make a snapshot of it (`MemoryReport.snapshot`).
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: The schedule cannot be traced again, or with `detail` takes
                 other memory each time.
         """
         trace = max(made, key=self.replayer.peak_bytes)
-        request = LabelParts(parts=trace.parts, joined=self.traces.joined, reduce=self.traces.reduce)
+        request = LabelParts(parts=trace.parts, joined=self.traces.joined, reduce=self.traces.reduce, stacks=snapshot)
         labelled = self.traces.call(request, deadline.left_seconds)
         if detail:
             labelled = self._repeatable(trace, labelled, deadline)
@@ -112,6 +115,7 @@ class Explainer:
             notes=notes,
             holdings=holdings_at(breakdown, breakdown.peak_at) if detail else (),
             moments=phase_peaks(breakdown) if detail else (),
+            snapshot=make_snapshot(breakdown, self.limit_bytes, self.replayer.settings) if snapshot else None,
         )
 
     def _repeatable(self, trace: Trace, labelled: LabelledTrace, deadline: Deadline) -> LabelledTrace:

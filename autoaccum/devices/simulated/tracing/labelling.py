@@ -23,6 +23,7 @@ from autoaccum.accumulation.sharded_tensors import local_part, model_class
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
 from autoaccum.devices.simulated.trace_records import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
+from autoaccum.devices.simulated.tracing.call_stacks import CallStacks
 from autoaccum.devices.simulated.tracing.rank_purposes import RankPurposes, unsharded_gradients
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.trial_run import TrialRun
@@ -145,6 +146,7 @@ class BlockLabeller:
         trial_run: Gives the model, the optimizer, and the tensors that the loop holds.
         library_tensors: Tensors that a library keeps, such as its dropout state.
         auxiliary_modules: Modules outside the model, such as a loss.
+        stacks: Collects the call stacks of the blocks; None: they have none.
     """
 
     def __init__(
@@ -153,10 +155,13 @@ class BlockLabeller:
         trial_run: TrialRun,
         library_tensors: Mapping[str, Tensor],
         auxiliary_modules: Iterable[nn.Module] = (),
+        *,
+        stacks: CallStacks | None = None,
     ) -> None:
         self._recorder, self._trial_run, self._library_tensors = recorder, trial_run, library_tensors
         self._auxiliary_modules = [module for root in auxiliary_modules for _, module in walk_modules(root)]
         self._tracker = ModuleTracker(lambda: None if trial_run.made is None else trial_run.made[0])
+        self._stacks = stacks
         self._phase: Phase | None = None
         self._origins: list[Origin] = []
         self._owners: dict[int, Owner] = {}
@@ -183,8 +188,9 @@ class BlockLabeller:
             owner = module if self._ranks.module is None else self._tracker.index_of(self._ranks.module)
             self._exchanged[len(self._origins)] = Owner(self._ranks.purpose, owner)
         dtype_name = "" if dtype is None else str(dtype).removeprefix("torch.")
+        stack = 0 if self._stacks is None else self._stacks.current()
         self._origins.append(
-            Origin(_name_of(self._recorder.op), module, "workspace" if beside_tensors else role, dtype_name)
+            Origin(_name_of(self._recorder.op), module, "workspace" if beside_tensors else role, dtype_name, stack)
         )
 
     def mark_update(self) -> None:
@@ -202,6 +208,7 @@ class BlockLabeller:
             modules=tuple(self._tracker.names),
             origins=tuple(self._origins),
             owners={**self._exchanged, **self._owners},
+            stacks=((),) if self._stacks is None else tuple(self._stacks.stacks),
         )
 
     def _see_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
