@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoaccum.cli.flags import HelpWithHeadings, count, options, seconds
-from autoaccum.errors import AutoaccumError, UsageError
+from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
 
 if TYPE_CHECKING:
     from autoaccum.guarding.guard_result import Report
     from autoaccum.guarding.project import Project
 
 _FORMS = ("text", "json", "markdown", "github")
+_CANNOT_TELL, _END_BISECT = 125, 255
+"""Exit codes by which `git bisect run` skips a commit, and ends."""
 
 
 @click.command("guard", cls=HelpWithHeadings, short_help="Fail in CI when a change takes more memory than is locked.")
@@ -56,6 +58,11 @@ _FORMS = ("text", "json", "markdown", "github")
 @click.option(
     "--baseline", metavar="REV", help="Compare with this git revision, which is measured too, instead of a lock."
 )
+@click.option(
+    "--bisect",
+    is_flag=True,
+    help="Exit as `git bisect run` reads it: 0 good, 1 bad, 125 skip, 255 wrong usage.",
+)
 @click.option("--time-limit", type=seconds, metavar="SECONDS", help="Time limit of all searches together.")
 @click.option(
     "--format",
@@ -75,6 +82,7 @@ def command(
     lock: str | None,
     update: bool,
     baseline: str | None,
+    bisect: bool,
     time_limit: float | None,
     form: str | None,
     output: str | None,
@@ -106,6 +114,7 @@ def command(
       autoaccum guard model.py --gpu rtx3090 --target-batch 256 --update  write the lock; commit it
       autoaccum guard                                                     compare with it, in CI
       autoaccum guard --baseline origin/main                              compare with a revision
+      git bisect run autoaccum guard --bisect --lock ../good.lock         find the commit that grew
 
     Exit codes (of several cases, 1 comes before 3, and 3 before 2):
       0  nothing grew by more than the tolerance
@@ -121,7 +130,7 @@ def command(
     from autoaccum.guarding.project import find_project
 
     form = form or ("github" if _on_github() else "text")
-    with _annotating(form):
+    with _annotating(form), _bisecting(bisect):
         if lock is not None and baseline is not None:
             hint = "a baseline is compared with no lock: take one"
             raise UsageError("both --lock and --baseline are given", hint=hint)
@@ -146,7 +155,18 @@ def command(
         if output is not None:
             write_text(Path(output), _written(report, form), force=force)
     if report.exit_code:
-        raise click.exceptions.Exit(report.exit_code)
+        raise click.exceptions.Exit(_CANNOT_TELL if bisect and report.exit_code != 1 else report.exit_code)
+
+
+@contextmanager
+def _bisecting(bisect: bool) -> Iterator[None]:
+    """Have git skip a commit of which nothing can be told, and end where the command itself is wrong."""
+    try:
+        yield
+    except AutoaccumError as error:
+        if bisect:
+            error.exit_code = _CANNOT_TELL if isinstance(error, WorkloadError | NotMeasuredError) else _END_BISECT
+        raise
 
 
 def _check_output(output: str, project: Project, *, force: bool) -> None:

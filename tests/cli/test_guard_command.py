@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from guard_reports import ALL, CASE, IMPROVED, LOCKED, REGRESSED, UNCHANGED, UNMEASURED, report
 
 from autoaccum.cli import main, root
-from autoaccum.errors import MissingLockError
+from autoaccum.errors import MissingLockError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.guarding import guard_run
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, Report, Tolerance
@@ -223,3 +223,22 @@ def test_what_needs_no_measurement_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "3\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (report(UNCHANGED), 0),
+        (report(REGRESSED), 1),
+        (report(UNMEASURED), 125),
+        (WorkloadError("train.py raised"), 125),
+        (NotMeasuredError("the process hung"), 125),
+        (MissingLockError("there is no lock"), 255),
+        (UsageError("nothing is asked for"), 255),
+    ],
+)
+def test_git_bisect_skips_what_cannot_be_told_and_ends_where_the_command_is_wrong(
+    guard: Guard, answer: Report | BaseException, code: int
+) -> None:
+    guard.answer = answer
+    assert CliRunner().invoke(main, ["guard", "--bisect", "-q"]).exit_code == code

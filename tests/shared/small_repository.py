@@ -14,7 +14,7 @@ _SURROUNDINGS = {
 }
 
 
-def try_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def try_git(folder: Path, *words: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
     """Run git in a folder."""
     return subprocess.run(
         ["git", "-c", "init.defaultBranch=main", "-c", "protocol.file.allow=always", *words],
@@ -23,13 +23,13 @@ def try_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=seconds,
     )
 
 
-def git(folder: Path, *words: str) -> str:
+def git(folder: Path, *words: str, seconds: float = 60) -> str:
     """Return the output of a git command that must succeed."""
-    done = try_git(folder, *words)
+    done = try_git(folder, *words, seconds=seconds)
     assert done.returncode == 0, f"git {' '.join(words)}: {done.stderr}"
     return done.stdout.strip()
 
