@@ -136,6 +136,7 @@ class Inspection:
         joining: How the parts of an update run if they need each other; None: one after the other.
         accumulate_in: The dtype that its gradients are summed in (`options.AccumulateIn`).
         savers: Ways in which it takes less memory of the device (`options.read_savers`).
+        blocks: Its repeated blocks that can run again in backward.
         compiles: The update imported PyTorch's compiler, which other processes import before their trials.
         multiple_of: Every micro-batch is a multiple of so many samples, as the workload says or as was detected.
         found_multiple: The plan's note on a multiple that was detected.
@@ -174,6 +175,7 @@ class Inspection:
     joining: Joining | None = None
     accumulate_in: str = "fp32"
     savers: tuple[str, ...] = ()
+    blocks: int = 0
     multiple_of: int = 1
     found_multiple: str | None = None
     modules: Mapping[str, int] = field(default_factory=dict)

@@ -117,6 +117,7 @@ class ChildDevice(Device, ABC):
         self._limit_bytes: int | None = None
         self._least_size: int | None = None
         self._compiles = self._joined = False
+        self._savers: tuple[str, ...] | None = None
         self.resets_peak = True
 
     @abstractmethod
@@ -140,10 +141,14 @@ class ChildDevice(Device, ABC):
         """As `Device.inspect`."""
         child = self._use_child()
         self._start_standby()
-        inspection = child.call(Inspect(), limit_seconds)
+        inspection = child.call(Inspect(savers=self._savers), limit_seconds)
         self._least_size, self._compiles = inspection.least_size, inspection.compiles
         self._joined = inspection.joining is not None
         return inspection
+
+    def use_savers(self, savers: tuple[str, ...] | None) -> None:
+        """As `devices.update_cost.SavingDevice`."""
+        self._savers = savers
 
     def trial(
         self,
@@ -179,6 +184,7 @@ class ChildDevice(Device, ABC):
         return RunTrial(
             parts=parts,
             joined=self._joined,
+            savers=self._savers,
             limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
             limit_seconds=min(self._settings.trial_limit_seconds, limit_seconds or math.inf),
         )

@@ -77,6 +77,7 @@ class CudaDevice(ChildDevice):
             self._settings.share,
             parts,
             limit_bytes=limit_bytes,
+            savers=self._savers,
             limit_seconds=limit_seconds,
             **options,
         )
@@ -87,7 +88,9 @@ class CudaDevice(ChildDevice):
 
         self._use_child()
         assert self._report is not None
-        return forecast_peaks(self._report.memory, self._make_tracer, self._settings.share, limit_seconds)
+        return forecast_peaks(
+            self._report.memory, self._make_tracer, self._settings.share, limit_seconds, savers=self._savers
+        )
 
     def _make_tracer(self, card: Card) -> Tracer:
         from autoaccum.devices.simulated.simulation_requests import Tracer

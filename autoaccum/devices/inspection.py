@@ -19,6 +19,7 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
+from autoaccum.accumulation.savers.recompute import trained_blocks
 from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.update import StorageRecorder
@@ -127,6 +128,7 @@ def describe_setup(
         "coupled": workload.coupled,
         "accumulate_in": workload.accumulate_in,
         "savers": tuple(workload.savers),
+        "blocks": len(trained_blocks(model)),
         "multiple_of": workload.multiple_of or 1,
         "modules": {
             name: storage_bytes([*module.parameters(), *module.buffers()])

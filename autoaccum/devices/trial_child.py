@@ -83,7 +83,7 @@ class TrialChild:
         assert self._meter is not None
         put_off = is_put_off()
         try:
-            inspection = inspect_workload(self._workload, self._share, meter=self._meter)
+            inspection = inspect_workload(request.replaced(self._workload), self._share, meter=self._meter)
         except BaseException as error:
             return describe_failure(error, f"an update from a small batch of {self._workload.name}")
         release_memory()

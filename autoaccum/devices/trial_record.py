@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import Inspection, Phase, Trial
 from autoaccum.devices.child.failures import ChildDied, Failure
@@ -13,6 +13,9 @@ from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Reply, Request
 from autoaccum.options import Coupled, Reduce
 from autoaccum.units import format_bytes
+
+if TYPE_CHECKING:
+    from autoaccum.workload.spec import Workload
 
 _FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
@@ -149,28 +152,40 @@ class LoadWorkload(Request[Loaded]):
 
 @dataclass(frozen=True, kw_only=True)
 class Inspect(Request[Inspection]):
-    """Check the workload by an update from a small batch."""
+    """Check the workload by an update from a small batch; `savers` replace the workload's, if given."""
+
+    savers: tuple[str, ...] | None = None
 
     doing = "building the model and checking an update of it"
+
+    def replaced(self, workload: Workload) -> Workload:
+        """Return the workload with these savers in place of its own."""
+        return workload if self.savers is None else replace(workload, savers=self.savers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartsRequest(Request[Reply]):
     """A job that is an update, and another one by `parts`: micro-batch sizes, in samples.
 
-    `joined`: the parts need each other, and every update runs all of them. `coupled` replaces the workload's, if given.
-    `reduce`: when FSDP2 sums gradients; None: as the Accumulator does by default.
+    `joined`: the parts need each other, and every update runs all of them. `coupled` and `savers` replace the
+    workload's, if given. `reduce`: when FSDP2 sums gradients; None: as the Accumulator does by default.
     """
 
     parts: tuple[int, ...]
     joined: bool = False
     coupled: Coupled | None = None
     reduce: Reduce | None = None
+    savers: tuple[str, ...] | None = None
 
     @property
     def doing(self) -> str:
         """As `Request.doing`."""
         return f"micro-batch {max(self.parts)}"
+
+    def replaced(self, workload: Workload) -> Workload:
+        """Return the workload with what is given here in place of its own."""
+        given: dict[str, Any] = {"coupled": self.coupled, "savers": self.savers}
+        return replace(workload, **{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -278,10 +278,8 @@ def run_trial(
         The measurements; readings before and after the evaluation, and after the update behind it; what was raised.
     """
     evaluation_readings: list[Reading] = []
-    if request.coupled is not None:
-        workload = replace(workload, coupled=request.coupled)
     trial_run = TrialRun(
-        workload,
+        request.replaced(workload),
         share,
         meter.device,
         world_size=world_size,

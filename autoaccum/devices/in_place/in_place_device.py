@@ -20,7 +20,7 @@ from autoaccum.devices.in_place.memory_limits import MemoryLimit, check_single_t
 from autoaccum.devices.in_place.saved_state import StateRestorer, check_host_copy, measure_live_state
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import warm_up
-from autoaccum.devices.trial_record import RunTrial, record_trial
+from autoaccum.devices.trial_record import Inspect, RunTrial, record_trial
 from autoaccum.devices.trial_run import run_trial
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Coupled
@@ -80,6 +80,7 @@ class InPlaceDevice(Device):
         self._restorer = StateRestorer(self._target)
         self._least_size: int | None = None
         self._joined = False
+        self._savers: tuple[str, ...] | None = None
         self._started: tuple[MemoryLimit, int] | None = None
         self._resources = ExitStack()
 
@@ -123,6 +124,10 @@ class InPlaceDevice(Device):
         limit.end_job()
         return dataclasses.replace(inspection, cautions=tuple(self._cautions()))
 
+    def use_savers(self, savers: tuple[str, ...] | None) -> None:
+        """As `devices.update_cost.SavingDevice`."""
+        self._savers = savers
+
     def trial(
         self,
         parts: tuple[int, ...],
@@ -159,6 +164,7 @@ class InPlaceDevice(Device):
         request = RunTrial(
             parts=parts,
             joined=self._joined,
+            savers=self._savers,
             coupled=coupled,
             limit_bytes=budget_bytes if limit_bytes is None else limit_bytes,
             limit_seconds=limit_seconds,
@@ -206,7 +212,9 @@ class InPlaceDevice(Device):
         name = self._target.workload.name
         try:
             with signals.window():
-                return inspect_workload(self._target.workload, self._share, limit)
+                return inspect_workload(
+                    Inspect(savers=self._savers).replaced(self._target.workload), self._share, limit
+                )
         except BaseException as error:
             clear_frames(error)
             if signals.ended(error) or isinstance(error, UsageError | WorkloadError):

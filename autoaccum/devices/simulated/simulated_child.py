@@ -37,6 +37,7 @@ from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
 from autoaccum.devices.simulated.simulation_requests import (
     ChangedTrace,
+    CountCost,
     LabelParts,
     LoadOnCard,
     SuggestChanges,
@@ -46,6 +47,7 @@ from autoaccum.devices.simulated.simulation_requests import (
 )
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.call_stacks import CallStacks
+from autoaccum.devices.simulated.tracing.cost_counter import CostCounter
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
 from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
@@ -57,6 +59,7 @@ from autoaccum.devices.simulated.unsupported import as_workload_error, reads_mis
 from autoaccum.devices.trial_child import load_requested
 from autoaccum.devices.trial_record import Inspect, Loaded, PartsRequest
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
+from autoaccum.devices.update_cost import UpdateCost
 from autoaccum.options import Options, Parallel
 from autoaccum.workload.spec import Workload
 
@@ -107,6 +110,22 @@ def label_trial(
     with labeller.labelling():
         trace, _ = _run_traced(trial_run, parts, mode, labeller.label_next, joined=joined)
     return labeller.label(trace)
+
+
+def count_cost(
+    workload: Workload, parts: Sequence[int], mode: FakeCudaMode, *, joined: bool = False, **of_ranks: Any
+) -> UpdateCost:
+    """Return what the last update of such a trial costs; of one rank, where there are several."""
+
+    def begin_update() -> None:
+        mode.recorder.mark_update()
+        counter.begin_update()
+
+    trial_run = _make_trial_run(workload, sum(parts) if joined else max(parts), begin_update, of_ranks)
+    counter = CostCounter(lambda: trial_run.phase)
+    with counter:
+        _run_traced(trial_run, parts, mode, joined=joined)
+    return counter.cost(parts)
 
 
 def _make_trial_run(
@@ -244,8 +263,9 @@ class SimulatedChild:
     @handle.register
     def _inspect(self, request: Inspect) -> Inspection | Failure:
         def run(workload: Workload, mode: FakeCudaMode) -> Inspection:
-            inspection, trace = inspect_simulated(workload, self._share, mode, mesh=self._mesh)
-            self._traces[TraceParts(parts=trace.parts, joined=inspection.joining is not None)] = trace
+            inspection, trace = inspect_simulated(request.replaced(workload), self._share, mode, mesh=self._mesh)
+            joined = inspection.joining is not None
+            self._traces[TraceParts(parts=trace.parts, joined=joined, savers=request.savers)] = trace
             return replace(inspection, parallel=self._parallel)
 
         return self._run(run, "a trial of two samples on the simulated card")
@@ -254,9 +274,8 @@ class SimulatedChild:
     def _trace(self, request: TraceParts) -> Trace | Failure:
         def run(workload: Workload, mode: FakeCudaMode) -> Trace:
             if request not in self._traces:
-                if request.coupled is not None:
-                    workload = replace(workload, coupled=request.coupled)
-                self._traces[request], *_ = trace_trial(workload, request.parts, mode, **self._fields(request))
+                asked = request.replaced(workload)
+                self._traces[request], *_ = trace_trial(asked, request.parts, mode, **self._fields(request))
             return self._traces[request]
 
         return self._run(run, f"{request.doing} on the simulated card", silent=True)
@@ -266,7 +285,18 @@ class SimulatedChild:
         doing = f"{request.doing} on the simulated card"
         fields = {**self._fields(request), "stacks": request.stacks}
         return self._run(
-            lambda workload, mode: label_trial(workload, request.parts, mode, **fields), doing, silent=True
+            lambda workload, mode: label_trial(request.replaced(workload), request.parts, mode, **fields),
+            doing,
+            silent=True,
+        )
+
+    @handle.register
+    def _count(self, request: CountCost) -> UpdateCost | Failure:
+        doing, fields = f"{request.doing} on the simulated card", self._fields(request)
+        return self._run(
+            lambda workload, mode: count_cost(request.replaced(workload), request.parts, mode, **fields),
+            doing,
+            silent=True,
         )
 
     @handle.register
@@ -281,7 +311,7 @@ class SimulatedChild:
     @handle.register
     def _change(self, request: TraceChanged) -> ChangedTrace:
         def run(workload: Workload, mode: FakeCudaMode) -> Trace:
-            changed = apply_change(workload, request.change)
+            changed = apply_change(request.replaced(workload), request.change)
             return trace_trial(changed, request.parts, mode, **self._fields(request))[0]
 
         assert self._mode is not None

@@ -17,8 +17,9 @@ from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budge
 from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, context_memory
-from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
+from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts, Tracer
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
+from autoaccum.devices.update_cost import UpdateCost
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Coupled, Reduce
 from autoaccum.units import MIB, MemorySize, format_bytes
@@ -178,7 +179,17 @@ class SimulatedDevice(Device):
 
     def use_reduce(self, reduce: Reduce | None) -> None:
         """As `devices.explanation.ReducingDevice`."""
-        self._traces.use_reduce(reduce)
+        self._traces.reduce = reduce
+
+    def use_savers(self, savers: tuple[str, ...] | None) -> None:
+        """As `devices.update_cost.SavingDevice`."""
+        self._traces.savers = savers
+
+    def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
+        """As `devices.update_cost.CountingDevice`, by one update of two small micro-batches."""
+        step, share = self._traces.step, self._traces.share
+        parts = next((pair for pair in ((2 * step, 4 * step), (step, 2 * step)) if max(pair) <= share), (share,))
+        return self._traces.call(CountCost(parts=parts, **self._traces.way), limit_seconds)
 
     def trial(
         self,
@@ -196,7 +207,7 @@ class SimulatedDevice(Device):
             if coupled is None:
                 traces = self._traces.traces_of(parts, fresh, limit_seconds)
             else:
-                request = TraceParts(parts=parts, joined=True, coupled=coupled)
+                request = TraceParts(parts=parts, joined=True, coupled=coupled, savers=self._traces.savers)
                 traces = [self._traces.call(request, limit_seconds)]
         except (WorkloadError, NotMeasuredError) as error:
             seconds = time.monotonic() - began

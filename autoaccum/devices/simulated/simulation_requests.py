@@ -14,6 +14,7 @@ from autoaccum.devices.child_device import LoadedChild
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.trial_record import LoadWorkload, PartsRequest
+from autoaccum.devices.update_cost import UpdateCost
 
 CHECKPOINT: Final = "checkpoint"
 """The name of the change that runs blocks again in backward."""
@@ -28,6 +29,10 @@ class LoadOnCard(LoadWorkload):
 
 class TraceParts(PartsRequest[Trace]):
     """Trace a trial of `parts`."""
+
+
+class CountCost(PartsRequest[UpdateCost]):
+    """Count what an update by `parts` costs, of two sizes best."""
 
 
 @dataclass(frozen=True, kw_only=True)

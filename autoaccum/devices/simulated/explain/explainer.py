@@ -94,7 +94,7 @@ class Explainer:
                 other memory each time.
         """
         trace = max(made, key=self.replayer.peak_bytes)
-        request = LabelParts(parts=trace.parts, joined=self.traces.joined, reduce=self.traces.reduce, stacks=snapshot)
+        request = LabelParts(parts=trace.parts, stacks=snapshot, **self.traces.way)
         labelled = self.traces.call(request, deadline.left_seconds)
         if detail:
             labelled = self._repeatable(trace, labelled, deadline)
@@ -126,7 +126,7 @@ class Explainer:
         """
         if labelled.trace == trace:
             return labelled
-        request = LabelParts(parts=trace.parts, joined=self.traces.joined, reduce=self.traces.reduce)
+        request = LabelParts(parts=trace.parts, **self.traces.way)
         again = self.traces.call(request, deadline.left_seconds)
         if again.trace != labelled.trace:
             once, twice = (format_bytes(self.replayer.peak_bytes(each.trace)) for each in (labelled, again))
@@ -191,9 +191,7 @@ class Explainer:
         return tuple(sorted(found, key=_saving)), notes
 
     def _change(self, suggestion: SuggestedChange, trace: Trace, deadline: Deadline) -> Change:
-        request = TraceChanged(
-            parts=trace.parts, joined=self.traces.joined, reduce=self.traces.reduce, change=suggestion.name
-        )
+        request = TraceChanged(parts=trace.parts, change=suggestion.name, **self.traces.way)
         try:
             changed = self.traces.call(request, deadline.left_seconds)
         except AutoaccumError as error:
@@ -221,14 +219,19 @@ def _saving(change: Change) -> tuple[float, float]:
 
 
 def forecast_peaks(
-    memory: CardMemory, make_tracer: Callable[[Card], Tracer], share: int, limit_seconds: float | None = None
+    memory: CardMemory,
+    make_tracer: Callable[[Card], Tracer],
+    share: int,
+    limit_seconds: float | None = None,
+    *,
+    savers: tuple[str, ...] | None = None,
 ) -> Forecast:
     """Forecast peaks on the installed card; if it cannot be simulated for any reason, a note says why.
 
     The traces are made now, so that no other process remains while trials run.
     """
     card = installed_card(memory)
-    traces = TraceCache(lambda: make_tracer(card), share)
+    traces = TraceCache(lambda: make_tracer(card), share, savers)
     try:
         replayer = _replayer_of(card)
         trace = traces.extrapolate(_PROBE_SIZE, min(_MAX_FORECAST_SECONDS, limit_seconds or _MAX_FORECAST_SECONDS))
@@ -254,12 +257,13 @@ def explain_installed_card(
     *,
     limit_bytes: int,
     limit_seconds: float | None = None,
+    savers: tuple[str, ...] | None = None,
     **options: bool,
 ) -> MemoryReport:
     """Explain the memory of `parts`, which ran on the installed card, by a simulation: the result is predicted."""
     card, deadline = installed_card(report.memory), Deadline(limit_seconds)
     outside_bytes = context_memory(card).bytes if report.context_bytes is None else report.context_bytes
-    traces = TraceCache(lambda: make_tracer(card), share)
+    traces = TraceCache(lambda: make_tracer(card), share, savers)
     try:
         explainer = Explainer(f"{card.name} (simulated)", outside_bytes, limit_bytes, traces, _replayer_of(card))
         return explainer.explain(traces.traces_of(parts, True, deadline.left_seconds), deadline, **options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.requests import Reply, Request
@@ -24,10 +26,22 @@ _SIZES, _MULTIPLES = (2, 5, 3), (1, 3, 2)
 The last one is left out where the plan's own parts, traced instead, agree with the other two. A single sample is not
 traced: it often runs other operators, since its dimension is squeezed or broadcast."""
 
-_Kept = tuple[dict[tuple[int, ...], Trace], AffineTrace | None, dict[int, Trace]]
 Choose = Callable[[Callable[[int], Trace]], tuple[int, ...]]
 """Plans by a function that extrapolates the trace of a size; returns the parts that would confirm the plan, or raises.
 """
+
+
+@dataclass
+class _Traces:
+    """The traces of one way to run an update, and what they have told so far, as in `TraceCache`."""
+
+    can_extrapolate: bool
+    made: dict[tuple[int, ...], Trace] = field(default_factory=dict)
+    affine: AffineTrace | None = None
+    extrapolated: dict[int, Trace] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    grows_quadratically: bool = False
 
 
 class TraceCache:
@@ -37,60 +51,73 @@ class TraceCache:
         choose: Chooses the parts to check the next extrapolation by, if set.
         share: Samples per update; no larger size is traced.
         step: The number of samples of which every micro-batch is a multiple.
-        notes: Sentences for the plan on sizes that cannot be extrapolated from small ones.
-        warnings: The same, if trials had relied on the extrapolation before.
-        grows_quadratically: True if some block grows with the square of the micro-batch.
         joined: True if the parts of an update need each other: each schedule is traced whole, and none extrapolated.
-        reduce: As in `PartsRequest`: traces of each way are kept apart.
+        reduce, savers: As in `PartsRequest`: traces of each way are kept apart.
     """
 
-    def __init__(self, make_tracer: Callable[[], Tracer], share: int) -> None:
+    def __init__(self, make_tracer: Callable[[], Tracer], share: int, savers: tuple[str, ...] | None = None) -> None:
         self._make_tracer, self.share = make_tracer, share
         self.choose: Choose | None = None
         self._tracer: Tracer | None = None
-        self._made: dict[tuple[int, ...], Trace] = {}
-        self._affine: AffineTrace | None = None
-        self._extrapolated: dict[int, Trace] = {}
         self._sizes: tuple[int, ...] = _SIZES
         self.step = 1
-        self._can_extrapolate = share >= max(_SIZES)
-        self.notes: list[str] = []
-        self.warnings: list[str] = []
-        self.grows_quadratically = self.joined = False
+        self.joined = False
         self.reduce: Reduce | None = None
-        self._of_other_ways: dict[Reduce | None, _Kept] = {}
+        self.savers = savers
+        self._by_way: dict[tuple[Reduce | None, tuple[str, ...] | None], _Traces] = {}
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """The fields of a `PartsRequest` beside its parts."""
+        return {"joined": self.joined, "reduce": self.reduce, "savers": self.savers}
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the plan on sizes that cannot be extrapolated from small ones."""
+        return [note for traces in self._with_these_savers for note in traces.notes]
+
+    @property
+    def warnings(self) -> list[str]:
+        """The same, if trials had relied on the extrapolation before."""
+        return [warning for traces in self._with_these_savers for warning in traces.warnings]
+
+    @property
+    def grows_quadratically(self) -> bool:
+        """True if some block grows with the square of the micro-batch."""
+        return any(traces.grows_quadratically for traces in self._with_these_savers)
+
+    @property
+    def _with_these_savers(self) -> list[_Traces]:
+        return [traces for (_, savers), traces in self._by_way.items() if savers == self.savers]
+
+    @property
+    def _traces(self) -> _Traces:
+        """The traces of the way in use."""
+        can_extrapolate = self.share >= max(self._sizes) and not self.joined
+        return self._by_way.setdefault((self.reduce, self.savers), _Traces(can_extrapolate))
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
         """Inspect the workload in the tracer, and learn which multiples its micro-batches need."""
-        inspection = self.call(Inspect(), limit_seconds)
+        inspection = self.call(Inspect(savers=self.savers), limit_seconds)
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
-            self._can_extrapolate = self.share >= max(self._sizes)
         self.joined = inspection.joining is not None
-        self._can_extrapolate = self._can_extrapolate and not self.joined
         return inspection
-
-    def use_reduce(self, reduce: Reduce | None) -> None:
-        """From now on, trace updates that sum gradients over ranks in this way."""
-        self._of_other_ways[self.reduce] = self._made, self._affine, self._extrapolated
-        self._made, self._affine, self._extrapolated = self._of_other_ways.get(reduce, ({}, None, {}))
-        self.reduce = reduce
 
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
         """Return the trace of exactly these parts, traced if it is not there yet."""
-        if parts not in self._made:
-            request = TraceParts(parts=parts, joined=self.joined, reduce=self.reduce)
-            self.keep(self.call(request, limit_seconds))
-        return self._made[parts]
+        if parts not in self._traces.made:
+            self.keep(self.call(TraceParts(parts=parts, **self.way), limit_seconds))
+        return self._traces.made[parts]
 
     def keep(self, made: Trace) -> None:
         """Keep a trace that was made. If it contradicts the extrapolated one, stop extrapolating."""
-        self._made[made.parts] = made
-        if self._affine is not None and not _agrees(self._affine, made):
-            sizes = ", ".join(map(str, self._affine.sizes))
-            self._affine, self._can_extrapolate = None, False
-            self.warnings.append(
+        self._traces.made[made.parts] = made
+        if self._traces.affine is not None and not _agrees(self._traces.affine, made):
+            sizes = ", ".join(map(str, self._traces.affine.sizes))
+            self._traces.affine, self._traces.can_extrapolate = None, False
+            self._traces.warnings.append(
                 f"the trace of {' + '.join(map(str, made.parts))} differs from the one that was extrapolated from sizes"
                 f" {sizes}: later sizes were traced one by one, earlier peaks may be"
                 " a little off"
@@ -129,19 +156,19 @@ class TraceCache:
 
     def was_traced(self, trace: Trace) -> bool:
         """Return whether this trace was made by the tracer, not extrapolated."""
-        return self._made.get(trace.parts) is trace
+        return self._traces.made.get(trace.parts) is trace
 
     def extrapolate(self, size: int, limit_seconds: float | None = None) -> Trace | None:
         """Return the extrapolated trace of two parts of `size`; None if it cannot be extrapolated."""
-        if not self._can_extrapolate or size < min(self._sizes):
+        if not self._traces.can_extrapolate or size < min(self._sizes):
             return None
         try:
-            self._affine = self._affine or self._fit_affine(limit_seconds)
-            return self._extrapolate(self._affine, size)
+            self._traces.affine = self._traces.affine or self._fit_affine(limit_seconds)
+            return self._extrapolate(self._traces.affine, size)
         except NotAffineError as error:
-            self._affine, self._can_extrapolate = None, False
+            self._traces.affine, self._traces.can_extrapolate = None, False
             reason = f"since memory is not affine in the batch ({error.message})"
-            self.notes.append(f"every size was traced by itself, {reason}")
+            self._traces.notes.append(f"every size was traced by itself, {reason}")
             return None
 
     def _fit_affine(self, limit_seconds: float | None) -> AffineTrace:
@@ -157,7 +184,7 @@ class TraceCache:
         affine = None if choose is None else self._fit_checked(traces, choose, make)
         if affine is None:
             traces.append(make(last))
-            self.grows_quadratically = grows_quadratically(traces)
+            self._traces.grows_quadratically = grows_quadratically(traces)
             affine = fit_affine_trace(traces)
         return affine
 
@@ -173,17 +200,17 @@ class TraceCache:
             pair = choose(lambda size: self._extrapolate(affine, size))[-2:]
         except AutoaccumError:
             pair = ()
-        if len(pair) == 2 and pair not in self._made and min(pair) >= min(affine.sizes):
+        if len(pair) == 2 and pair not in self._traces.made and min(pair) >= min(affine.sizes):
             if _agrees(affine, make(pair)):
                 return affine
-            del self._made[pair]  # The trial of it, if there is one, tells of the difference.
-        self._extrapolated.clear()
+            del self._traces.made[pair]  # The trial of it, if there is one, tells of the difference.
+        self._traces.extrapolated.clear()
         return None
 
     def _extrapolate(self, affine: AffineTrace, size: int) -> Trace:
-        if size not in self._extrapolated:
-            self._extrapolated[size] = affine.at(size)
-        return self._extrapolated[size]
+        if size not in self._traces.extrapolated:
+            self._traces.extrapolated[size] = affine.at(size)
+        return self._traces.extrapolated[size]
 
     def close(self) -> None:
         """End the tracer's process."""

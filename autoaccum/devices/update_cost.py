@@ -1,0 +1,60 @@
+"""What an update costs beside memory of the device: floating-point operations, and bytes that are moved; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """An amount that grows with each sample of an update and each micro-batch, beside what each update has once."""
+
+    sample: float = 0.0
+    part: float = 0.0
+    update: float = 0.0
+
+    def of(self, parts: Sequence[int]) -> float:
+        """Return the amount of an update by `parts`, in samples.
+
+        >>> Amount(sample=10, part=3, update=1).of([4, 4])
+        87.0
+        """
+        return float(self.sample * sum(parts) + self.part * len(parts) + self.update)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateCost:
+    """The cost of an update, counted while the Accumulator that trains makes one on a simulated card.
+
+    Attributes:
+        flops: Floating-point operations, as `torch.utils.flop_counter` counts them: of matrix products, convolutions
+            and attention, those of recomputed blocks included.
+        moved_bytes: The bytes that are copied from the card to the host, or back: of batches, and by savers.
+        host_bytes: The bytes that operators read and write in host memory, as an optimizer that updates there.
+    """
+
+    flops: Amount
+    moved_bytes: Amount
+    host_bytes: Amount
+
+
+@runtime_checkable
+class SavingDevice(Protocol):
+    """A device that can run the workload with other savers than its own."""
+
+    def use_savers(self, savers: tuple[str, ...] | None) -> None:
+        """Use these savers (`options.read_savers`) in all that follows; None: the workload's own."""
+
+
+@runtime_checkable
+class CountingDevice(Protocol):
+    """A device that can count what an update costs."""
+
+    def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
+        """Count the cost of an update with the savers in use.
+
+        Raises:
+            WorkloadError, NotMeasuredError: As `Device.inspect`.
+        """
