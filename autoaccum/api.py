@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from autoaccum.options import OptionArguments
     from autoaccum.planning.plan_events import Listener as PlanListener
     from autoaccum.planning.plan_record import Plan
+    from autoaccum.planning.plan_request import Prefer
     from autoaccum.training.fit_events import FitResult
     from autoaccum.tuning.tuning_result import Tuning
     from autoaccum.verification.verification_result import Event as VerificationEvent
@@ -48,6 +49,7 @@ def plan(
     max_trials: int | None = None,
     ceiling: bool = False,
     least: bool = False,
+    prefer: Prefer = "largest",
     explain: bool = False,
     picture: bool = False,
     snapshot: bool = False,
@@ -90,6 +92,8 @@ def plan(
             fewer parts does not fit: for 256 samples any ceiling from 128 to 255 gives 128 + 128.
         least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %. A
             predicted plan always has it.
+        prefer: `fastest`: of the micro-batches that fit, take the smallest within 2 % of the most samples per second,
+            by timed updates (`Plan.throughput`). `largest`: take the fewest micro-batches per update.
         explain: Add `Plan.explanation`: the memory at the peak by purpose and by module, and changes that would save
             some. It is simulated, even where the trials were real; not available for trials in this process.
         picture: Send listeners the data of a memory picture (`plan_events.Explained`), where the device has it.
@@ -121,6 +125,7 @@ def plan(
         max_trials=max_trials,
         ceiling=ceiling,
         least=least,
+        prefer=prefer,
         explain=explain,
         picture=picture,
         snapshot=snapshot,

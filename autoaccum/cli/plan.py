@@ -65,6 +65,15 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "force", "quiet", "
 @click.option("--ceiling", is_flag=True, help="Find the largest size that fits to the sample; this takes more trials.")
 @click.option("--least", is_flag=True, help="Also measure the smallest budget at which the schedule still runs.")
 @click.option(
+    "--prefer",
+    type=click.Choice(["largest", "fastest"]),
+    metavar="largest|fastest",
+    default="largest",
+    show_default=True,
+    help="The micro-batch to take of those that fit. largest: the fewest per update; fastest: the smallest within 2 % "
+    "of the most samples per second, by timed updates.",
+)
+@click.option(
     "--explain",
     is_flag=True,
     help="Show where the memory of the card is at the peak, by purpose and by module, and which changes would save "
@@ -149,8 +158,8 @@ def command(
     from autoaccum.reporting.plan_report import PlanProgress, print_plan
 
     if isinstance(request["world_size"], range):
-        chosen = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot}
-        chosen |= {"--explain": request["explain"], "--mesh": request["mesh"]}
+        chosen = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot, "--mesh": request["mesh"]}
+        chosen |= {"--explain": request["explain"], "--prefer fastest": request["prefer"] == "fastest"}
         _compare(workload, chosen, as_json=as_json, quiet=quiet, **request)
         return
     of_ranks = is_one_of_ranks()

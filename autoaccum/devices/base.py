@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -194,6 +195,20 @@ class GrowingDevice(Protocol):
         """Run a trial of updates whose micro-batches grow up to `most` samples, while memory allows.
 
         Its `parts` are those of the last update; its `peaks` are those of all.
+        """
+
+
+@runtime_checkable
+class TimingDevice(Protocol):
+    """A device that can time updates."""
+
+    def timing(self) -> AbstractContextManager[Callable[[int], float]]:
+        """Return a context with a process that makes updates: a function from micro-batch to seconds.
+
+        Raises:
+            WorkloadError: The workload fails.
+            DoesNotFitError: An update runs out of memory.
+            NotMeasuredError: The process cannot be started, died or hung.
         """
 
 

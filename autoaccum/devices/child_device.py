@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
@@ -15,7 +15,15 @@ from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess, start_child
 from autoaccum.devices.child.requests import Ready, Reply, Request
 from autoaccum.devices.host_memory import read_host_memory
-from autoaccum.devices.trial_record import Inspect, LoadWorkload, RunTrial, TrialMeasurement, record_death, record_trial
+from autoaccum.devices.trial_record import (
+    Inspect,
+    LoadWorkload,
+    RunTrial,
+    TimeUpdate,
+    TrialMeasurement,
+    record_death,
+    record_trial,
+)
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.options import Coupled
 from autoaccum.units import MIB
@@ -116,6 +124,7 @@ class ChildDevice(Device, ABC):
         self._standby: ChildProcess | None = None
         self._limit_bytes: int | None = None
         self._least_size: int | None = None
+        self._multiple_of: int | None = None
         self._compiles = self._joined = False
         self._savers: tuple[str, ...] | None = None
         self.resets_peak = True
@@ -143,7 +152,7 @@ class ChildDevice(Device, ABC):
         self._start_standby()
         inspection = child.call(Inspect(savers=self._savers), limit_seconds)
         self._least_size, self._compiles = inspection.least_size, inspection.compiles
-        self._joined = inspection.joining is not None
+        self._joined, self._multiple_of = inspection.joining is not None, inspection.multiple_of
         return inspection
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
@@ -179,6 +188,17 @@ class ChildDevice(Device, ABC):
         if trial.crashed or (trial.outcome == "oom" and not child.alive and not trial.phase):
             return self.trial(parts, fresh=True, limit_seconds=limit_seconds)
         return trial
+
+    @contextmanager
+    def timing(self) -> Iterator[Callable[[int], float]]:
+        """As `TimingDevice.timing`: in a child of its own, since the settings of the others make malloc slow."""
+        self._end_child()
+        process = self._start(measured=False)
+        try:
+            child = self._load(process, multiple_of=self._multiple_of)
+            yield lambda micro_batch: child.call(TimeUpdate(micro_batch=micro_batch))
+        finally:
+            process.end(grace_seconds=_LEAVE_SECONDS)
 
     def _request(self, parts: tuple[int, ...], limit_bytes: int | None, limit_seconds: float | None) -> RunTrial:
         return RunTrial(
@@ -219,16 +239,20 @@ class ChildDevice(Device, ABC):
             if standby is not None and standby.has_died():
                 standby.end()
                 standby = None
-            settings = self._settings
-            if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
-                settings = dataclasses.replace(settings, load_limit_seconds=None)
-            paths = ImportPaths.of(settings.checkout)
-            load = LoadWorkload(device=self.name, paths=paths, compiles=self._compiles, **settings.to_request())
-            self._child = LoadedChild(settings, load, standby or self._start())
+            self._child = self._load(standby or self._start())
             self.resets_peak = bool(self._child.facts.get("resets_peak", True))
         if self._limit_bytes is None:
             self._limit_bytes = self._choose_budget(self._child.facts)
         return self._child
+
+    def _load(self, process: ChildProcess, **options: Any) -> LoadedChild:
+        settings = self._settings
+        settings = dataclasses.replace(settings, options=dataclasses.replace(settings.options, **options))
+        if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
+            settings = dataclasses.replace(settings, load_limit_seconds=None)
+        paths = ImportPaths.of(settings.checkout)
+        load = LoadWorkload(device=self.name, paths=paths, compiles=self._compiles, **settings.to_request())
+        return LoadedChild(settings, load, process)
 
     def _start_standby(self) -> None:
         """Start a standby process if the host has the memory; without one, the next fresh child only takes longer."""
@@ -236,9 +260,10 @@ class ChildDevice(Device, ABC):
             with suppress(NotMeasuredError):
                 self._standby = self._start()
 
-    def _start(self) -> ChildProcess:
+    def _start(self, *, measured: bool = True) -> ChildProcess:
         handler = "autoaccum.devices.trial_child:TrialChild"
-        return start_child(handler, self._settings.on_output, checkout=self._settings.checkout)
+        settings = self._settings
+        return start_child(handler, settings.on_output, measured=measured, checkout=settings.checkout)
 
     @property
     def _host_budget_bytes(self) -> int:

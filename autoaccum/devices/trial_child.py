@@ -21,8 +21,9 @@ from autoaccum.devices.child.import_paths import check_loaded
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.devices.meters import Meter, make_meter, warm_up
-from autoaccum.devices.trial_record import Inspect, Loaded, LoadWorkload, RunTrial, TrialMeasurement
+from autoaccum.devices.trial_record import Inspect, Loaded, LoadWorkload, RunTrial, TimeUpdate, TrialMeasurement
 from autoaccum.devices.trial_run import run_trial, seed_everything
+from autoaccum.devices.update_timer import UpdateTimer
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.workload.loading import load_workload
@@ -38,6 +39,7 @@ class TrialChild:
         self._meter: Meter | None = None
         self._share = 0
         self._world_size = 1
+        self._timer: UpdateTimer | None = None
 
     @staticmethod
     def prepare() -> None:
@@ -104,6 +106,17 @@ class TrialChild:
             else:
                 self._meter.end_job()
         return measured
+
+    @handle.register
+    def _time(self, request: TimeUpdate) -> float | Failure:
+        """Time one update without a limit: larger micro-batches than this one have run within it."""
+        assert self._workload is not None
+        assert self._meter is not None
+        try:
+            self._timer = self._timer or UpdateTimer(self._workload, self._meter.device, self._share)
+            return self._timer.time(request.micro_batch)
+        except BaseException as error:
+            return describe_failure(error, request.doing)
 
 
 def load_requested(request: LoadWorkload) -> Workload:

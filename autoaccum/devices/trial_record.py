@@ -198,3 +198,15 @@ class RunTrial(PartsRequest[TrialMeasurement]):
     limit_bytes: int
     limit_seconds: float
     grows: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeUpdate(Request[float]):
+    """Make an update; the reply is how many seconds it took."""
+
+    micro_batch: int
+
+    @property
+    def doing(self) -> str:
+        """As `Request.doing`."""
+        return f"an update in micro-batches of {self.micro_batch}"

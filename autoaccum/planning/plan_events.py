@@ -66,6 +66,13 @@ class TrialFinished:
 
 
 @dataclass(frozen=True)
+class TimingStarted:
+    """An update in micro-batches of that size is being timed."""
+
+    micro_batch: int
+
+
+@dataclass(frozen=True)
 class ExplanationStarted:
     """The schedule is proved; the explanation of its memory comes next."""
 
@@ -77,5 +84,5 @@ class Explained:
     account: MemoryReport
 
 
-Event = Loading | Inspected | Tracing | TrialStarted | TrialFinished | ExplanationStarted | Explained
+Event = Loading | Inspected | Tracing | TrialStarted | TrialFinished | TimingStarted | ExplanationStarted | Explained
 Listener = Callable[[Event], None]

@@ -19,6 +19,7 @@ from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import PlanFileError, UsageError
 from autoaccum.files import read_text, write_text
 from autoaccum.options import Parallel, Reduce
+from autoaccum.planning.throughput import Throughput
 from autoaccum.serialization import RecordError, freeze, read_record, to_plain
 
 SCHEMA = 1
@@ -68,6 +69,7 @@ class Plan:
         explanation: The memory at the peak by purpose and module, simulated; None unless requested.
         learning_rate: The tuned rate of the first parameter group, used by `fit` but not by an Accumulator, which
             takes the optimizer as it is. None: the workload's own.
+        throughput: Samples per second by micro-batch, where the fastest was preferred and is measured; else None.
         schema: Version of the record.
 
     Raises:
@@ -104,6 +106,7 @@ class Plan:
     coupling: Coupling | None = None
     explanation: Explanation | None = None
     learning_rate: float | None = None
+    throughput: Throughput | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
@@ -148,7 +151,7 @@ class Plan:
     def digest(self) -> str:
         """Return the SHA-256 of the record in hex: equal for equal decisions from equal trials.
 
-        Left out are the trials' times and the fields that decide nothing: warnings, notes, the coupling (its experiment
+        Left out are all times and the fields that decide nothing: warnings, notes, the coupling (its experiment
         has a time limit) and the explanation. A learning rate counts if there is one.
         """
         record = _record(self)
@@ -161,7 +164,7 @@ class Plan:
                 del record[name]
         if not self.reduce_peaks:
             del record["reduce_peaks"]
-        for name in ("coupling", "explanation", "notes", "warnings"):
+        for name in ("coupling", "explanation", "notes", "throughput", "warnings"):
             del record[name]
         for held in (record, *record["trials"]):
             if held["host_bytes"] is None:

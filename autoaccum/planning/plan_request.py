@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from autoaccum.accumulation.schedule import Schedule, even_parts, make_schedule, part_sizes
-from autoaccum.checks import check_flag, read_count
+from autoaccum.checks import check_flag, check_word, read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import Options, check_mesh
+from autoaccum.planning.throughput import micro_batch_ladder
 
 DEFAULT_WORST_OF = 64
 """The number of dataset samples whose longest make the batches of a workload without a `batch` of its own."""
+
+Prefer = Literal["largest", "fastest"]
+"""`largest`: the fewest micro-batches per update. `fastest`: the smallest within 2 % of the most samples per second."""
 
 _MIN_LOAD_SECONDS = 30.0
 """The least time to load and check the workload, whatever the time limit is: no plan is made without."""
@@ -33,6 +38,7 @@ class PlanRequest:
         explain: Explain the memory at the peak, and what would change it.
         picture: Send the data of a memory picture to listeners, where the device has it.
         snapshot: Send listeners a snapshot of the memory, where the device has it.
+        prefer: The micro-batch to take of those that fit (see `Prefer`).
         chooses_reduce: Sum gradients of a sharded model with the last part where that fits; else always with each.
 
     Raises:
@@ -49,6 +55,7 @@ class PlanRequest:
     explain: bool = False
     picture: bool = False
     snapshot: bool = False
+    prefer: Prefer = "largest"
     chooses_reduce: bool = True
 
     def __post_init__(self) -> None:
@@ -62,6 +69,13 @@ class PlanRequest:
         self.schedule(self.multiple_of if self.max_micro_batch is None else self.max_micro_batch)
         if self.max_trials is not None:
             read_count(self.max_trials, "max_trials")
+        check_word(self.prefer, "prefer", get_args(Prefer))
+        if self.prefer == "fastest" and self.options.world_size > 1:
+            raise UsageError(
+                "prefer fastest (--prefer fastest) times one process, and there are"
+                f" {self.options.world_size} ranks, which would wait for each other",
+                hint="leave it out, or plan for one rank",
+            )
         for flag in ("ceiling", "least", "explain", "picture", "snapshot"):
             check_flag(getattr(self, flag), flag)
 
@@ -118,6 +132,13 @@ class PlanRequest:
         if multiple_of == self.multiple_of:
             return self
         return dataclasses.replace(self, options=dataclasses.replace(self.options, multiple_of=multiple_of))
+
+    def ladder(self, ceiling: int, least_size: int) -> tuple[int, ...]:
+        """Return the sizes whose speed is worth knowing, up to `ceiling`: the largest parts of schedules."""
+        sizes = micro_batch_ladder(
+            ceiling, (self.target_batch,), least_size, self.multiple_of, equal=self.options.equal
+        )
+        return tuple(self.schedule(size).micro_batch for size in sizes)
 
     def schedule(self, ceiling: int) -> Schedule:
         """Cut the target into the fewest parts of at most `ceiling` samples."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.checks import is_one_of_ranks
-from autoaccum.devices.base import GrowingDevice, Inspection, Trial
+from autoaccum.devices.base import GrowingDevice, Inspection, TimingDevice, Trial
 from autoaccum.devices.explanation import (
     ExplainingDevice,
     Explanation,
@@ -38,6 +38,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.search import SearchResult, SearchStopped, search
+from autoaccum.planning.throughput import Throughput, describe_knee
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, find_least_budget
 
 if TYPE_CHECKING:
@@ -108,14 +109,17 @@ def plan_on_device(
     on its own device.
     """
     check_explainable(setup, request)
+    _check_timeable(setup, request)
     planner = _Planner.inspect(setup, request, on_event or (lambda event: None), started)
     forecast = planner.forecast_peaks()
-    result, schedule = planner.search(forecast)
+    found = planner.search(forecast)
+    speeds = planner.choose_fastest(found)
+    result = speeds.result
     if ranks is None:
         planner, result = planner.choose_coupled(result)
     else:
         result = planner.agree(result, ranks)
-        schedule = planner.request.schedule(result.size)
+    schedule = planner.request.schedule(result.size)
     reduction = planner.choose_reduce(result)
     result = dataclasses.replace(result, trial=reduction.trial)
     device, parts = setup.device, result.trial.parts
@@ -128,7 +132,7 @@ def plan_on_device(
     of_ranks = (_NCCL_NOTE,) if uses_nccl else ()
     if schedule.world_size > 1 and inspection.coupled and not planner.runner.of_all_ranks:
         of_ranks = (*of_ranks, _LOSS_OF_ALL_NOTE)
-    more_notes = (*forecast.notes, *reduction.notes, *of_ranks, *least_notes, *explanation_notes)
+    more_notes = (*speeds.notes, *forecast.notes, *reduction.notes, *of_ranks, *least_notes, *explanation_notes)
     return Plan.of_schedule(
         schedule,
         kind="measured" if prediction is None else "predicted",
@@ -149,11 +153,22 @@ def plan_on_device(
         environment=inspection.environment,
         workload=describe_workload(inspection, setup.reference),
         trials=tuple(planner.runner.trials),
-        warnings=all_warnings(inspection, schedule, (*refuted, *result.warnings), prediction),
+        warnings=all_warnings(inspection, schedule, (*refuted, *result.warnings, *speeds.warnings), prediction),
         notes=all_notes(inspection, schedule, planner.request, result.largest_fit, prediction, more_notes),
         coupling=inspection.coupling,
         explanation=explanation,
+        throughput=speeds.throughput,
     )
+
+
+@dataclass(frozen=True)
+class _Speeds:
+    """A search's result, or that with the fastest micro-batch in its place, the throughput, and what to say of it."""
+
+    result: SearchResult
+    throughput: Throughput | None = None
+    notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -231,8 +246,8 @@ class _Planner:
         )
         return request.schedule(found.size).trial_parts
 
-    def search(self, forecast: Forecast) -> tuple[SearchResult, Schedule]:
-        """Find the largest micro-batch that fits, and the schedule of it that ran.
+    def search(self, forecast: Forecast) -> SearchResult:
+        """Find the largest micro-batch that fits, whose schedule ran.
 
         Raises:
             UsageError, NotMeasuredError, DoesNotFitError: As `search`, or the schedule has parts too small to be
@@ -242,7 +257,20 @@ class _Planner:
         schedule = request.schedule(result.size)
         if schedule.smallest_part < self.inspection.least_size:
             raise _too_small_error(schedule, result.size, self.inspection.least_size, result)
-        return result, schedule
+        return result
+
+    def choose_fastest(self, largest: SearchResult) -> _Speeds:
+        """Take the smallest micro-batch that is nearly as fast as the fastest, if that is preferred, and prove it."""
+        if self.request.prefer != "fastest":
+            return _Speeds(largest)
+        sizes = self.request.ladder(largest.size, self.inspection.least_size)
+        try:
+            known = self.runner.time_updates(sizes)
+        except (SearchStopped, DoesNotFitError, NotMeasuredError) as error:
+            kept = "updates were not timed, and the plan has the largest micro-batch, not the fastest"
+            return _Speeds(largest, warnings=(f"{kept}: {first_line(error)}",))
+        result = largest if known.knee == largest.size else self._prove(known.knee, largest)
+        return _Speeds(result, known, notes=(describe_knee(known),))
 
     def agree(self, result: SearchResult, ranks: Ranks) -> SearchResult:
         """Take the least of what the ranks have found; those with more run that schedule as well.
@@ -390,6 +418,20 @@ def _too_small_error(schedule: Schedule, ceiling: int, least_size: int, result: 
     if result.capped:
         return UsageError(message, hint=f"{hint}, or allow larger ones")
     return DoesNotFitError(message, hint=f"{hint}, or more memory")
+
+
+def _check_timeable(setup: PlanSetup, request: PlanRequest) -> None:
+    """Raise UsageError before any trial if the fastest is preferred and the device cannot time updates."""
+    if request.prefer == "fastest" and not isinstance(setup.device, TimingDevice):
+        where = (
+            "nothing runs on a simulated card"
+            if isinstance(setup.device, PredictingDevice)
+            else ("trials of live objects, or of a Workload made in code, run in this one")
+        )
+        raise UsageError(
+            f'prefer="fastest" (--prefer fastest) times updates in a process of their own, and {where}',
+            hint="plan a file on the device at hand, or leave it out",
+        )
 
 
 def check_explainable(setup: PlanSetup, request: PlanRequest) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from autoaccum.devices.base import Device, GrowingDevice, Trial
+from autoaccum.devices.base import Device, GrowingDevice, TimingDevice, Trial
 from autoaccum.devices.explanation import PredictingDevice
 from autoaccum.errors import NotMeasuredError
-from autoaccum.planning.plan_events import Listener, TrialFinished, TrialStarted
+from autoaccum.planning.plan_events import Listener, TimingStarted, TrialFinished, TrialStarted
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.search import SearchStopped
+from autoaccum.planning.throughput import Throughput, measure_throughput
 from autoaccum.units import MIB, format_bytes
 
 _RESOLUTION_BYTES = 2 * MIB
@@ -110,12 +111,31 @@ class TrialRunner:
         parts = (self.least_size, self.least_size)
         return self._search(lambda left: self._keep(parts, lambda: device.grow(most, limit_seconds=left), grows=True))
 
+    def time_updates(self, sizes: Sequence[int]) -> Throughput:
+        """Time updates in micro-batches of `sizes`, which fit; raise SearchStopped where the limit on time ends it."""
+        device = self._device
+        assert isinstance(device, TimingDevice)
+        with device.timing() as time_update:
+
+            def time_one(size: int) -> float:
+                self._limits.seconds_left(None, self._confirmation_seconds)
+                self._notify(TimingStarted(size))
+                return time_update(size)
+
+            name = str(device.describe().get("card") or device.name)
+            return measure_throughput(time_one, self._request.target_batch, sizes, name)
+
+    @property
+    def _confirmation_seconds(self) -> float:
+        """The time to keep for the confirmation; 0 before any trial has run."""
+        seconds = [trial.seconds for trial in self.trials if trial.ran]
+        return self.confirmation_start_seconds + max(seconds) if seconds else 0.0
+
     def _search(self, run: Callable[[float | None], Trial], unlimited: bool = False) -> Trial:
         """Call `run` with the seconds that the limits leave for a trial; None: as many as it takes."""
         if unlimited:
             return run(None)
-        seconds = [trial.seconds for trial in self.trials if trial.ran]
-        confirmation = self.confirmation_start_seconds + max(seconds) if seconds else 0.0
+        confirmation = self._confirmation_seconds
         left = self._limits.seconds_left(len(self.trials), confirmation)
         trial = run(left)
         if trial.timed_out and left is not None:

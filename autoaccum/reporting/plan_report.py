@@ -8,14 +8,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
+from autoaccum.checks import counted
 from autoaccum.devices.base import Trial
 from autoaccum.options import mesh_word
 from autoaccum.planning import plan_events
 from autoaccum.planning.plan_record import Plan
-from autoaccum.reporting.console import path_value, print_messages, print_rows
+from autoaccum.planning.throughput import Speed, Throughput, format_rate
+from autoaccum.reporting.console import make_table, path_value, print_messages, print_rows, print_table
 from autoaccum.reporting.explain_report import print_explanation
 from autoaccum.reporting.progress import Progress
 from autoaccum.units import MIB, format_bytes
@@ -63,6 +66,8 @@ def print_plan(
     print_rows(console, answer_rows(plan, kept))
     if verbose:
         print_rows(console, detail_rows(plan, seconds))
+        if plan.throughput is not None:
+            print_table(console, speeds_table(plan.throughput))
     messages = [*(("warning", text) for text in plan.warnings), *(("note", text) for text in plan.notes)]
     print_messages(console, messages, verbose=verbose)
     if kept is not None:
@@ -92,6 +97,9 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Tex
     yield "peak", Text(_peak(plan))
     if plan.host_bytes is not None:
         yield "host memory", Text(f"{format_bytes(plan.host_bytes)} for what backward needs")
+    if plan.throughput is not None:
+        rate = format_rate(plan.throughput.at_knee.samples_per_second)
+        yield "speed", Text(f"{rate} samples/s, measured in updates of {plan.throughput.target_batch}")
     yield "device", Text(_device(plan))
     yield "train with", path_value(accumulator_line(plan, kept), "cyan")
 
@@ -114,6 +122,25 @@ def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str,
     if plan.learning_rate is not None:
         yield "tuned rate", Text(f"{plan.learning_rate:.6g}, the learning rate that `autoaccum fit --plan` uses")
     yield "trials", Text(_trials(plan, seconds))
+
+
+def speeds_table(known: Throughput) -> Table:
+    """List samples per second by micro-batch, with the knee marked."""
+    where = f"in updates of {known.target_batch} on {known.device}"
+    table = make_table(">micro-batch", ">iter_size", ">samples/s", where)
+    for speed in known.speeds:
+        cells = (str(speed.micro_batch), str(speed.iter_size), format_rate(speed.samples_per_second))
+        marks = [name for name in ("knee", "fastest") if getattr(known, name) == speed.micro_batch]
+        style = "bold green" if "knee" in marks else ""
+        table.add_row(*cells, ", ".join([*marks, _speed_words(speed)]), style=style)
+    return table
+
+
+def _speed_words(speed: Speed) -> str:
+    if speed.samples_per_second is None:
+        return "not measured: the next larger ones are far from the fastest"
+    middle = f"{format_rate(speed.low)} to {format_rate(speed.high)} in the middle half"
+    return f"{middle} of {counted(speed.updates, 'update')}"
 
 
 def describe_extra_memory(plan: Plan) -> list[str]:
@@ -249,6 +276,8 @@ class PlanProgress(Progress):
             self.say(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
         elif isinstance(event, plan_events.Tracing):
             self.show("tracing small sizes ...")
+        elif isinstance(event, plan_events.TimingStarted):
+            self.show(f"timing updates in micro-batches of {event.micro_batch} ...")
         elif isinstance(event, plan_events.ExplanationStarted):
             self.show("finding out where the memory goes ...")
         elif isinstance(event, plan_events.Explained):

@@ -19,7 +19,7 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
 from autoaccum.reporting.console import PlainConsole, make_table, one_line, path_value, print_rows, relative_path
 from autoaccum.reporting.fit_report import format_seconds
-from autoaccum.reporting.plan_report import PlanProgress
+from autoaccum.reporting.plan_report import PlanProgress, speeds_table
 from autoaccum.serialization import to_plain
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.tuning_result import (
@@ -30,7 +30,6 @@ from autoaccum.tuning.tuning_result import (
     SearchStarted,
     Setting,
     SettingResult,
-    Speed,
     StudyOpened,
     TrialEnded,
     TrialStarted,
@@ -111,20 +110,12 @@ def format_loss(loss: float | None) -> str:
     return "-" if loss is None or not math.isfinite(loss) else f"{loss:.4g}"
 
 
-def _speed_words(speed: Speed) -> tuple[str, str]:
-    if speed.samples_per_second is None:
-        return "-", "not measured: the next larger ones are far from the fastest"
-    known = (speed.samples_per_second, speed.low or 0.0, speed.high or 0.0)
-    rate, low, high = (f"{each:,.0f}" if each >= 100 else f"{each:.3g}" for each in known)
-    return rate, f"{low} to {high} in the middle half of {counted(speed.updates, 'update')}"
-
-
 def print_tuning(
     console: Console, tuning: Tuning, commands: Mapping[str, Sequence[str]], written: Mapping[str, Path]
 ) -> None:
     """Print the result of a study, the files `written`, and the exact next `commands`, each with a phrase."""
     print_rows(console, _rows(tuning))
-    for table in (_trials(tuning), _speeds(tuning)):
+    for table in (_trials(tuning), speeds_table(tuning.throughput)):
         console.print()
         console.print(table)
     console.print()
@@ -219,19 +210,6 @@ def _rank(row: Row) -> tuple[int, int, float, int]:
     done = row.losses[-1] if row.losses else (0, float("inf"))
     loss = done[1] if row.loss is None else row.loss
     return _ORDER.index(row.state), -done[0] if row.state == "pruned" else 0, loss, row.number
-
-
-def _speeds(tuning: Tuning) -> Table:
-    """List samples per second by micro-batch, with the knee marked."""
-    known = tuning.throughput
-    where = f"in updates of {known.target_batch} on {known.device}"
-    table = make_table(">micro-batch", ">iter_size", ">samples/s", where)
-    for speed in known.speeds:
-        rate, words = _speed_words(speed)
-        cells = (str(speed.micro_batch), str(speed.iter_size), rate)
-        marks = [name for name in ("knee", "fastest") if getattr(known, name) == speed.micro_batch]
-        table.add_row(*cells, ", ".join([*marks, words]), style="bold green" if "knee" in marks else "")
-    return table
 
 
 _TRIAL = "{:>5}  {:<13}  {:>9}  {:>8}  {}"

@@ -20,9 +20,10 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from autoaccum.errors import PlanFileError, StudyError, UsageError, first_line
 from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.throughput import Throughput
 from autoaccum.serialization import RecordError, read_record, to_plain
 from autoaccum.tuning.tune_request import Budget, LearningRateRange, TuneRequest
-from autoaccum.tuning.tuning_result import MILESTONES, FinalState, Row, RowState, Setting, Throughput, WorkloadFacts
+from autoaccum.tuning.tuning_result import MILESTONES, FinalState, Row, RowState, Setting, WorkloadFacts
 
 RATE, TARGET, MICRO = "learning_rate", "target_batch", "micro_batch"
 _DATABASES, _JOURNALS = (".db", ".sqlite", ".sqlite3"), (".journal", ".log")

@@ -11,6 +11,7 @@ from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, 
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess
 from autoaccum.devices.child.requests import Reply, Request
+from autoaccum.devices.trial_record import TimeUpdate
 from autoaccum.errors import WorkloadError
 from autoaccum.planning.device_choice import check_device
 from autoaccum.tuning.tune_request import Budget, TuneRequest
@@ -21,7 +22,6 @@ from autoaccum.tuning.tuning_result import (
     LoadForTuning,
     Outcome,
     Setting,
-    TimeUpdate,
     Train,
     WorkloadFacts,
 )

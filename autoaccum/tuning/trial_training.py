@@ -1,4 +1,4 @@
-"""The child's work: describe a workload, train it as `autoaccum fit` would within a budget, and time updates."""
+"""The child's work: describe a workload, and train it as `autoaccum fit` would within a budget."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils.data import Subset
 
 from autoaccum.accumulation.argument_checks import unwrap_model
 from autoaccum.accumulation.batchnorm import batchnorm_names
-from autoaccum.accumulation.reachable_objects import find_auxiliary_modules
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.checks import type_name
 from autoaccum.devices.child.failures import describe_failure
-from autoaccum.devices.trial_run import make_accumulator, move_model, seed_everything, synchronize_device
+from autoaccum.devices.trial_run import seed_everything
+from autoaccum.devices.update_timer import UpdateTimer
 from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
@@ -154,39 +154,12 @@ class TrialMonitor:
         return done * 100 >= self._budget.amount * percent
 
 
-class UpdateTimer:
-    """Makes updates of the worst-case batch with a learning rate of 0, so that nothing diverges.
-
-    Raises:
-        WorkloadError: The workload makes no batch.
-    """
-
-    def __init__(self, workload: Workload, device: str, target_batch: int) -> None:
-        self._place = find_device(device)
-        workload = apply_settings(
-            workload, largest_batch=target_batch, worst_of=DEFAULT_WORST_OF if workload.batch is no_batch else None
-        )
-        seed_everything()
-        model = move_model(workload.build_model(), self._place)
-        for module in find_auxiliary_modules(workload).values():
-            move_model(module, self._place)
-        optimizer = workload.build_optimizer(model)
-        for group in optimizer.param_groups:
-            if "lr" in group:
-                group["lr"] = group["lr"] * 0  # A tensor stays one.
-        self._batch = workload.build_batch(target_batch)
-        self._accumulator = make_accumulator(workload, model, optimizer, target_batch)
-
-    def time(self, micro_batch: int) -> float:
-        """Make one update in micro-batches of that size; return its seconds."""
-        self._accumulator.micro_batch = micro_batch
-        synchronize_device(self._place)
-        began = time.perf_counter()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AccumulationWarning)  # The plan has shown them.
-            self._accumulator.step(self._batch)
-        synchronize_device(self._place)
-        return time.perf_counter() - began
+def make_timer(workload: Workload, device: str, target_batch: int) -> UpdateTimer:
+    """Return a timer of updates of the worst-case batch; raise WorkloadError if the workload makes no batch."""
+    worst_of = DEFAULT_WORST_OF if workload.batch is no_batch else None
+    return UpdateTimer(
+        apply_settings(workload, largest_batch=target_batch, worst_of=worst_of), find_device(device), target_batch
+    )
 
 
 def describe_workload(workload: Workload, device: str, target_batch: int) -> WorkloadFacts:

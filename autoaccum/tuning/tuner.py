@@ -13,9 +13,9 @@ from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
 from autoaccum.planning.planner import make_plan
+from autoaccum.planning.throughput import Throughput, measure_throughput, micro_batch_ladder
 from autoaccum.training.fit_events import Notice
 from autoaccum.tuning.ranking import describe_coupling, find_default_result, find_noise, find_range_warning, rank
-from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
 from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.tune_request import Budget, LearningRateRange, TuneRequest
 from autoaccum.tuning.tuning_result import (
@@ -24,7 +24,6 @@ from autoaccum.tuning.tuning_result import (
     SearchStarted,
     Setting,
     StudyOpened,
-    Throughput,
     Tuning,
     WorkloadFacts,
 )
@@ -141,7 +140,8 @@ class _Tuner:
         least = min(-(-2 // each) * each if coupled else each, plan.largest_fit)
         sizes = micro_batch_ladder(plan.largest_fit, request.target_batch.sizes, least, each)
         device = facts.card or facts.device
-        throughput = measure_throughput(self._processes, request.target_batch.high, sizes, device)
+        with self._processes.timing() as time_update:
+            throughput = measure_throughput(time_update, request.target_batch.high, sizes, device)
         others = study.load_measurements()  # If another worker was first, its ceiling holds for all.
         if others is not None:
             return *others, coupled

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 from autoaccum.devices.child.connection import ParentConnection, serve
 from autoaccum.devices.child.failures import describe_failure
 from autoaccum.devices.child.requests import Request, read_request
+from autoaccum.devices.trial_record import TimeUpdate
 from autoaccum.options import Options
 from autoaccum.tuning.tuning_result import (
     ContinueTraining,
     Describe,
     LoadForTuning,
-    TimeUpdate,
     Train,
     TrainingProgress,
     WorkloadFacts,
 )
 
 if TYPE_CHECKING:
-    from autoaccum.tuning.trial_training import UpdateTimer
+    from autoaccum.devices.update_timer import UpdateTimer
     from autoaccum.workload.spec import Workload
 
 
@@ -72,10 +72,10 @@ class TuningChild:
 
     @_reply.register
     def _update(self, request: TimeUpdate) -> float:
-        from autoaccum.tuning.trial_training import UpdateTimer
+        from autoaccum.tuning.trial_training import make_timer
 
         if self._timer is None:
-            self._timer = UpdateTimer(self._workload, self._device, self._target_batch)
+            self._timer = make_timer(self._workload, self._device, self._target_batch)
         return self._timer.time(request.micro_batch)
 
     @_reply.register

@@ -10,6 +10,7 @@ from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Request
 from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.throughput import Throughput
 from autoaccum.tuning.tune_request import BatchSizeRange, Budget, LearningRateRange
 
 MILESTONES = (25, 50)
@@ -146,35 +147,6 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Timed updates with one micro-batch size.
-
-    Attributes:
-        samples_per_second: Median over updates, between the quartiles `low` and `high`; None: not measured, since the
-            next larger ones were far from the best.
-        updates: How many were timed.
-    """
-
-    micro_batch: int
-    iter_size: int
-    samples_per_second: float | None = None
-    low: float | None = None
-    high: float | None = None
-    updates: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Throughput:
-    """Samples per second by ascending micro-batch; the knee is the smallest within 2 % of the fastest."""
-
-    target_batch: int
-    device: str
-    speeds: tuple[Speed, ...]
-    fastest: int
-    knee: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class SettingResult:
     """A setting with the results of all its runs.
 
@@ -296,18 +268,6 @@ class Describe(Request[WorkloadFacts]):
     """Build what the workload trains, and describe it."""
 
     doing = "building the workload"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimeUpdate(Request[float]):
-    """Make an update; the reply is how many seconds it took."""
-
-    micro_batch: int
-
-    @property
-    def doing(self) -> str:
-        """As `Request.doing`."""
-        return f"an update in micro-batches of {self.micro_batch}"
 
 
 @dataclass(frozen=True, kw_only=True)

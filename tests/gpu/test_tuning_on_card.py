@@ -16,14 +16,14 @@ from torch import nn
 
 from autoaccum.api import plan
 from autoaccum.options import Options
+from autoaccum.planning.throughput import Throughput, measure_throughput, micro_batch_ladder
 from autoaccum.training.fit_events import Updated
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
-from autoaccum.tuning.throughput import measure_throughput, micro_batch_ladder
 from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.trial_training import train_setting
 from autoaccum.tuning.tune_request import BatchSizeRange, Budget, TuneRequest
-from autoaccum.tuning.tuning_result import Outcome, Setting, Throughput
+from autoaccum.tuning.tuning_result import Outcome, Setting
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.optimizers import get_learning_rate, set_learning_rate
 from autoaccum.workload.spec import Workload
@@ -89,7 +89,8 @@ def measured(reference: str, device: str, target: int, ceiling: int, **options: 
     sizes = micro_batch_ladder(ceiling, (target,))
     processes = TrialProcesses(request, lines.append)
     facts = processes.describe()
-    found = measure_throughput(processes, target, sizes, facts.card or facts.device)
+    with processes.timing() as time_update:
+        found = measure_throughput(time_update, target, sizes, facts.card or facts.device)
     assert [speed.micro_batch for speed in found.speeds] == list(sizes)
     return found, [int(line.split()[1]) for line in lines if line.startswith("micro-batch")]
 

@@ -16,12 +16,13 @@ from autoaccum import Workload
 from autoaccum.devices.base import Trial
 from autoaccum.options import Options
 from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.throughput import Speed, Throughput
 from autoaccum.tuning.optuna_search import Search
 from autoaccum.tuning.ranking import find_default_result, find_noise, rank
 from autoaccum.tuning.study import Study, open_storage, parse_storage_address, study_config
 from autoaccum.tuning.trial_training import train_setting
 from autoaccum.tuning.tune_request import BatchSizeRange, Budget, LearningRateRange, TuneRequest
-from autoaccum.tuning.tuning_result import Outcome, Row, SearchSpace, Setting, Speed, Throughput, Tuning, WorkloadFacts
+from autoaccum.tuning.tuning_result import Outcome, Row, SearchSpace, Setting, Tuning, WorkloadFacts
 
 SAMPLES, FEATURES, OWN_RATE = 80, 3, 0.05
 FACTS = WorkloadFacts(

@@ -8,7 +8,7 @@ import pytest
 from small_studies import request_of
 
 from autoaccum.errors import DoesNotFitError, UsageError, WorkloadError
-from autoaccum.tuning.throughput import measure_throughput
+from autoaccum.planning.throughput import measure_throughput
 from autoaccum.tuning.trial_processes import TrialProcesses
 from autoaccum.tuning.tune_request import Budget
 from autoaccum.tuning.tuning_result import Outcome, Setting
@@ -80,11 +80,12 @@ def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: TrialPro
 
 
 def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(processes: TrialProcesses) -> None:
-    known = measure_throughput(processes, 16, (4, 8), "cpu")
+    with processes.timing() as time_update:
+        known = measure_throughput(time_update, 16, (4, 8), "cpu")
     assert known.knee in (4, 8)
     assert all(speed.low <= speed.samples_per_second <= speed.high for speed in known.speeds)  # type: ignore
-    with pytest.raises(DoesNotFitError):
-        measure_throughput(processes, 16, (8, 16), "cpu")
+    with pytest.raises(DoesNotFitError), processes.timing() as time_update:
+        measure_throughput(time_update, 16, (8, 16), "cpu")
 
 
 def test_a_workload_that_changes_meanwhile_is_reported(processes: TrialProcesses, reference: str) -> None:

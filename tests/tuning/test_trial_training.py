@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 
 from autoaccum import Workload
 from autoaccum.errors import WorkloadError
-from autoaccum.tuning.trial_training import UpdateTimer, describe_workload, split_data, train_setting
+from autoaccum.tuning.trial_training import describe_workload, make_timer, split_data, train_setting
 from autoaccum.tuning.tune_request import Budget
 from autoaccum.tuning.tuning_result import Outcome, Setting
 
@@ -75,7 +75,7 @@ def test_exact_and_coupled_trainings_are_the_same_in_micro_batches_of_any_size()
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
     facts = describe_workload(workload, "cpu", 16)
     assert (facts.batchnorm, facts.coupled) == ("exact", True)
-    assert UpdateTimer(workload, "cpu", 16).time(5) > 0
+    assert make_timer(workload, "cpu", 16).time(5) > 0
 
 
 def test_a_trial_that_is_told_to_stop_is_pruned() -> None:
@@ -163,7 +163,7 @@ def test_timed_updates_change_no_weight() -> None:
         built.append(nn.Linear(FEATURES, 1))
         return built[-1]
 
-    timer = UpdateTimer(line_workload(model=model), "cpu", 16)
+    timer = make_timer(line_workload(model=model), "cpu", 16)
     before = cast(torch.Tensor, built[-1].weight).clone()
     assert all(0 < timer.time(size) < math.inf for size in (16, 4, 1))
     assert torch.equal(before, cast(torch.Tensor, built[-1].weight))

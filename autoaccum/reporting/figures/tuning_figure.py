@@ -9,8 +9,9 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from autoaccum.planning.throughput import Throughput
 from autoaccum.tuning.study import open_storage, parse_storage_address, storage_errors
-from autoaccum.tuning.tuning_result import Throughput, Tuning
+from autoaccum.tuning.tuning_result import Tuning
 
 
 def draw_tuning(tuning: Tuning, storage: str | None) -> dict[str, bytes]:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autoaccum.errors import UsageError
-from autoaccum.tuning.throughput import find_knee, micro_batch_ladder, time_sizes
-from autoaccum.tuning.tuning_result import Speed
+from autoaccum.planning.throughput import (
+    KNEE_SHARE,
+    Speed,
+    Throughput,
+    describe_knee,
+    find_knee,
+    micro_batch_ladder,
+    time_sizes,
+)
 
 
 def speeds(*rates: float | None) -> list[Speed]:
@@ -19,6 +30,36 @@ def speeds(*rates: float | None) -> list[Speed]:
 )
 def test_the_knee_is_the_smallest_within_two_percent(rates: tuple[float | None, ...], found: tuple[int, int]) -> None:
     assert find_knee(speeds(*rates)) == found
+
+
+@given(st.lists(st.none() | st.floats(0.1, 1000), min_size=1, max_size=10).filter(any))
+def test_the_knee_is_never_far_from_the_fastest_nor_larger(rates: list[float | None]) -> None:
+    known = {2**power: rate for power, rate in enumerate(rates) if rate is not None}
+    fastest, knee = find_knee(speeds(*rates))
+    assert known[fastest] == max(known.values())
+    assert known[knee] >= (1 - KNEE_SHARE) * known[fastest]
+    assert knee <= fastest
+    assert all(rate < (1 - KNEE_SHARE) * known[fastest] for size, rate in known.items() if size < knee)
+
+
+def test_the_choice_and_its_noise_are_told() -> None:
+    def known(*rates: float, spread: float = 0.0) -> Throughput:
+        timed = [
+            replace(speed, low=rate * (1 - spread / 2), high=rate * (1 + spread / 2))
+            for speed, rate in zip(speeds(*rates), rates, strict=True)
+        ]
+        fastest, knee = find_knee(timed)
+        return Throughput(target_batch=8, device="cpu", speeds=tuple(timed), fastest=fastest, knee=knee)
+
+    assert describe_knee(known(10, 100)) == "micro-batch 2 makes the most, 100 samples/s"
+    assert describe_knee(known(10, 99, 100, 90)) == (
+        "micro-batch 2 makes 99 samples/s, within 2 % of the fastest, 4 with 100 samples/s; the largest that fits, 8,"
+        " makes 90 samples/s"
+    )
+    assert "repeat" not in describe_knee(known(10, 100, spread=0.01))
+    assert describe_knee(known(10, 100, spread=0.1)).endswith(
+        "the middle half of these updates spans 10.0 %, so that a repeat may find another"
+    )
 
 
 def test_sizes_take_turns_until_enough_is_known() -> None:
@@ -57,5 +98,6 @@ def test_the_ladder_doubles_up_to_the_ceiling(
 
 
 def test_updates_that_cannot_be_split_are_refused() -> None:
+    assert micro_batch_ladder(12, (24,), equal=True) == (1, 2, 4, 8, 12)
     with pytest.raises(UsageError, match="splits updates of 3 samples into parts of at least 2"):
         micro_batch_ladder(2, (3,), 2)

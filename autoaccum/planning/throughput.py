@@ -1,14 +1,14 @@
-"""Samples per second over micro-batches, measured once for a study, and the knee."""
+"""Samples per second over micro-batches, by timed updates, and the knee."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from autoaccum.accumulation.schedule import make_schedule, split_evenly
 from autoaccum.errors import UsageError
-from autoaccum.tuning.trial_processes import TrialProcesses
-from autoaccum.tuning.tuning_result import Speed, Throughput
+from autoaccum.units import percent
 
 KNEE_SHARE = 0.02
 """The share of the highest throughput that the knee may lose."""
@@ -19,16 +19,59 @@ _LEAST, _MOST, _ENOUGH_SECONDS = 3, 200, 0.5
 _FAR_BEHIND, _IN_A_ROW = 2.0, 2
 
 
-def measure_throughput(processes: TrialProcesses, target_batch: int, sizes: Sequence[int], device: str) -> Throughput:
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Timed updates with one micro-batch size.
+
+    Attributes:
+        samples_per_second: Median over updates, between the quartiles `low` and `high`; None: not measured, since the
+            next larger ones were far from the best.
+        updates: How many were timed.
+    """
+
+    micro_batch: int
+    iter_size: int
+    samples_per_second: float | None = None
+    low: float | None = None
+    high: float | None = None
+    updates: int = 0
+
+    @property
+    def spread(self) -> float:
+        """The distance between the quartiles, as a share of the median."""
+        if self.samples_per_second is None or self.low is None or self.high is None:
+            return 0.0
+        return (self.high - self.low) / self.samples_per_second
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Samples per second by ascending micro-batch; the knee is the smallest within 2 % of the fastest."""
+
+    target_batch: int
+    device: str
+    speeds: tuple[Speed, ...]
+    fastest: int
+    knee: int
+
+    @property
+    def at_knee(self) -> Speed:
+        """The speed of the knee."""
+        return next(speed for speed in self.speeds if speed.micro_batch == self.knee)
+
+
+def measure_throughput(
+    time_update: Callable[[int], float], target_batch: int, sizes: Sequence[int], device: str
+) -> Throughput:
     """Time real updates with each of `sizes`, none of which is above the plan's ceiling.
 
-    Raises:
-        WorkloadError: The workload fails, or has changed since it was described.
-        DoesNotFitError: An update runs out of memory, although its micro-batch was planned.
-        NotMeasuredError: The process cannot be started, died or hung.
+    Args:
+        time_update: Makes one update in micro-batches of the given size, and returns its seconds.
+        target_batch: Samples per update.
+        sizes: The micro-batches.
+        device: The name of the device.
     """
-    with processes.timing() as time_update:
-        timed = time_sizes(time_update, sorted(sizes, reverse=True))
+    timed = time_sizes(time_update, sorted(sizes, reverse=True))
     speeds = tuple(_speed_of(size, target_batch, timed.get(size)) for size in sorted(sizes))
     fastest, knee = find_knee(speeds)
     return Throughput(target_batch=target_batch, device=device, speeds=speeds, fastest=fastest, knee=knee)
@@ -77,11 +120,43 @@ def find_knee(speeds: Sequence[Speed]) -> tuple[int, int]:
     return fastest, min(size for size, median in medians.items() if median >= best * (1 - KNEE_SHARE))
 
 
-def micro_batch_ladder(ceiling: int, targets: Sequence[int], least: int = 1, multiple_of: int = 1) -> tuple[int, ...]:
+def describe_knee(known: Throughput) -> str:
+    """Return a sentence on the choice of the knee, and on how sure it is."""
+    timed = {speed.micro_batch: speed for speed in known.speeds if speed.samples_per_second is not None}
+    rates = {size: f"{format_rate(speed.samples_per_second)} samples/s" for size, speed in timed.items()}
+    if known.knee == known.fastest:
+        words = f"micro-batch {known.knee} makes the most, {rates[known.knee]}"
+    else:
+        words = (
+            f"micro-batch {known.knee} makes {rates[known.knee]}, within {100 * KNEE_SHARE:g} % of the fastest,"
+            f" {known.fastest} with {rates[known.fastest]}"
+        )
+    largest = max(timed)
+    if largest not in (known.knee, known.fastest):
+        words += f"; the largest that fits, {largest}, makes {rates[largest]}"
+    spread = max(timed[size].spread for size in (known.knee, known.fastest))
+    if spread > KNEE_SHARE:
+        words += f"; the middle half of these updates spans {percent(spread, 1)}, so that a repeat may find another"
+    return words
+
+
+def format_rate(rate: float | None) -> str:
+    """Write samples per second in three digits or more; a dash if they are not known.
+
+    >>> format_rate(1234.5), format_rate(1.2345), format_rate(None)
+    ('1,234', '1.23', '-')
+    """
+    return "-" if rate is None else f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def micro_batch_ladder(
+    ceiling: int, targets: Sequence[int], least: int = 1, multiple_of: int = 1, *, equal: bool = False
+) -> tuple[int, ...]:
     """Return the sizes worth timing: doublings of the least size below the ceiling, and the ceiling itself.
 
     Sizes that leave a part below `least` in any of `targets` (samples per update, ascending) are omitted, and so are
-    those that cut the largest target into as many parts as a smaller one. All are multiples of `multiple_of`.
+    those that cut the largest target into as many parts as a smaller one, of `equal` size if asked for. All are
+    multiples of `multiple_of`.
 
     Raises:
         UsageError: There is none.
@@ -93,7 +168,7 @@ def micro_batch_ladder(ceiling: int, targets: Sequence[int], least: int = 1, mul
     doublings = [least << times for times in range(ceiling.bit_length()) if least << times < ceiling]
     sizes: dict[int, int] = {}
     for size in (*doublings, ceiling):
-        cuts = [make_schedule(target, size, multiple_of=multiple_of) for target in targets]
+        cuts = [make_schedule(target, size, multiple_of=multiple_of, equal=equal) for target in targets]
         if all(cut.smallest_part >= least for cut in cuts):
             sizes.setdefault(cuts[-1].iter_size, size)
     if not sizes:
