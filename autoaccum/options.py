@@ -183,6 +183,8 @@ class Options:
             check_word(self.parallel, "parallel", get_args(Parallel))
         if self.mesh is not None:
             object.__setattr__(self, "mesh", _read_mesh(self.mesh, self.parallel))
+            if len(self.mesh) > 1:  # HSDP.
+                object.__setattr__(self, "parallel", "fsdp2")
         for name in ("memory", "reserve"):
             object.__setattr__(self, name, _read_size(getattr(self, name), name))
         check_flag(self.equal, "equal")

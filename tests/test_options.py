@@ -105,3 +105,7 @@ def test_unknown_arguments_raise_a_type_error() -> None:
         Options.of("verify", {"gpu": "rtx3090"})
     with pytest.raises(UsageError, match="there is no precision 'fp64': choose fp32, bf16 or fp16"):
         Options.of("plan", {"precision": "fp64"})
+
+
+def test_a_mesh_of_two_dimensions_shards() -> None:
+    assert (Options(mesh="2x8").parallel, Options(mesh="8").parallel) == ("fsdp2", None)

@@ -45,7 +45,7 @@ from autoaccum.accumulation.gradients import (
 from autoaccum.accumulation.out_of_memory import DelayedInterrupts
 from autoaccum.accumulation.ranks.group import check_alike, join_ranks, world_size
 from autoaccum.accumulation.ranks.replicated import copy_from_first, sum_gradients, without_calls
-from autoaccum.accumulation.ranks.sharded import find_sharded, read_reduce
+from autoaccum.accumulation.ranks.sharded import check_lists, find_sharded, read_reduce
 from autoaccum.accumulation.reachable_objects import all_modules, find_used_modules
 from autoaccum.accumulation.retries import Retries, roll_back
 from autoaccum.accumulation.rng_state import module_generators
@@ -217,6 +217,8 @@ class Accumulator:
         self._sharded = find_sharded(
             model, read_reduce(reduce or getattr(plan, "reduce", None) or "each"), in_fp32=sum_dtype == "fp32"
         )
+        if self._sharded is not None:
+            check_lists(optimizer, model_device(model))
         objective.move_criterion(model_device(model))
         scaler = choose_scaler(chosen, scaler, model_device(model), optimizer_parameters(optimizer))
         self.phase: StepPhase = "batch"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options
 from autoaccum.cli.outputs import Outputs, running_words
@@ -163,6 +164,9 @@ def command(
         _compare(workload, chosen, as_json=as_json, quiet=quiet, **request)
         return
     of_ranks = is_one_of_ranks()
+    source = click.get_current_context().get_parameter_source("world_size")
+    if request["parallel"] == "fsdp2" and source is ParameterSource.DEFAULT and not of_ranks:
+        raise UsageError("--parallel fsdp2 shards over ranks, and there is one", hint="say how many (--world-size N)")
     outputs = Outputs(output, emit, plot, snapshot, force=force)
     request |= {"picture": plot is not None, "snapshot": snapshot is not None}
     outputs.check(workload, 2 if of_ranks else request["world_size"])
@@ -209,7 +213,12 @@ def _compare(workload: str, chosen: dict[str, Any], *, as_json: bool, quiet: boo
     from autoaccum.planning.world_sizes import choose_world_sizes, compare_world_sizes, find_least
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.progress import Progress
-    from autoaccum.reporting.world_sizes_report import print_world_sizes, world_sizes_json
+    from autoaccum.reporting.world_sizes_report import (
+        print_world_sizes,
+        world_size_line,
+        world_sizes_json,
+        world_sizes_warnings,
+    )
 
     within: range = request.pop("world_size")
     text = f"--world-size {within[0]}..{within[-1]}"
@@ -225,7 +234,10 @@ def _compare(workload: str, chosen: dict[str, Any], *, as_json: bool, quiet: boo
             on_output = progress.print_output if stderr.can_redraw else None
             return plan(workload, world_size=size, on_event=listen, on_output=on_output, **request)
 
-        rows = compare_world_sizes(plan_for, choose_world_sizes(within))
+        sizes = choose_world_sizes(within)
+        rows = compare_world_sizes(plan_for, sizes, lambda row: progress.say(world_size_line(row), "dim"))
+        for text in world_sizes_warnings(rows):
+            progress.warn(text)
     if as_json:
         click.echo(world_sizes_json(rows), nl=False)
     else:

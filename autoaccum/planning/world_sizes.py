@@ -24,6 +24,7 @@ class WorldSize:
         peak_bytes: As in `Plan`; where nothing fits, what the smallest trial would take, if it is known.
         limit_bytes: The budget of each rank.
         message: Why nothing fits.
+        warnings: As in `Plan`.
     """
 
     world_size: int
@@ -36,6 +37,7 @@ class WorldSize:
     peak_bytes: int | None = None
     limit_bytes: int | None = None
     message: str | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def choose_world_sizes(within: range) -> list[int]:
@@ -48,22 +50,34 @@ def choose_world_sizes(within: range) -> list[int]:
     return sorted({within[0], within[-1], *(power for power in powers if power in within)})
 
 
-def compare_world_sizes(plan: Callable[[int, Listener], Plan], sizes: Iterable[int]) -> list[WorldSize]:
+def compare_world_sizes(
+    plan: Callable[[int, Listener], Plan],
+    sizes: Iterable[int],
+    on_row: Callable[[WorldSize], None] = lambda row: None,
+) -> list[WorldSize]:
     """Plan for each number of ranks, and between those where the model begins to fit for the least that does.
 
     Args:
         plan: Plans for so many ranks, and tells the listener of its trials.
         sizes: The numbers of ranks.
+        on_row: Called with each row as it is found.
 
     Raises:
         AutoaccumError: As `plan`, but for `DoesNotFitError`, which is a row.
     """
-    rows = {size: _try_size(plan, size) for size in sizes}
+    rows: dict[int, WorldSize] = {}
+
+    def add(size: int) -> None:
+        rows[size] = _try_size(plan, size)
+        on_row(rows[size])
+
+    for size in sizes:
+        add(size)
     while least := find_least(list(rows.values())):
         below = max((size for size in rows if size < least), default=least - 1)
         if least - below == 1:
             break
-        rows[(below + least) // 2] = _try_size(plan, (below + least) // 2)
+        add((below + least) // 2)
     return [rows[size] for size in sorted(rows)]
 
 
@@ -94,4 +108,5 @@ def _try_size(plan: Callable[[int, Listener], Plan], size: int) -> WorldSize:
         least_bytes=found.least_bytes,
         peak_bytes=found.peak_bytes,
         limit_bytes=found.limit_bytes,
+        warnings=found.warnings,
     )

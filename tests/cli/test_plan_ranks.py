@@ -79,8 +79,10 @@ def test_a_rank_that_is_killed_ends_the_command_with_its_number(folder: Path) ->
 
 
 def test_a_table_over_numbers_of_ranks(folder: Path, command: Command) -> None:
-    words = ["plan", "model.py", "--target-batch", "64", "--gpu", "rtx3090", "--world-size", "1..2", "-q"]
+    words = ["plan", "model.py", "--target-batch", "64", "--gpu", "rtx3090", "--world-size", "1..2"]
     done = command(folder, *words)
+    assert "\n1 rank: micro-batch 64, iter_size 1, " in done.stderr
+    words.append("-q")
     assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[:4] for line in lines[1:3]] == [["1", "yes", "64", "1"], ["2", "yes", "32", "1"]]
@@ -109,3 +111,9 @@ def test_ranks_that_cannot_be_planned_are_refused_before_anything_starts(
     done = command(folder, "plan", "model.py", "--target-batch", "64", "-q", "--world-size", *words)
     assert (done.returncode, done.stdout) == (2, "")
     assert text in done.stderr
+
+
+def test_sharding_over_no_number_of_ranks_is_refused(folder: Path, command: Command) -> None:
+    done = command(folder, "plan", "model.py", "--target-batch", "64", "--gpu", "h100", "--parallel", "fsdp2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--parallel fsdp2 shards over ranks, and there is one: say how many (--world-size N)" in done.stderr

@@ -20,9 +20,9 @@ from autoaccum.planning.plan_events import Listener
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.planning.world_sizes import choose_world_sizes, compare_world_sizes, find_least
+from autoaccum.planning.world_sizes import WorldSize, choose_world_sizes, compare_world_sizes, find_least
 from autoaccum.reporting.console import make_console
-from autoaccum.reporting.world_sizes_report import print_world_sizes, world_sizes_json
+from autoaccum.reporting.world_sizes_report import print_world_sizes, world_sizes_json, world_sizes_warnings
 from autoaccum.units import GIB, MIB, MemorySize
 
 
@@ -62,8 +62,9 @@ class Planner:
 
 
 def test_the_least_number_of_ranks_is_found_between_powers_of_two() -> None:
-    planner = Planner(layer_bytes=1200 * MIB)
-    rows = compare_world_sizes(planner, choose_world_sizes(range(1, 33)))
+    planner, told = Planner(layer_bytes=1200 * MIB), list[WorldSize]()
+    rows = compare_world_sizes(planner, choose_world_sizes(range(1, 33)), told.append)
+    assert [row.world_size for row in told] == planner.planned, "as they are found"
     fitting = {row.world_size: row.fits for row in rows}
     least = find_least(rows)
     assert least == 10
@@ -84,6 +85,8 @@ def test_all_or_none_may_fit(layer_bytes: int, least: int | None) -> None:
     planner = Planner(layer_bytes)
     rows = compare_world_sizes(planner, [2, 5])
     assert (find_least(rows), planner.planned) == (least, [2, 5])
+    print_world_sizes(make_console(file=(file := io.StringIO()), width=200), rows)
+    assert file.getvalue().endswith("the model is 2; fewer were not tried\n") == (least == 2)
 
 
 def test_what_is_wrong_with_the_workload_ends_it() -> None:
@@ -107,3 +110,9 @@ def test_the_table_and_the_records() -> None:
     assert record["least_world_size"] == 10
     assert [row["world_size"] for row in record["world_sizes"]] == [8, 9, 10, 12, 16]
     assert record["world_sizes"][0]["message"].startswith("micro-batch 1 does not fit: it would take")
+
+
+def test_a_warning_says_which_rows_it_is_about() -> None:
+    about = {1: None, 2: ("of all", "close"), 4: ("of all", "close"), 8: ("of all",)}
+    rows = [WorldSize(world_size=size, fits=bool(texts), warnings=texts or ()) for size, texts in about.items()]
+    assert world_sizes_warnings(rows) == ["of all", "on 2 and 4 ranks close"]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.gradients import HALF_DTYPES
-from autoaccum.accumulation.sharded_tensors import is_sharded
+from autoaccum.accumulation.sharded_tensors import is_sharded, is_sharded_model
 from autoaccum.checks import describe_type
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import WorkloadError, first_line
 from autoaccum.options import Parallel
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -42,8 +42,8 @@ def shard_model(
         parallelize: The workload's function; None: shard the repeated blocks and the rest.
 
     Raises:
-        WorkloadError: `parallelize` returned something else than a model, left parameters without memory, or offloads
-            them.
+        WorkloadError: `parallelize` returned something else than a model, sharded nothing, or left parameters without
+            memory; or FSDP2 cannot shard this model block by block.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -52,16 +52,15 @@ def shard_model(
     if not isinstance(made, nn.Module | None):
         raise WorkloadError(f"parallelize(model, mesh) returned {describe_type(made)}", hint="return the model")
     model = model if made is None else made
+    if parallelize is not None and not is_sharded_model(model):
+        raise WorkloadError(
+            "parallelize(model, mesh) shards no parameter", hint="call fully_shard in it, or replicate (--parallel ddp)"
+        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type == "meta":
             raise WorkloadError(
                 f"{name} is still on meta after parallelize(model, mesh)",
                 hint="call model.to_empty(device=...) and initialise the weights in it",
-            )
-        if is_sharded(tensor) and tensor.device.type != device.type:
-            raise WorkloadError(
-                f"{name} is sharded and offloaded to the {tensor.device.type}, and parts run where parameters are",
-                hint="leave offload_policy out of fully_shard, and shard over more ranks",
             )
     _move_rest(model, device)
     return model
@@ -73,8 +72,14 @@ def _shard_blocks(model: nn.Module, mesh: Any) -> None:
 
     is_half = any(parameter.dtype in HALF_DTYPES for parameter in model.parameters())
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32 if is_half else None)
-    for module in (*find_blocks(model), model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    try:
+        for module in (*find_blocks(model), model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    except ValueError as error:
+        raise WorkloadError(
+            f"FSDP2 cannot shard this model: {first_line(str(error)).rstrip('.')}",
+            hint="change that, or shard it in parallelize(model, mesh)",
+        ) from None
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -109,7 +114,7 @@ def _has_own_parameters(block: nn.Module, uses: Counter[int]) -> bool:
 
 
 def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Move parameters that are not sharded, and buffers, to `device`, where the shards are."""
+    """Move parameters that are not sharded, and buffers, to `device`; shards stay, which may be offloaded."""
     for module in model.modules():
         sharded = {name: one for name, one in module._parameters.items() if one is not None and is_sharded(one)}
         if all(one.device == device for one in _own_tensors(module, sharded)):

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, has_weight
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, dense_gradients
@@ -46,6 +47,19 @@ def find_sharded(model: nn.Module, reduce: Reduce, *, in_fp32: bool) -> ShardedP
     """
     modules = fsdp2_modules(model)
     return ShardedParts(model, modules, reduce, in_fp32=in_fp32) if modules else None
+
+
+def check_lists(optimizer: Optimizer, device: torch.device) -> None:
+    """Raise UsageError where the optimizer would update lists (foreach, fused) in which only some are sharded."""
+    for group in optimizer.param_groups:
+        default = device.type == "cuda" and group.get("foreach", False) is None
+        kinds = {is_sharded(one) for one in group["params"] if one.requires_grad}
+        if len(kinds) > 1 and (group.get("foreach") or group.get("fused") or default):
+            raise UsageError(
+                f"only some parameters are sharded, and {type(optimizer).__name__} updates lists of them, which DTensor"
+                " refuses to mix",
+                hint="call fully_shard on the model, too, or give the optimizer foreach=False",
+            )
 
 
 def is_of_collective(error: BaseException) -> TypeGuard[Exception]:
@@ -83,6 +97,7 @@ class ShardedParts:
         self._largest, self._trained = 1.0, list[Tensor]()
         self.is_running = False
         self._check_meshes()
+        self._check_groups()
         self._replicates = any(group.mesh_info.mesh.ndim > 1 for group in self._groups)
         if in_fp32 and (reduce == "last" or self._replicates):
             self._check_dtypes()
@@ -230,6 +245,24 @@ class ShardedParts:
                     f"{name} is a DTensor that fully_shard does not shard, as in tensor parallelism",
                     hint="shard the model by fully_shard alone",
                 )
+
+    def _check_groups(self) -> None:
+        """Raise UsageError where FSDP2 would assert, in the first forward, that a group has parameters of one dtype."""
+        for group in self._groups:
+            names: dict[torch.dtype, str] = {}
+            for one in group.fsdp_params:
+                if one.sharded_param.requires_grad:
+                    names.setdefault(one.sharded_param.dtype, self._name(one.sharded_param))
+            if len(names) > 1:
+                seen = " and ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in names.items())
+                raise UsageError(
+                    f"FSDP2 gathers parameters of one dtype together, and one group has {seen}",
+                    hint='give them one dtype (precision="bf16" computes in bf16 with float32 parameters), or call'
+                    " fully_shard in parallelize(model, mesh) on the modules of the rarer dtype first",
+                )
+
+    def _name(self, parameter: Tensor) -> str:
+        return next((name for name, one in self._model.named_parameters() if one is parameter), "a parameter")
 
     def _check_dtypes(self) -> None:
         for group in self._groups:

@@ -39,7 +39,14 @@ def test_an_update_of_a_sharded_model_is_that_of_one_process(
 ) -> None:
     wrap = partial(shard, mesh=mesh, reshard=reduce == "each")
     cases = CASES if len(shares) == 2 else ("sum", "terms", "tokens, tied")
-    check_updates(shares, [*((case, wrap) for case in cases), ("clipped", shard_first)], reduce=reduce)
+    more = [("clipped", shard_first), ("clipped", shard_on_host)]
+    check_updates(shares, [*((case, wrap) for case in cases), *more], reduce=reduce)
+
+
+def shard_on_host(model: Any) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def settings(model: Any) -> list[Any]:
@@ -207,8 +214,10 @@ def refusals() -> list[str]:
     fully_shard(half, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     one = nn.Linear(4, 4)
     fully_shard(one, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"])
+    mixed = shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()))
     found = []
     for model, options in (
+        (mixed, {}),
         (parallel, {}),
         (half, {"reduce": "last"}),
         (one, {}),
@@ -232,6 +241,9 @@ def test_what_the_sums_over_ranks_cannot_be_made_with_is_refused() -> None:
     )
     for found in on_ranks(2, refusals):
         assert found == [
+            "FSDP2 gathers parameters of one dtype together, and one group has 0.weight in float32 and 1.weight in"
+            ' bfloat16: give them one dtype (precision="bf16" computes in bf16 with float32 parameters), or call'
+            " fully_shard in parallelize(model, mesh) on the modules of the rarer dtype first",
             "norm.weight is a DTensor that fully_shard does not shard, as in tensor parallelism: shard the model by"
             " fully_shard alone",
             'with reduce="last", FSDP2 adds up parts\' gradients in bfloat16: give fully_shard'

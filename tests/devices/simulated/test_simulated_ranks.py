@@ -256,11 +256,17 @@ def test_a_checkpointed_block_gathers_as_often(simulated: Simulated) -> None:
     assert highest(again) < highest(plain)
 
 
-def test_shards_in_host_memory_are_refused(simulated: Simulated) -> None:
-    failed = simulated(BLOCKS + sharded_by("offload_policy=CPUOffloadPolicy()"), world_size=8)(Inspect())
-    assert isinstance(failed, Failure)
-    assert "blocks.0.up.weight is sharded and offloaded to the cpu" in failed.message
-    assert failed.blames == "user"
+def test_shards_in_host_memory_are_copied_to_be_gathered(simulated: Simulated) -> None:
+    """Parameters, gradients and the optimizer's state take nothing of the card."""
+    ask = simulated(BLOCKS + sharded_by("offload_policy=CPUOffloadPolicy()"), world_size=8)
+    each, last = (trace_of(ask, 4, 4, reduce=reduce) for reduce in ("each", "last"))
+    assert alive_at_the_end(each) == alive_at_the_end(last) == []
+    assert held_between_parts(each) == 4, "the loss"
+    assert held_between_parts(last) == 4 + 4 * sum(map(math.prod, SHAPES))
+    kept = trace_of(simulated(BLOCKS + sharded_by("reshard_after_forward=True"), world_size=8), 4, 4)
+    for shape in BLOCK.values():
+        assert each.sizes.count(4 * shard(shape, 8)) > kept.sizes.count(4 * shard(shape, 8))
+    assert each.sizes.count(4 * GATHERED) == kept.sizes.count(4 * GATHERED)
 
 
 def test_replicas_of_shards_sum_in_place_before_the_last_part_ends(simulated: Simulated) -> None:
@@ -277,7 +283,25 @@ def test_replicas_of_shards_sum_in_place_before_the_last_part_ends(simulated: Si
             {},
             "DistributedDataParallel sums gradients in C++, which cannot be traced",
         ),
+        (
+            "def parallelize(model, mesh):\n    from torch.distributed.fsdp import FullyShardedDataParallel\n"
+            "    return FullyShardedDataParallel(model)",
+            {},
+            "FullyShardedDataParallel is FSDP1",
+        ),
         ("def parallelize(model, mesh):\n    return 3", {}, r"parallelize(model, mesh) returned an int"),
+        ("def parallelize(model, mesh):\n    pass", {}, "parallelize(model, mesh) shards no parameter"),
+        (
+            sharded_by("reshard_after_forward=True").rpartition("    fully_shard")[0],
+            {},
+            "only some parameters are sharded, and AdamW updates lists of them",
+        ),
+        (
+            "class Scaled(Net):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.scale = nn.Parameter(torch.ones(()))\nmodel = Scaled",
+            {"parallel": "fsdp2"},
+            "FSDP2 cannot shard this model: fully_shard doesn't support scalar parameters. Change scale to a 1D tensor",
+        ),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(

@@ -51,6 +51,7 @@ class AlikeRanks(Ranks):
 def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     """Make this process the first of `size` ranks, on the card of `mode`, until `stack` is closed."""
     import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._fully_shard import _fsdp_init
     from torch.distributed.tensor import DTensor, _random, _sharding_prop
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -61,7 +62,8 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     stack.callback(ranks.leave)
     replace_ranks(ranks)
     mode.sharded_type = DTensor
-    stack.enter_context(patched(nn.parallel.DistributedDataParallel, "__init__", _refuse_wrapper))
+    stack.enter_context(patched(nn.parallel.DistributedDataParallel, "__init__", _refuse_ddp))
+    stack.enter_context(patched(FullyShardedDataParallel, "__init__", _refuse_fsdp1))
     local: dict[str, Any] = {name: _of_local_tensor(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")}
     for name, answer in local.items():
         stack.enter_context(patched(DTensor, name, answer))
@@ -71,11 +73,15 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     stack.enter_context(patched(_fsdp_init, "_get_managed_states", _Mover(_fsdp_init._get_managed_states)))
 
 
-def _refuse_wrapper(*_: Any, **__: Any) -> NoReturn:
+def _refuse_ddp(*_: Any, **__: Any) -> NoReturn:
     raise UnsupportedError(
         "DistributedDataParallel sums gradients in C++, which cannot be traced",
         hint="return the bare model, of which the Accumulator sums the gradients (--parallel ddp)",
     )
+
+
+def _refuse_fsdp1(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError("FullyShardedDataParallel is FSDP1", hint="shard by FSDP2 (fully_shard)")
 
 
 def _of_local_tensor(name: str) -> property:

@@ -1,0 +1,52 @@
+"""What a real process holds at most falls under `recompute` by what the recomputed blocks do not keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from asking import make_settings
+
+from autoaccum.devices.cpu import CpuDevice
+from autoaccum.units import MIB
+
+pytestmark = pytest.mark.usefixtures("warm_children")
+
+WIDTH, BLOCKS, SIZE = 256, 8, 4096
+WIDE = 4 * SIZE * WIDTH
+"""The bytes of a tensor between layers. Of each block, backward needs its input and that of its second layer."""
+
+WORKLOAD = f"""
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear({WIDTH}, {WIDTH}), nn.Linear({WIDTH}, {WIDTH})
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def model():
+    return nn.Sequential(*(Block() for _ in range({BLOCKS})))
+
+def batch(size):
+    return torch.randn(size, {WIDTH}), torch.randn(size, {WIDTH})
+
+criterion = nn.MSELoss()
+"""
+
+
+def test_resident_memory_falls_by_what_recomputed_blocks_do_not_keep(write_workload: Any) -> None:
+    """Backward begins in the last block: where that is recomputed, its own activations are there again by then."""
+    reference, peaks = write_workload(WORKLOAD), {}
+    for count in (0, 3, 6, BLOCKS):
+        savers = (f"recompute={count}",) if count else ()
+        with CpuDevice(make_settings(reference, 2 * SIZE, 1024 * MIB, savers=savers)) as device:
+            trial = device.trial((SIZE, SIZE))
+        assert trial.outcome == "ok", trial.message
+        assert trial.peak_reserved_bytes is not None
+        peaks[count] = trial.peak_reserved_bytes
+    for count, not_kept in ((3, 3), (6, 6), (BLOCKS, BLOCKS - 1)):
+        assert abs(peaks[0] - peaks[count] - not_kept * WIDE) < 2 * MIB
