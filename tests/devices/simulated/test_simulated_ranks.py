@@ -156,15 +156,17 @@ def test_gathering_runs_on_streams_of_its_own(simulated: Simulated) -> None:
     assert trace_of(simulated(BLOCKS), 4, 4).streams == ()
 
 
-def test_gradients_of_half_precision_are_summed_over_ranks_in_float32(simulated: Simulated) -> None:
-    half = """
+HALF = """
 def model():
     return Net().bfloat16()
 def loss(model, batch):
     return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
 criterion = None
 """
-    trace = trace_of(simulated(BLOCKS + half, world_size=8, parallel="fsdp2"), 4, 4, reduce="last")
+
+
+def test_gradients_of_half_precision_are_summed_over_ranks_in_float32(simulated: Simulated) -> None:
+    trace = trace_of(simulated(BLOCKS + HALF, world_size=8, parallel="fsdp2"), 4, 4, reduce="last")
     elements = 8 * sum(shard(shape, 8) for shape in BLOCK.values())
     # Three blocks gather in forward and backward of three parts, and reduce in two of them.
     assert (trace.sizes.count(2 * elements), trace.sizes.count(4 * elements)) == (18, 6)
@@ -189,6 +191,16 @@ def test_gathered_parameters_and_communication_have_labels(simulated: Simulated)
     assert found["parameters"] == {4 * shard(shape, 8) for shape in SHAPES}
     modules = {labelled.modules[one.module].path for one in labelled.owners.values() if one.category == "communication"}
     assert modules == {"", "blocks.0", "blocks.1", "blocks.2"}
+
+
+def test_sums_in_float32_are_labelled_as_gradients(simulated: Simulated) -> None:
+    labelled = simulated(BLOCKS + HALF, world_size=8, parallel="fsdp2")(LabelParts(parts=(4, 4), reduce="each"))
+    trace = labelled.trace
+    begins = [index for index, phase in trace.phases if phase == "batch" and index >= trace.last_update][-1]
+    gone = {~event for event in trace.events[:begins] if event < 0}
+    held = [block for block in trace.events[trace.last_update : begins] if block >= 0 and block not in gone]
+    sums = [block for block in held if block in labelled.owners and labelled.owners[block].category == "gradients"]
+    assert sorted(trace.sizes[block] for block in sums) == sorted(4 * shard(shape, 8) for shape in SHAPES)
 
 
 def sharded_by(fields: str, root: str = "", prepare: str = "") -> str:

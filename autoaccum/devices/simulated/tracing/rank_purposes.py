@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoaccum.accumulation.gradients import GradientBuffers
 from autoaccum.accumulation.ranks import replicated
 from autoaccum.accumulation.ranks.sharded import param_groups
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules
@@ -20,8 +21,8 @@ class RankPurposes:
     """Knows the purpose of what is being allocated, and the module that it is for, within `watching()`.
 
     Attributes:
-        purpose: `gathered_parameters` or `communication`, while FSDP2 or the sum of replicated gradients allocates for
-            it; else None.
+        purpose: `gathered_parameters`, `communication`, or `gradients` that are summed in another dtype, while FSDP2 or
+            the sum of replicated gradients allocates for it; else None.
         module: The module whose parameters are gathered or whose gradients are reduced; None for those of all.
     """
 
@@ -42,6 +43,7 @@ class RankPurposes:
                 self._watch(stack, group, "wait_for_unshard", "gathered_parameters", of_group=True)
                 self._watch(stack, group, "post_backward", None, of_group=True)
                 self._watch(stack, _fsdp_param_group, "foreach_reduce", "communication")
+                self._watch(stack, GradientBuffers, "_collect", "gradients")  # FSDP2 calls it while it reduces.
             yield
 
     def _watch(
