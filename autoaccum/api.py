@@ -46,6 +46,7 @@ def plan(
     reduction: str | None = None,
     evaluate: Callable[[nn.Module, Any], Any] | None = None,
     max_micro_batch: int | None = None,
+    micro_batch: int | None = None,
     max_trials: int | None = None,
     ceiling: bool = False,
     least: bool = False,
@@ -86,6 +87,8 @@ def plan(
         reduction: `mean` (when None) or `sum`.
         evaluate: `evaluate(model, batch)`: one evaluation pass (`evaluation_batch`); the loss in eval mode when None.
         max_micro_batch: Try no larger size, in samples.
+        micro_batch: With `savers="auto"`: choose savers with which the fewest parts of at most so many samples fit, in
+            place of those with which one sample does.
         max_trials: End the search after this many trials. The largest size that ran by then is confirmed by one more
             trial, and `Plan.stopped` is set.
         ceiling: Find the largest size that fits to the sample. Otherwise the search ends where the next schedule with
@@ -122,6 +125,7 @@ def plan(
         target_batch,
         Options.of("plan", options),
         max_micro_batch=max_micro_batch,
+        micro_batch=micro_batch,
         max_trials=max_trials,
         ceiling=ceiling,
         least=least,

@@ -47,6 +47,8 @@ Reduce = Literal["each", "last"]
 RECOMPUTE: Final = "recompute"
 OFFLOADS: Final = ("offload-activations", "offload-gradients", "offload-optimizer")
 """Savers, ways to take less memory of the device for the same gradient; `recompute=N` is for N blocks of the model."""
+AUTO: Final = "auto"
+"""In place of savers: a plan chooses them."""
 
 BATCHNORM_MODES: Final[tuple[BatchNormMode, ...]] = get_args(BatchNormMode)
 KEEPS: Final[tuple[Keep, ...]] = get_args(Keep)
@@ -68,6 +70,8 @@ WORKLOAD_OPTIONS: Final = (
 )
 """Options that replace the attribute of the workload with the same name."""
 
+_CHOOSING: Final = ("plan", "fit")
+"""Commands that choose savers."""
 _SEARCHING: Final = frozenset({"world_size", "equal", "gpu", "time_limit", "trial_limit"})
 _SHARDING: Final = frozenset({"parallel", "mesh"})
 _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
@@ -117,7 +121,8 @@ class Options:
         coupled: Whether the loss is computed of the outputs of the whole effective batch (see `Coupled`).
         accumulate_in: The dtype in which gradients of half-precision parameters are summed: `fp32` or `parameters`.
         savers: Ways to take less memory for the same gradient: `recompute` (all repeated blocks of the model run again
-            in backward), `recompute=N` (N of them), `offload-activations`, `offload-gradients`, `offload-optimizer`.
+            in backward), `recompute=N` (N of them), `offload-activations`, `offload-gradients`, `offload-optimizer`. Or
+            `auto`: a plan chooses the least costly that suffice.
         keeps: Tensors that the training loop keeps alive: `outputs`, `ema`, or both (see `Keep`).
         evaluation_batch: Samples per batch of the evaluation between updates, which becomes part of every trial.
         worst_of: Make batches of the longest of this many samples of the dataset, by its `collate`.
@@ -170,7 +175,8 @@ class Options:
         if self.accumulate_in is not None:
             read_accumulate_in(self.accumulate_in, UsageError)
         if self.savers is not None:
-            object.__setattr__(self, "savers", read_savers(self.savers, UsageError))
+            chooses = self.savers in (AUTO, (AUTO,), [AUTO])
+            object.__setattr__(self, "savers", (AUTO,) if chooses else read_savers(self.savers, UsageError))
         if self.keeps is not None:
             object.__setattr__(self, "keeps", read_keeps(self.keeps, UsageError))
         for name in ("evaluation_batch", "worst_of", "multiple_of", "world_size"):
@@ -205,12 +211,27 @@ class Options:
         if given.get("precision") is not None:
             finest = ("fp64",) if command == "verify" else ()
             check_word(given["precision"], "precision", (*finest, *get_args(Precision)))
-        return cls(**given)
+        options = cls(**given)
+        if options.chooses_savers and command not in _CHOOSING:
+            raise UsageError(
+                f"savers are {AUTO} (--savers {AUTO}), which a plan chooses, and {command} makes none with savers",
+                hint=f"plan with --savers {AUTO}, and name those that it chose",
+            )
+        return options
+
+    @property
+    def chooses_savers(self) -> bool:
+        """Whether a plan is to choose the savers."""
+        return self.savers == (AUTO,)
 
     @property
     def overrides(self) -> dict[str, Any]:
-        """Values that replace attributes of the workload, by name; None keeps the workload's own."""
-        return {name: getattr(self, name) for name in WORKLOAD_OPTIONS}
+        """Values that replace attributes of the workload, by name; None keeps the workload's own.
+
+        Where savers are to be chosen, the workload has none until they are.
+        """
+        own = {name: getattr(self, name) for name in WORKLOAD_OPTIONS}
+        return own | {"savers": ()} if self.chooses_savers else own
 
     def to_record(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, as JSON values to be sent to another process.
@@ -277,6 +298,11 @@ def read_savers(savers: Any, error: type[AutoaccumError] = WorkloadError) -> tup
     if not isinstance(savers, Iterable | None):
         raise error(f"savers is {savers!r}", hint="give a word, or several")
     given = [savers] if isinstance(savers, str) else list(savers or ())
+    if AUTO in given:
+        raise error(
+            f"savers are {AUTO}, which stands alone and is for a plan to choose",
+            hint=f"give --savers {AUTO} to autoaccum plan or fit, or name savers",
+        )
     for word in given:
         if word not in (RECOMPUTE, *OFFLOADS) and not re.fullmatch(f"{RECOMPUTE}=[1-9][0-9]*", str(word)):
             raise error(

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 import autoaccum
 from autoaccum.cli import flags, main
 from autoaccum.devices.base import TrialSettings
-from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.options import WORKLOAD_OPTIONS, OptionArguments, Options
+from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
+from autoaccum.options import WORKLOAD_OPTIONS, OptionArguments, Options, read_savers
 from autoaccum.planning import plan_setup
 from autoaccum.units import MemorySize
 from autoaccum.workload.spec import Workload
@@ -74,6 +74,7 @@ def test_every_option_has_a_flag_an_argument_and_a_test() -> None:
         ({"batchnorm": "whole"}, "there is no batchnorm mode 'whole': choose micro"),
         ({"coupled": "twice"}, "coupled is 'twice': take True, False or \"lockstep\""),
         ({"savers": "checkpoint"}, "'checkpoint' is no saver"),
+        ({"savers": ["auto", "recompute"]}, "savers are auto, which stands alone and is for a plan to choose"),
         ({"accumulate_in": "fp16"}, "no accumulate_in 'fp16'"),
         ({"keeps": "logs"}, "there is no keeps 'logs'"),
         ({"evaluation_batch": 0}, "evaluation_batch is 0: give a whole number of at least 1"),
@@ -109,3 +110,16 @@ def test_unknown_arguments_raise_a_type_error() -> None:
 
 def test_a_mesh_of_two_dimensions_shards() -> None:
     assert (Options(mesh="2x8").parallel, Options(mesh="8").parallel) == ("fsdp2", None)
+
+
+def test_savers_are_chosen_by_commands_that_plan_and_the_workload_has_none_until_then() -> None:
+    for command in ("plan", "fit"):
+        options = Options.of(command, {"savers": ("auto",)})
+        assert options.chooses_savers
+        assert options.overrides["savers"] == ()
+        assert Options(**options.to_record()) == options
+    for command in ("verify", "tune", "guard"):
+        with pytest.raises(UsageError, match=f"a plan chooses, and {command} makes none with savers: plan with --sav"):
+            Options.of(command, {"savers": "auto"})
+    with pytest.raises(WorkloadError, match="savers are auto, which stands alone and is for a plan to choose"):
+        read_savers("auto")

@@ -61,6 +61,12 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "force", "quiet", "
     },
 )
 @click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger micro-batch.")
+@click.option(
+    "--micro-batch",
+    type=count,
+    metavar="N",
+    help="With --savers auto: choose savers with which micro-batches of N fit.  [default: with which one sample fits]",
+)
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, as --time-limit does.")
 @options("time_limit", "trial_limit")
 @click.option("--ceiling", is_flag=True, help="Find the largest size that fits to the sample; this takes more trials.")

@@ -195,7 +195,8 @@ class ChildDevice(Device, ABC):
         self._end_child()
         process = self._start(measured=False)
         try:
-            child = self._load(process, multiple_of=self._multiple_of)
+            savers = {} if self._savers is None else {"savers": self._savers}
+            child = self._load(process, multiple_of=self._multiple_of, **savers)
             yield lambda micro_batch: child.call(TimeUpdate(micro_batch=micro_batch))
         finally:
             process.end(grace_seconds=_LEAVE_SECONDS)

@@ -17,6 +17,7 @@ from autoaccum.units import MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.cards import Card
+    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.devices.simulated.simulation_requests import Tracer
 
 _MOST_NAMED = 5
@@ -90,6 +91,23 @@ class CudaDevice(ChildDevice):
         assert self._report is not None
         return forecast_peaks(
             self._report.memory, self._make_tracer, self._settings.share, limit_seconds, savers=self._savers
+        )
+
+    def simulation(self) -> SimulatedDevice:
+        """As `devices.update_cost.InstalledCard`."""
+        from autoaccum.devices.environment import read_torch_release
+        from autoaccum.devices.simulated.cards import context_memory, installed_card
+        from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+
+        limit_bytes = self.limit_bytes
+        assert self._report is not None
+        card = installed_card(self._report.memory)
+        return SimulatedDevice(
+            card,
+            lambda: self._make_tracer(card),
+            share=self._settings.share,
+            torch_version=read_torch_release(),
+            memory=MemorySize(bytes=min(limit_bytes, card.total_bytes - context_memory(card).bytes)),
         )
 
     def _make_tracer(self, card: Card) -> Tracer:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from autoaccum.devices.base import Device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,18 @@ class SavingDevice(Protocol):
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
         """Use these savers (`options.read_savers`) in all that follows; None: the workload's own."""
+
+
+@runtime_checkable
+class InstalledCard(Protocol):
+    """A card of this machine, which can be simulated."""
+
+    def simulation(self) -> Device:
+        """Return a device that predicts trials on this card, within the same budget; the caller closes it.
+
+        Raises:
+            UsageError: A setting of PyTorch's allocator cannot be simulated.
+        """
 
 
 @runtime_checkable

@@ -36,6 +36,14 @@ class Inspected:
 
 
 @dataclass(frozen=True)
+class SaversTried:
+    """Savers are tried, of which a plan is to choose; `trial` is None when it begins."""
+
+    savers: tuple[str, ...]
+    trial: Trial | None = None
+
+
+@dataclass(frozen=True)
 class Tracing:
     """Small sizes are being traced on a simulated card, to forecast the peaks of larger ones."""
 
@@ -84,5 +92,15 @@ class Explained:
     account: MemoryReport
 
 
-Event = Loading | Inspected | Tracing | TrialStarted | TrialFinished | TimingStarted | ExplanationStarted | Explained
+Event = (
+    Loading
+    | Inspected
+    | SaversTried
+    | Tracing
+    | TrialStarted
+    | TrialFinished
+    | TimingStarted
+    | ExplanationStarted
+    | Explained
+)
 Listener = Callable[[Event], None]

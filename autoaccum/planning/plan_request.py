@@ -32,6 +32,8 @@ class PlanRequest:
         target_batch: Samples per update, over all ranks.
         options: How the workload is to run.
         max_micro_batch: Try no larger size, in samples.
+        micro_batch: Choose savers with which the fewest parts of at most so many samples fit; None: with which one fits
+            at all.
         max_trials: End the search after this many trials; the confirmation comes on top.
         ceiling: Find the largest size that fits to the sample, rather than the largest whose schedule is another.
         least: Measure the smallest budget at which the schedule still runs.
@@ -57,6 +59,7 @@ class PlanRequest:
     snapshot: bool = False
     prefer: Prefer = "largest"
     chooses_reduce: bool = True
+    micro_batch: int | None = None
 
     def __post_init__(self) -> None:
         for name, number, most in (
@@ -69,6 +72,13 @@ class PlanRequest:
         self.schedule(self.multiple_of if self.max_micro_batch is None else self.max_micro_batch)
         if self.max_trials is not None:
             read_count(self.max_trials, "max_trials")
+        if self.micro_batch is not None:
+            read_count(self.micro_batch, "micro_batch")
+            if not self.options.chooses_savers:
+                raise UsageError(
+                    f"a micro-batch of {self.micro_batch} is to fit (--micro-batch), and no savers are to be chosen",
+                    hint="add --savers auto; --max-micro-batch N tries no larger size",
+                )
         check_word(self.prefer, "prefer", get_args(Prefer))
         if self.prefer == "fastest" and self.options.world_size > 1:
             raise UsageError(

@@ -6,12 +6,13 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.checks import is_one_of_ranks
-from autoaccum.devices.base import GrowingDevice, Inspection, TimingDevice, Trial
+from autoaccum.devices.base import Device, GrowingDevice, Inspection, TimingDevice, Trial
 from autoaccum.devices.explanation import (
     ExplainingDevice,
     Explanation,
@@ -21,6 +22,7 @@ from autoaccum.devices.explanation import (
     Prediction,
     ReducingDevice,
 )
+from autoaccum.devices.update_cost import SavingDevice
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Reduce
 from autoaccum.planning.plan_events import Explained, ExplanationStarted, Inspected, Listener, Loading, Tracing
@@ -37,6 +39,7 @@ from autoaccum.planning.plan_messages import (
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
+from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.throughput import Throughput, describe_knee
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, find_least_budget
@@ -111,8 +114,7 @@ def plan_on_device(
     check_explainable(setup, request)
     _check_timeable(setup, request)
     planner = _Planner.inspect(setup, request, on_event or (lambda event: None), started)
-    forecast = planner.forecast_peaks()
-    found = planner.search(forecast)
+    planner, forecast, found = planner.find_largest()
     speeds = planner.choose_fastest(found)
     result = speeds.result
     if ranks is None:
@@ -127,6 +129,9 @@ def plan_on_device(
     least_bytes, least_notes = planner.find_least_bytes(result.trial, prediction)
     explanation, explanation_notes = explain_memory(setup, planner.request, parts, planner.limits, planner.notify)
     inspection = planner.inspection
+    if planner.saver_trials is not None:
+        why = planner.saver_trials.notes(inspection.savers, schedule.micro_batches)
+        inspection = dataclasses.replace(inspection, notes=(*why, *inspection.notes))
     refuted = [_refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
     uses_nccl = schedule.world_size > 1 and device.describe()["kind"] == "cuda"
     of_ranks = (_NCCL_NOTE,) if uses_nccl else ()
@@ -191,20 +196,28 @@ class _Planner:
     runner: TrialRunner
     limits: SearchLimits
     notify: Listener
+    saver_trials: SaverTrials | None = None
 
     @classmethod
     def inspect(cls, setup: PlanSetup, request: PlanRequest, notify: Listener, started: float | None) -> _Planner:
         limits = SearchLimits(request.max_trials, request.options.time_limit, started=started)
         notify(Loading(setup.reference))
-        before = time.monotonic()
-        inspection = setup.device.inspect(limit_seconds=request.load_limit_seconds)
-        load_seconds = time.monotonic() - before
+        chooses = request.options.chooses_savers
+        saver_trials = SaverTrials(setup.device, request, limits, notify) if chooses else None
+        if saver_trials is not None and saver_trials.is_of(setup.device):
+            inspection, load_seconds = saver_trials.inspection, saver_trials.load_seconds
+        else:
+            if saver_trials is not None:  # Without savers, a card may not even have room for the inspection.
+                _use_savers(setup.device, saver_trials)
+            before = time.monotonic()
+            inspection = setup.device.inspect(limit_seconds=request.load_limit_seconds)
+            load_seconds = time.monotonic() - before
         request = request.with_multiple_of(inspection.multiple_of)
         runner = TrialRunner(setup.device, request, notify, limits)
         runner.least_size, runner.joined = inspection.least_size, inspection.joining is not None
         # Two passes keep no more than the outputs of a rank's parts, and each rank computes the loss of all outputs.
         runner.of_all_ranks = request.options.world_size > 1 and inspection.joining == "twice"
-        planner = cls(setup, request, inspection, runner, limits, notify)
+        planner = cls(setup, request, inspection, runner, limits, notify, saver_trials)
         if not planner.predicts:  # The confirmation starts a process, which takes most of the load time.
             runner.confirmation_start_seconds = load_seconds
         device = setup.device
@@ -245,6 +258,26 @@ class _Planner:
             confirms=False,
         )
         return request.schedule(found.size).trial_parts
+
+    def find_largest(self) -> tuple[_Planner, Forecast, SearchResult]:
+        """Forecast peaks and search; with savers that suffice, if they are to be chosen.
+
+        Raises:
+            UsageError, NotMeasuredError, DoesNotFitError: As `search`, or no savers suffice.
+        """
+        if self.saver_trials is None:
+            forecast = self.forecast_peaks()
+            return self, forecast, self.search(forecast)
+        while True:
+            words = _use_savers(self.setup.device, self.saver_trials)
+            planner = dataclasses.replace(self, inspection=dataclasses.replace(self.inspection, savers=words))
+            forecast = planner.forecast_peaks()
+            with suppress(DoesNotFitError):
+                result = planner.search(forecast)
+                if result.size >= self.saver_trials.size or result.stopped is not None:
+                    return planner, forecast, result
+            self.saver_trials.refute(words)
+            self.runner.trials.clear()
 
     def search(self, forecast: Forecast) -> SearchResult:
         """Find the largest micro-batch that fits, whose schedule ran.
@@ -393,6 +426,15 @@ class _Planner:
         if inspection.coupled:
             return "take coupled=True, which runs the parts twice, or more memory"
         return "take a smaller target batch, or more memory"
+
+
+def _use_savers(device: Device, trials: SaverTrials) -> tuple[str, ...]:
+    """Let the device use the savers that `trials` choose, and return them."""
+    words = trials.choose()
+    trials.end(device)
+    assert isinstance(device, SavingDevice)
+    device.use_savers(words)
+    return words
 
 
 def _refuted_warning(trial: Trial, larger: int, *, predicted: bool) -> str:

@@ -91,6 +91,11 @@ def _for_ranks(request: PlanRequest, ranks: Ranks) -> PlanRequest:
             f"--gpu {options.gpu} simulates a card, and {ranks.size} ranks plan together",
             hint=f"start one process, with --world-size {ranks.size}",
         )
+    if options.chooses_savers:
+        raise UsageError(
+            f"savers are to be chosen (--savers auto), and {ranks.size} ranks, which have to agree, plan together",
+            hint="plan with --savers auto for one card, and name the savers that it chose",
+        )
     if ":" in options.device:
         raise UsageError(f"--device {options.device} is one card, and {cards}", hint="take --device cuda")
     if card_index(options.device) is None:

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+from autoaccum.accumulation.schedule import Schedule
 from autoaccum.devices.base import Device, GrowingDevice, TimingDevice, Trial
 from autoaccum.devices.explanation import PredictingDevice
 from autoaccum.errors import NotMeasuredError
@@ -81,11 +82,20 @@ class TrialRunner:
         self.confirmation_start_seconds = 0.0
 
     def try_size(self, size: int, *, fresh: bool = False, spare: bool = True, unlimited: bool = False) -> Trial:
-        """Run a trial of the search, as `search.RunTrial`.
+        """Run a trial of the search, as `search.RunTrial`."""
+        parts = self.parts_to_try(size, fresh=fresh)
+        trial = self._search(lambda left: self._run(parts, fresh=fresh, spare=spare, limit_seconds=left), unlimited)
+        # A pair that happens to be traced by itself does not confirm a schedule of uneven parts.
+        schedule = self._request.schedule(size)
+        confirms = not self._scales(schedule, fresh=fresh) or parts == schedule.trial_parts
+        return trial if confirms else dataclasses.replace(trial, fresh=False)
 
-        It runs the parts of the schedule whose largest is `size`, or else two micro-batches of that size: if it has
-        none, or if it is predicted, since uneven parts have to be traced by themselves. Of parts that need each other
-        it runs all, in their order.
+    def parts_to_try(self, size: int, *, fresh: bool = False) -> tuple[int, ...]:
+        """Return the parts of a trial of the search at `size`.
+
+        They are those of the schedule whose largest is `size`, or else two micro-batches of that size: if it has none,
+        or if it is predicted, since uneven parts have to be traced by themselves. Of parts that need each other they
+        are all, in their order.
         """
         schedule = self._request.schedule(size)
         is_own = schedule.micro_batch == size and schedule.smallest_part >= self.least_size
@@ -93,16 +103,12 @@ class TrialRunner:
             samples = self._request.target_batch if self.of_all_ranks else self._request.share
             own = schedule.ranks if self.of_all_ranks else (schedule.micro_batches,)
             all_parts = tuple(part for parts in own for part in parts if part)
-            if not is_own:
-                all_parts = (size,) * max(2, samples // size)
-            return self._search(
-                lambda left: self._run(all_parts, fresh=fresh, spare=spare, limit_seconds=left), unlimited
-            )
-        scales = isinstance(self._device, PredictingDevice) and not fresh and schedule.iter_size > 1
-        parts = schedule.trial_parts if is_own and not scales else (size, size)
-        trial = self._search(lambda left: self._run(parts, fresh=fresh, spare=spare, limit_seconds=left), unlimited)
-        # A pair that happens to be traced by itself does not confirm a schedule of uneven parts.
-        return trial if parts == schedule.trial_parts or not scales else dataclasses.replace(trial, fresh=False)
+            return all_parts if is_own else (size,) * max(2, samples // size)
+        return schedule.trial_parts if is_own and not self._scales(schedule, fresh=fresh) else (size, size)
+
+    def _scales(self, schedule: Schedule, *, fresh: bool) -> bool:
+        """Return whether a trial is predicted from traces of other sizes."""
+        return isinstance(self._device, PredictingDevice) and not (fresh or self.joined) and schedule.iter_size > 1
 
     def grow(self, most: int) -> Trial:
         """Run a trial of micro-batches that grow up to `most` samples; raise SearchStopped where a limit ends it."""

@@ -274,6 +274,8 @@ class PlanProgress(Progress):
             self._predicted = event.predicted
             self.say(_headline(event))
             self.say(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
+        elif isinstance(event, plan_events.SaversTried):
+            self._try_savers(event)
         elif isinstance(event, plan_events.Tracing):
             self.show("tracing small sizes ...")
         elif isinstance(event, plan_events.TimingStarted):
@@ -286,6 +288,15 @@ class PlanProgress(Progress):
             self._begin(event)
         elif isinstance(event, plan_events.TrialFinished):
             self._end(event)
+
+    def _try_savers(self, event: plan_events.SaversTried) -> None:
+        name = " + ".join(event.savers) or "no savers"
+        if event.trial is None:
+            self.show(f"trying {name} ...")
+            return
+        self.stop()
+        outcome = "does not fit" if event.trial.outcome == "oom" else event.trial.outcome
+        self.say(f"micro-batch {_sizes(event.trial.parts)} with {name}: {outcome}", "dim")
 
     def _begin(self, event: plan_events.TrialStarted) -> None:
         if event.limit_bytes is not None and not self._seeks_least:

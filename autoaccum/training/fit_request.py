@@ -105,6 +105,12 @@ class FitRequest:
         for one, other in (("eval_every", "eval_due"), ("micro_batch", "plan")):
             if getattr(self, one) is not None and getattr(self, other) is not None:
                 raise UsageError(f"{one} is {getattr(self, one)}, and {other} is given too", hint="give one of them")
+        if self.options.chooses_savers and not (self.micro_batch is None and self.plan is None):
+            known = "plan" if self.micro_batch is None else f"micro-batch of {self.micro_batch}"
+            raise UsageError(
+                f"savers are to be chosen (--savers auto), and a {known} is given",
+                hint="leave one of them out: a plan has the savers it was made with",
+            )
         check_word(self.resume, "way to resume", ("auto", "must", "never"))
         if self.resume == "must" and self.run_dir is None:
             raise UsageError('resume is "must", and there is no run_dir', hint="name the folder of the run to resume")

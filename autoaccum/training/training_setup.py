@@ -173,6 +173,7 @@ class TrainingSetup:
         request, options, workload, ranks = self._request, self._request.options, self._workload, world_size()
         limits: dict[str, Any] = {name: getattr(options, name) for name in ("memory", "reserve", "parallel", "mesh")}
         limits["world_size"] = ranks
+        chosen: dict[str, Any] = {"savers": options.savers} if options.chooses_savers else {}
         in_code = (request.collate, request.evaluate, request.data, request.split)
         is_file = isinstance(request.model_or_workload, str | os.PathLike)
         is_file = is_file and isinstance(options.optimizer, str | None) and all(value is None for value in in_code)
@@ -190,18 +191,20 @@ class TrainingSetup:
             live = {name: getattr(request, name) for name in (*_OF_THE_LOSS, "split", "size")}
             live |= {"model": request.model_or_workload, "batch": planning_batch(options.worst_of)}
             live["reduction"] = _reduction(request)
-            limits |= {**options.overrides, "evaluation_batch": None}  # It has no batch of evaluation data.
+            limits |= {**options.overrides, **chosen, "evaluation_batch": None}  # It has no batch of evaluation data.
             return make_plan(None, PlanRequest(request.target_batch, Options(**limits)), live=live, on_event=on_event)
         limits["device"] = options.device
         if is_file:
             worst_of = options.worst_of or (DEFAULT_WORST_OF if workload.batch is no_batch else None)
-            of_file = PlanRequest(request.target_batch, Options(**limits, **options.overrides, worst_of=worst_of))
+            of_file = PlanRequest(
+                request.target_batch, Options(**limits, **options.overrides | chosen, worst_of=worst_of)
+            )
             on_output = None if on_event is None else lambda line: on_event(WorkloadOutput(line))
             return make_plan(os.fspath(request.model_or_workload), of_file, on_event=on_event, on_output=on_output)
         if workload.batch is no_batch or options.worst_of is not None:
             batches = make_batches(planning_batch(options.worst_of))
             workload = replace_fields(workload, batch=batches, worst_of=options.worst_of)
-        return make_plan(workload, PlanRequest(request.target_batch, Options(**limits)), on_event=on_event)
+        return make_plan(workload, PlanRequest(request.target_batch, Options(**limits, **chosen)), on_event=on_event)
 
     def build(self, plan: Plan | None, learning_rate: float | None = None) -> TrainingComponents:
         """Build the model and its components from the current random states.
@@ -234,7 +237,7 @@ class TrainingSetup:
         ema_decay = _resolve_ema_decay(self._request.ema_decay, self._keeps)
         if ema_decay is not None and is_sharded_model(model):
             raise UsageError("a sharded model has no average of its weights", hint='leave "ema" out of keeps (--keeps)')
-        savers = read_savers(self._resolve_option("savers", (), plan), UsageError)
+        savers = read_savers(self._choose_savers(plan), UsageError)
         if "offload-optimizer" in savers and needs_buffers(optimizer_parameters(optimizer)):
             raise UsageError(
                 "offload-optimizer keeps half-precision weights in float32, and checkpoints would have them rounded",
@@ -256,6 +259,12 @@ class TrainingSetup:
             evaluate=self._evaluate,
             averages=None if ema_decay is None else EmaModel(model, ema_decay),
         )
+
+    def _choose_savers(self, plan: Plan | None) -> Any:
+        """Return the savers that were requested, or those that a plan has, if it was made to choose them."""
+        if self._request.options.chooses_savers and plan is not None:
+            return plan.workload.get("savers") or ()
+        return self._resolve_option("savers", (), plan)
 
     def _resolve_option(self, name: str, default: Any, plan: Plan | None) -> Any:
         """Return the request's value, or the workload's, or that of a plan that was given for the same files."""

@@ -32,6 +32,10 @@ def test_the_share_the_cap_and_the_schedule() -> None:
         ),
         ({"target": 4, "parallel": "fsdp2"}, "trials on a device of this machine run the whole model"),
         ({"target": 4, "max_trials": 0}, "max_trials is 0: give a whole number of at least 1"),
+        (
+            {"target": 4, "micro_batch": 2},
+            r"a micro-batch of 2 is to fit \(--micro-batch\), and no savers are to be chosen: add --savers auto",
+        ),
         ({"target": 4, "explain": "no"}, "explain is 'no': give True or False"),
     ],
 )

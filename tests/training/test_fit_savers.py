@@ -42,3 +42,47 @@ def test_weights_are_those_of_a_training_without_savers(tmp_path: Path) -> None:
 def test_weights_that_a_checkpoint_would_round_are_refused() -> None:
     with pytest.raises(UsageError, match="offload-optimizer keeps half-precision weights in float32"):
         train(dtype=torch.bfloat16, savers="offload-optimizer")
+
+
+DEEP = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 256), nn.Linear(256, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+def batch(size):
+    return torch.randn(size, 8192, 16)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+dataset = [torch.randn(8192, 16) for _ in range(4)]
+"""
+
+
+@pytest.mark.usefixtures("warm_children")
+def test_a_plan_chooses_savers_and_the_training_has_them(tmp_path: Path) -> None:
+    (tmp_path / "deep.py").write_text(DEEP)
+    options: dict[str, Any] = {"target_batch": 2, "savers": "auto", "device": "cpu", "progress": False}
+    run: dict[str, Any] = {"run_dir": tmp_path / "run", "checkpoint_every": 1}
+    result = autoaccum.fit(tmp_path / "deep.py", steps=1, memory="48MiB", **options, **run)
+    planned = autoaccum.Plan.load(tmp_path / "run" / "plan.json")
+    (word,) = planned.workload["savers"]
+    assert word.startswith("recompute=")
+    assert (result.updates, result.warnings) == (1, ())
+    again = autoaccum.fit(tmp_path / "deep.py", steps=2, **options, **run)
+    assert again.updates == 2
+
+
+def test_what_is_known_already_is_not_chosen() -> None:
+    with pytest.raises(UsageError, match=r"savers are to be chosen \(--savers auto\), and a micro-batch of 5 is given"):
+        train(savers="auto")
