@@ -14,7 +14,7 @@ import autoaccum
 from autoaccum.cli import flags, main
 from autoaccum.devices.base import TrialSettings
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.options import WORKLOAD_OPTIONS, OptionArguments, Options, read_savers
+from autoaccum.options import WORKLOAD_OPTIONS, Command, OptionArguments, Options, read_savers
 from autoaccum.planning import plan_setup
 from autoaccum.units import MemorySize
 from autoaccum.workload.spec import Workload
@@ -113,12 +113,14 @@ def test_a_mesh_of_two_dimensions_shards() -> None:
 
 
 def test_savers_are_chosen_by_commands_that_plan_and_the_workload_has_none_until_then() -> None:
-    for command in ("plan", "fit"):
+    choosing: tuple[Command, ...] = ("plan", "fit")
+    others: tuple[Command, ...] = ("verify", "tune", "guard")
+    for command in choosing:
         options = Options.of(command, {"savers": ("auto",)})
         assert options.chooses_savers
         assert options.overrides["savers"] == ()
         assert Options(**options.to_record()) == options
-    for command in ("verify", "tune", "guard"):
+    for command in others:
         with pytest.raises(UsageError, match=f"a plan chooses, and {command} makes none with savers: plan with --sav"):
             Options.of(command, {"savers": "auto"})
     with pytest.raises(WorkloadError, match="savers are auto, which stands alone and is for a plan to choose"):

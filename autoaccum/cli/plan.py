@@ -131,6 +131,9 @@ def command(
     With --gpu and --world-size N it is the first of N ranks, whose model is replicated or sharded by FSDP2
     (--parallel), block by block, or as `parallelize(model, mesh)` of the file does it.
 
+    With --savers auto the plan takes the least costly savers with which one sample fits, or with --micro-batch N
+    those with which N do.
+
     With --world-size N and as many cards, or with --device cpu and a --memory for each, N ranks try at the same
     time, each on its own, and the least that fits counts. So they do under torchrun, without --world-size.
 
@@ -155,7 +158,7 @@ def command(
 
     Exit codes:
       0  a plan was made
-      1  not even one sample fits
+      1  not even one sample fits, or with --savers auto not with any savers
       2  wrong usage, or the workload is missing or raises
       3  the trials gave no answer
     """
