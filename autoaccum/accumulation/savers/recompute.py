@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from autoaccum.accumulation.activation_checkpointing import checkpoint_blocks, find_blocks, list_modules
 from autoaccum.accumulation.batchnorm import BATCHNORMS
+from autoaccum.accumulation.savers.activation_checkpointing import checkpoint_blocks, find_blocks, list_modules
 from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.errors import UsageError
 

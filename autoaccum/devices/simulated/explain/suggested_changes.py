@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.activation_checkpointing import (
+from autoaccum.accumulation.savers.activation_checkpointing import (
     batchnorms_updated_twice,
     checkpoint_blocks,
     describe_blocks,
