@@ -19,6 +19,7 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
+from autoaccum.accumulation.savers.activation_checkpointing import batchnorms_updated_twice, list_modules
 from autoaccum.accumulation.savers.recompute import trained_blocks
 from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWarning
@@ -120,7 +121,7 @@ def describe_setup(
         "reduction": objective.reduction,
         "weight": objective.source,
         "loss": name_loss(workload),
-        "recipe": describe_recipe(objective, model, workload.build_batch(size), terms),
+        "recipe": {**describe_recipe(objective, model, workload.build_batch(size), terms), **describe_blocks(model)},
         "keeps": tuple(workload.keeps),
         "evaluation_batch": workload.evaluation_batch,
         "worst_of": workload.worst_of,
@@ -135,6 +136,13 @@ def describe_setup(
             for name, module in find_auxiliary_modules(workload).items()
         },
     }
+
+
+def describe_blocks(model: nn.Module) -> dict[str, Any]:
+    """Return what the recipe of a step has to know of the blocks that it may recompute."""
+    blocks = trained_blocks(model)
+    norms = batchnorms_updated_twice(model, blocks)
+    return {"blocks": blocks, "counted_twice": list_modules(norms) if norms else ""}
 
 
 def probe_size(workload: Workload, count: int, share: int) -> int:

@@ -11,6 +11,7 @@ from imported_files import import_file
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Trial
+from autoaccum.devices.inspection import describe_blocks
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.units import MIB
@@ -46,7 +47,8 @@ def plan_by_hand(workload: Workload, target: int, ceiling: int, **changes: Any) 
             "precision": workload.precision,
             "batchnorm": workload.batchnorm,
             "loss": "loss" if workload.criterion is None else "criterion",
-            "recipe": describe_recipe(workload.objective, model, batch, terms),
+            "savers": workload.savers,
+            "recipe": {**describe_recipe(workload.objective, model, batch, terms), **describe_blocks(model)},
         },
         "trials": (Trial(parts=(schedule.micro_batch, schedule.smallest_part), outcome="ok"),),
     }

@@ -25,6 +25,7 @@ from autoaccum.workload.spec import Workload
 
 ROOT = Path(__file__).parents[2]
 LABELS = {"dict": {"x": "tensor", "y": "tensor"}}
+OWN: dict[str, Any] = {"call": None, "batch": LABELS, "own": {"loss": ".loss", "weight": None}}
 FORMS: dict[str, Any] = {
     "tensor": "tensor",
     "pair": {"tuple": ["tensor", "tensor"]},
@@ -50,6 +51,10 @@ def with_recipe(plan: Plan, precision: str = "fp32", **recipe: Any) -> Plan:
 
 def frozen(plan: Plan) -> Plan:
     return dataclasses.replace(plan, workload={**plan.workload, "batchnorm": "frozen"})
+
+
+def saving(plan: Plan, *savers: str) -> Plan:
+    return dataclasses.replace(plan, workload={**plan.workload, "savers": savers})
 
 
 def variants(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -80,6 +85,15 @@ def variants(plan: Plan) -> Iterator[tuple[str, str]]:
     ):
         yield f"frozen {name}", emit_wrapper(frozen(with_recipe(plan, **recipe)))
     yield "one part half", emit_wrapper(with_recipe(one, half=["bfloat16"]))
+    for name, saver, blocks, recipe in (
+        ("all", "recompute", [f"h.{number}" for number in range(48)], {}),
+        ("some", "recompute=30", [f"h.{number}" for number in range(48)], {"divisor": "samples"}),
+        ("stages", "recompute", [f"layer{at}.{number}" for at in range(1, 5) for number in range(3)], {}),
+        ("long names", "recompute=5", [f"model.text_{side}.block.{at}" for side in "ab" for at in range(3)], {}),
+        ("own", "recompute", ["h.0", "h.1"], {**OWN, "divisor": "samples"}),
+        ("half", "recompute", ["h.0", "h.1"], {"half": ["bfloat16"], "batch": FORMS["nested"], "call": "one"}),
+    ):
+        yield f"recompute {name}", emit_wrapper(saving(with_recipe(plan, blocks=blocks, **recipe), saver))
     nasty = 'a \\ back """ slash\nand a very long warning, ' + "x" * 200
     named = {**plan.workload, "name": 'we"ir\\d', "digest": ""}
     yield "nasty", emit_wrapper(dataclasses.replace(plan, workload=named, warnings=("Careful.", nasty)))
@@ -179,8 +193,8 @@ def test_holds_only_what_its_plan_needs(a_plan: Plan) -> None:
 def test_refuses_several_ranks_and_running_statistics_over_several_parts(a_plan: Plan) -> None:
     with pytest.raises(UsageError, match="the plan is for 2 ranks: plan with --world-size 1, or write the loop around"):
         check_emittable(world_size=2)
-    with pytest.raises(UsageError, match="--emit writes a few lines of plain PyTorch, without recompute"):
-        check_emittable(savers=("recompute",))
+    with pytest.raises(UsageError, match="a few lines of plain PyTorch, without offload-gradients: plan without"):
+        check_emittable(savers=("recompute", "offload-gradients"))
     check_emittable(world_size=1, recipe=a_plan.workload["recipe"])
     running = dataclasses.replace(a_plan, workload={**a_plan.workload, "batchnorm": "running"})
     with pytest.raises(
@@ -206,12 +220,13 @@ def test_refuses_several_ranks_and_running_statistics_over_several_parts(a_plan:
         ({"batch": "own", "call": None}, r"split\(batch, sizes\), which --emit cannot write"),
         ({"divisor": "class weights"}, r"mean is over class weights.*: write loss\(model, batch\) and weight\(batch\)"),
         ({"divisor": "weight", "weights": ["loss"]}, "returns a mapping, but the loss is one number"),
+        ({"counted_twice": "h.*.norm"}, "recompute in plain PyTorch would update the statistics of h.*.norm twice"),
         ({"misweighted": "by tokens"}, "would give its parts wrong weights: by tokens"),
     ],
 )
 def test_refuses_what_cannot_be_written_down(a_plan: Plan, recipe: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        emit_wrapper(with_recipe(a_plan, **{"divisor": "samples", **recipe}))
+        emit_wrapper(saving(with_recipe(a_plan, **{"divisor": "samples", **recipe}), "recompute"))
 
 
 FILE = """
