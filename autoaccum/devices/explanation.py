@@ -181,6 +181,7 @@ class MemoryReport:
         holdings: The memory at the explained moment, by module, complete and in the order of the model.
         moments: The same for each phase that requests memory, in the order of a step.
         snapshot: A snapshot in PyTorch's format (`devices.simulated.explain.snapshot`), if one was requested.
+        recomputed: The modules that run again in backward, as by checkpointing, without those in them.
     """
 
     explanation: Explanation
@@ -190,6 +191,7 @@ class MemoryReport:
     holdings: tuple[Holding, ...] = ()
     moments: tuple[Moment, ...] = ()
     snapshot: Mapping[str, Any] | None = None
+    recomputed: tuple[str, ...] = ()
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from autoaccum.devices.explanation import Category, Holding, Moment
 from autoaccum.errors import UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name
 from autoaccum.serialization import to_plain
-from autoaccum.units import format_bytes, parse_size
+from autoaccum.units import format_bytes, parse_size, precise_bytes
 
 Outcome = Literal["unchanged", "within", "regressed", "improved", "too_large", "unmeasured", "locked"]
 """`unchanged`: equal to the byte. `within`: changed within the tolerance. `regressed`: exit 1. `improved`: smaller by
@@ -69,7 +69,8 @@ class Measurement:
     Attributes:
         kind: `predicted` by a simulation, or `measured` by runs in fresh processes.
         card: The card's full name, or the processor's.
-        precision, optimizer, batchnorm: The settings of the update, as in `Inspection`.
+        precision, optimizer, batchnorm, savers: The settings of the update, as in `Inspection`.
+        recomputed: The modules that run again in backward, as patterns of `compact_names`; empty when measured.
         coupled: How a coupled loss is computed, `yes` or `lockstep`; None without one.
         parameters: The number of parameters of the model.
         micro_batches: The schedule that was measured, in samples.
@@ -106,6 +107,8 @@ class Measurement:
     least_bytes: int | None = None
     runs: tuple[int, ...] = ()
     coupled: str | None = None
+    savers: tuple[str, ...] = ()
+    recomputed: tuple[str, ...] = ()
     phase: str = ""
     op: str = ""
     module: str = ""
@@ -155,6 +158,28 @@ class Growth:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LostSavers:
+    """Ways to take less memory that were in use before, and are no more.
+
+    Attributes:
+        savers: Words of `options.read_savers`.
+        modules: What no longer runs again in backward, as `Measurement.recomputed`.
+        saved_bytes: The peak without these savers, less the peak with them; None where that was not measured.
+    """
+
+    savers: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    saved_bytes: int | None = None
+
+    def __str__(self) -> str:
+        """Return what is lost as a sentence."""
+        if self.savers:
+            saved = "" if self.saved_bytes is None else f": the peak is {precise_bytes(self.saved_bytes)} lower with it"
+            return f"the saver {' + '.join(self.savers)} is lost{saved}"
+        return f"{', '.join(self.modules)} no longer run again in backward: their activation checkpointing is lost"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The verdict on one case.
 
@@ -167,6 +192,7 @@ class Verdict:
         command: The command for the hint, ready to be typed; may be empty.
         explanation: One line with what grew, by how much, and what fits now; empty where nothing changed.
         growths: What grew and shrank, the most first.
+        lost: The savers whose loss explains a regression; None where there are none.
         before: The measurement it is compared with; may be None.
         now: What was measured; None where it could not be.
         warnings, notes: Sentences of the measurement, and of the comparison.
@@ -181,6 +207,7 @@ class Verdict:
     command: str = ""
     explanation: str = ""
     growths: tuple[Growth, ...] = ()
+    lost: LostSavers | None = None
     before: Measurement | None = None
     now: Measurement | None = None
     warnings: tuple[str, ...] = ()

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,6 +35,7 @@ from autoaccum.guarding.guard_result import (
     Verdict,
 )
 from autoaccum.guarding.lock import read_lock, write_lock
+from autoaccum.guarding.lost_savers import find_lost
 from autoaccum.guarding.measuring import measure
 from autoaccum.guarding.project import Project, select_cases
 from autoaccum.guarding.verdict import compare
@@ -163,8 +165,12 @@ class _CaseRunner:
         """Measure the locked schedule again, and compare."""
         lock, command = self.project.lock, self.project.command(case, "--update")
         if case in self.locked:
-            now = self._measure(case, micro_batches=self.locked[case].micro_batches)
-            return compare(case, self.locked[case], now, self.tolerance, command=command)
+            return self._compare(case, self.locked[case], command=command)
+        for other, before in self.locked.items():
+            if before.savers and _without_savers(other) == _without_savers(case):
+                verdict = self._compare(case, before, command=command)
+                if verdict.lost is not None:
+                    return verdict
         return Verdict(
             case=case,
             outcome="unmeasured",
@@ -189,7 +195,18 @@ class _CaseRunner:
             before = self._measure(case, there)
         except AutoaccumError as error:
             raise NotMeasuredError(f"at {revision}: {error.message}", hint=error.hint) from error
-        return compare(case, before, self._measure(case, micro_batches=before.micro_batches), self.tolerance)
+        return self._compare(case, before)
+
+    def _compare(self, case: Case, before: Measurement, command: str = "") -> Verdict:
+        """Measure the schedule of `before`, and compare; where savers are lost, find what they saved."""
+        now = self._measure(case, micro_batches=before.micro_batches)
+        lost = find_lost(before, now)
+        if lost is not None and lost.savers:
+            options = dataclasses.replace(case.options, savers=before.savers)
+            with suppress(AutoaccumError):  # The model may have no such blocks any more.
+                saving = self._measure(dataclasses.replace(case, options=options), micro_batches=before.micro_batches)
+                lost = dataclasses.replace(lost, saved_bytes=now.peak_bytes - saving.peak_bytes)
+        return compare(case, before, now, self.tolerance, command=command, lost=lost)
 
     def _measure(
         self, case: Case, checkout: Checkout | None = None, micro_batches: tuple[int, ...] | None = None
@@ -217,3 +234,7 @@ class _CaseRunner:
             hint=hint,
             traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
         )
+
+
+def _without_savers(case: Case) -> Case:
+    return dataclasses.replace(case, options=dataclasses.replace(case.options, savers=None))

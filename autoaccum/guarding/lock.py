@@ -161,7 +161,8 @@ def _from_record(record: dict[str, Any]) -> tuple[Case, Measurement]:
     asked = {key.replace("-", "_"): value for key, value in record.pop("asked").items()}
     values = {key.replace("-", "_"): value for key, value in record.items()}
     values["micro_batches"] = tuple(size for count, size in values["micro_batches"] for _ in range(count))
-    values["runs"] = tuple(values.get("runs", ()))
+    for name in ("runs", "savers", "recomputed"):
+        values[name] = tuple(values.get(name, ()))
     values["settings"] = freeze(values.get("settings", {}))
     values["holdings"] = _in_order(each for row in values.get("holdings", ()) for each in _from_row(row))
     moments = values.get("moments", ())

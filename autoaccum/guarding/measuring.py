@@ -24,6 +24,7 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import precise_bytes
+from autoaccum.workload.module_names import compact_names
 
 RUNS = 3
 """The number of runs on a real device, each in a fresh process."""
@@ -131,6 +132,7 @@ class _SearchResult:
             optimizer=seen.optimizer,
             batchnorm=seen.batchnorm,
             coupled=coupled_word(seen.coupled) if seen.coupled else None,
+            savers=seen.savers,
             parameters=seen.parameters,
             micro_batches=self.micro_batches,
             largest=self.largest,
@@ -176,6 +178,7 @@ def measure_simulated(task: Task) -> Measurement:
         categories={category: held for category, held in explanation.categories.items() if held},
         holdings=account.holdings,
         moments=account.moments,
+        recomputed=tuple(pattern for pattern, _ in compact_names(account.recomputed)),
         settings={**described["allocator"], **_variables(os.environ, _VARIABLES)},
     )
 

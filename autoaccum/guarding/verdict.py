@@ -11,13 +11,15 @@ from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMEN
 from autoaccum.errors import NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.growth import find_growths
-from autoaccum.guarding.guard_result import Growth, Measurement, Outcome, Tolerance, Verdict
+from autoaccum.guarding.guard_result import Growth, LostSavers, Measurement, Outcome, Tolerance, Verdict
+from autoaccum.guarding.lost_savers import find_lost
 from autoaccum.guarding.measuring import describe_shortfall
 from autoaccum.units import percent, precise_bytes, signed_bytes
 
 _ROUNDING = 1e-9
 _MOST_CAUSES, _LITTLE = 3, 0.1
 _UNMEASURED = NotMeasuredError.exit_code
+_LOST = "take it again (in the workload, or by --savers); if it is meant, lock it in"
 _HINTS: dict[Outcome, str] = {"regressed": "if it is meant, lock it in", "improved": "lock it in"}
 
 
@@ -105,11 +107,20 @@ class _Comparison:
         return _Quantity(name, was, is_now, self.tolerance)
 
 
-def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolerance, *, command: str = "") -> Verdict:
+def compare(
+    case: Case,
+    before: Measurement,
+    now: Measurement,
+    tolerance: Tolerance,
+    *,
+    command: str = "",
+    lost: LostSavers | None = None,
+) -> Verdict:
     """Compare what a case takes now with a lock or another revision, and return the verdict.
 
     For runs on a real device their spread is added to the tolerance. `command` writes what was measured to the lock;
-    empty where there is no lock.
+    empty where there is no lock. `lost` are the savers that may explain a regression, with what they saved; None: as
+    `find_lost` finds them.
     """
     verdict = Verdict(case=case, outcome="unmeasured", before=before, now=now, warnings=now.warnings)
     unlike = tuple(_incomparable(before, now))
@@ -121,6 +132,9 @@ def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolera
     comparison = _Comparison(before, now, tolerance)
     reasons = tuple(_reasons(comparison))
     outcome: Outcome = "regressed" if reasons else _passing_outcome(comparison)
+    lost = (lost or find_lost(before, now)) if reasons else None
+    if lost is not None and lost.saved_bytes is not None and lost.saved_bytes <= 0:
+        lost = None
     budgets = [precise_bytes(each.limit_bytes) for each in (before, now)]
     more = {"regressed": True, "improved": False}.get(outcome)
     found = find_growths(before, now, more=more)
@@ -128,11 +142,12 @@ def compare(case: Case, before: Measurement, now: Measurement, tolerance: Tolera
         verdict,
         outcome=outcome,
         exit_code=1 if reasons else 0,
-        reasons=reasons,
-        hint=_HINTS.get(outcome, "") if command else "",
+        reasons=reasons if lost is None else (*reasons, str(lost)),
+        hint=(_HINTS.get(outcome, "") if lost is None else _LOST) if command else "",
         command=command if outcome in _HINTS else "",
         explanation=_add_least_budget(comparison, explain(case, before, now, found, more=more)),
         growths=found,
+        lost=lost,
         notes=() if budgets[0] == budgets[1] else (f"the budget was {budgets[0]}, it is {budgets[1]} now",),
     )
 
@@ -230,6 +245,9 @@ def _cause_phrases(before: Measurement, now: Measurement, growths: Sequence[Grow
         was, is_now = (getattr(each, name) or "no" for each in (before, now))
         if was != is_now:
             yield f"{name} {was} -> {is_now}"
+    if before.savers != now.savers:
+        was, is_now = (" + ".join(each.savers) or "none" for each in (before, now))
+        yield f"savers {was} -> {is_now}"
     if before.parameters != now.parameters:
         yield f"parameters {before.parameters:,} -> {now.parameters:,}"
     state, state_now = (each.categories.get("optimizer_state", 0) for each in (before, now))

@@ -19,7 +19,7 @@ from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.guarding.cases import Case, make_case
-from autoaccum.guarding.guard_result import Growth, Measurement, Tolerance, Verdict
+from autoaccum.guarding.guard_result import Growth, LostSavers, Measurement, Tolerance, Verdict
 from autoaccum.guarding.lock import read_lock, write_lock
 from autoaccum.guarding.measuring import Task, measure_simulated, request_of
 from autoaccum.guarding.verdict import compare
@@ -102,6 +102,8 @@ def test_what_takes_more_is_caught_and_reported(regression: Regression, measure:
         assert any(is_of(regression, growth) for growth in largest(verdict, regression.place)), verdict.explanation
         assert sentence(regression).search(verdict.explanation), verdict.explanation
         assert sum(growth.bytes for growth in verdict.growths) == verdict.growth_bytes
+        is_lost = regression.name == "checkpointing removed"
+        assert verdict.lost == (LostSavers(modules=("early.0",)) if is_lost else None)
     back = compare(CASE, now, before, Tolerance())
     assert (back.outcome in ("improved", "within"), back.exit_code) == (True, 0)
     assert sum(growth.bytes for growth in back.growths) == back.growth_bytes

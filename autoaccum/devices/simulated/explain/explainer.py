@@ -17,7 +17,13 @@ from autoaccum.devices.explanation import Change, CurvePoint, Forecast, MemoryRe
 from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, context_memory, installed_card
-from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak, holdings_at, phase_peaks
+from autoaccum.devices.simulated.explain.breakdown import (
+    MemoryBreakdown,
+    explain_peak,
+    holdings_at,
+    phase_peaks,
+    recomputed_modules,
+)
 from autoaccum.devices.simulated.explain.curves import curve_points, make_timeline
 from autoaccum.devices.simulated.explain.snapshot import make_snapshot
 from autoaccum.devices.simulated.simulation_requests import (
@@ -116,6 +122,7 @@ class Explainer:
             holdings=holdings_at(breakdown, breakdown.peak_at) if detail else (),
             moments=phase_peaks(breakdown) if detail else (),
             snapshot=make_snapshot(breakdown, self.limit_bytes, self.replayer.settings) if snapshot else None,
+            recomputed=recomputed_modules(labelled) if detail else (),
         )
 
     def _repeatable(self, trace: Trace, labelled: LabelledTrace, deadline: Deadline) -> LabelledTrace:
