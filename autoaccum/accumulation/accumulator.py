@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
@@ -148,6 +148,9 @@ class Accumulator:
             run again in backward, or N of them with `recompute=N`, evenly spread. `offload-activations`: what backward
             needs waits in host memory. `offload-gradients`: gradients are summed there, in float32.
             `offload-optimizer`: so are the optimizer's state and update, with copies of the weights.
+        add_savers: Whether to add a saver where not even the smallest micro-batch fits, in place of an error: for the
+            repeated batch and all later ones. All blocks are recomputed first; on a card, the offloads follow. A model
+            that FSDP2 shards gets none.
         observer: A `StepObserver`, called as a step proceeds. It replaces the warning about an out-of-memory error.
 
     Raises:
@@ -182,6 +185,7 @@ class Accumulator:
         accumulate_in: AccumulateIn | None = None,
         reduce: Reduce | None = None,
         savers: str | Sequence[str] = (),
+        add_savers: bool = False,
         observer: StepObserver | None = None,
     ) -> None:
         given, model = model, check_model(model)
@@ -232,8 +236,12 @@ class Accumulator:
         )
         self._backpropagation.sharded = self._sharded
         joining = partial(self._join_parts, in_lockstep=True)
+        self._savers = Savers(words, model, optimizer, exact_batchnorm=batchnorm_mode == "exact")
         self._retries = Retries(
-            self._backpropagation, self._updater, observer, joining, multiple_of=self._multiple_of, recover=recover
+            *(self._backpropagation, self._updater, observer, joining),
+            add_saver=self._savers.add_next if add_savers else lambda phase: None,
+            multiple_of=self._multiple_of,
+            recover=recover,
         )
         self._batchnorm_mode: BatchNormMode = batchnorm_mode
         if objective.coupled or batchnorm_mode == "exact":
@@ -248,7 +256,6 @@ class Accumulator:
         self._number = self._ranks.accumulators
         found = () if self._ranks.size == 1 else (given, *find_used_modules(objective, model).values())
         self._wrappers = [module for module in found if isinstance(module, DistributedDataParallel)]
-        self._savers = Savers(words, model, optimizer, exact_batchnorm=batchnorm_mode == "exact")
         self._interrupts = DelayedInterrupts()
         self._generators = module_generators(all_modules(objective.criterion_module, model))
         self._first_steps = FirstSteps()
@@ -261,6 +268,16 @@ class Accumulator:
     @micro_batch.setter
     def micro_batch(self, value: int) -> None:
         self._micro_batch = checked_micro_batch(value, self._multiple_of)
+
+    @property
+    def savers(self) -> tuple[str, ...]:
+        """The savers in use: those that were given, and those that were added since (`add_savers`)."""
+        return self._savers.words
+
+    def restore_savers(self, words: Collection[str]) -> None:
+        """Use savers that an earlier run has added, except those that save nothing here."""
+        while self._savers.add_next("forward", words):
+            pass
 
     @property
     def is_interrupted(self) -> bool:

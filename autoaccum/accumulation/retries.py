@@ -1,4 +1,4 @@
-"""Roll back an update that failed, and decide, alike on all ranks, whether it is repeated in smaller micro-batches."""
+"""Roll back an update that failed, and decide, alike on all ranks, whether and how it is repeated."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, 
 class Retries:
     """Decides, alike on all ranks, how an update that failed is repeated, or raises its error.
 
-    `join_parts` has the parts of all further updates run in lock step, or refuses that. `failed_in` are the phases in
-    which attempts of the present step ran out of memory.
+    `join_parts` has the parts of all further updates run in lock step, or refuses that. `add_saver` lets them take less
+    memory than they did in a phase that has failed with the least samples, and returns the word of the saver; None if
+    there is no other. `failed_in` are the phases in which attempts of the present step ran out of memory.
     """
 
     def __init__(
@@ -36,19 +37,22 @@ class Retries:
         observer: StepObserver | None,
         join_parts: Callable[[], None],
         *,
+        add_saver: Callable[[StepPhase], str | None],
         multiple_of: int,
         recover: bool,
     ) -> None:
         self._backpropagation, self._updater, self._observer = backpropagation, updater, observer
         self._ranks, self._sharded = backpropagation.ranks, backpropagation.sharded
-        self._join_parts, self._multiple_of, self._recover = join_parts, multiple_of, recover
+        self._join_parts, self._add_saver = join_parts, add_saver
+        self._multiple_of, self._recover = multiple_of, recover
         self.failed_in: list[StepPhase] = []
 
     def lower(self, ceiling: int, error: BaseException, phase: StepPhase, largest: int, *, unchanged: bool) -> int:
         """Return the most samples of a micro-batch with which to repeat a batch, all of whose tensors are freed.
 
-        That stays at `ceiling` where parts only need each other; else it is below `largest`, the samples of the largest
-        micro-batch. `error` ended the attempt here; the batch is `unchanged` if it is as it was before.
+        That stays at `ceiling` where parts only need each other, or a saver was added; else it is below `largest`, the
+        samples of the largest micro-batch. `error` ended the attempt here; the batch is `unchanged` if it is as it was
+        before.
 
         Raises:
             BaseException: The batch cannot be repeated: `error`, or another in its place.
@@ -70,22 +74,28 @@ class Retries:
                 if isinstance(error, NeedsWholeBatch):
                     error = OtherRanksFailed(failures)
             self.failed_in.append(failures[0].phase)
-            self._check(error, failures)
+            saver = self._check(error, failures)
             clear_frames(error)
             is_own = not isinstance(error, OtherRanksFailed)
         finally:
             del error  # the traceback holds this frame
         release_memory(self._backpropagation.device)
         largest, failed_in = max(one.largest for one in failures), self.failed_in[-1]
-        lowered = shrink(largest, len(self.failed_in) - 1, self._multiple_of)
+        lowered = shrink(largest, len(self.failed_in) - 1, self._multiple_of) if saver is None else ceiling
         try:
-            if self._observer is not None:
+            if self._observer is None:
+                changed = f"in micro-batches of at most {lowered}, and later ones use no more"
+                if saver is not None:
+                    changed = f"with {saver}, and so are later ones"
+                if is_own:
+                    warn_caller(
+                        f"out of memory ({failed_in}) with micro-batches of {largest}: nothing was changed, the batch"
+                        f" is repeated {changed}"
+                    )
+            elif saver is None:
                 self._observer.out_of_memory(failed_in, largest, lowered)
-            elif is_own:
-                warn_caller(
-                    f"out of memory ({failed_in}) with micro-batches of {largest}: nothing was changed, the batch is"
-                    f" repeated in micro-batches of at most {lowered}, and later ones use no more"
-                )
+            else:
+                self._observer.saver_added(failed_in, largest, saver)
         except Exception as second:  # Warnings may be errors.
             self.report(second)
             raise
@@ -114,10 +124,10 @@ class Retries:
         finally:
             del error  # the traceback holds this frame
 
-    def _check(self, error: BaseException, failures: Sequence[RankFailure]) -> None:
-        """Raise `error`, or another in its place, unless the batch can be repeated in smaller parts.
+    def _check(self, error: BaseException, failures: Sequence[RankFailure]) -> str | None:
+        """Raise `error`, or another in its place, unless the batch can be repeated: in smaller parts, or with a saver.
 
-        All ranks decide alike, from the same `failures`.
+        All ranks decide alike, from the same `failures`. Returns the word of the saver, if one was added.
         """
         try:
             is_own = not isinstance(error, OtherRanksFailed)
@@ -133,8 +143,10 @@ class Retries:
             largest = max(one.largest for one in failures)
             if largest > self._multiple_of and not is_update:
                 if self._sharded is None:
-                    return
+                    return None
                 raise out_of_memory(failures[0], shrink(largest, 0, self._multiple_of)) from error
+            if self._sharded is None and (saver := self._add_saver(self.failed_in[-1])) is not None:
+                return saver
             if not any(one.out_of_memory == "certain" for one in failures):
                 raise error if is_own else failures[0].as_error()
             clear_frames(error)

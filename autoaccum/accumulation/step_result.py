@@ -26,7 +26,7 @@ class StepResult:
         samples: The number of samples in the effective batch.
         micro_batches: The sizes it was split into, in order; they add up to `samples`.
         grad_norm: The 2-norm of the gradients before clipping; None without `clip_norm`.
-        retries: How often memory ran out and the batch was repeated in smaller micro-batches.
+        retries: How often memory ran out and the batch was repeated, in smaller micro-batches or with one more saver.
         updated: False when no update was made: no part had weight, or the scaler found gradients that are not finite.
         terms: The terms of the loss by name; `{"loss": ...}` when it is one number.
     """
@@ -73,6 +73,9 @@ class StepObserver:
 
     def out_of_memory(self, phase: StepPhase, micro_batch: int, next_micro_batch: int) -> None:
         """Called after memory ran out in `phase` and the state was restored, before a retry at `next_micro_batch`."""
+
+    def saver_added(self, phase: StepPhase, micro_batch: int, saver: str) -> None:
+        """Called as `out_of_memory`, where no smaller micro-batch is left: the retry, and all later, have a saver."""
 
 
 class AccumulationWarning(UserWarning):

@@ -50,7 +50,10 @@ def fit_rows(result: FitResult, *, last: Updated | None) -> Iterator[tuple[str, 
         yield "micro-batch", Text(size)
         yield "iter_size", Text(f"{last.micro_batches}")
     if result.oom_retries:
-        yield "OOM retries", Text(f"{result.oom_retries}, in smaller micro-batches")
+        how = " or with more savers" if result.added_savers else ""
+        yield "OOM retries", Text(f"{result.oom_retries}, in smaller micro-batches{how}")
+    if result.added_savers:
+        yield "added savers", Text(f"{', '.join(result.added_savers)}: no smaller micro-batch was left", "yellow")
     if result.skipped:
         yield "skipped", Text(f"{counted(result.skipped, 'update')}, not finite", "yellow")
     yield "time", Text(format_seconds(result.seconds))
@@ -83,7 +86,7 @@ def fit_record(result: FitResult, *, target_batch: int, last: Updated | None) ->
 
     `schema`; `target_batch`; `updates`, `epochs`, `samples` so far; `loss` of the last update; `evaluation` by name;
     `micro_batch` (samples) and `iter_size` (how many) of the last whole update; `planned_micro_batch`; `oom_retries`;
-    `skipped`; `seconds`; `stopped`; `run_dir`,
+    `added_savers`; `skipped`; `seconds`; `stopped`; `run_dir`,
     `checkpoint`, `weights`, `ema_weights`, `resumed_from` as paths; `unsaved`: why the end is not on disk;
     `warnings`. What there is none of is null, and so is a number that is not finite.
     """
@@ -109,6 +112,10 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+_SAID = (
+    *(fit_events.OutOfMemoryRetry, fit_events.SaverAdded, fit_events.CeilingRaised),
+    *(fit_events.Evaluated, fit_events.Skipped),
+)
 _REDRAW_SECONDS = 0.25
 _LINE_SECONDS = 10.0
 
@@ -153,9 +160,7 @@ class TrainingProgress(Progress):
             self._planning.print_output(event.line)
         elif isinstance(event, fit_events.EvaluationFailed | fit_events.CheckpointFailed):
             self.warn(sentence(event))
-        elif isinstance(
-            event, fit_events.OutOfMemoryRetry | fit_events.CeilingRaised | fit_events.Evaluated | fit_events.Skipped
-        ):
+        elif isinstance(event, _SAID):
             self.say(sentence(event))
         elif isinstance(event, fit_events.Notice):
             if event.warns:
@@ -203,6 +208,11 @@ def sentence(event: Any) -> str:
         return (
             f"update {event.update}: out of memory in {event.phase} with micro-batches of {event.micro_batch}, "
             f"repeated with at most {event.next_micro_batch}"
+        )
+    if isinstance(event, fit_events.SaverAdded):
+        return (
+            f"update {event.update}: out of memory in {event.phase} with micro-batches of {event.micro_batch}, "
+            f"repeated with {event.saver}, and so are later updates"
         )
     if isinstance(event, fit_events.CeilingRaised):
         return f"update {event.update}: after a while without OOM, micro-batches of up to {event.micro_batch} are tried"

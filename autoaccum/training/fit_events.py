@@ -71,10 +71,11 @@ class Updated:
             the process has held so far; None if unknown.
         micro_batches: The number of micro-batches.
         micro_batch: The size of the largest one, in samples.
-        retries: How many times the update was repeated in smaller micro-batches after running out of memory.
+        retries: How many times the update was repeated after running out of memory.
         updated: False if the weights did not change: nothing had weight, the scaler found gradients that are not
             finite, or the window was skipped for that reason.
         terms: The terms of the loss by name, if there are several.
+        savers: The savers in use, if there are any.
     """
 
     update: int
@@ -90,6 +91,7 @@ class Updated:
     retries: int
     updated: bool
     terms: Mapping[str, float] | None = None
+    savers: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,19 @@ class OutOfMemoryRetry:
     phase: str
     micro_batch: int
     next_micro_batch: int
+
+
+@dataclass(frozen=True)
+class SaverAdded:
+    """An update ran out of memory with the smallest micro-batch: nothing was changed, and its batch is repeated.
+
+    It runs with one more `saver` then (a word of `options.read_savers`), and so do later ones.
+    """
+
+    update: int
+    phase: str
+    micro_batch: int
+    saver: str
 
 
 @dataclass(frozen=True)
@@ -201,6 +216,7 @@ class FitResult:
         loss: The loss of the last update; None if this call made none.
         evaluation: The metrics of the last evaluation, by name; None if there was none.
         oom_retries: How many times an update was repeated after running out of memory.
+        added_savers: The savers added because not even the smallest micro-batch fitted.
         skipped: Updates skipped because the loss or the gradient was not finite.
         seconds: The duration of this call, including planning.
         stopped: The reason for ending before the last epoch or step: `callback`; None otherwise.
@@ -223,6 +239,7 @@ class FitResult:
     loss: float | None
     evaluation: Mapping[str, float] | None = None
     oom_retries: int = 0
+    added_savers: tuple[str, ...] = ()
     skipped: int = 0
     seconds: float = 0.0
     stopped: Literal["callback"] | None = None
@@ -268,6 +285,8 @@ class EventNotifier:
 def _warning(event: Any) -> str | None:
     if isinstance(event, Notice):
         return event.text if event.warns else None
+    if isinstance(event, SaverAdded):
+        return f"{event.saver} is in use from update {event.update} on: not even the smallest micro-batch fitted"
     if isinstance(event, EvaluationFailed):
         return f"the evaluation after update {event.update} failed: {event.reason}"
     if isinstance(event, CheckpointFailed):

@@ -203,6 +203,7 @@ class Loop:
             retries=result.retries,
             updated=result.updated,
             terms=result.terms if len(result.terms) > 1 else None,
+            savers=self.stepper.savers or None,
         )
         self._notifier.notify(updated)
 

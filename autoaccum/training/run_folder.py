@@ -133,7 +133,8 @@ class MetricsLog:
     def on_event(self, event: Any) -> None:
         """Log an update or an evaluation."""
         if isinstance(event, Updated):
-            values = {name: value for name, value in vars(event).items() if value is not None or name != "terms"}
+            optional = ("terms", "savers")
+            values = {name: value for name, value in vars(event).items() if value is not None or name not in optional}
             scalars = {f"train/{name}": values[name] for name in _TENSORBOARD_FIELDS}
             scalars |= {f"terms/{name}": value for name, value in (event.terms or {}).items()}
         elif isinstance(event, Evaluated):

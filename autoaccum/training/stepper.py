@@ -13,7 +13,7 @@ from autoaccum.accumulation.sharded_tensors import local_part
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, StepResult
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import NonFiniteError
-from autoaccum.training.fit_events import CeilingRaised, OutOfMemoryRetry, Skipped
+from autoaccum.training.fit_events import CeilingRaised, OutOfMemoryRetry, SaverAdded, Skipped
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.resume import MicroBatchChoice
 from autoaccum.training.training_setup import TrainingComponents
@@ -109,7 +109,7 @@ class Stepper(StepObserver):
         request: The request, with `clip_norm` and `skip_nonfinite`.
         progress: The progress; skipped windows are counted in it.
         check: Called at the start of each phase of a step; an exception from it rolls the step back.
-        notify: Called with `OutOfMemoryRetry`, `CeilingRaised` and `Skipped`.
+        notify: Called with `OutOfMemoryRetry`, `SaverAdded`, `CeilingRaised` and `Skipped`.
 
     Attributes:
         ceiling: The largest micro-batch now.
@@ -147,6 +147,7 @@ class Stepper(StepObserver):
             coupled=components.objective.coupled,
             accumulate_in=components.accumulate_in,
             savers=components.savers,
+            add_savers=True,
             scaler=components.scaler,
             multiple_of=choice.multiple_of,
             check_finite=True,
@@ -164,6 +165,16 @@ class Stepper(StepObserver):
         """The first parameter group's learning rate for the next update; None if it has none."""
         rate = self._components.optimizer.param_groups[0].get("lr")
         return None if rate is None else float(rate)
+
+    @property
+    def savers(self) -> tuple[str, ...]:
+        """The savers in use."""
+        return self._accumulator.savers
+
+    @property
+    def added_savers(self) -> tuple[str, ...]:
+        """Those of them that were added because not even the smallest micro-batch fitted."""
+        return tuple(word for word in self.savers if word not in self._components.savers)
 
     @property
     def is_whole(self) -> bool:
@@ -223,11 +234,12 @@ class Stepper(StepObserver):
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as plain values."""
-        return {"ceiling": self.ceiling.state()}
+        return {"ceiling": self.ceiling.state(), "savers": list(self.added_savers)}
 
     def restore(self, state: Mapping[str, Any], *, same_plan: bool) -> None:
-        """Continue from the `state` of an earlier run; the ceiling only if the micro-batch is the same."""
+        """Continue from the `state` of an earlier run, as far as memory goes only if the micro-batch is the same."""
         if same_plan:
+            self._accumulator.restore_savers(state.get("savers", ()))  # Earlier versions added none.
             self.ceiling.restore(state["ceiling"])
             self._accumulator.micro_batch = self.ceiling.largest
 
@@ -242,3 +254,8 @@ class Stepper(StepObserver):
         # A step that ends without an update would not lower it.
         self._accumulator.micro_batch = min(self._accumulator.micro_batch, next_micro_batch)
         self._notify(OutOfMemoryRetry(self._progress.update + 1, phase, micro_batch, next_micro_batch))
+
+    def saver_added(self, phase: StepPhase, micro_batch: int, saver: str) -> None:
+        """See `StepObserver`: not even the smallest micro-batch fitted, and the step is repeated with a saver."""
+        self._retries += 1
+        self._notify(SaverAdded(self._progress.update + 1, phase, micro_batch, saver))

@@ -221,6 +221,7 @@ def _result(
         loss=progress.loss,
         evaluation=progress.evaluation,
         oom_retries=progress.oom_retries,
+        added_savers=loop.stepper.added_savers,
         skipped=progress.skipped,
         seconds=seconds,
         stopped="callback" if notifier.should_stop else None,

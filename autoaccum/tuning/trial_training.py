@@ -24,7 +24,14 @@ from autoaccum.errors import DoesNotFitError, NonFiniteError, WorkloadError
 from autoaccum.options import Options
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.data_source import is_map_style
-from autoaccum.training.fit_events import Evaluated, EvaluationFailed, OutOfMemoryRetry, Started, Updated
+from autoaccum.training.fit_events import (
+    Evaluated,
+    EvaluationFailed,
+    OutOfMemoryRetry,
+    SaverAdded,
+    Started,
+    Updated,
+)
 from autoaccum.training.fit_request import FitRequest
 from autoaccum.training.trainer import train
 from autoaccum.training.training_setup import find_device
@@ -133,7 +140,7 @@ class TrialMonitor:
         elif isinstance(event, EvaluationFailed):
             self.ending = "out_of_memory" if event.out_of_memory else "failed"
             self.reason = f"the evaluation after update {event.update} failed: {event.reason}"
-        elif isinstance(event, OutOfMemoryRetry):
+        elif isinstance(event, OutOfMemoryRetry | SaverAdded):
             self.oom_retries += 1
         if isinstance(event, (Started, Evaluated, EvaluationFailed)):
             self._since = time.perf_counter()

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.gradients import GradientBuffers
+from autoaccum.accumulation.backpropagation import model_device
+from autoaccum.accumulation.gradients import GradientBuffers, needs_buffers
 from autoaccum.accumulation.savers.offloaded_activations import OffloadedActivations
 from autoaccum.accumulation.savers.offloaded_optimizer import OffloadedOptimizer
-from autoaccum.accumulation.savers.recompute import Recompute
+from autoaccum.accumulation.savers.recompute import Recompute, trained_blocks
 from autoaccum.accumulation.sharded_tensors import is_sharded_model
+from autoaccum.accumulation.step_result import StepPhase
+from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.errors import UsageError
-from autoaccum.options import OFFLOADS, RECOMPUTE
+from autoaccum.options import OFFLOADS, RECOMPUTE, read_savers
 
 
 class Savers:
     """Lets an Accumulator take less memory of the device.
+
+    Attributes:
+        words: The ways, as `options.read_savers` returns them.
 
     Args:
         words: The ways, as `options.read_savers` returns them.
@@ -32,16 +38,52 @@ class Savers:
     """
 
     def __init__(self, words: Sequence[str], model: nn.Module, optimizer: Optimizer, *, exact_batchnorm: bool) -> None:
-        self._offloads = set(OFFLOADS) & set(words)
-        if self._offloads and is_sharded_model(model):
+        self.words: tuple[str, ...] = ()
+        self._model, self._optimizer, self._exact_batchnorm = model, optimizer, exact_batchnorm
+        self._recompute: Recompute | None = None
+        self._offloaded: OffloadedOptimizer | None = None
+        for word in words:
+            self.add(word)
+
+    def add(self, word: str) -> None:
+        """Save memory in one more way, between two attempts of an update.
+
+        Raises:
+            UsageError: The model cannot; everything stays as it is.
+        """
+        if word in OFFLOADS and is_sharded_model(self._model):
             raise UsageError(
                 "FSDP2 shards the model, and a saver is to offload what it holds",
                 hint="give fully_shard offload_policy=CPUOffloadPolicy(); recompute goes with sharded models",
             )
-        blocks = [word.partition("=")[2] for word in words if word.startswith(RECOMPUTE)]
-        self._recompute = Recompute(model, int(blocks[0] or 0), exact_batchnorm=exact_batchnorm) if blocks else None
-        self._optimizer = OffloadedOptimizer(optimizer) if "offload-optimizer" in words else None
-        self._model = model
+        if word.startswith(RECOMPUTE):
+            blocks = int(word.partition("=")[2] or 0)
+            self._recompute = Recompute(self._model, blocks, exact_batchnorm=self._exact_batchnorm)
+        elif word == "offload-optimizer" and self._offloaded is None:
+            self._offloaded = OffloadedOptimizer(self._optimizer)
+        self.words = read_savers([*self.words, word], UsageError)
+
+    def add_next(self, phase: StepPhase, among: Collection[str] = (RECOMPUTE, *OFFLOADS)) -> str | None:
+        """Add the next saver, after memory ran out in `phase` with the least samples; return its word, or None.
+
+        All blocks are recomputed first, and the offloads follow; an update takes less by the last one only. On the CPU
+        these save nothing: host memory is what ran out. Ranks that call this alike choose alike.
+        """
+        useful = (RECOMPUTE, *OFFLOADS) if phase != "update" else OFFLOADS[-1:]
+        for word in useful if model_device(self._model).type != "cpu" else useful[: phase != "update"]:
+            if word not in among or word in self.words or (word == RECOMPUTE and self._recomputes_all()):
+                continue
+            if word == "offload-optimizer" and needs_buffers(optimizer_parameters(self._optimizer)):
+                continue  # Checkpoints would have its weights in float32 rounded.
+            try:
+                self.add(word)
+            except UsageError:
+                continue
+            return word
+        return None
+
+    def _recomputes_all(self) -> bool:
+        return self._recompute is not None and len(self._recompute.names) == len(trained_blocks(self._model))
 
     @contextmanager
     def around_parts(self) -> Iterator[None]:
@@ -49,29 +91,25 @@ class Savers:
         with ExitStack() as stack:
             if self._recompute is not None:
                 stack.enter_context(self._recompute.running())
-            if "offload-activations" in self._offloads:
+            if "offload-activations" in self.words:
                 kept = [*self._model.parameters(), *self._model.buffers()]
                 stack.enter_context(OffloadedActivations(kept).saving())
             yield
 
     def buffers(self, parameters: Sequence[Tensor], *, in_fp32: bool) -> GradientBuffers | None:
         """Return buffers in host memory that sum the gradients; None if they are summed on the device."""
-        return (
-            GradientBuffers(parameters, in_fp32=in_fp32, on_host=True)
-            if "offload-gradients" in self._offloads
-            else None
-        )
+        return GradientBuffers(parameters, in_fp32=in_fp32, on_host=True) if "offload-gradients" in self.words else None
 
     def around_update(self, buffers: GradientBuffers | None, *, is_scaled: bool) -> AbstractContextManager[Any]:
         """Return the context in which gradients are clipped and the optimizer updates; it yields the buffers left."""
-        if self._optimizer is not None:
-            return self._optimizer.on_host(buffers)
-        if "offload-gradients" in self._offloads and is_scaled and buffers is not None:  # A scaler unscales `.grad`.
+        if self._offloaded is not None:
+            return self._offloaded.on_host(buffers)
+        if "offload-gradients" in self.words and is_scaled and buffers is not None:  # A scaler unscales `.grad`.
             buffers.write_gradients()
             return nullcontext()
         return nullcontext(buffers)
 
     def write_back(self) -> None:
         """Write to the device what was updated in host memory."""
-        if self._optimizer is not None:
-            self._optimizer.write_back()
+        if self._offloaded is not None:
+            self._offloaded.write_back()
