@@ -297,9 +297,9 @@ class Accumulator:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes that the last update kept in host memory for its backward."""
+        """The bytes that the last update kept in host memory at most: for its backward, and by savers."""
         runner = self._backpropagation.run_parts
-        return runner.host_bytes if isinstance(runner, LockstepParts) else 0
+        return self._savers.host_bytes + (runner.host_bytes if isinstance(runner, LockstepParts) else 0)
 
     def step(self, batch: Any) -> StepResult:
         """Make one update from the effective batch `batch`, or this rank's share of it, which may be on any device.

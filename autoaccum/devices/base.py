@@ -46,8 +46,8 @@ class Trial:
         timed_out: Whether it was ended because it took too long.
         crashed: Whether a fault in native code (SIGSEGV, SIGBUS, SIGABRT) ended its process.
         peaks: The micro-batches of a growing trial that ran: size in samples, and the peak in bytes while it ran.
-        host_bytes: The host memory for what backward needs, where parts run in lock step; None where they do not, or
-            on the CPU, where the peak has it.
+        host_bytes: The host memory for what backward needs, where parts run in lock step, and of savers; None where
+            there is none, or on the CPU, where the peak has it.
     """
 
     parts: tuple[int, ...]

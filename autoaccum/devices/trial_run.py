@@ -146,7 +146,7 @@ class TrialRun:
 
     @property
     def host_bytes(self) -> int | None:
-        """The bytes that the last update kept in host memory for its backward; None if it kept none there."""
+        """As `Accumulator.host_bytes`; None if it kept none there."""
         return None if self._accumulator is None else self._accumulator.host_bytes or None
 
     def run(self, parts: Sequence[int], *, joined: bool = False) -> StepResult:

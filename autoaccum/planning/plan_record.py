@@ -53,7 +53,8 @@ class Plan:
         least_bytes: The smallest budget at which this schedule would still run; None when measured, unless requested.
         band_bytes: The uncertainty of whether a prediction fits: of the bytes needed and of the bytes free on the card,
             as far as those were never measured; None when measured.
-        host_bytes: The host memory for what backward needs, where parts run in lock step beside a card; else None.
+        host_bytes: The host memory beside a card: for what backward needs, where parts run in lock step, and of savers;
+            else None.
         device: Name, kind, total and free bytes, how limits are enforced.
         devices: The device of every rank, where each tried on its own, and the plan is that of the one where the least
             fits; None: `device` alone was tried.

@@ -14,7 +14,7 @@ from rich.text import Text
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.checks import counted
 from autoaccum.devices.base import Trial
-from autoaccum.options import mesh_word
+from autoaccum.options import OFFLOADS, mesh_word
 from autoaccum.planning import plan_events
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.throughput import Speed, Throughput, format_rate
@@ -88,7 +88,7 @@ def print_plan(
 
 
 def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Text]]:
-    """Yield the six rows of the answer, and one on host memory where parts run in lock step: name and value."""
+    """Yield the six rows of the answer, and one on host memory where some is taken: name and value."""
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
     yield "iter_size", Text(f"{plan.iter_size}{_ranks(plan)}")
     yield "parts", Text(_parts(plan))
@@ -96,7 +96,9 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Tex
         yield "reduce", Text(_reduce(plan))
     yield "peak", Text(_peak(plan))
     if plan.host_bytes is not None:
-        yield "host memory", Text(f"{format_bytes(plan.host_bytes)} for what backward needs")
+        offloads = [word for word in plan.workload.get("savers") or () if word in OFFLOADS]
+        what = " and ".join(offloads) or "what backward needs"
+        yield "host memory", Text(f"{format_bytes(plan.host_bytes)} for {what}")
     if plan.throughput is not None:
         rate = format_rate(plan.throughput.at_knee.samples_per_second)
         yield "speed", Text(f"{rate} samples/s, measured in updates of {plan.throughput.target_batch}")

@@ -50,8 +50,7 @@ EXPLANATION = Explanation(
     changes=(
         Change(
             name="checkpoint",
-            what="run the 12 blocks layers.* again in backward (torch.utils.checkpoint); their BatchNorms then update"
-            " running statistics twice",
+            what="run the 12 blocks layers.* again in backward (--savers recompute)",
             peak_bytes=7 * GIB,
             saved_bytes=3 * GIB,
             least_bytes=6 * GIB,

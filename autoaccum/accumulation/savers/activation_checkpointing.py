@@ -2,8 +2,8 @@
 
 A checkpointed block stores only its inputs and computes its activations again for its backward (Chen et al., "Training
 Deep Nets with Sublinear Memory Cost", 2016; `torch/utils/checkpoint.py`, `use_reentrant=False`). The same random
-numbers are drawn again. Other effects of a block happen twice: a BatchNorm in it updates its running statistics twice
-for each micro-batch (in PyTorch's own mode; see `batchnorm_modes`), while its gradient stays the same.
+numbers are drawn again, and a BatchNorm in it updates its running statistics in forward only. Other effects of a block
+happen twice.
 """
 
 from __future__ import annotations
@@ -57,17 +57,14 @@ def find_blocks(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, kind in found if number[kind] > 1)
 
 
-def checkpoint_blocks(model: nn.Module, names: Sequence[str], *, counts_once: bool = False) -> Callable[[], None]:
-    """Run the modules at these paths, and copies of them, under `torch.utils.checkpoint`; return what undoes it.
-
-    If `counts_once`, a BatchNorm in them updates its running statistics in forward only.
-    """
+def checkpoint_blocks(model: nn.Module, names: Sequence[str]) -> Callable[[], None]:
+    """Run the modules at these paths, and copies of them, under `torch.utils.checkpoint`; return what undoes it."""
     before: dict[nn.Module, Any] = {}
     for name in names:
         module = model.get_submodule(name)
         if module not in before:  # One block may have several names.
             before[module] = vars(module).get("forward")
-            norms = [one for one in module.modules() if counts_once and isinstance(one, BATCHNORMS)]
+            norms = [one for one in module.modules() if isinstance(one, BATCHNORMS)]
             module.forward = partial(_run, module, before[module], norms)
 
     def undo() -> None:
@@ -81,7 +78,7 @@ def checkpoint_blocks(model: nn.Module, names: Sequence[str], *, counts_once: bo
 
 
 def batchnorms_updated_twice(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the BatchNorms that update their running statistics again in backward if these blocks are checkpointed."""
+    """Return the BatchNorms that PyTorch alone would have update their running statistics twice in these blocks."""
     return [
         f"{name}.{path}" if path else name
         for name in names

@@ -17,11 +17,15 @@ class OffloadedOptimizer:
 
     Between updates the optimizer has its own parameters, so that its `state_dict` is as usual. Parameters of half
     precision are copies in float32, rounded: what an update adds is not lost, however small.
+
+    Attributes:
+        held_bytes: Of copies and state, and of the gradients of the last update.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._copies: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        self.held_bytes = 0, 0
 
     @contextmanager
     def on_host(self, buffers: GradientBuffers | None) -> Iterator[None]:
@@ -43,6 +47,11 @@ class OffloadedOptimizer:
                 parameters[:] = [copies[parameter] for parameter in parameters]
             self._rename(copies)
             yield
+            states = [value for copy in copies.values() for value in self._optimizer.state.get(copy, {}).values()]
+            states = [value for value in states if isinstance(value, Tensor)]
+            gradients = [copy.grad for copy in copies.values() if copy.grad is not None]
+            held = (sum(one.nbytes for one in each) for each in ((*copies.values(), *states), gradients))
+            self.held_bytes = next(held), next(held)
         finally:
             for parameters, before in zip(groups, own, strict=True):
                 parameters[:] = before

@@ -51,7 +51,7 @@ class Recompute:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Recompute in forwards and backwards within it."""
-        undo = checkpoint_blocks(self._model, self.names, counts_once=True)
+        undo = checkpoint_blocks(self._model, self.names)
         try:
             yield
         finally:

@@ -42,6 +42,8 @@ class Savers:
         self._model, self._optimizer, self._exact_batchnorm = model, optimizer, exact_batchnorm
         self._recompute: Recompute | None = None
         self._offloaded: OffloadedOptimizer | None = None
+        self._activations: OffloadedActivations | None = None
+        self._gradient_bytes = 0
         for word in words:
             self.add(word)
 
@@ -82,6 +84,15 @@ class Savers:
             return word
         return None
 
+    @property
+    def host_bytes(self) -> int:
+        """The bytes that the last update kept in memory of the host at most; 0 where that is the device's."""
+        if model_device(self._model).type == "cpu":
+            return 0
+        activation_bytes = 0 if self._activations is None else self._activations.peak_bytes
+        state_bytes, update_bytes = (0, 0) if self._offloaded is None else self._offloaded.held_bytes
+        return state_bytes + max(activation_bytes + self._gradient_bytes, update_bytes)
+
     def _recomputes_all(self) -> bool:
         return self._recompute is not None and len(self._recompute.names) == len(trained_blocks(self._model))
 
@@ -93,7 +104,8 @@ class Savers:
                 stack.enter_context(self._recompute.running())
             if "offload-activations" in self.words:
                 kept = [*self._model.parameters(), *self._model.buffers()]
-                stack.enter_context(OffloadedActivations(kept).saving())
+                self._activations = OffloadedActivations(kept)
+                stack.enter_context(self._activations.saving())
             yield
 
     def buffers(self, parameters: Sequence[Tensor], *, in_fp32: bool) -> GradientBuffers | None:
@@ -102,6 +114,8 @@ class Savers:
 
     def around_update(self, buffers: GradientBuffers | None, *, is_scaled: bool) -> AbstractContextManager[Any]:
         """Return the context in which gradients are clipped and the optimizer updates; it yields the buffers left."""
+        if "offload-gradients" in self.words and buffers is not None:
+            self._gradient_bytes = sum(total.nbytes for total in buffers.sums.values())
         if self._offloaded is not None:
             return self._offloaded.on_host(buffers)
         if "offload-gradients" in self.words and is_scaled and buffers is not None:  # A scaler unscales `.grad`.

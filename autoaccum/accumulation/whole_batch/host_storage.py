@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,13 @@ class HostStorage:
 
     Attributes:
         host: The type of the device whose tensors stay.
-        stored_bytes: The bytes of all copies made since it was created.
+        peak_bytes: The most bytes of copies at one time.
     """
 
     host = "cpu"
 
     def __init__(self, kept: Iterable[Tensor] = ()) -> None:
-        self.stored_bytes = 0
+        self.peak_bytes = self._held_bytes = 0
         self._copies: WeakValueDictionary[Any, _OnHost] = WeakValueDictionary()
         self._kept = {tensor.untyped_storage()._cdata for tensor in kept}
 
@@ -65,10 +65,15 @@ class HostStorage:
             pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
             copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # With its strides, such as channels_last.
             self._copy(tensor.detach(), copy)
-            self.stored_bytes += copy.nbytes
             weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._copies[key] = found = _OnHost(tensor, weak, copy)
+            finalize(found, self._count, -copy.nbytes).atexit = False
+            self._count(copy.nbytes)
         return found
+
+    def _count(self, change_bytes: int) -> None:
+        self._held_bytes += change_bytes
+        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
     def _copy(self, tensor: Tensor, copy: Tensor) -> None:
         copy.copy_(tensor)

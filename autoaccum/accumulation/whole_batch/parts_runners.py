@@ -105,7 +105,7 @@ class LockstepParts:
                     loss = torch.stack(results).sum() if results else torch.zeros((), device=device)
                 del results
                 run_backward(backpropagation.backward, loss if ranks is None else ranks.ending_at(loss))
-        self.host_bytes = storage.stored_bytes
+        self.host_bytes = storage.peak_bytes
 
 
 class RepeatedParts:

@@ -50,13 +50,13 @@ NUMBERS = 8
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, int, int]]:
+def held(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, ...]]:
     path = tmp_path_factory.mktemp("workload") / "blocks.py"
     path.write_text(WORKLOAD)
 
     @cache
-    def trace(*words: str) -> tuple[int, int, int]:
-        """Return the bytes at the beginnings of the last backward and of the update, and the peak."""
+    def trace(*words: str) -> tuple[int, ...]:
+        """Return the bytes at the beginnings of the last backward and of the update, at the peak, and on the host."""
         settings = TrialSettings(reference=str(path), share=2 * SIZE, options=Options(savers=words))
         tracer = InProcessTracer(settings, find_card("rtx3090"))
         try:
@@ -67,7 +67,7 @@ def held(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[int, i
         for at in range(traced.last_update, len(traced.events)):
             peak = max(peak, bytes_at(traced, at))
         starts = {phase: at for at, phase in traced.phases if at >= traced.last_update}
-        return bytes_at(traced, starts["backward"]), bytes_at(traced, starts["update"]), peak
+        return bytes_at(traced, starts["backward"]), bytes_at(traced, starts["update"]), peak, traced.host_bytes or 0
 
     return trace
 
@@ -83,9 +83,10 @@ def bytes_at(traced: Any, event: int) -> int:
     return sum(size for size in alive.values() if isinstance(size, int))
 
 
-def test_each_saver_takes_its_share_away_to_the_byte(held: Callable[..., tuple[int, int, int]]) -> None:
+def test_each_saver_takes_its_share_away_to_the_byte(held: Callable[..., tuple[int, ...]]) -> None:
     """At the beginnings of backward, when all activations are there, and of the update."""
-    backward, update, peak = held()
+    backward, update, peak, on_host = held()
+    assert on_host == 0
     assert update == 4 * PARAMETERS + NUMBERS  # Weights, gradients, and AdamW's two moments.
     saved: dict[tuple[str, ...], tuple[int, int]] = {
         ("recompute",): (BLOCKS * WIDE, 0),
@@ -96,12 +97,12 @@ def test_each_saver_takes_its_share_away_to_the_byte(held: Callable[..., tuple[i
         ("offload-gradients", "offload-optimizer"): (3 * PARAMETERS, 3 * PARAMETERS),
     }
     for words, (in_backward, in_update) in saved.items():
-        own_backward, own_update, own_peak = held(*words)
+        own_backward, own_update, own_peak, _ = held(*words)
         assert (backward - own_backward, update - own_update) == (in_backward, in_update), words
         assert own_peak < peak
 
 
-def test_peaks_fall_by_what_is_predicted(held: Callable[..., tuple[int, int, int]]) -> None:
+def test_peaks_fall_by_what_is_predicted(held: Callable[..., tuple[int, ...]]) -> None:
     """The peak is at the beginning of backward: there the last block, where all are recomputed, has run again."""
     peak = held()[2]
     assert 0 <= peak - 4 * PARAMETERS - (2 * BLOCKS + 4) * WIDE < 32, "targets, outputs, and two of the loss's backward"
@@ -118,3 +119,17 @@ def test_peaks_fall_by_what_is_predicted(held: Callable[..., tuple[int, int, int
     assert 2 * BLOCKS - 4 <= (peak - held("offload-activations")[2]) / WIDE < 2 * BLOCKS
     # What is left in backward is less than in the update, where AdamW's temporaries are as large as the parameters.
     assert held("recompute", "offload-gradients")[2] == 5 * PARAMETERS + NUMBERS
+
+
+def test_what_they_take_on_the_host_is_counted_to_the_byte(held: Callable[..., tuple[int, ...]]) -> None:
+    steps = 4 * 4 * BLOCKS  # AdamW counts the updates of each parameter.
+    waiting = 2 * (BLOCKS + 1) * WIDE  # The loss needs outputs and targets.
+    expected: dict[tuple[str, ...], int] = {
+        ("recompute",): 0,
+        ("offload-activations",): waiting,
+        ("offload-gradients",): PARAMETERS,
+        ("offload-optimizer",): 4 * PARAMETERS + steps,  # Weights, two moments, and gradients in the update.
+        ("offload-gradients", "offload-optimizer"): 4 * PARAMETERS + steps,
+        ("offload-activations", "offload-gradients"): waiting + PARAMETERS,
+    }
+    assert {words: held(*words)[-1] for words in expected} == expected

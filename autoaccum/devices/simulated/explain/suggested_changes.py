@@ -13,17 +13,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.savers.activation_checkpointing import (
-    batchnorms_updated_twice,
-    checkpoint_blocks,
-    describe_blocks,
-    find_blocks,
-    list_modules,
-)
+from autoaccum.accumulation.savers.activation_checkpointing import batchnorms_updated_twice, describe_blocks
+from autoaccum.accumulation.savers.recompute import trained_blocks
 from autoaccum.checks import type_name
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulation_requests import CHECKPOINT, SuggestedChange
 from autoaccum.errors import UsageError
+from autoaccum.options import RECOMPUTE
 from autoaccum.workload.optimizers import call_factory
 from autoaccum.workload.spec import Workload
 
@@ -54,22 +50,9 @@ def _precisions(workload: Workload, model: nn.Module, card: Card) -> Iterator[Su
 
 
 def _checkpoints(workload: Workload, model: nn.Module) -> Iterator[SuggestedChange]:
-    names = _trained_blocks(model)
-    if names:
-        norms = batchnorms_updated_twice(model, names) if workload.batchnorm == "micro" else []
-        twice = f"; their BatchNorms {list_modules(norms)} then update running statistics twice" if norms else ""
-        yield SuggestedChange(
-            CHECKPOINT, f"run the {describe_blocks(names)} again in backward (torch.utils.checkpoint){twice}"
-        )
-
-
-def _trained_blocks(model: nn.Module) -> list[str]:
-    """Return the names of the blocks of `model` with parameters to train, which checkpointing would recompute."""
-
-    def is_trained(name: str) -> bool:
-        return any(parameter.requires_grad for parameter in model.get_submodule(name).parameters())
-
-    return [name for name in find_blocks(model) if is_trained(name)]
+    names = trained_blocks(model)
+    if names and not (workload.batchnorm == "exact" and batchnorms_updated_twice(model, names)):
+        yield SuggestedChange(CHECKPOINT, f"run the {describe_blocks(names)} again in backward (--savers {RECOMPUTE})")
 
 
 def _optimizers(optimizer: Optimizer) -> Iterator[SuggestedChange]:
@@ -101,15 +84,6 @@ def _any(optimizer: Optimizer, option: str) -> bool:
     return any(group.get(option) for group in optimizer.param_groups)
 
 
-def _checkpointed(workload: Workload) -> Workload:
-    def build() -> nn.Module:
-        model = workload.build_model()
-        checkpoint_blocks(model, _trained_blocks(model))
-        return model
-
-    return replace(workload, model=build)
-
-
 def _updated_with(options: Mapping[str, Any], workload: Workload) -> Workload:
     return replace(workload, optimizer=partial(_with_options, workload.optimizer, options))
 
@@ -128,7 +102,7 @@ def _with_options(own: Any, options: Mapping[str, Any], params: list[nn.Paramete
 _CHANGES: Final[Mapping[str, _Change]] = {
     "bf16": lambda workload: replace(workload, precision="bf16"),
     "fp16": lambda workload: replace(workload, precision="fp16"),
-    CHECKPOINT: _checkpointed,
+    CHECKPOINT: lambda workload: replace(workload, savers=(*workload.savers, RECOMPUTE)),
     _NO_LISTS: partial(_updated_with, {"foreach": False}),
     _FUSED: partial(_updated_with, {"fused": True, "foreach": None}),
     _PLAIN_SGD: lambda workload: replace(workload, optimizer=_PLAIN_SGD),

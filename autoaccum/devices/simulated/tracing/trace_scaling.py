@@ -46,6 +46,7 @@ class AffineTrace:
     sizes: tuple[int, ...]
     smallest: Trace
     _functions: tuple[tuple[_Affine, ...], ...]
+    _host: _Affine | None = None
 
     @cached_property
     def _growing(self) -> list[tuple[int, tuple[_Affine, ...]]]:
@@ -63,7 +64,9 @@ class AffineTrace:
             if min(numbers) < 0 and any(function.slope and function.at(size) < 0 for function in functions):
                 raise NotAffineError(f"block {block} would take {min(numbers)} at {size} samples", hint=_HINT)
             sizes[block] = Workspace(traced.rule, numbers) if isinstance(traced, Workspace) else numbers[0]
-        return replace(self.smallest, parts=(size,) * len(self.smallest.parts), sizes=tuple(sizes))
+        host_bytes = None if self._host is None else self._host.at(size)
+        parts = (size,) * len(self.smallest.parts)
+        return replace(self.smallest, parts=parts, sizes=tuple(sizes), host_bytes=host_bytes)
 
 
 def fit_affine_trace(traces: Sequence[Trace]) -> AffineTrace:
@@ -85,7 +88,9 @@ def fit_affine_trace(traces: Sequence[Trace]) -> AffineTrace:
     for block, row in enumerate(rows):
         if row not in known:
             known[row] = _fit_block(block, ordered)
-    return AffineTrace(sizes, ordered[0], tuple(known[row] for row in rows))
+    on_host = [trace.host_bytes for trace in ordered if trace.host_bytes is not None]
+    host = _fit(sizes, on_host) if len(on_host) == len(sizes) else None
+    return AffineTrace(sizes, ordered[0], tuple(known[row] for row in rows), host)
 
 
 def grows_quadratically(traces: Sequence[Trace]) -> bool:
