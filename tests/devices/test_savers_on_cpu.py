@@ -12,7 +12,7 @@ from autoaccum.units import MIB
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 
-WIDTH, BLOCKS, SIZE = 256, 8, 4096
+WIDTH, BLOCKS, SIZE = 32, 8, 32768
 WIDE = 4 * SIZE * WIDTH
 """The bytes of a tensor between layers. Of each block, backward needs its input and that of its second layer."""
 
@@ -41,12 +41,12 @@ criterion = nn.MSELoss()
 def test_resident_memory_falls_by_what_recomputed_blocks_do_not_keep(write_workload: Any) -> None:
     """Backward begins in the last block: where that is recomputed, its own activations are there again by then."""
     reference, peaks = write_workload(WORKLOAD), {}
-    for count in (0, 3, 6, BLOCKS):
+    for count in (0, 3, BLOCKS):
         savers = (f"recompute={count}",) if count else ()
         with CpuDevice(make_settings(reference, 2 * SIZE, 1024 * MIB, savers=savers)) as device:
-            trial = device.trial((SIZE, SIZE))
+            trial = device.trial((SIZE, SIZE), spare=False)
         assert trial.outcome == "ok", trial.message
         assert trial.peak_reserved_bytes is not None
         peaks[count] = trial.peak_reserved_bytes
-    for count, not_kept in ((3, 3), (6, 6), (BLOCKS, BLOCKS - 1)):
-        assert abs(peaks[0] - peaks[count] - not_kept * WIDE) < 2 * MIB
+    for count, not_kept in ((3, 3), (BLOCKS, BLOCKS - 1)):
+        assert abs(peaks[0] - peaks[count] - not_kept * WIDE) < MIB
