@@ -25,7 +25,7 @@ from autoaccum.devices.trial_record import Inspect, Loaded, LoadWorkload, RunTri
 from autoaccum.devices.trial_run import run_trial, seed_everything
 from autoaccum.devices.update_timer import UpdateTimer
 from autoaccum.errors import UsageError
-from autoaccum.options import Options
+from autoaccum.options import RECOMPUTE, Options
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.samples import apply_settings
 from autoaccum.workload.spec import Workload
@@ -97,6 +97,9 @@ class TrialChild:
         """Run one trial under the limit, which is lifted before a failure is described."""
         assert self._workload is not None
         assert self._meter is not None
+        if is_put_off() and any(word.startswith(RECOMPUTE) for word in request.replaced(self._workload).savers):
+            import_module(COMPILER)  # torch.utils.checkpoint would; it is PyTorch's memory, not the trial's.
+            self._meter.rebase()
         release_memory()
         measured, *_ = run_trial(self._workload, self._share, request, meter=self._meter, world_size=self._world_size)
         if measured.failure is None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from asking import make_settings
 
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.units import MIB
-
-pytestmark = pytest.mark.usefixtures("warm_children")
 
 WIDTH, BLOCKS, SIZE = 32, 8, 32768
 WIDE = 4 * SIZE * WIDTH
@@ -40,13 +37,13 @@ criterion = nn.MSELoss()
 
 def test_resident_memory_falls_by_what_recomputed_blocks_do_not_keep(write_workload: Any) -> None:
     """Backward begins in the last block: where that is recomputed, its own activations are there again by then."""
-    reference, peaks = write_workload(WORKLOAD), {}
-    for count in (0, 3, BLOCKS):
-        savers = (f"recompute={count}",) if count else ()
-        with CpuDevice(make_settings(reference, 2 * SIZE, 1024 * MIB, savers=savers)) as device:
+    peaks = {}
+    with CpuDevice(make_settings(write_workload(WORKLOAD), 2 * SIZE, 1024 * MIB)) as device:
+        for count in (0, BLOCKS, 3):
+            device.use_savers((f"recompute={count}",) if count else ())
             trial = device.trial((SIZE, SIZE), spare=False)
-        assert trial.outcome == "ok", trial.message
-        assert trial.peak_reserved_bytes is not None
-        peaks[count] = trial.peak_reserved_bytes
+            assert trial.outcome == "ok", trial.message
+            assert trial.peak_reserved_bytes is not None
+            peaks[count] = trial.peak_reserved_bytes
     for count, not_kept in ((3, 3), (BLOCKS, BLOCKS - 1)):
         assert abs(peaks[0] - peaks[count] - not_kept * WIDE) < MIB
