@@ -109,7 +109,7 @@ def test_unknown_arguments_raise_a_type_error() -> None:
 
 
 def test_a_mesh_of_two_dimensions_shards() -> None:
-    assert (Options(mesh="2x8").parallel, Options(mesh="8").parallel) == ("fsdp2", None)
+    assert (Options(mesh=(2, 8)).parallel, Options(mesh=(8,)).parallel) == ("fsdp2", None)
 
 
 def test_savers_are_chosen_by_commands_that_plan_and_the_workload_has_none_until_then() -> None:
