@@ -96,7 +96,8 @@ def plan(
         least: Measure `least_bytes`, the smallest budget at which the schedule still runs, to 2 MiB or 0.5 %. A
             predicted plan always has it.
         prefer: `fastest`: of the micro-batches that fit, take the smallest within 2 % of the most samples per second,
-            by timed updates (`Plan.throughput`). `largest`: take the fewest micro-batches per update.
+            by timed updates (`Plan.throughput`), or with a `gpu` by an estimate. `largest`: take the fewest
+            micro-batches per update.
         explain: Add `Plan.explanation`: the memory at the peak by purpose and by module, and changes that would save
             some. It is simulated, even where the trials were real; not available for trials in this process.
         picture: Send listeners the data of a memory picture (`plan_events.Explained`), where the device has it.

@@ -17,10 +17,12 @@ from autoaccum.cli.outputs import Outputs, running_words
 from autoaccum.errors import AutoaccumError, DoesNotFitError, RankLostError, UsageError
 
 if TYPE_CHECKING:
+    from autoaccum.options import Options
     from autoaccum.planning.plan_events import Event, Listener
     from autoaccum.planning.plan_record import Plan
 
 _CODE_INTERRUPTED = 128 + signal.SIGINT
+_SHOW = "show"
 _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "force", "quiet", "verbose")
 """The flags that concern only the output of this run."""
 
@@ -53,6 +55,10 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "force", "quiet", "
     "mesh",
     "multiple_of",
     "equal",
+    savers="A way to take less memory for the same gradient. recompute: run the model's repeated blocks again in "
+    "backward (recompute=N: N of them); offload-activations, offload-gradients, offload-optimizer: keep these in host "
+    "memory. Repeatable. Or, alone, auto: the least costly that suffice; with --gpu also show: a table of the sets "
+    "that no other beats in both time and largest micro-batch.",
     world_size={
         "type": CountOrRange(),
         "metavar": "N|N..M",
@@ -78,7 +84,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "force", "quiet", "
     default="largest",
     show_default=True,
     help="The micro-batch to take of those that fit. largest: the fewest per update; fastest: the smallest within 2 % "
-    "of the most samples per second, by timed updates.",
+    "of the most samples per second, by timed updates; with --gpu by an estimate.",
 )
 @click.option(
     "--explain",
@@ -90,7 +96,10 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "force", "quiet", "
 @click.option("-o", "--output", metavar="FILE", help="Write the plan to a file, for `fit --plan` and Plan.load.")
 @click.option("--emit", metavar="FILE", help="Write the training step as plain PyTorch that needs no autoaccum.")
 @click.option(
-    "--plot", metavar="FILE", help="Draw the memory of a card over one update, or the trials on a CPU: .svg or .png."
+    "--plot",
+    metavar="FILE",
+    help="Draw the memory of a card over one update, or the trials on a CPU: .svg or .png. With --savers show, "
+    "draw the sets.",
 )
 @click.option(
     "--snapshot",
@@ -155,6 +164,7 @@ def command(
       autoaccum plan model.py --target-batch 256 --gpu rtx4090 --explain  for a card that is not here
       autoaccum plan model.py --target-batch 256 -o plan.json --emit train_step.py
       autoaccum plan model.py --target-batch 512 --gpu h100 --world-size 1..64 --parallel fsdp2
+      autoaccum plan model.py --target-batch 256 --gpu rtx4090 --savers show --plot savers.svg
 
     Exit codes:
       0  a plan was made
@@ -167,12 +177,20 @@ def command(
     from autoaccum.reporting.console import make_console, print_labelled
     from autoaccum.reporting.plan_report import PlanProgress, print_plan
 
+    shows_savers = request["savers"] == (_SHOW,)
     if isinstance(request["world_size"], range):
         chosen = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot, "--mesh": request["mesh"]}
         chosen |= {"--explain": request["explain"], "--prefer fastest": request["prefer"] == "fastest"}
+        chosen |= {"--savers show": shows_savers}
         _compare(workload, chosen, as_json=as_json, quiet=quiet, **request)
         return
     of_ranks = is_one_of_ranks()
+    if shows_savers:
+        chosen = {"-o": output, "--emit": emit, "--snapshot": snapshot, "--explain": request["explain"]}
+        chosen |= {"--prefer fastest": request["prefer"] == "fastest", "--least": request["least"]}
+        chosen |= {f"--{name.replace('_', '-')}": request[name] for name in ("micro_batch", "max_trials", "time_limit")}
+        _show_savers(workload, chosen, plot, as_json=as_json, force=force, quiet=quiet, **request)
+        return
     source = click.get_current_context().get_parameter_source("world_size")
     if request["parallel"] == "fsdp2" and source is ParameterSource.DEFAULT and not of_ranks:
         raise UsageError("--parallel fsdp2 shards over ranks, and there is one", hint="say how many (--world-size N)")
@@ -255,13 +273,66 @@ def _compare(workload: str, chosen: dict[str, Any], *, as_json: bool, quiet: boo
         raise DoesNotFitError(f"none of {within[0]} to {within[-1]} ranks trains the model: {rows[-1].message}")
 
 
-def _run_ranks(request: dict[str, Any]) -> bool:
-    """Run this command on a rank for each device, if there are enough; leave with their exit code unless it is 0."""
+def _show_savers(
+    workload: str,
+    chosen: dict[str, Any],
+    plot: str | None,
+    *,
+    as_json: bool,
+    force: bool,
+    quiet: bool,
+    **request: Any,
+) -> None:
+    """Show the sets of savers that no other beats; `chosen` are flags that go with a plan only."""
+    from autoaccum.checks import check_alone
+    from autoaccum.files import write_bytes
+    from autoaccum.planning.plan_request import PlanRequest
+    from autoaccum.planning.plan_setup import make_setup
+    from autoaccum.planning.saver_table import compare_savers
+    from autoaccum.planning.saver_trials import SaverTrials
+    from autoaccum.planning.trial_runner import SearchLimits
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.figures.file_format import picture_format
+    from autoaccum.reporting.plan_report import PlanProgress
+    from autoaccum.reporting.savers_report import print_savers, savers_json
+
+    if request["gpu"] is None:
+        raise UsageError("--savers show compares sets of savers in a simulation", hint="name a card (--gpu NAME)")
+    check_alone("--savers show")
+    if given := next((flag for flag, value in chosen.items() if value), None):
+        raise UsageError(f"--savers show makes a table, and {given} goes with a plan", hint="name savers, or none")
+    Outputs(None, None, plot, None, force=force).check(workload, request["world_size"])
+    options = _read_options(request | {"savers": None})
+    asked = PlanRequest(request["target_batch"], options, max_micro_batch=request["max_micro_batch"])
+    stderr = make_console(stderr=True)
+    with PlanProgress(stderr, quiet=quiet) as progress:
+        on_output = progress.print_output if stderr.can_redraw else None
+        setup = make_setup(workload, asked, on_output=on_output)
+        with setup.device:
+            trials = SaverTrials(setup.device, asked, SearchLimits(None, None), progress.notify)
+            table = compare_savers(trials, setup.reference)
+    if plot is not None:
+        from autoaccum.reporting.figures.savers_figure import draw_savers
+
+        write_bytes(Path(plot), draw_savers(table, picture_format(plot)), force=force)
+    if as_json:
+        click.echo(savers_json(table), nl=False)
+    else:
+        print_savers(make_console(), table)
+
+
+def _read_options(request: dict[str, Any]) -> Options:
     from autoaccum.options import Options
-    from autoaccum.planning.device_choice import has_device_for_each
 
     known = {field.name for field in dataclasses.fields(Options)}
-    options = Options.of("plan", {name: value for name, value in request.items() if name in known})
+    return Options.of("plan", {name: value for name, value in request.items() if name in known})
+
+
+def _run_ranks(request: dict[str, Any]) -> bool:
+    """Run this command on a rank for each device, if there are enough; leave with their exit code unless it is 0."""
+    from autoaccum.planning.device_choice import has_device_for_each
+
+    options = _read_options(request)
     if not has_device_for_each(options):
         return False
     from autoaccum.accumulation.ranks.launch import run_ranks

@@ -17,7 +17,8 @@ DEFAULT_WORST_OF = 64
 """The number of dataset samples whose longest make the batches of a workload without a `batch` of its own."""
 
 Prefer = Literal["largest", "fastest"]
-"""`largest`: the fewest micro-batches per update. `fastest`: the smallest within 2 % of the most samples per second."""
+"""`largest`: the fewest micro-batches per update. `fastest`: the smallest within 2 % of the most samples per second, as
+timed; for a simulated card by an estimate."""
 
 _MIN_LOAD_SECONDS = 30.0
 """The least time to load and check the workload, whatever the time limit is: no plan is made without."""

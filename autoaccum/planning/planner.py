@@ -22,7 +22,7 @@ from autoaccum.devices.explanation import (
     Prediction,
     ReducingDevice,
 )
-from autoaccum.devices.update_cost import SavingDevice
+from autoaccum.devices.update_cost import CountingDevice, SavingDevice
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Reduce
 from autoaccum.planning.plan_events import Explained, ExplanationStarted, Inspected, Listener, Loading, Tracing
@@ -41,6 +41,7 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.search import SearchResult, SearchStopped, search
+from autoaccum.planning.speed_estimate import estimate_seconds
 from autoaccum.planning.throughput import Throughput, describe_knee
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, find_least_budget
 
@@ -296,6 +297,8 @@ class _Planner:
         """Take the smallest micro-batch that is nearly as fast as the fastest, if that is preferred, and prove it."""
         if self.request.prefer != "fastest":
             return _Speeds(largest)
+        if isinstance(self.setup.device, CountingDevice):
+            return _Speeds(largest, notes=(self._estimate_speed(largest),))
         sizes = self.request.ladder(largest.size, self.inspection.least_size)
         try:
             known = self.runner.time_updates(sizes)
@@ -316,6 +319,21 @@ class _Planner:
             if result.size > min(found):
                 result = self._prove(min(found), result)
         return result
+
+    def _estimate_speed(self, largest: SearchResult) -> str:
+        """Return a note on an estimate, by which no smaller micro-batch is faster: it moves no fewer bytes."""
+        device, parts = self.setup.device, self.request.schedule(largest.size).micro_batches
+        assert isinstance(device, CountingDevice)
+        why = "and what a kernel takes beside these is not: the knee below it is found by timed updates, on the card"
+        try:
+            cost = device.count_cost(limit_seconds=self.limits.seconds_left(None, 0.0))
+        except (SearchStopped, WorkloadError, NotMeasuredError) as error:
+            return f"the time of an update was not estimated, and the largest micro-batch taken ({first_line(error)})"
+        known = estimate_seconds(cost, device.describe(), parts, precision=self.inspection.precision)
+        return (
+            f"the largest micro-batch is the fastest by an estimate, {known.least_seconds:.2g} to"
+            f" {known.most_seconds:.2g} s an update: FLOPs and bytes that are moved are counted, {why}"
+        )
 
     def _prove(self, size: int, larger: SearchResult) -> SearchResult:
         """Run the schedule of `size` from a clean state; search below it where that fails, although a larger ran."""
@@ -464,15 +482,11 @@ def _too_small_error(schedule: Schedule, ceiling: int, least_size: int, result: 
 
 def _check_timeable(setup: PlanSetup, request: PlanRequest) -> None:
     """Raise UsageError before any trial if the fastest is preferred and the device cannot time updates."""
-    if request.prefer == "fastest" and not isinstance(setup.device, TimingDevice):
-        where = (
-            "nothing runs on a simulated card"
-            if isinstance(setup.device, PredictingDevice)
-            else ("trials of live objects, or of a Workload made in code, run in this one")
-        )
+    if request.prefer == "fastest" and not isinstance(setup.device, (TimingDevice, CountingDevice)):
         raise UsageError(
-            f'prefer="fastest" (--prefer fastest) times updates in a process of their own, and {where}',
-            hint="plan a file on the device at hand, or leave it out",
+            'prefer="fastest" (--prefer fastest) times updates in a process of their own, and trials of live objects,'
+            " or of a Workload made in code, run in this one",
+            hint="plan a file, or leave it out",
         )
 
 

@@ -1,15 +1,18 @@
-"""Choose the least costly savers that make a size fit: pure decisions over functions that are handed in."""
+"""Choose savers, or those that no others beat: pure decisions over functions that are handed in."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
 
 from autoaccum.options import OFFLOADS, RECOMPUTE
 
 Words = tuple[str, ...]
 """Savers, as `options.read_savers` returns them."""
+Parts = tuple[int, ...]
+_QUARTERS = 4
 
 
 def choose_savers(
@@ -35,7 +38,7 @@ def choose_savers(
         own_cost, offloaded = heapq.heappop(waiting)
         if own_cost >= least:
             break
-        count = _least_blocks(offloaded, blocks, fits)
+        count = least_blocks(offloaded, blocks, fits)
         if count is not None:
             words = with_blocks(offloaded, count)
             found = cost(words) if count else own_cost
@@ -60,7 +63,16 @@ def with_blocks(offloaded: Words, count: int) -> Words:
     return (f"{RECOMPUTE}={count}", *offloaded) if count else offloaded
 
 
-def _least_blocks(offloaded: Words, blocks: int, fits: Callable[[Words], bool]) -> int | None:
+def format_savers(words: Words) -> str:
+    """Write a set of savers, which may be empty.
+
+    >>> format_savers(("recompute=6", "offload-optimizer")), format_savers(())
+    ('recompute=6 + offload-optimizer', 'no savers')
+    """
+    return " + ".join(words) or "no savers"
+
+
+def least_blocks(offloaded: Words, blocks: int, fits: Callable[[Words], bool]) -> int | None:
     """Return the least number of recomputed blocks that fits with these offloads; None if not even all do."""
     if fits(offloaded):
         return 0
@@ -74,3 +86,63 @@ def _least_blocks(offloaded: Words, blocks: int, fits: Callable[[Words], bool]) 
         else:
             fails = middle
     return runs
+
+
+def list_sets(offloads: Sequence[str], blocks: int, fits: Callable[[Words], bool]) -> list[Words]:
+    """Return sets of savers that fit: each subset of `offloads`, with some numbers of `blocks` recomputed.
+
+    These are quarters of all, and the least number that fits. Savers are taken to lower the memory: with more of what
+    fits, nothing is tried.
+
+    >>> list_sets(["offload-optimizer"], 2, lambda words: "recompute=2" in words)
+    [('recompute=2',), ('recompute=2', 'offload-optimizer')]
+    """
+    found: list[Words] = []
+    for count in range(len(offloads) + 1):
+        for offloaded in combinations(offloads, count):
+            fits_without = any(set(words) <= set(offloaded) for words in found)
+            least = 0 if fits_without else least_blocks(offloaded, blocks, fits)
+            if least is not None:
+                quarters = {blocks * part // _QUARTERS for part in range(_QUARTERS + 1)}
+                counts = sorted({least} | {quarter for quarter in quarters if quarter > least})
+                found += [with_blocks(offloaded, each) for each in counts]
+    return found
+
+
+def find_front(
+    sets: Iterable[Words],
+    seconds: Callable[[Words, Parts], float],
+    largest: Callable[[Words, int], Parts | None],
+    fewest: Parts,
+    enough: int | None = None,
+) -> dict[Words, Parts]:
+    """Find the sets that no other beats: none takes at most as long with at least as large a micro-batch.
+
+    They are visited by the least time of an update, which is that in the fewest micro-batches. What is beaten by then,
+    whatever its largest micro-batch is, is not tried, and of the others only sizes above those that beat it.
+
+    Args:
+        sets: The sets of savers.
+        seconds: Returns the seconds of an update by parts, which are no fewer in more parts.
+        largest: Returns the parts with the largest micro-batch that fits, or None if that is not above a size.
+        fewest: The parts of an update in the fewest micro-batches that may be.
+        enough: Only so many of the fastest are wanted.
+
+    Returns:
+        The parts of each, the fastest first.
+    """
+    found: dict[Words, Parts] = {}
+    for words in sorted(sets, key=lambda one: (seconds(one, fewest), len(one))):
+        least = seconds(words, fewest)
+        above = max((max(parts) for other, parts in found.items() if seconds(other, parts) <= least), default=0)
+        known = sorted(seconds(*one) for one in found.items())
+        if above >= max(fewest) or (enough and len(known) >= enough and known[enough - 1] <= least):
+            break
+        parts = largest(words, above)
+        if parts is not None:
+            found[words] = parts
+    front: dict[Words, Parts] = {}
+    for words, parts in sorted(found.items(), key=lambda one: (seconds(*one), -max(one[1]), len(one[0]))):
+        if all(max(other) < max(parts) for other in front.values()):
+            front[words] = parts
+    return front

@@ -17,6 +17,7 @@ from autoaccum.devices.base import Trial
 from autoaccum.options import OFFLOADS, mesh_word
 from autoaccum.planning import plan_events
 from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.saver_choice import format_savers
 from autoaccum.planning.throughput import Speed, Throughput, format_rate
 from autoaccum.reporting.console import make_table, path_value, print_messages, print_rows, print_table
 from autoaccum.reporting.explain_report import print_explanation
@@ -292,7 +293,7 @@ class PlanProgress(Progress):
             self._end(event)
 
     def _try_savers(self, event: plan_events.SaversTried) -> None:
-        name = " + ".join(event.savers) or "no savers"
+        name = format_savers(event.savers)
         if event.trial is None:
             self.show(f"trying {name} ...")
             return

@@ -9,8 +9,9 @@ from itertools import combinations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoaccum.accumulation.schedule import even_parts
 from autoaccum.options import OFFLOADS
-from autoaccum.planning.saver_choice import Words, choose_savers, with_blocks
+from autoaccum.planning.saver_choice import Parts, Words, choose_savers, find_front, list_sets, with_blocks
 
 
 @dataclass
@@ -111,3 +112,69 @@ def test_offloads_that_cost_more_than_what_was_found_are_not_tried() -> None:
     card = MadeUpCard(80, dict.fromkeys(OFFLOADS, 30), dict.fromkeys(OFFLOADS, 99.0), [5] * 12, 1.0)
     assert card.choose() == ("recompute=4",)
     assert not any(set(OFFLOADS) & set(words) for words in card.tried)
+
+
+SHARE = 64
+
+
+def every_set(blocks: int) -> list[Words]:
+    sets = [chosen for number in range(4) for chosen in combinations(OFFLOADS, number)]
+    return [with_blocks(chosen, each) for chosen in sets for each in range(blocks + 1)]
+
+
+def parts_of(micro_batch: int) -> Parts:
+    return even_parts(SHARE, -(-SHARE // micro_batch))
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(every_set(4)),
+        st.tuples(st.integers(0, 20), st.integers(0, 3), st.integers(0, SHARE)),
+    )
+)
+def test_the_front_is_that_of_trying_all(known: dict[Words, tuple[int, int, int]]) -> None:
+    """Each set takes some time, and some more for each part; up to some size fits, or none."""
+    tried: list[Words] = []
+
+    def seconds(words: Words, parts: Parts) -> float:
+        return known[words][0] + known[words][1] * len(parts)
+
+    def largest(words: Words, above: int) -> Parts | None:
+        assert words not in tried
+        tried.append(words)
+        fits = known[words][2]
+        return parts_of(fits) if fits and max(parts_of(fits)) > above else None
+
+    front = find_front(known, seconds, largest, (SHARE,))
+    every = {words: parts_of(most) for words, (_, _, most) in known.items() if most}
+    for words, parts in every.items():
+        beaten_by = [other for other, more in front.items() if seconds(other, more) <= seconds(words, parts)]
+        assert any(max(front[other]) >= max(parts) for other in beaten_by), "it is in the front, or is beaten by one"
+    for (faster, smaller), (slower, larger) in combinations(front.items(), 2):
+        assert seconds(faster, smaller) < seconds(slower, larger)
+        assert max(smaller) < max(larger)
+    assert all(every[words] == parts for words, parts in front.items())
+
+
+@given(st.integers(0, 40), st.integers(0, 41), st.integers(0, 3))
+def test_sets_recompute_quarters_and_the_least_that_fit(total: int, least: int, needed: int) -> None:
+    """So many blocks are to be recomputed for one sample to fit, or so many offloads are needed in their place."""
+    found = list_sets(OFFLOADS, total, lambda words: count(words) >= least or len(set(words) & set(OFFLOADS)) >= needed)
+    for number in range(4):
+        for offloaded in combinations(OFFLOADS, number):
+            counts = [count(words) for words in found if set(words) & set(OFFLOADS) == set(offloaded)]
+            lowest = 0 if number >= needed else least
+            quarters = {total * part // 4 for part in range(5)}
+            assert counts == ([] if lowest > total else sorted({lowest, *(one for one in quarters if one > lowest)}))
+
+
+def test_only_the_fastest_are_sought_where_these_are_enough() -> None:
+    tried: list[Words] = []
+
+    def largest(words: Words, above: int) -> Parts:
+        tried.append(words)
+        return parts_of(8 + 8 * len(tried))
+
+    times = {with_blocks((), blocks): 10.0 + blocks for blocks in range(5)}
+    front = find_front(times, lambda words, parts: times[words], largest, (SHARE,), enough=2)
+    assert list(front) == tried == [(), ("recompute=1",)]
