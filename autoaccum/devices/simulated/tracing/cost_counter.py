@@ -40,6 +40,11 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         phase: Returns the phase of the trial.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """As `FakeCudaMode._should_skip_dynamo`; skipping the compiler would import it besides."""
+        return False
+
     def __init__(self, phase: Callable[[], Phase]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._phase = phase
