@@ -71,6 +71,7 @@ def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
         plan=PLAN,
         evaluation={"loss": 0.25, "accuracy": 0.97},
         oom_retries=12,
+        added_savers=("recompute", "offload-gradients"),
         skipped=1,
         checkpoint=Path("runs") / ("deep/" * 20) / "2.pt",
         model_path=Path("a/model.pt"),
@@ -81,7 +82,8 @@ def test_a_table_says_what_it_came_to_and_what_to_do_next() -> None:
         "updates      3000 in 3 epochs, 768,000 samples\n",
         "evaluation   loss 0.25, accuracy 0.97\n",
         "micro-batch  64 in the last update, planned were 86\n",
-        "OOM retries  12, in smaller micro-batches\n",
+        "OOM retries  12, in smaller micro-batches or with more savers\n",
+        "added savers recompute, offload-gradients: no smaller micro-batch was left\n",
         "skipped      1 update, not finite\n",
         f"checkpoint   {told.checkpoint}\n",
         "  model.load_state_dict(torch.load('a/model.pt', weights_only=True))\n",
@@ -98,6 +100,7 @@ def test_a_record_for_programs() -> None:
         run_dir=Path("a"),
         checkpoint=Path("a/2.pt"),
         model_path=Path("a/model.pt"),
+        added_savers=("recompute",),
         warnings=("careful",),
     )
     record = json.loads(json.dumps(fit_record(result, target_batch=256, last=LAST), allow_nan=False))
@@ -107,4 +110,5 @@ def test_a_record_for_programs() -> None:
     assert record["planned_micro_batch"] == 86
     assert (record["run_dir"], record["checkpoint"], record["weights"]) == ("a", "a/2.pt", "a/model.pt")
     assert record["resumed_from"] is None
+    assert record["added_savers"] == ["recompute"]
     assert record["warnings"] == ["careful"]

@@ -25,7 +25,8 @@ class Recompute:
         exact_batchnorm: Whether BatchNorm normalises by the whole batch, which cannot be done again in backward.
 
     Raises:
-        UsageError: The model has fewer blocks with parameters to train, or they have BatchNorms that cannot run again.
+        UsageError: The model has fewer blocks with parameters to train, they have BatchNorms that cannot run again, or
+            they are compiled together with what is around them.
     """
 
     def __init__(self, model: nn.Module, blocks: int = 0, *, exact_batchnorm: bool = False) -> None:
@@ -39,14 +40,19 @@ class Recompute:
             )
         self._model = model
         self.names = [found[index * len(found) // count] for index in range(count)]
-        if exact_batchnorm:
-            for name in self.names:
-                if any(isinstance(module, BATCHNORMS) for module in model.get_submodule(name).modules()):
-                    raise UsageError(
-                        f'batchnorm is "exact", and the recomputed {list_modules([name])} has BatchNorms, which would'
-                        " wait for other parts in backward",
-                        hint='take batchnorm="running" or "frozen", or another saver',
-                    )
+        for name in self.names:
+            if _is_compiled(model, name):
+                raise UsageError(
+                    f"torch.compile has made {name} one with what is around it, so that it cannot be recomputed alone",
+                    hint="checkpoint in the model itself (torch.utils.checkpoint), or choose another saver",
+                )
+            norms = any(isinstance(module, BATCHNORMS) for module in model.get_submodule(name).modules())
+            if exact_batchnorm and norms:
+                raise UsageError(
+                    f'batchnorm is "exact", and the recomputed {list_modules([name])} has BatchNorms, which would wait'
+                    " for other parts in backward",
+                    hint='take batchnorm="running" or "frozen", or another saver',
+                )
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -56,6 +62,15 @@ class Recompute:
             yield
         finally:
             undo()
+
+
+def _is_compiled(model: nn.Module, name: str) -> bool:
+    """Return whether the block of that name runs within compiled code, where Dynamo cannot trace its checkpointing."""
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts))]
+    if any(isinstance(getattr(module, "_orig_mod", None), nn.Module) for module in around):
+        return True
+    return any(module._compiled_call_impl is not None for module in (*around, model.get_submodule(name)))
 
 
 def trained_blocks(model: nn.Module) -> list[str]:

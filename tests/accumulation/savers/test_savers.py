@@ -215,6 +215,16 @@ def test_wrong_savers_are_refused(words: Any, message: str) -> None:
         Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=4, savers=words)
 
 
+def test_compiled_blocks_are_refused() -> None:
+    whole, inner = torch.compile(Net(), backend="eager"), Net()
+    inner.blocks.compile(backend="eager")
+    models: list[tuple[Any, str]] = [(whole, "_orig_mod.blocks.0"), (inner, "blocks.0")]
+    for model, name in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(UsageError, match=f"torch.compile has made {name} one with what is around it"):
+            Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=4, savers=["recompute"])
+
+
 def test_exact_batchnorm_cannot_be_recomputed() -> None:
     model = nn.Sequential(Normed(), Normed())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, cast
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.savers.activation_checkpointing import batchnorms_updated_twice, describe_blocks
-from autoaccum.accumulation.savers.recompute import trained_blocks
+from autoaccum.accumulation.savers.activation_checkpointing import describe_blocks
+from autoaccum.accumulation.savers.recompute import Recompute
 from autoaccum.checks import type_name
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulation_requests import CHECKPOINT, SuggestedChange
@@ -50,8 +51,8 @@ def _precisions(workload: Workload, model: nn.Module, card: Card) -> Iterator[Su
 
 
 def _checkpoints(workload: Workload, model: nn.Module) -> Iterator[SuggestedChange]:
-    names = trained_blocks(model)
-    if names and not (workload.batchnorm == "exact" and batchnorms_updated_twice(model, names)):
+    with suppress(UsageError):  # It has no blocks, or they cannot run again.
+        names = Recompute(model, exact_batchnorm=workload.batchnorm == "exact").names
         yield SuggestedChange(CHECKPOINT, f"run the {describe_blocks(names)} again in backward (--savers {RECOMPUTE})")
 
 
