@@ -42,8 +42,7 @@ class Savers:
         self._model, self._optimizer, self._exact_batchnorm = model, optimizer, exact_batchnorm
         self._recompute: Recompute | None = None
         self._offloaded: OffloadedOptimizer | None = None
-        self._activations: OffloadedActivations | None = None
-        self._gradient_bytes = 0
+        self._activation_bytes = self._gradient_bytes = 0
         for word in words:
             self.add(word)
 
@@ -89,9 +88,8 @@ class Savers:
         """The bytes that the last update kept in memory of the host at most; 0 where that is the device's."""
         if model_device(self._model).type == "cpu":
             return 0
-        activation_bytes = 0 if self._activations is None else self._activations.peak_bytes
         state_bytes, update_bytes = (0, 0) if self._offloaded is None else self._offloaded.held_bytes
-        return state_bytes + max(activation_bytes + self._gradient_bytes, update_bytes)
+        return state_bytes + max(self._activation_bytes + self._gradient_bytes, update_bytes)
 
     def _recomputes_all(self) -> bool:
         return self._recompute is not None and len(self._recompute.names) == len(trained_blocks(self._model))
@@ -102,11 +100,12 @@ class Savers:
         with ExitStack() as stack:
             if self._recompute is not None:
                 stack.enter_context(self._recompute.running())
+            storage = None
             if "offload-activations" in self.words:
-                kept = [*self._model.parameters(), *self._model.buffers()]
-                self._activations = OffloadedActivations(kept)
-                stack.enter_context(self._activations.saving())
+                storage = OffloadedActivations([*self._model.parameters(), *self._model.buffers()])
+                stack.enter_context(storage.saving())
             yield
+            self._activation_bytes = 0 if storage is None else storage.peak_bytes
 
     def buffers(self, parameters: Sequence[Tensor], *, in_fp32: bool) -> GradientBuffers | None:
         """Return buffers in host memory that sum the gradients; None if they are summed on the device."""

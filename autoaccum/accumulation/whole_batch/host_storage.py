@@ -30,6 +30,17 @@ class _OnHost:
         return is_alive and self.version == tensor._version
 
 
+class _ByteCount:
+    """Counts the bytes of copies. What frees them refers to it, and not to a storage, which may hold tensors."""
+
+    def __init__(self) -> None:
+        self.bytes = self.peak_bytes = 0
+
+    def add(self, change_bytes: int) -> None:
+        self.bytes += change_bytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+
 class HostStorage:
     """Copies tensors of a device to host memory, pinned where there is a card, and back.
 
@@ -37,13 +48,12 @@ class HostStorage:
 
     Attributes:
         host: The type of the device whose tensors stay.
-        peak_bytes: The most bytes of copies at one time.
     """
 
     host = "cpu"
 
     def __init__(self, kept: Iterable[Tensor] = ()) -> None:
-        self.peak_bytes = self._held_bytes = 0
+        self._count = _ByteCount()
         self._copies: WeakValueDictionary[Any, _OnHost] = WeakValueDictionary()
         self._kept = {tensor.untyped_storage()._cdata for tensor in kept}
 
@@ -67,13 +77,14 @@ class HostStorage:
             self._copy(tensor.detach(), copy)
             weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._copies[key] = found = _OnHost(tensor, weak, copy)
-            finalize(found, self._count, -copy.nbytes).atexit = False
-            self._count(copy.nbytes)
+            self._count.add(copy.nbytes)
+            finalize(found, self._count.add, -copy.nbytes).atexit = False
         return found
 
-    def _count(self, change_bytes: int) -> None:
-        self._held_bytes += change_bytes
-        self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of copies at one time."""
+        return self._count.peak_bytes
 
     def _copy(self, tensor: Tensor, copy: Tensor) -> None:
         copy.copy_(tensor)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -262,3 +264,30 @@ def test_mixed_precision_with_a_scaler(words: tuple[str, ...]) -> None:
     expected, own, _ = train(model, precision="fp16", clip_norm=1.0)
     assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-3)
     torch.testing.assert_close(weights, own, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:out of memory")
+def test_nothing_that_waits_outlives_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a tensor fetched ahead, whose memory a repeated batch would lack."""
+    made: list[weakref.ref[OffloadedActivations]] = []
+    init = OffloadedActivations.__init__
+
+    def note(self: OffloadedActivations, kept: Any) -> None:
+        made.append(weakref.ref(self))
+        init(self, kept)
+
+    monkeypatch.setattr(OffloadedActivations, "__init__", note)
+    model, backwards = Net(), itertools.count()
+
+    def fail(gradient: Tensor) -> None:
+        if next(backwards) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    model.head.bias.register_hook(fail)  # type: ignore[no-untyped-call]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    savers = ["offload-activations"]
+    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=4, savers=savers)
+    batch = (torch.randn(4, 16).double(), torch.zeros(4, dtype=torch.int64))
+    assert [accumulator.step(batch).retries for _ in range(2)] == [0, 1]
+    gc.collect()
+    assert [one() for one in made] == [None, None, None]
