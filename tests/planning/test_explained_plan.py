@@ -188,7 +188,13 @@ class Measured(Device):
         return Trial(parts=parts, outcome=outcome, phase=None, peak_reserved_bytes=max(parts) * 20 * MIB, fresh=fresh)
 
     def explain(
-        self, parts: tuple[int, ...], *, changes: bool = True, curve: bool = False, limit_seconds: float | None = None
+        self,
+        parts: tuple[int, ...],
+        *,
+        changes: bool = True,
+        curve: bool = False,
+        snapshot: bool = False,
+        limit_seconds: float | None = None,
     ) -> MemoryReport:
         self.asked.append((parts, changes, curve))
         if isinstance(self.account, AutoaccumError):
