@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import runpy
 import shlex
 from pathlib import Path
 
@@ -22,8 +23,8 @@ LOOPS = {
     "fsdp2_loop": "torch",
 }
 """Loops of a framework's, which there is nothing to plan of, and what they need."""
-ELSEWHERE = {"digits_fit", "batchnorm_modes"}
-"""What tests/training/test_digits_example.py and tests/verification/test_verified_examples.py run."""
+ELSEWHERE = {"digits_fit", "batchnorm_modes", "gan"}
+"""What tests/training/test_digits_example.py, tests/verification/test_verified_examples.py and a test below run."""
 COMMANDS = {
     (path.stem, line)
     for path in EXAMPLES
@@ -53,6 +54,15 @@ def test_examples_train(name: str, line: str, warm_python: WarmPython) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), f"{name} prints what it does"
     assert "nan" not in done.stdout
+
+
+@pytest.mark.slow
+def test_two_networks_are_planned_and_trained(warm_children: None, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "gan.py"), run_name="__main__")
+    planned, other, *trained = capsys.readouterr().out.splitlines()
+    assert planned.startswith("discriminator: (512, ")
+    assert other.startswith("generator: (512, ")
+    assert len(trained) == 4
 
 
 @pytest.mark.slow

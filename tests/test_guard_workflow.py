@@ -106,9 +106,6 @@ def run(project: Path, name: str, **further: str) -> subprocess.CompletedProcess
 
 @pytest.mark.slow
 def test_the_steps_lock_and_fail(project: Path) -> None:
-    unlocked = run(project, "Compare with the lock")
-    assert unlocked.returncode == 3, unlocked.stderr
-    assert "::error file=train.py,line=5,title=autoaccum guard%3A not measured" in unlocked.stdout
     locked = run(project, "Lock anew")
     assert locked.returncode == 0, locked.stderr
     path = project / "repository" / step("actions/upload-artifact@v4")["with"]["path"]

@@ -63,12 +63,21 @@ def difference(predicted: dict[Run, float]) -> tuple[float, float]:
 
 
 def reserved_gib(run: Run) -> float:
-    """Return the reserved peak of the plan for a run, whose schedule is one micro-batch on each rank."""
-    words = ["plan", str(WORKLOAD), "--target-batch", str(run.samples * run.ranks), "--gpu", CARD]
-    words += ["--world-size", str(run.ranks), "--parallel", "fsdp2", "--json"]
-    command = [sys.executable, "-m", "autoaccum", *words]
+    """Return the reserved peak of the plan for a run, as the command predicts it."""
+    command = [sys.executable, "-m", "autoaccum", *words_of(run)]
     variables = environment() | {"PYTORCH_ALLOC_CONF": run.allocator}
-    plan = json.loads(subprocess.run(command, check=True, env=variables, stdout=subprocess.PIPE, text=True).stdout)
+    return read_gib(run, subprocess.run(command, check=True, env=variables, stdout=subprocess.PIPE, text=True).stdout)
+
+
+def words_of(run: Run) -> list[str]:
+    """Return the words of the command that plans a run."""
+    words = ["plan", str(WORKLOAD), "--target-batch", str(run.samples * run.ranks), "--gpu", CARD]
+    return [*words, "--world-size", str(run.ranks), "--parallel", "fsdp2", "--json"]
+
+
+def read_gib(run: Run, text: str) -> float:
+    """Return the reserved peak of a plan, whose schedule is one micro-batch on each rank."""
+    plan = json.loads(text)
     if plan["micro_batches"] != [run.samples]:
         raise SystemExit(
             f"for {run.ranks} ranks, the plan has micro-batches {plan['micro_batches']}, unlike torchtitan"

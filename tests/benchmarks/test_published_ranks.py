@@ -1,15 +1,14 @@
-"""Plans for ranks that are not here agree with torchtitan's published peaks."""
+"""A plan for ranks that are not here agrees with torchtitan's published peak; `published_ranks.py` compares more."""
 
 from __future__ import annotations
 
 import pytest
-from published_ranks import PUBLISHED, difference, reserved_gib
+from command_line import ROOT, Command
+from published_ranks import PUBLISHED, read_gib, words_of
 
 
 @pytest.mark.slow
-def test_the_published_peaks_are_predicted_within_3_percent_and_their_difference_within_5() -> None:
-    predicted = {run: reserved_gib(run) for run in PUBLISHED}
-    for run, found in predicted.items():
-        assert found == pytest.approx(float(run.published_gib), rel=0.03)
-    published, found = difference(predicted)
-    assert found == pytest.approx(published, rel=0.05)
+def test_a_published_peak_is_predicted_within_3_percent(command: Command) -> None:
+    """That of 128 ranks; what fewer hold more of follows from arithmetic, as test_rank_truth.py shows."""
+    run = PUBLISHED[1]
+    assert read_gib(run, command(ROOT, *words_of(run)).stdout) == pytest.approx(float(run.published_gib), rel=0.03)

@@ -7,8 +7,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import torch
 from click.testing import CliRunner, Result
 from command_line import Command, environment, wait_for
 from torch import nn
+from warm_children import Nurseries, wait
 
 from autoaccum.cli import main
 from autoaccum.errors import CheckpointError, DoesNotFitError, NonFiniteError, WorkloadError
@@ -145,30 +144,25 @@ def test_a_loss_that_is_no_number_is_a_clear_no(folder: Path, run: Command) -> N
     [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended")],
 )
 def test_a_signal_to_the_group_leaves_a_checkpoint_and_the_same_command_goes_on(
-    folder: Path, number: signal.Signals, code: int, how: str, run: Command
+    folder: Path, number: signal.Signals, code: int, how: str, run: Command, nurseries: Nurseries
 ) -> None:
     (folder / "model.py").write_text(MODEL + SLOW)
     words = ("--micro-batch", "10", "--workers", "2" if number == signal.SIGTERM else "0", "--checkpoint-every", "1")
-    with subprocess.Popen(
-        [sys.executable, "-m", "autoaccum", *FIT, *words],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        wait_for(folder / "run" / "checkpoints" / "checkpoint-00000001.pt")
-        os.killpg(process.pid, number)
-        stdout, stderr = process.communicate(timeout=120)
-    assert (process.returncode, stdout) == (code, ""), stderr
+    with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
+        about = {"cwd": str(folder), "environment": environment()}
+        process = nurseries[False].copy(["-m", "autoaccum", *FIT, *words], about, [out.fileno(), err.fileno()])
+    wait_for(folder / "run" / "checkpoints" / "checkpoint-00000001.pt")
+    os.killpg(process, number)
+    assert wait(process, 120) == code
+    stderr = (folder / "stderr").read_text()
+    assert (folder / "stdout").read_text() == ""
     last = stderr.splitlines()[-1]
     kept = re.fullmatch(rf"{how} after update (\d+): (run/checkpoints/.*); the same command goes on from there", last)
     assert kept is not None, stderr
     assert "Traceback" not in stderr
     assert kept[2] == f"run/checkpoints/checkpoint-{int(kept[1]):08}.pt"
     with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+        os.killpg(process, 0)
     if number != signal.SIGTERM:
         return
     done = run(folder, *words)

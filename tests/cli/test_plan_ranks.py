@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from command_line import Command, autoaccum, environment
+from command_line import Command, environment
 from warm_children import WarmRanks
 
+from autoaccum.accumulation.ranks import launch
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.planning.plan_record import Plan
 
@@ -40,42 +41,43 @@ def check(plan: Plan) -> None:
     assert {trial.outcome for trial in plan.trials} == {"ok", "oom"}
 
 
-@pytest.mark.slow
-def test_the_command_starts_a_rank_for_each_budget(folder: Path) -> None:
-    done = autoaccum(folder, "plan", "model.py", *ASKED, BUDGET, "--world-size", "2", "-o", "plan.json")
-    assert done.returncode == 0, done.stderr
-    check(Plan.load(folder / "plan.json"))
-    assert "where the least fits of 2 that were tried at once" in " ".join(done.stdout.split())
-    assert done.stderr.count("micro-batch  outcome") == 1
-    assert "said by the workload" in done.stderr
+def test_the_command_starts_itself_on_a_rank_for_each_budget(
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[int, list[str]]] = []
+
+    def run_ranks(count: int, arguments: list[str]) -> int:
+        started.append((count, arguments))
+        return 2
+
+    monkeypatch.setattr(launch, "run_ranks", run_ranks)
+    words = ["plan", "model.py", *ASKED, BUDGET, "--world-size", "2"]
+    assert command(folder, *words).returncode == 2
+    ((count, arguments),) = started
+    assert (count, arguments[:4]) == (2, ["-m", "autoaccum", "plan", "model.py"])
+    assert sorted(arguments[2:]) == sorted(words)
 
 
 @pytest.mark.slow
-def test_an_error_of_ranks_is_said_once(folder: Path) -> None:
-    """Of one that ranks find before they try anything."""
-    half = f"{round(0.7 * read_host_memory().free_bytes)}B"
-    done = autoaccum(folder, "plan", "model.py", *ASKED, half, "--world-size", "2")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("error: ") == 1
-    assert "2 budgets of " in done.stderr
-
-
-@pytest.mark.slow
-def test_ranks_of_torchrun_plan_together(folder: Path, warm_ranks: WarmRanks) -> None:
-    words = "-m", "autoaccum", "plan", "model.py", *ASKED, BUDGET, "-q", "--json"
+def test_ranks_plan_together_and_the_first_tells(folder: Path, warm_ranks: WarmRanks) -> None:
+    words = "-m", "autoaccum", "plan", "model.py", *ASKED, BUDGET, "-o", "plan.json"
     first, second = warm_ranks(folder, *words, environment=environment())
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
-    check(Plan.from_json(json.dumps(json.loads(first.stdout))))
-    assert second.stdout == ""
+    check(Plan.load(folder / "plan.json"))
+    assert "where the least fits of 2 that were tried at once" in " ".join(first.stdout.split())
+    assert first.stderr.count("micro-batch  outcome") == 1
+    assert "said by the workload" in first.stderr
+    assert (second.stdout, "micro-batch" in second.stderr) == ("", False)
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_command_with_its_number(folder: Path) -> None:
-    killing = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
-    (folder / "killing.py").write_text(killing + MODEL)
-    done = autoaccum(folder, "plan", "killing.py", *ASKED, BUDGET, "--world-size", "2")
-    assert (done.returncode, done.stdout) == (3, "")
-    assert " of 2 was ended by SIGKILL: look at its output" in done.stderr
+def test_an_error_of_ranks_is_said_once(folder: Path, warm_ranks: WarmRanks) -> None:
+    """Of one that ranks find before they try anything."""
+    half = f"{round(0.7 * read_host_memory().free_bytes)}B"
+    words = "-m", "autoaccum", "plan", "model.py", *ASKED, half
+    first, second = warm_ranks(folder, *words, environment=environment())
+    assert (first.returncode, first.stdout + second.stdout) == (2, "")
+    assert (first.stderr + second.stderr).count("error: ") == 1
+    assert "2 budgets of " in first.stderr
 
 
 def test_a_table_over_numbers_of_ranks(folder: Path, command: Command) -> None:

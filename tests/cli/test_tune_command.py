@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -15,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from command_line import Command
+from command_line import Command, environment
 from small_studies import request_of, search_in, tuning_of
+from warm_children import Nurseries, wait
 
 import autoaccum
 from autoaccum.cli import main
@@ -25,7 +24,6 @@ from autoaccum.tuning import tuner as studies
 from autoaccum.tuning.tune_request import BatchSizeRange, LearningRateRange, TuneRequest
 from autoaccum.tuning.tuning_result import Tuning
 
-ROOT = Path(__file__).parents[2]
 MODEL = """
 import pathlib, time
 import torch
@@ -51,34 +49,28 @@ def batch(size):
 WORDS = ("model.py", "--target-batch", "2", "--budget-samples", "48", "--device", "cpu", "--heartbeat", "3")
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    plain = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS")}
-    return subprocess.Popen(
-        [sys.executable, "-m", "autoaccum", "tune", *WORDS, *words],
-        cwd=folder,
-        env=plain | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
 @pytest.mark.slow
 def test_two_tuners_are_stopped_and_the_same_command_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, nurseries: Nurseries
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "slow").touch()
     more = ("--trials", "2", "--confirm", "0")
-    with start(tmp_path, *more) as killed:
-        wait_until(tmp_path / "tune.db", BEGUN.format(1))
-        with start(tmp_path, *more) as interrupted:
-            wait_until(tmp_path / "tune.db", BEGUN.format(2))
-            os.kill(killed.pid, signal.SIGKILL)
-            os.kill(interrupted.pid, signal.SIGINT)
-            _, stderr = interrupted.communicate(timeout=120)
-    assert interrupted.returncode == 130
+
+    def start(file: Path) -> int:
+        words = ("-m", "autoaccum", "tune", *WORDS, *more)
+        with file.open("w") as told:
+            about = {"cwd": str(tmp_path), "environment": environment()}
+            return nurseries[False].copy(words, about, [told.fileno(), told.fileno()])
+
+    killed = start(tmp_path / "killed.txt")
+    wait_until(tmp_path / "tune.db", BEGUN.format(1))
+    interrupted = start(tmp_path / "interrupted.txt")
+    wait_until(tmp_path / "tune.db", BEGUN.format(2))
+    os.kill(killed, signal.SIGKILL)
+    os.kill(interrupted, signal.SIGINT)
+    assert (wait(killed, 120), wait(interrupted, 120)) == (-signal.SIGKILL, 130)
+    stderr = (tmp_path / "interrupted.txt").read_text()
     assert "throughput was measured for this study before" in stderr
     assert stderr.endswith("interrupted: finished trials are kept, and the same command goes on\n")
     (tmp_path / "slow").unlink()

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from autoaccum.devices.child.process import PACKAGE_ROOT
 from tests.gpu.measure import main, measure_rows
 from tests.gpu.table import Table, read_table
 
 OPERATION = "constants: reduction: sum(0) of 1024 x 768 fp32"
-
-
-def run_script(output: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "tests.gpu.measure", "-o", str(output), *options]
-    done = subprocess.run(command, cwd=PACKAGE_ROOT, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
 
 
 @pytest.mark.usefixtures("warm_children")
@@ -38,11 +28,13 @@ def test_predictions_need_no_card(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_each_section_has_rows(place: torch.device, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("warm_children")
+def test_each_section_has_rows(place: torch.device, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "table.json"
     rows = (OPERATION, "probes: ", "comparison: lstm fp32_sgd 64")
-    told = run_script(output, "--device", str(place), "--size", "2", "--match", "|".join(rows).replace("(0)", ".0."))
-    assert "rows that failed: none" in told
+    matched = "|".join(rows).replace("(0)", ".0.")
+    main(["-o", str(output), "--device", str(place), "--size", "2", "--match", matched])
+    assert "rows that failed: none" in capsys.readouterr().out
     record = read_table(output)
     assert set(record["probes"]) == {"context", "growth"}
     ran = record["comparison"]["lstm fp32_sgd 64"]["measured"]

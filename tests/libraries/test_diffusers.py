@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 from typing import Any
 
 import torch
-from diffusers import DDPMScheduler, UNet2DModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -14,10 +14,10 @@ import autoaccum
 from autoaccum import Accumulator, Workload
 from autoaccum.accumulation.state_hash import state_digest
 
-NOISING: Any = DDPMScheduler(num_train_timesteps=10)
-
 
 def unet() -> Any:
+    from diffusers import UNet2DModel  # Here, since it takes each worker of pytest 7 s.
+
     return UNet2DModel(
         sample_size=8,
         in_channels=1,
@@ -35,9 +35,18 @@ def pictures(size: int) -> dict[str, Tensor]:
     return {"pictures": torch.randn(size, 1, 8, 8), "steps": torch.randint(0, 10, (size,))}
 
 
+@cache
+def noising() -> Any:
+    from diffusers import DDPMScheduler
+
+    return DDPMScheduler(num_train_timesteps=10)
+
+
 def denoising(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     noise = torch.randn_like(batch["pictures"])
-    return F.mse_loss(model(NOISING.add_noise(batch["pictures"], noise, batch["steps"]), batch["steps"]).sample, noise)
+    return F.mse_loss(
+        model(noising().add_noise(batch["pictures"], noise, batch["steps"]), batch["steps"]).sample, noise
+    )
 
 
 def test_a_unet_is_verified_planned_and_trained() -> None:

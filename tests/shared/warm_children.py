@@ -90,10 +90,10 @@ class Copy:
                 os.close(theirs)
 
     def wait(self, timeout: float) -> None:
-        _wait(self.pid, timeout)
+        wait(self.pid, timeout)
 
 
-def _wait(pid: int, timeout: float) -> int:
+def wait(pid: int, timeout: float) -> int:
     """Return the exit code of a copy."""
     deadline = time.monotonic() + timeout
     while True:
@@ -163,7 +163,7 @@ def warm_python(nurseries: Nurseries) -> WarmPython:
     ) -> subprocess.CompletedProcess[str]:
         about = {"cwd": str(folder), "environment": dict(environment)}
         with TemporaryFile("w+") as stdout, TemporaryFile("w+") as stderr:
-            code = _wait(nurseries[measured].copy(words, about, [stdout.fileno(), stderr.fileno()]), 240)
+            code = wait(nurseries[measured].copy(words, about, [stdout.fileno(), stderr.fileno()]), 240)
             stdout.seek(0)
             stderr.seek(0)
             return subprocess.CompletedProcess(words, code, stdout.read(), stderr.read())

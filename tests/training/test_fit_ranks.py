@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -214,19 +212,16 @@ model, criterion = lambda: nn.Linear(5, 3).double(), nn.CrossEntropyLoss()
 
 
 @pytest.mark.slow
-def test_the_command_under_torchrun(tmp_path: Path, warm_python: WarmPython) -> None:
+def test_the_command_under_torchrun(tmp_path: Path, warm_python: WarmPython, warm_ranks: WarmRanks) -> None:
     """It plans on both ranks, trains, resumes alone, and shows everything once."""
     (tmp_path / "model.py").write_text(FILE)
 
     words = "-m", "autoaccum", "fit", "model.py", "--target-batch", "16", "--run-dir", "a", "--epochs"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words, "2"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("updates      8 in 2 epochs") == 1
-    assert "torchrun --nproc-per-node 2 -m autoaccum fit model.py --target-batch 16 --run-dir a" in done.stdout
-    assert done.stderr.count("training Linear on cpu") == 1
+    first, second = warm_ranks(tmp_path, *words, "2", environment=environment())
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert (first.stdout + second.stdout).count("updates      8 in 2 epochs") == 1
+    assert "torchrun --nproc-per-node 2 -m autoaccum fit model.py --target-batch 16 --run-dir a" in first.stdout
+    assert (first.stderr + second.stderr).count("training Linear on cpu") == 1
     assert json.loads((tmp_path / "a" / "plan.json").read_text())["world_size"] == 2
     resumed = warm_python(tmp_path, *words, "3", "--micro-batch", "3", environment=environment())
     assert "the run had 2 ranks, and has 1 now: random numbers" in " ".join(resumed.stderr.split())

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_kills_lose_nothing_with_and_without_workers() -> None:
-    options = ["--kills", "4", "--updates", "12", "--workers", "0", "2"]
+    options = ["--kills", "2", "--updates", "12", "--workers", "0", "2"]
     done = subprocess.run(
         [sys.executable, "tests/benchmarks/soak.py", *options],
         cwd=ROOT,
@@ -27,4 +27,4 @@ def test_kills_lose_nothing_with_and_without_workers() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2
-    assert all(": 0 ended otherwise than one never stopped" in line and int(line.split()[0]) >= 4 for line in lines)
+    assert all(": 0 ended otherwise than one never stopped" in line and int(line.split()[0]) >= 2 for line in lines)

@@ -99,23 +99,11 @@ PROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
     "BatchNorm behind sorted samples": (classes(planted.SortedNormalised), "batchnorm", ("norm",), "exact"),
     "BatchNorm without statistics": (classes(planted.normalised_anew), "batchnorm", ("1",), "exact"),
     "GPT without weight": (texts(small.token_loss), "weight", (), f"def weight(batch): return {TOKENS}"),
-    "GPT, tied, weighted by shifted tokens": (
-        texts(small.token_loss, small.tied, weight=small.shifted_weight),
-        "weight",
-        (),
-        f"def weight(batch): return {TOKENS}",
-    ),
     "Hugging Face without weight": (
         texts(small.huggingface_loss, small.HuggingFace),
         "weight",
         (),
         f"def weight(batch): return {SHIFTED}",
-    ),
-    "Hugging Face, weighted by all tokens": (
-        texts(small.huggingface_loss, small.HuggingFace, weight=small.token_weight),
-        "weight",
-        (),
-        SHIFTED,
     ),
     "two losses of texts, one weight": (
         texts(small.text_losses),
@@ -149,7 +137,6 @@ PROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         (),
         'remove reduction = "sum"',
     ),
-    "a mean over tokens, said to be a sum": (texts(small.token_loss, reduction="sum"), "reduction", (), TOKENS),
     "a regulariser in a sum": (pairs(planted.penalised_sum, reduction="sum"), "regulariser", (), "weight_decay"),
     "a regulariser as a term of a sum": (
         pairs(planted.penalised_terms, reduction="sum"),
@@ -221,21 +208,12 @@ PROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
 }
 
 CURED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
-    "a teacher that normalises by the batch": (pairs(planted.taught_loss), "coupled loss", None, "before it is split"),
     "a mean that divides by one sample more": (
         pairs(planted.one_more_loss),
         "coupled loss",
         None,
         "adds up over parts",
     ),
-    "a column that is normalised by the batch": (
-        captions(planted.advantage_loss, model=small.Mlp),
-        "coupled loss",
-        ("the loss",),
-        "before it is split",
-    ),
-    "the mean of classes' means": (pairs(planted.class_mean_loss), "coupled loss", ("the loss",), "before it is split"),
-    "a class that its count weighs": (pairs(planted.counted_class_loss), "coupled loss", None, "before it is split"),
     "a loss that is broadcast": (
         Workload(model=planted.regressor, batch=planted.numbers, loss=planted.broadcast_loss),
         "coupled loss",
@@ -254,7 +232,6 @@ CURED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         ("the loss",),
         "the same shape",
     ),
-    "a variance of the batch in the loss": (pairs(planted.spread_loss), "coupled loss", ("the loss",), "coupled_loss"),
 }
 """Losses of the whole batch's outputs, which `coupled = True` was seen to make exact."""
 
@@ -272,12 +249,6 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         "state",
         ("target.weight", "target.bias"),
         "once per update",
-    ),
-    "experts that are called alike often": (
-        pairs(planted.balanced_loss, planted.Experts),
-        "coupled loss",
-        ("the loss",),
-        "autoaccum.whole_batch(x)",
     ),
     "a term that is a sum among means": (pairs(planted.mixed_reductions), "reduction", ("size",), "all of them means"),
     "a term that is a mean among sums": (
@@ -327,21 +298,12 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
 AMONG_MANY = {
     "two losses with different divisors, added up",
     "two losses of texts, one weight",
-    "GPT, tied, weighted by shifted tokens",
-    "Hugging Face, weighted by all tokens",
-    "experts that are called alike often",
     "a loop that shares out two terms alike",
     "a loop that averages means of tokens",
-    "the mean of classes' means",
     "a mean over words that are hidden at random",
-    "a mean over tokens, said to be a sum",
     "a mean and a sum, added up",
     "a norm of one's own in any mode",
-    "a class that its count weighs",
-    "a column that is normalised by the batch",
     "a teacher that was left in training mode",
-    "a teacher that normalises by the batch",
-    "a variance of the batch in the loss",
     "CLIP with in-batch negatives",
     "CLIP that gives all similarities",
 }
@@ -369,25 +331,13 @@ def test_finds_the_one_cause(case: str) -> None:
 
 TOGETHER: dict[str, tuple[Workload, set[str]]] = {
     "BatchNorm and no weight": (texts(small.token_loss, planted.normalised_gpt), {"batchnorm", "weight"}),
-    "BatchNorm and a sum": (pairs(small.summed_loss, small.normalised_after_dropout), {"batchnorm", "reduction"}),
     "state and BatchNorm": (classes(planted.KeepingNormalised), {"state", "batchnorm"}),
     "state and a sum": (pairs(small.summed_loss, planted.Remembering), {"state", "reduction"}),
-    "mixed samples and BatchNorm": (classes(planted.ShufflingNormalised), {"randomness", "batchnorm"}),
-    "a norm of one's own and a sum": (pairs(small.summed_loss, planted.standardised), {"coupled model", "reduction"}),
     "a sum and a regulariser, said to be a mean": (pairs(planted.penalised_sum), {"reduction", "regulariser"}),
     "BatchNorm and a loop that does not divide": (
         classes(small.normalised_after_dropout, accumulate=loops.undivided),
         {"batchnorm", "accumulate"},
     ),
-    "state and a loop that does not divide": (
-        classes(planted.Remembering, accumulate=loops.undivided),
-        {"state", "accumulate"},
-    ),
-    "BatchNorm and losses with different divisors": (
-        texts(planted.mixed_counts, planted.normalised_gpt),
-        {"batchnorm", "weight"},
-    ),
-    "state and a variance in the loss": (pairs(planted.spread_loss, planted.Remembering), {"state", "coupled loss"}),
     "BatchNorm and a variance in the loss": (
         pairs(planted.spread_loss, small.normalised_after_dropout),
         {"batchnorm", "coupled loss"},
@@ -425,9 +375,8 @@ def test_notes_terms_without_a_gradient() -> None:
     assert any("b of the loss has no gradient" in note for note in verification.notes)
 
 
-@pytest.mark.parametrize("precision", few(["fp32", "bf16"], ["fp32"]))
-def test_finds_causes_behind_rounding(precision: str) -> None:
-    (cause,) = found(texts(small.token_loss), precision=precision).causes
+def test_finds_causes_behind_rounding() -> None:
+    (cause,) = found(texts(small.token_loss), precision="bf16").causes
     assert cause.kind == "weight"
     assert cause.change.endswith(TOKENS)
 

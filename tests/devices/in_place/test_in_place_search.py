@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_line import environment
+from warm_children import WarmPython
 
 from autoaccum.units import MIB
 
@@ -50,11 +51,8 @@ print(json.dumps({
 
 @linux
 @pytest.mark.slow
-def test_a_search_ends_on_a_size_that_ran() -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", SEARCH], env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+def test_a_search_ends_on_a_size_that_ran(tmp_path: Path, warm_python: WarmPython) -> None:
+    done = warm_python(tmp_path, "-c", SEARCH, environment=environment())
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["same"]
@@ -98,11 +96,9 @@ print(json.dumps([within, left()]))
 @glibc
 @pytest.mark.parametrize("threshold", [None, 65536])
 def test_what_is_freed_is_given_back_at_once(threshold: int | None) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
-    if threshold is not None:
-        environment["MALLOC_MMAP_THRESHOLD_"] = str(threshold)
+    variables = environment() if threshold is None else environment(MALLOC_MMAP_THRESHOLD_=str(threshold))
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", SCRIPT], env=variables, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
     within, afterwards = json.loads(done.stdout)

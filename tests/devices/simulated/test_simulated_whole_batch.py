@@ -70,20 +70,18 @@ def trace(ask: Callable[..., Any], parts: int, **fields: Any) -> Trace:
 def test_exact_batchnorm_holds_one_part(lines: str, simulated: Callable[..., Any]) -> None:
     """What waits is emptied: inputs of BatchNorms, and of the blocks around them."""
     ask = simulated(lines, batchnorm="exact")
-    traces = {parts: trace(ask, parts) for parts in (2, 4, 8)}
-    host = {parts: made.host_bytes for parts, made in traces.items()}
-    assert all(host[parts] == 2 * (host[parts // 2] or 0) > 0 for parts in (4, 8))
-    held = {parts: held_bytes(made) for parts, made in traces.items()}
-    for parts in (4, 8):
-        assert held[parts] - held[parts // 2] <= 1.1 * BATCH * parts // 2
-    assert held[4] < held_bytes(trace(ask, 1))
+    two, four = trace(ask, 2), trace(ask, 4)
+    assert four.host_bytes == 2 * (two.host_bytes or 0) > 0
+    held = held_bytes(four)
+    assert held - held_bytes(two) <= 2.2 * BATCH
+    assert held < held_bytes(trace(ask, 1))
 
 
 def test_the_gradient_of_a_skip_connection_waits_on_the_card(simulated: Callable[..., Any]) -> None:
     """In backward; in forward its input is the block's, and is emptied, unless the block makes it."""
     for lines, tensors in ((SKIPS, 1), (SKIPS.replace("return x +", "x = x * 2; return x +"), 2)):
         ask = simulated(lines, batchnorm="exact")
-        of_part = (held_bytes(trace(ask, 5)) - held_bytes(trace(ask, 3))) / 2
+        of_part = held_bytes(trace(ask, 4)) - held_bytes(trace(ask, 3))
         assert (tensors - 0.1) * WAITING <= of_part <= tensors * WAITING + 1.1 * BATCH
 
 
@@ -93,15 +91,13 @@ def test_nothing_is_left_on_the_card_after_an_update(simulated: Callable[..., An
     before = sum(1 if event >= 0 else -1 for event in made.events[: made.last_update])
     assert sum(1 if event >= 0 else -1 for event in made.events) <= before
     assert {phase for _, phase in made.phases} >= {"forward", "backward", "update"}
-    again = trace(simulated(PLAIN, batchnorm="exact"), 4)
-    assert again == made
 
 
 def test_two_passes_keep_outputs_and_lock_step_host_memory(simulated: Callable[..., Any]) -> None:
     ask = simulated(COUPLED)
     seen = ask(Inspect())
     assert (seen.coupled, seen.joining, seen.accumulation_warnings) == (True, "twice", ())
-    held = [held_bytes(trace(ask, parts)) for parts in (2, 8)]
+    held = [held_bytes(trace(ask, parts)) for parts in (2, 4)]
     assert held[1] - held[0] < 0.1 * WAITING
     assert trace(ask, 4).host_bytes is None
     assert (trace(ask, 4, coupled="lockstep").host_bytes or 0) > 4 * WAITING

@@ -1,0 +1,35 @@
+"""Ranks that this machine starts: their exit code, and what is said of one that was killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from command_line import environment
+from warm_children import WarmPython
+
+LAUNCH = """
+import sys
+from autoaccum.accumulation.ranks.launch import run_ranks
+from autoaccum.errors import AutoaccumError
+
+try:
+    print(run_ranks(2, ["-c", sys.argv[1]]))
+except AutoaccumError as error:
+    print(error.exit_code, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("on_second", "told"),
+    [
+        ("pass", "0"),
+        ("sys.exit(2)", "2"),
+        ("sys.exit(7)", "3 rank 1 of 2 left with exit status 7: look at its output"),
+        ("os.kill(os.getpid(), 9)", "3 rank 1 of 2 was ended by SIGKILL: look at its output"),
+    ],
+)
+def test_the_end_of_a_rank_is_that_of_all(on_second: str, told: str, tmp_path: Path, warm_python: WarmPython) -> None:
+    code = f"import os, sys\nif os.environ['RANK'] == '1':\n    {on_second}"
+    done = warm_python(tmp_path, "-c", LAUNCH, code, environment=environment())
+    assert done.stdout.strip() == told, done.stderr
