@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -116,16 +116,17 @@ def _has_own_parameters(block: nn.Module, uses: Counter[int]) -> bool:
 def _move_rest(model: nn.Module, device: torch.device) -> None:
     """Move parameters that are not sharded, and buffers, to `device`; shards stay, which may be offloaded."""
     for module in model.modules():
-        sharded = {name: one for name, one in module._parameters.items() if one is not None and is_sharded(one)}
-        if all(one.device == device for one in _own_tensors(module, sharded)):
-            continue
-        module._parameters.update(dict.fromkeys(sharded))  # `_apply` takes new memory for a DTensor.
-        try:
-            module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
-        finally:
-            module._parameters.update(sharded)
+        move_own(module, device, is_sharded)  # `_apply` takes new memory for a DTensor.
 
 
-def _own_tensors(module: nn.Module, sharded: Iterable[str]) -> list[Tensor]:
-    own = [one for name, one in module._parameters.items() if name not in sharded]
-    return [one for one in (*own, *module._buffers.values()) if one is not None]
+def move_own(module: nn.Module, device: torch.device, stays: Callable[[Tensor], bool]) -> None:
+    """Move the own parameters and buffers of `module` to `device`, without the parameters that stay."""
+    kept = {name: one for name, one in module._parameters.items() if one is not None and stays(one)}
+    own = (*(one for name, one in module._parameters.items() if name not in kept), *module._buffers.values())
+    if all(one is None or one.device == device for one in own):
+        return  # `_apply` of FSDP2 would assert that shards are where they were.
+    module._parameters.update(dict.fromkeys(kept))
+    try:
+        module._apply(lambda tensor: tensor if tensor.device == device else tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+    finally:
+        module._parameters.update(kept)

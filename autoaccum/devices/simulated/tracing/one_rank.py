@@ -6,6 +6,7 @@ This is rank 0: `torch.chunk`, by which FSDP2 divides parameters, gives the firs
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import import_module
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.accumulation.ranks.group import RankFailure, Ranks, replace_ranks
+from autoaccum.accumulation.ranks.parallelize import move_own
 from autoaccum.devices.simulated.torch_patches import patched
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
@@ -70,7 +72,7 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     # Numbers are never drawn, and need no state that is alike on all ranks.
     stack.enter_context(patched(_random, "_rng_tracker", SimpleNamespace(distribute_region_enabled=False)))
     stack.enter_context(patched(_sharding_prop, "FakeTensorMode", lambda: mode.beside))
-    stack.enter_context(patched(_fsdp_init, "_get_managed_states", _Mover(_fsdp_init._get_managed_states)))
+    stack.enter_context(patched(_fsdp_init, "_get_managed_states", _moving_first(_fsdp_init._get_managed_states)))
 
 
 def _refuse_ddp(*_: Any, **__: Any) -> NoReturn:
@@ -89,29 +91,19 @@ def _of_local_tensor(name: str) -> property:
     return property(lambda tensor: getattr(tensor._local_tensor, name))
 
 
-class _Mover:
-    """`_get_managed_states` of FSDP2, which first moves a module's own parameters and buffers to the card.
+def _moving_first(find_states: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `_get_managed_states` of FSDP2, which first moves a module's own parameters and buffers to the card.
 
     FSDP2 would then move them by setting `.data`, which cannot turn a tensor of the host into one of the card.
     """
 
-    def __init__(self, find: Any) -> None:
-        self._find = find
-
-    def __call__(self, modules: list[nn.Module], ignored_params: set[Any] | None = None) -> Any:
+    def move_and_find(modules: list[nn.Module], ignored_params: set[Any] | None = None) -> Any:
         ignored = {id(one) for one in ignored_params or ()}
         for module in modules:
-            kept = {name: one for name, one in module._parameters.items() if id(one) in ignored}
-            module._parameters.update(dict.fromkeys(kept))
-            try:
-                module._apply(_move, recurse=False)  # type: ignore[no-untyped-call]
-            finally:
-                module._parameters.update(kept)
-        return self._find(modules, ignored_params)
+            move_own(module, DEVICE, lambda one: id(one) in ignored)
+        return find_states(modules, ignored_params)
 
-
-def _move(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device == DEVICE else tensor.to(DEVICE)
+    return move_and_find
 
 
 def prepare_ranks() -> None:
