@@ -11,10 +11,8 @@ import pytest
 import torch
 from command_line import Command
 from peft import LoraConfig, get_peft_model
-from tiny_transformers import SIZES, WORDS, bert, gpt2, llama
+from tiny_transformers import SIZES, WORDS, bert, gpt2, hf, llama
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
-from transformers.activations import ACT2FN
 
 import autoaccum
 from autoaccum import Accumulator, Workload
@@ -60,6 +58,8 @@ def test_a_model_is_verified_planned_and_trained(kind: str) -> None:
     assert autoaccum.verify(Workload(**made), target_batch=6).equivalent
     model = made["model"]()
     optimizer = torch.optim.AdamW(model.parameters())
+    from transformers.activations import ACT2FN
+
     before, gelu = state_digest(model, optimizer), dict.__getitem__(ACT2FN, "gelu")
     plan = autoaccum.plan(**made | {"model": model}, optimizer=optimizer, target_batch=4, max_micro_batch=2)
     assert state_digest(model, optimizer) == before
@@ -73,20 +73,23 @@ def test_a_model_is_verified_planned_and_trained(kind: str) -> None:
             assert accumulator.step(made["batch"](4)).updated
 
 
-class Counting(BertForSequenceClassification):  # type: ignore[misc]
-    """A user's own, with a counter: what transformers keeps in it is not the user's."""
+def counting() -> Any:
+    """A user's own model, with a counter: what transformers keeps in it is not the user's."""
 
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config)
-        self.calls = 0
+    class Counting(hf.BertForSequenceClassification):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.calls = 0
 
-    def forward(self, **batch: Tensor) -> Any:
-        self.calls += 1
-        return super().forward(**batch)
+        def forward(self, **batch: Tensor) -> Any:
+            self.calls += 1
+            return super().forward(**batch)
+
+    return Counting(hf.BertConfig(**SIZES, vocab_size=WORDS))
 
 
 def test_of_a_users_own_class_only_its_own_attributes_are_told() -> None:
-    model = Counting(BertConfig(**SIZES, vocab_size=WORDS))
+    model = counting()
     plan = autoaccum.plan(model=model, batch=sentences, loss=loss, target_batch=4, max_micro_batch=2)
     assert [warning for warning in plan.warnings if "keeps in Python (calls), which" in warning]
     assert model.calls == 0
@@ -95,7 +98,7 @@ def test_of_a_users_own_class_only_its_own_attributes_are_told() -> None:
         Accumulator(model, optimizer, loss, micro_batch=2).step(sentences(4))
 
 
-TEACHER = bert().eval()
+TEACHER: Any = None
 WEIGHTS = torch.tensor([1.0, 2.0])
 
 
@@ -105,7 +108,8 @@ def taught(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(model(batch["input_ids"]).logits, wanted, weight=WEIGHTS)
 
 
-def test_a_teacher_that_the_loss_names_is_in_float64_for_a_while() -> None:
+def test_a_teacher_that_the_loss_names_is_in_float64_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "TEACHER", bert().eval())
     before = {name: tensor.clone() for name, tensor in TEACHER.state_dict().items()}
     found = autoaccum.verify(Workload(model=bert, batch=sentences, loss=taught), target_batch=6)
     assert (found.equivalent, found.precision) == (True, "fp64")

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
-import transformers
 
-hf: Any = transformers  # Its configurations are typed as no more than they are by default.
+class _Transformers:
+    """The library, imported where it is used, since it takes each worker of pytest seconds."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("transformers"), name)
+
+
+hf: Any = _Transformers()
 WORDS = 64
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
