@@ -96,6 +96,10 @@ def make_plan(
         return plan_with_ranks(plan_here, request, on_event, on_output)
     setup = make_setup(workload, request, live=live, on_output=on_output)
     with setup.device:
+        if request.options.chooses_savers and request.prefer == "fastest":
+            from autoaccum.planning.fastest_savers import plan_fastest_savers
+
+            return plan_fastest_savers(setup, request, on_event=on_event, started=started)
         return plan_on_device(setup, request, on_event=on_event, started=started)
 
 
@@ -113,7 +117,7 @@ def plan_on_device(
     on its own device.
     """
     check_explainable(setup, request)
-    _check_timeable(setup, request)
+    check_timeable(setup, request)
     planner = _Planner.inspect(setup, request, on_event or (lambda event: None), started)
     planner, forecast, found = planner.find_largest()
     speeds = planner.choose_fastest(found)
@@ -480,7 +484,7 @@ def _too_small_error(schedule: Schedule, ceiling: int, least_size: int, result: 
     return DoesNotFitError(message, hint=f"{hint}, or more memory")
 
 
-def _check_timeable(setup: PlanSetup, request: PlanRequest) -> None:
+def check_timeable(setup: PlanSetup, request: PlanRequest) -> None:
     """Raise UsageError before any trial if the fastest is preferred and the device cannot time updates."""
     if request.prefer == "fastest" and not isinstance(setup.device, (TimingDevice, CountingDevice)):
         raise UsageError(

@@ -43,3 +43,51 @@ def test_the_knee_is_planned_and_told(folder: Path, command: Command) -> None:
     assert ["speed"] in [line[:1] for line in lines]
     assert [line[1] for line in lines if line[0] in ("1", "2", "4", "8", "16")] == ["16", "8", "4", "2", "1"]
     assert any("samples/s" in note and f"micro-batch {plan.micro_batch} makes" in note for note in plan.notes)
+
+
+BLOCKS = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 1024), nn.Linear(1024, 64)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def model():
+    return nn.Sequential(*(Block() for _ in range(6)))
+
+def batch(size):
+    return torch.randn(size, 256, 64)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+def test_savers_are_chosen_by_timed_updates_of_each(folder: Path, command: Command) -> None:
+    (folder / "blocks.py").write_text(BLOCKS)
+    asked = ("--device", "cpu", "--memory", "60MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
+    done = command(folder, "plan", "blocks.py", "--target-batch", "8", *asked)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(folder / "plan.json")
+    assert plan.throughput is not None
+    assert plan.micro_batch == plan.throughput.knee
+    name = " + ".join(plan.workload["savers"]) or "no savers"
+    assert plan.notes[0].startswith(f"{name}: the most samples per second of the sets of savers that were timed")
+    assert (plan.trials[-1].parts, plan.trials[-1].fresh) == (plan.schedule.trial_parts, True)
+
+
+def test_savers_for_a_card_that_is_not_here_are_chosen_by_an_estimate(folder: Path, command: Command) -> None:
+    (folder / "blocks.py").write_text(BLOCKS)
+    asked = ("--gpu", "24GiB", "--memory", "30MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
+    done = command(folder, "plan", "blocks.py", "--target-batch", "8", *asked)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(folder / "plan.json")
+    assert (plan.kind, plan.throughput) == ("predicted", None)
+    assert plan.workload["savers"], "no sample fits without"
+    assert plan.notes[0].startswith(f"{' + '.join(plan.workload['savers'])}: by an estimate from FLOPs and bytes")
+    assert any(note.startswith("the largest micro-batch is the fastest by an estimate") for note in plan.notes)

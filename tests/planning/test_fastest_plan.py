@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from asking import make_request
-from scripted_device import ScriptedDevice
+from scripted_device import ScriptedDevice, TimedDevice
 from torch import nn, ones
 
 from autoaccum.api import plan
@@ -17,23 +15,6 @@ from autoaccum.planning.plan_events import Event, TimingStarted
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
-
-
-class TimedDevice(ScriptedDevice):
-    """Updates of 256 samples in micro-batches up to 100, at so many samples per second."""
-
-    def __init__(self, rate: Callable[[int], float], **rules: Any) -> None:
-        super().__init__(**rules)
-        self._rate = rate
-        self.timed: list[int] = []
-
-    @contextmanager
-    def timing(self) -> Iterator[Callable[[int], float]]:
-        def time_update(micro_batch: int) -> float:
-            self.timed.append(micro_batch)
-            return 256 / self._rate(micro_batch)
-
-        yield time_update
 
 
 def run(device: ScriptedDevice, target: int = 256, **request: Any) -> Plan:

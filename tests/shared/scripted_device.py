@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
@@ -116,3 +117,20 @@ class ScriptedDevice(Device):
 
     def close(self) -> None:
         self.closed = True
+
+
+class TimedDevice(ScriptedDevice):
+    """A device with updates of 256 samples, at so many samples per second by the micro-batch."""
+
+    def __init__(self, rate: Callable[[int], float], **rules: Any) -> None:
+        super().__init__(**rules)
+        self._rate = rate
+        self.timed: list[int] = []
+
+    @contextmanager
+    def timing(self) -> Iterator[Callable[[int], float]]:
+        def time_update(micro_batch: int) -> float:
+            self.timed.append(micro_batch)
+            return 256 / self._rate(micro_batch)
+
+        yield time_update
