@@ -45,7 +45,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     net = model()
     accumulator = Accumulator(net, optimizer(net.parameters()), criterion, micro_batch=100)
-    for window in torch.randperm(len(labels)).repeat(2).split(512):  # the last batch is shorter
+    for window in torch.randperm(len(labels)).split(512):  # the last batch is shorter
         result = accumulator.step((images[window], labels[window]))
         print(f"{result.samples} samples in {len(result.micro_batches)} micro-batches, loss {result.loss:.3f}")
     net.eval()

@@ -41,10 +41,8 @@ def trace(child: SimulatedChild, size: int) -> Trace:
 
 @pytest.mark.parametrize("file", [file if file == "lstm" else pytest.param(file, marks=SLOW) for file in sorted(NAMES)])
 def test_all_of_a_family_can_be_traced(file: str) -> None:
-    for name in {NAMES[file][0], NAMES[file][-1]}:
-        with loaded(f"{FOLDER / file}.py:{name}") as child:
-            made = trace(child, 2)
-        assert len(made.events) > 100, name
+    with loaded(f"{FOLDER / file}.py:{NAMES[file][0]}") as child:
+        assert len(trace(child, 2).events) > 100
 
 
 def test_every_workload_of_the_files_is_compared() -> None:

@@ -141,13 +141,13 @@ def test_a_loss_that_is_not_joined_is_still_told_of_beside_exact_batchnorm() -> 
 
 def test_in_lock_step_the_cpu_holds_the_whole_batch_and_the_error_says_what_helps() -> None:
     def rows(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.randn(size, 8, 16_384), torch.ones(size, 8, 16_384)
+        return torch.randn(size, 8, 4_096), torch.ones(size, 8, 4_096)
 
     held = autoaccum.Workload(model=Convolved, batch=rows, criterion=nn.MSELoss(), batchnorm="exact")
     with pytest.raises(
         DoesNotFitError, match="in lock step the CPU keeps what backward needs of the whole batch"
     ) as raised:
-        autoaccum.plan(held, target_batch=8, max_micro_batch=2, memory=MemorySize(bytes=20 * MIB))
+        autoaccum.plan(held, target_batch=8, max_micro_batch=2, memory=MemorySize(bytes=5 * MIB))
     assert 'batchnorm="running"' in str(raised.value.hint)
 
 
