@@ -153,12 +153,17 @@ class _Comparison:
         self._trials.notify(SaversTried(words))
         self._trials.use(words)
         larger = next(size for size in self._request.sizes(self._trials.size) if size > above)
-        if above and not self._trials.runner.try_size(larger, fresh=True, unlimited=True).ran:
-            return None
+        if above:
+            tried = self._trials.runner.try_size(larger, fresh=True, unlimited=True)
+            if not tried.ran:
+                self._trials.notify(SaversTried(words, tried))
+                return None
         try:
-            return plan_on_device(self._setup, self._request).micro_batches
+            plan = plan_on_device(self._setup, self._request)
         except DoesNotFitError:
             return None
+        self._trials.notify(SaversTried(words, plan.trials[-1]))
+        return plan.micro_batches
 
 
 _UNUSABLE = UpdateCost(flops=Amount(update=math.inf), moved_bytes=Amount(), host_bytes=Amount())
