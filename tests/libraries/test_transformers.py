@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from command_line import Command
-from peft import LoraConfig, get_peft_model
 from tiny_transformers import SIZES, WORDS, bert, gpt2, hf, llama
 from torch import Tensor, nn
 
@@ -22,6 +21,8 @@ from autoaccum.accumulation.state_hash import state_digest
 def adapted() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by an old name.
+        from peft import LoraConfig, get_peft_model
+
         return get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
 
