@@ -295,9 +295,9 @@ def loss(model, batch):
 @pytest.mark.usefixtures("warm_children")
 def test_on_a_cpu_blocks_are_recomputed_as_real_trials_need_it(tmp_path: Path) -> None:
     """A sample takes 8 MiB for the tanh of a block, which backward needs twice over as it runs through one block."""
-    (tmp_path / "deep.py").write_text(DEEP)
+    (tmp_path / "many_layers.py").write_text(DEEP)
     made = autoaccum.plan(
-        tmp_path / "deep.py", target_batch=8, device="cpu", memory="48MiB", savers="auto", micro_batch=1
+        tmp_path / "many_layers.py", target_batch=8, device="cpu", memory="48MiB", savers="auto", micro_batch=1
     )
     (word,) = chosen(made)
     assert made.kind == "measured"
@@ -305,7 +305,7 @@ def test_on_a_cpu_blocks_are_recomputed_as_real_trials_need_it(tmp_path: Path) -
     one_less = recomputed((word,)) - 1
     with pytest.raises(DoesNotFitError):
         autoaccum.plan(
-            tmp_path / "deep.py",
+            tmp_path / "many_layers.py",
             target_batch=8,
             device="cpu",
             memory="48MiB",

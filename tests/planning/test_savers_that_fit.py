@@ -4,78 +4,30 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from asking import make_request, make_settings
-from in_process_tracer import InProcessTracer
+from asking import make_settings
+from fewest_blocks import compare_with_all
 from warm_children import WarmPython
 
 import autoaccum
 from autoaccum.devices.child.process import child_environment
 from autoaccum.devices.cpu import CpuDevice
-from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.allocator.replay import Replayer
-from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
-from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.devices.simulated.simulation_requests import TraceParts
-from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import plan_on_device
-from autoaccum.units import GIB, MemorySize
 
 WORKLOADS = Path(__file__).parents[1] / "shared" / "workloads" / "long_gpt.py"
 TIGHTNESS = 0.85
 """The budget of an RTX 3090, 22.8 GiB, as a share of the 26.7 GiB that micro-batches of one sample take on it."""
-LAYERS = 24
-
-
-class Tracer(InProcessTracer):
-    """One for several devices, which keeps its traces."""
-
-    def close(self) -> None:
-        """Leave it to `end`."""
-
-    def end(self) -> None:
-        super().close()
-
-
-@pytest.fixture(scope="module")
-def tracer() -> Iterator[Tracer]:
-    made = Tracer(make_settings(f"{WORKLOADS}:card", 1), find_card("rtx3090"))
-    yield made
-    made.end()
-
-
-def device_of(tracer: Tracer, memory_bytes: int | None) -> SimulatedDevice:
-    memory = None if memory_bytes is None else MemorySize(bytes=memory_bytes)
-    card, release = find_card("rtx3090"), read_torch_release()
-    return SimulatedDevice(card, lambda: tracer, share=1, torch_version=release, memory=memory, environment={})
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_as_few_blocks_are_recomputed_as_fit_by_trying_all_numbers_of_them(tracer: Tracer) -> None:
-    """Of a card of 24 GiB, on which not one sample fits without, and of two smaller budgets."""
-    with device_of(tracer, None) as device:
-        limits = (device.limit_bytes, 21 * GIB, 20 * GIB)
-    card = find_card("rtx3090")
-    replayer = Replayer(card, AllocatorSettings().for_card(card.total_bytes), read_torch_release())
-    fitting: dict[int, list[int]] = {limit: [] for limit in limits}
-    for count in range(LAYERS + 1):
-        trace = tracer.call(TraceParts(parts=(1,), savers=(f"recompute={count}",) if count else ()))
-        for limit in limits:
-            fitting[limit] += [count] if replayer.update([trace], limit).ran else []
-    least = [min(fitting[limit]) for limit in limits]
-    assert 0 < least[0] < least[1] < least[2] < LAYERS
-    for limit, count in zip(limits, least, strict=True):
-        with device_of(tracer, limit) as device:
-            request = make_request(1, gpu="rtx3090", savers="auto")
-            plan = plan_on_device(PlanSetup(device, "long_gpt", isolated=False), request)
-        assert plan.workload["savers"] == (f"recompute={count}",)
+def test_as_few_blocks_are_recomputed_as_fit_by_trying_all_numbers_of_them() -> None:
+    """Of 8, at three budgets; `tests/benchmarks/fewest_blocks.py` tries 24 on a card of 24 GiB."""
+    found = compare_with_all(f"{WORKLOADS}:shallow")
+    assert [row.fewest for row in found] == [2, 4, 6]
+    assert all(row.chosen == (f"recompute={row.fewest}",) for row in found)
 
 
 TRAIN = """
