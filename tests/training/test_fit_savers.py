@@ -71,15 +71,15 @@ dataset = [torch.randn(8192, 16) for _ in range(4)]
 
 @pytest.mark.usefixtures("warm_children")
 def test_a_plan_chooses_savers_and_the_training_has_them(tmp_path: Path) -> None:
-    (tmp_path / "deep.py").write_text(DEEP)
+    (tmp_path / "many_layers.py").write_text(DEEP)
     options: dict[str, Any] = {"target_batch": 2, "savers": "auto", "device": "cpu", "progress": False}
     run: dict[str, Any] = {"run_dir": tmp_path / "run", "checkpoint_every": 1}
-    result = autoaccum.fit(tmp_path / "deep.py", steps=1, memory="48MiB", **options, **run)
+    result = autoaccum.fit(tmp_path / "many_layers.py", steps=1, memory="48MiB", **options, **run)
     planned = autoaccum.Plan.load(tmp_path / "run" / "plan.json")
     (word,) = planned.workload["savers"]
     assert word.startswith("recompute=")
     assert (result.updates, result.warnings) == (1, ())
-    again = autoaccum.fit(tmp_path / "deep.py", steps=2, **options, **run)
+    again = autoaccum.fit(tmp_path / "many_layers.py", steps=2, **options, **run)
     assert again.updates == 2
 
 

@@ -19,8 +19,7 @@ class OffloadedActivations(HostStorage):
     """Copies what is saved to host memory, and fetches each tensor while backward still uses the one before.
 
     On a card, transfers have a stream of their own. One tensor at a time stays on the card until its copy is there, and
-    one is fetched ahead. What was fetched last stays until another is needed, since operators that follow each other
-    often save the same. Their memory is that of the stream that computes, which waits for the transfer before the
+    one is fetched ahead. Their memory is that of the stream that computes, which waits for the transfer before the
     memory is used again: PyTorch's allocator keeps what another stream takes for that stream alone.
     """
 
@@ -28,17 +27,15 @@ class OffloadedActivations(HostStorage):
         super().__init__(kept)
         self._last: ref[Any] | None = None
         self._leaving: Tensor | None = None
-        self._loaded: tuple[ref[Any], Tensor] | None = None
-        self._ahead: tuple[ref[Any], Tensor] | None = None
+        self._ahead: tuple[Any, Tensor] | None = None
         self._stream: Any = None
 
     def store(self, tensor: Tensor) -> Any:
         """As `HostStorage.store`; small tensors stay."""
         if tensor.nbytes < _LEAST_BYTES:
             return tensor
-        self._loaded = None
         stored: Any = super().store(tensor)
-        if stored is not tensor and stored.original is None and not hasattr(stored, "before"):
+        if stored is not tensor and not hasattr(stored, "before"):
             stored.before, self._last = self._last, ref(stored)
         return stored
 
@@ -46,21 +43,13 @@ class OffloadedActivations(HostStorage):
         """Return a stored tensor on its device, and begin to fetch the one that was stored before it."""
         if isinstance(stored, Tensor):
             return stored
-        original = stored.original or stored
-        if self._loaded is None or self._loaded[0]() is not original:
-            self._loaded = None
-            if self._ahead is not None and self._ahead[0]() is original:
-                self._loaded, self._ahead = self._ahead, None
-            else:
-                self._loaded = ref(original), self._fetch(original)
-            self._finish(stored.device)
-            before = None if original.before is None else original.before()
-            if self._ahead is not None and self._ahead[0]() is None:
-                self._ahead = None  # Nothing needs it any more.
-            if self._ahead is None and before is not None:
-                self._ahead = ref(before), self._fetch(before)
-        tensor = self._loaded[1]
-        return tensor if tensor.shape == stored.copy.shape else tensor.view(stored.copy.shape)
+        ahead, self._ahead = self._ahead, None
+        tensor = ahead[1] if ahead is not None and ahead[0] is stored else self._fetch(stored)
+        self._finish(stored.device)
+        before = None if stored.before is None else stored.before()
+        if before is not None:
+            self._ahead = before, self._fetch(before)
+        return tensor
 
     def _copy(self, tensor: Tensor, copy: Tensor) -> None:
         self._finish(tensor.device)

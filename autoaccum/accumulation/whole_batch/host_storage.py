@@ -19,14 +19,10 @@ _LEAST_EMPTIED = 1 << 16
 
 
 class _OnHost:
-    """A copy in host memory of a tensor of `device`, as it was at `version` of its `storage`.
+    """A copy in host memory of a tensor of `device`, as it was at `version` of its `storage`."""
 
-    Of a view of what is stored already, the copy is a view too, and `original` is what was stored first.
-    """
-
-    def __init__(self, tensor: Tensor, storage: StorageWeakRef, copy: Tensor, original: _OnHost | None = None) -> None:
+    def __init__(self, tensor: Tensor, storage: StorageWeakRef, copy: Tensor) -> None:
         self.device, self.version, self.storage, self.copy = tensor.device, tensor._version, storage, copy
-        self.original = original
 
     def is_of(self, tensor: Tensor) -> bool:
         """Return whether the storage of `tensor`, at the address of the copied one, is that one and unchanged."""
@@ -73,29 +69,17 @@ class HostStorage:
         if storage._cdata in self._kept:
             return tensor
         # One layer's output is the next one's input: autograd saves many tensors twice.
-        key, flat_key = _key(tensor), _flat_key(tensor)
-        for known in filter(None, (key, flat_key)):
-            found = self._copies.get(known)
-            if found is not None and found.is_of(tensor):
-                break
-        else:
-            self._copies[key] = found = self._store_new(tensor, storage)
-            if flat_key is not None:
-                self._copies[flat_key] = found
-        if found.copy.shape != tensor.shape:  # A linear layer saves a matrix, and others the same as [samples, ...].
-            copy, original = found.copy.view(tensor.shape), found.original or found
-            self._copies[key] = found = _OnHost(tensor, found.storage, copy, original)
+        key = _key(tensor)
+        found = self._copies.get(key)
+        if found is None or not found.is_of(tensor):
+            pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
+            copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # With its strides, such as channels_last.
+            self._copy(tensor.detach(), copy)
+            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            self._copies[key] = found = _OnHost(tensor, weak, copy)
+            self._count.add(copy.nbytes)
+            finalize(found, self._count.add, -copy.nbytes).atexit = False
         return found
-
-    def _store_new(self, tensor: Tensor, storage: torch.UntypedStorage) -> _OnHost:
-        pinned = tensor.device.type == "cuda" and torch.get_device_module("cuda").is_initialized()
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # With its strides, such as channels_last.
-        self._copy(tensor.detach(), copy)
-        weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        stored = _OnHost(tensor, weak, copy)
-        self._count.add(copy.nbytes)
-        finalize(stored, self._count.add, -copy.nbytes).atexit = False
-        return stored
 
     @property
     def peak_bytes(self) -> int:
@@ -134,12 +118,6 @@ class HostStorage:
 def _key(tensor: Tensor) -> tuple[Any, ...]:
     place = tensor.untyped_storage()._cdata, tensor.storage_offset()
     return *place, tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _flat_key(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return what all contiguous views of the same elements have in common; None if `tensor` is not contiguous."""
-    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
-    return (*place, tensor.numel(), tensor.dtype) if tensor.is_contiguous() else None
 
 
 def _inputs_of_calls() -> Iterator[Tensor]:
