@@ -55,10 +55,6 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "force", "quiet", "
     "mesh",
     "multiple_of",
     "equal",
-    savers="A way to take less memory for the same gradient. recompute: run the model's repeated blocks again in "
-    "backward (recompute=N: N of them); offload-activations, offload-gradients, offload-optimizer: keep these in host "
-    "memory. Repeatable. Or, alone, auto: the least costly that suffice; with --gpu also show: a table of the sets "
-    "that no other beats in both time and largest micro-batch.",
     world_size={
         "type": CountOrRange(),
         "metavar": "N|N..M",

@@ -8,11 +8,12 @@ from typing import Any
 from autoaccum.devices.base import TimingDevice
 from autoaccum.devices.update_cost import SavingDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
+from autoaccum.planning.memory_explanation import check_explainable, explain_memory
 from autoaccum.planning.plan_events import Listener, Loading
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import check_explainable, check_timeable, explain_memory, plan_on_device
+from autoaccum.planning.planner import check_timeable, plan_on_device
 from autoaccum.planning.saver_choice import Words, format_savers, list_sets
 from autoaccum.planning.saver_table import compare_savers
 from autoaccum.planning.saver_trials import SaverTrials

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoaccum.accumulation.schedule import Schedule, equal_parts_cost
+from autoaccum.accumulation.schedule import Schedule, equal_parts_cost, format_parts
 from autoaccum.devices.base import Inspection, Trial
 from autoaccum.devices.explanation import Prediction
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, WorkloadError
+from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Parallel
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.serialization import to_plain
@@ -58,6 +58,33 @@ def trial_error(trial: Trial) -> AutoaccumError:
     if trial.blames == "user":
         return WorkloadError(message, user_traceback=trial.traceback)
     return NotMeasuredError(message)
+
+
+def refuted_warning(trial: Trial, larger: int, *, predicted: bool) -> str:
+    """Return the warning about parts whose trial failed, or was tight, although `larger` ones had run."""
+    tried = f"{format_parts(trial.parts)} {'{}'} ({trial.outcome}), although {larger} "
+    if predicted:
+        return tried.format("was traced and does not fit") + "does by traces of other sizes"
+    return (
+        tried.format("did not run again from a clean state")
+        + "ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
+    )
+
+
+def too_small_error(
+    schedule: Schedule, ceiling: int, least_size: int, *, stopped: str | None, capped: bool
+) -> AutoaccumError:
+    """Return the error for parts too small to be trained: fewer parts do not fit, and more would be smaller still."""
+    message = (
+        f"{schedule.target_batch} samples in micro-batches of at most {ceiling} leave one of "
+        f"{schedule.smallest_part}, and this model's BatchNorm needs {least_size}"
+    )
+    hint = f"take a target batch that micro-batches of {least_size} to {ceiling} add up to"
+    if stopped is not None:
+        return NotMeasuredError(message, hint=f"{hint}, or allow the search more {stopped}")
+    if capped:
+        return UsageError(message, hint=f"{hint}, or allow larger ones")
+    return DoesNotFitError(message, hint=f"{hint}, or more memory")
 
 
 def does_not_fit_error(trial: Trial, limit_bytes: int, needs: MemoryNeeds | None = None) -> DoesNotFitError:

@@ -10,12 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.accumulation.schedule import Schedule, format_parts
 from autoaccum.checks import is_one_of_ranks
 from autoaccum.devices.base import Device, GrowingDevice, Inspection, TimingDevice, Trial
 from autoaccum.devices.explanation import (
-    ExplainingDevice,
-    Explanation,
     Forecast,
     ForecastingDevice,
     PredictingDevice,
@@ -23,9 +20,10 @@ from autoaccum.devices.explanation import (
     ReducingDevice,
 )
 from autoaccum.devices.update_cost import CountingDevice, SavingDevice
-from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Reduce
-from autoaccum.planning.plan_events import Explained, ExplanationStarted, Inspected, Listener, Loading, Tracing
+from autoaccum.planning.memory_explanation import check_explainable, explain_memory
+from autoaccum.planning.plan_events import Inspected, Listener, Loading, Tracing
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     all_notes,
@@ -34,6 +32,8 @@ from autoaccum.planning.plan_messages import (
     describe_workload,
     does_not_fit_error,
     peak_bytes,
+    refuted_warning,
+    too_small_error,
     trial_error,
 )
 from autoaccum.planning.plan_record import Plan
@@ -137,7 +137,7 @@ def plan_on_device(
     if planner.saver_trials is not None:
         why = planner.saver_trials.notes(inspection.savers, schedule.micro_batches)
         inspection = dataclasses.replace(inspection, notes=(*why, *inspection.notes))
-    refuted = [_refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
+    refuted = [refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
     uses_nccl = schedule.world_size > 1 and device.describe()["kind"] == "cuda"
     of_ranks = (_NCCL_NOTE,) if uses_nccl else ()
     if schedule.world_size > 1 and inspection.coupled and not planner.runner.of_all_ranks:
@@ -294,7 +294,9 @@ class _Planner:
         request, result = self.request, self._search(self.request.sizes(self.inspection.least_size), forecast)
         schedule = request.schedule(result.size)
         if schedule.smallest_part < self.inspection.least_size:
-            raise _too_small_error(schedule, result.size, self.inspection.least_size, result)
+            raise too_small_error(
+                schedule, result.size, self.inspection.least_size, stopped=result.stopped, capped=result.capped
+            )
         return result
 
     def choose_fastest(self, largest: SearchResult) -> _Speeds:
@@ -459,31 +461,6 @@ def _use_savers(device: Device, trials: SaverTrials) -> tuple[str, ...]:
     return words
 
 
-def _refuted_warning(trial: Trial, larger: int, *, predicted: bool) -> str:
-    """Return the warning about parts whose trial failed, or was tight, although `larger` ones had run."""
-    tried = f"{format_parts(trial.parts)} {'{}'} ({trial.outcome}), although {larger} "
-    if predicted:
-        return tried.format("was traced and does not fit") + "does by traces of other sizes"
-    return (
-        tried.format("did not run again from a clean state")
-        + "ran before: memory differs from one run to the next, so keep some headroom (--reserve)"
-    )
-
-
-def _too_small_error(schedule: Schedule, ceiling: int, least_size: int, result: SearchResult) -> AutoaccumError:
-    """Return the error for parts too small to be trained: fewer parts do not fit, and more would be smaller still."""
-    message = (
-        f"{schedule.target_batch} samples in micro-batches of at most {ceiling} leave one of "
-        f"{schedule.smallest_part}, and this model's BatchNorm needs {least_size}"
-    )
-    hint = f"take a target batch that micro-batches of {least_size} to {ceiling} add up to"
-    if result.stopped is not None:
-        return NotMeasuredError(message, hint=f"{hint}, or allow the search more {result.stopped}")
-    if result.capped:
-        return UsageError(message, hint=f"{hint}, or allow larger ones")
-    return DoesNotFitError(message, hint=f"{hint}, or more memory")
-
-
 def check_timeable(setup: PlanSetup, request: PlanRequest) -> None:
     """Raise UsageError before any trial if the fastest is preferred and the device cannot time updates."""
     if request.prefer == "fastest" and not isinstance(setup.device, (TimingDevice, CountingDevice)):
@@ -492,45 +469,3 @@ def check_timeable(setup: PlanSetup, request: PlanRequest) -> None:
             " or of a Workload made in code, run in this one",
             hint="plan a file, or leave it out",
         )
-
-
-def check_explainable(setup: PlanSetup, request: PlanRequest) -> None:
-    """Raise UsageError before any trial if an explanation or a snapshot is requested and the device gives none."""
-    device = setup.device
-    if not (request.explain or request.snapshot) or isinstance(device, ExplainingDevice):
-        return
-    if setup.isolated or isinstance(device, PredictingDevice):
-        asked = "explain (--explain)" if request.explain else "snapshot (--snapshot)"
-        raise UsageError(
-            f"{asked} shows where the memory of a card goes, and trials run on the {device.name.upper()}",
-            hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
-        )
-    raise UsageError(
-        "explain and snapshot show where the memory of a card goes, which trials in this process cannot tell",
-        hint="predict for a card, which need not be here: gpu=NAME",
-    )
-
-
-def explain_memory(
-    setup: PlanSetup, request: PlanRequest, parts: tuple[int, ...], limits: SearchLimits, notify: Listener
-) -> tuple[Explanation | None, tuple[str, ...]]:
-    """Return the explanation of the memory of `parts`, if requested, and notes on what is missing.
-
-    Whatever prevents it becomes a note, since the schedule is proved already. `notify` gets the whole report.
-    """
-    device = setup.device
-    wanted = {"changes": request.explain, "curve": request.picture, "snapshot": request.snapshot}
-    if not any(wanted.values()) or not isinstance(device, ExplainingDevice):
-        return None, ()
-    notify(ExplanationStarted())
-    try:
-        seconds = limits.seconds_left(None, 0.0)
-        account = device.explain(parts, limit_seconds=seconds, **wanted)
-    except SearchStopped as stopped:
-        return None, (f"where the memory goes was not traced: {stopped} was over",)
-    except KeyboardInterrupt:  # The proved schedule is worth more; a second Ctrl-C ends that too.
-        return None, ("where the memory goes is not known (it was interrupted)",)
-    except (WorkloadError, UsageError, NotMeasuredError) as error:
-        return None, (f"where the memory goes is not known ({first_line(error.message)})",)
-    notify(Explained(account))
-    return (account.explanation, account.notes) if request.explain else (None, ())
