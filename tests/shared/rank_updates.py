@@ -128,6 +128,12 @@ def shard_first(model: Any) -> Any:
     return model
 
 
+def shard_on_host(model: Any) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
 def whole(tensor: Any) -> Tensor:
     tensor = tensor.detach()
     found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from rank_updates import CASES, Net, check_updates, dealt, pairs, shard, shard_first, whole
+from rank_updates import CASES, Net, check_updates, dealt, pairs, shard, shard_first, shard_on_host, whole
 from torch import Tensor, nn
 
 from autoaccum import Accumulator
@@ -41,12 +41,6 @@ def test_an_update_of_a_sharded_model_is_that_of_one_process(
     cases = CASES if len(shares) == 2 else ("sum", "terms", "tokens, tied")
     more = [("clipped", shard_first), ("clipped", shard_on_host)]
     check_updates(shares, [*((case, wrap) for case in cases), *more], reduce=reduce)
-
-
-def shard_on_host(model: Any) -> Any:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    return shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def settings(model: Any) -> list[Any]:
