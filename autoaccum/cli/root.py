@@ -20,7 +20,7 @@ import autoaccum
 from autoaccum.cli.flags import HelpWithHeadings
 from autoaccum.errors import AutoaccumError, UsageError
 
-_COMMANDS = ("plan", "verify", "fit", "tune", "guard", "gpus")
+_COMMANDS = ("plan", "verify", "fit", "tune", "guard", "explain", "gpus")
 _ENDED = {"verify": "the comparison was", "guard": "the measurements were"}
 """What Ctrl-C ends, by command; the trials of all others."""
 _CODE_INTERRUPTED = 128 + signal.SIGINT

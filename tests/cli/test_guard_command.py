@@ -211,7 +211,7 @@ def test_an_interrupted_guard_says_so(guard: Guard) -> None:
 
 def test_it_is_listed_after_tune() -> None:
     assert root.main.list_commands(root.main.make_context("autoaccum", ["guard"])) == [
-        *("plan", "verify", "fit", "tune", "guard", "gpus")
+        *("plan", "verify", "fit", "tune", "guard", "explain", "gpus")
     ]
 
 

@@ -17,7 +17,7 @@ from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budge
 from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, context_memory
-from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts, Tracer
+from autoaccum.devices.simulated.simulation_requests import CountCost, LabelParts, TraceParts, Tracer
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
 from autoaccum.devices.update_cost import UpdateCost
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
@@ -25,7 +25,9 @@ from autoaccum.options import Coupled, Reduce
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
+    from autoaccum.devices.simulated.allocator.recording import Recording
     from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
+    from autoaccum.devices.simulated.explain.recorded_update import UpdateComparison
 
 
 _NCCL_BYTES, _NCCL_SOURCE = 688 * MIB, "as reported for each group of four A100s with NVLink: NVIDIA/nccl#964"
@@ -257,6 +259,25 @@ class SimulatedDevice(Device):
         traces = self._traces.traces_of(parts, True, deadline.left_seconds)
         explainer = Explainer(self.name, self._context.bytes, self.limit_bytes, self._traces, self._replayer)
         return explainer.explain(traces, deadline, **options)
+
+    def compare(
+        self, recording: Recording, parts: tuple[int, ...], *, limit_seconds: float | None = None
+    ) -> UpdateComparison:
+        """Lay the last update of a recording beside a trace of exactly these parts.
+
+        Raises:
+            WorkloadError, NotMeasuredError: The parts cannot be traced.
+            UsageError: The record does not end with such an update.
+        """
+        from autoaccum.devices.simulated.allocator.replay import Replayer
+        from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
+        from autoaccum.devices.simulated.explain.recorded_update import compare_update
+
+        labelled = self._traces.call(LabelParts(parts=parts, stacks=True, **self._traces.way), limit_seconds)
+        settings = recording.settings.for_card(self._card.total_bytes)  # Those of this process may be others.
+        replayer = Replayer(self._card, settings, self._torch_version)
+        breakdown = MemoryBreakdown(labelled, replayer.with_sizes(labelled.trace))
+        return compare_update(recording, breakdown, replayer.peak_bytes(labelled.trace))
 
     def close(self) -> None:
         """End the tracer's process, if it runs."""

@@ -104,7 +104,7 @@ class CachingAllocator:
     def _round_size(self, size: int) -> int:
         """Round up to a step between two powers of two, or to a multiple of 512 bytes (`round_size`)."""
         step = _MIN_BLOCK_BYTES
-        if size > _MIN_BLOCK_BYTES * self._divisions:
+        if self._divisions > 1 and size > _MIN_BLOCK_BYTES * self._divisions:
             step = (1 << size.bit_length() - 1) // self._divisions
         return -(-size // step) * step
 

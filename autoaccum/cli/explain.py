@@ -1,0 +1,86 @@
+"""`autoaccum explain`: lay a snapshot that a card recorded beside the prediction of a workload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from autoaccum.cli.flags import HelpWithHeadings, count, options
+
+_CODE_DIFFERENT = 1
+
+
+@click.command("explain", cls=HelpWithHeadings, short_help="Compare a card's own memory snapshot with the prediction.")
+@click.argument("snapshot")
+@click.argument("workload")
+@click.option("--micro-batch", type=count, metavar="N", required=True, help="The most samples that ran at once.")
+@click.option(
+    "--target-batch", type=count, metavar="N", help="Samples per update (optimizer step).  [default: one micro-batch]"
+)
+@options(
+    "gpu",
+    "precision",
+    "batchnorm",
+    "coupled",
+    "accumulate_in",
+    "savers",
+    "optimizer",
+    "keeps",
+    "worst_of",
+    gpu={"required": True, "help": "The card that recorded it: a name of `autoaccum gpus`, or a size such as 24GiB."},
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON on stdout, and nothing else there.")
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
+def command(
+    snapshot: str,
+    workload: str,
+    micro_batch: int,
+    target_batch: int | None,
+    as_json: bool,
+    quiet: bool,
+    **asked: Any,
+) -> None:
+    """Compare SNAPSHOT, which torch.cuda.memory._dump_snapshot wrote on a card, with the prediction of WORKLOAD.
+
+    Its events are replayed by the simulated allocator, which has to give every block the recorded address. Then its
+    last update is laid beside that of WORKLOAD in the same micro-batches on the simulated card: both peaks, the first
+    request for memory that differs, and what is held at the peak by module, operator and line.
+
+    The snapshot must end behind an update, since the update is found from the end. When the record begins does not
+    matter, so long as an update came before: the first one also creates the optimizer's state. Nothing in the file
+    is run: one with anything but plain containers is refused.
+
+    Record it in the training script:
+      torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+      ...                                                  # a few updates
+      torch.cuda.memory._dump_snapshot("step.pickle")      # behind optimizer.step()
+
+    Example:
+      autoaccum explain step.pickle model.py --gpu rtx4090 --micro-batch 32 --target-batch 128
+
+    Exit codes:
+      0  equal addresses, and both peaks agree to 1 % or the band of workspaces (one segment more for the reserved)
+      1  they do not
+      2  wrong usage; no snapshot, or it ends with another update; the workload is missing or raises
+      3  the workload cannot be simulated
+    """
+    from autoaccum.options import Options
+    from autoaccum.planning.plan_request import PlanRequest
+    from autoaccum.planning.snapshot_check import check_snapshot
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.progress import Progress
+    from autoaccum.reporting.snapshot_report import print_snapshot, snapshot_json
+
+    request = PlanRequest(target_batch or micro_batch, Options.of("plan", asked))
+    stderr = make_console(stderr=True)
+    with Progress(stderr, quiet=quiet) as progress:
+        progress.show("tracing the update ...")
+        on_output = progress.print_output if stderr.can_redraw else None
+        check = check_snapshot(snapshot, workload, request, micro_batch, on_output=on_output)
+    if as_json:
+        click.echo(snapshot_json(check), nl=False)
+    else:
+        print_snapshot(make_console(), check)
+    if not check.agrees:
+        raise click.exceptions.Exit(_CODE_DIFFERENT)

@@ -1,0 +1,72 @@
+"""`autoaccum explain`: a snapshot that PyTorch's own allocator wrote, beside the prediction of what it recorded.
+
+tests/shared/real_allocator/snapshot.pickle.xz is of three updates of two micro-batches in a plain loop (see
+record_snapshot.py there), by torch 2.15.0+cu132 with TORCH_CUBLAS_WORKSPACE_CACHE=1 and
+TORCH_CUBLASLT_UNIFIED_WORKSPACE=1, with which releases from 2.11 on take the same workspaces.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import pytest
+from command_line import Command, Done
+
+SHARED = Path(__file__).parents[1] / "shared"
+WORDS = ("explain", "step.pickle", "net.py", "--gpu", "rtx3090", "--micro-batch", "24")
+WORKSPACES = {"TORCH_CUBLAS_WORKSPACE_CACHE": "1", "TORCH_CUBLASLT_UNIFIED_WORKSPACE": "1", "COLUMNS": "100"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with lzma.open(SHARED / "real_allocator" / "snapshot.pickle.xz") as file:
+        (tmp_path / "step.pickle").write_bytes(file.read())
+    (tmp_path / "net.py").write_text((SHARED / "workloads" / "recorded_net.py").read_text())
+    return tmp_path
+
+
+def run(command: Command, folder: Path, *words: str) -> Done:
+    return command(folder, *WORDS, *words, **WORKSPACES)
+
+
+def test_an_update_of_the_real_allocator_is_the_predicted_one(command: Command, folder: Path) -> None:
+    done = run(command, folder, "--target-batch", "48")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step.pickle: 754 events, replayed by the simulated allocator: equal addresses\n" in done.stdout
+    figures = {line[:14].strip(): line[14:].split() for line in done.stdout.splitlines()}
+    assert figures["held before it"] == ["46.2", "MiB", "46.2", "MiB", "none"]
+    assert figures["peak held"] == ["111", "MiB", "111", "MiB", "-12", "B"]
+    assert figures["peak reserved"] == ["122", "MiB", "122", "MiB", "none"]
+    assert "at the peak" not in done.stdout, "scalars of the loss are no difference to show"
+    assert "the snapshot agrees with the prediction, to the band of 1.1 MiB" in done.stdout
+
+
+def test_another_model_is_told_by_module_operator_and_line(command: Command, folder: Path) -> None:
+    net = folder / "net.py"
+    net.write_text(net.read_text().replace("2048", "2304"))
+    line = next(number for number, text in enumerate(net.read_text().splitlines(), 1) if "gelu" in text)
+    done = run(command, folder, "--target-batch", "48", "--json")
+    assert (done.returncode, done.stderr) == (1, "")
+    record = json.loads(done.stdout)
+    assert (record["agrees"], record["replay_difference"]) == (False, None)
+    update = record["update"]
+    first = update["first_difference"]
+    assert (first["recorded_bytes"], first["predicted_bytes"]) == (24 * 64 * 2048 * 4, 24 * 64 * 2304 * 4)
+    assert first["recorded_line"] == f"net.py:{line}"
+    category, module, operator, place = first["source"]
+    assert (category, module, operator) == ("activations", "up", "aten.addmm")
+    assert place.endswith(f"net.py:{line}")
+    by_source = {tuple(one["source"][:3]): one for one in update["differences"]}
+    gelu = by_source["activations", "Net", "aten.gelu"]
+    assert gelu["predicted_bytes"] - gelu["recorded_bytes"] == 24 * 64 * 256 * 4
+    difference = sum(one["recorded_bytes"] - one["predicted_bytes"] for one in update["differences"])
+    assert difference == update["held"]["recorded"] - update["held"]["predicted"] < 0
+
+
+def test_other_micro_batches_are_not_at_its_end(command: Command, folder: Path) -> None:
+    done = run(command, folder, "--micro-batch", "23")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: the record does not end with an update in micro-batches of 23: not half of")
+    assert len(done.stderr.splitlines()) == 1
