@@ -55,11 +55,11 @@ def test_another_model_is_told_by_module_operator_and_line(command: Command, fol
     first = update["first_difference"]
     assert (first["recorded_bytes"], first["predicted_bytes"]) == (24 * 64 * 2048 * 4, 24 * 64 * 2304 * 4)
     assert first["recorded_line"] == f"net.py:{line}"
-    category, module, operator, place = first["source"]
-    assert (category, module, operator) == ("activations", "up", "aten.addmm")
-    assert place.endswith(f"net.py:{line}")
-    by_source = {tuple(one["source"][:3]): one for one in update["differences"]}
-    gelu = by_source["activations", "Net", "aten.gelu"]
+    source = first["source"]
+    assert (source["category"], source["module"], source["op"]) == ("activations", "up", "aten.addmm")
+    assert source["line"].endswith(f"net.py:{line}")
+    (gelu,) = (one for one in update["differences"] if one["source"]["op"] == "aten.gelu")
+    assert (gelu["source"]["category"], gelu["source"]["module"]) == ("activations", "Net")
     assert gelu["predicted_bytes"] - gelu["recorded_bytes"] == 24 * 64 * 256 * 4
     difference = sum(one["recorded_bytes"] - one["predicted_bytes"] for one in update["differences"])
     assert difference == update["held"]["recorded"] - update["held"]["predicted"] < 0

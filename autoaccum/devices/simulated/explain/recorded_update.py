@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final
 
 from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMENT_BYTES
 from autoaccum.devices.simulated.allocator.recording import Recording
@@ -22,7 +22,8 @@ _GRAIN_BYTES: Final = 512
 NOT_PREDICTED: Final = "not predicted"
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Source:
     """What holds memory: its purpose, and of its allocation the module, the operator and the line, where known."""
 
     category: str

@@ -14,6 +14,8 @@ from torch.cuda import _memory_viz
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.simulated.allocator.recorded_replay import replay_recording
+from autoaccum.devices.simulated.allocator.recording import read_recording
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.snapshot import make_snapshot
@@ -72,7 +74,11 @@ def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any
         peak_bytes = device.trial(PARTS, fresh=True).peak_reserved_bytes
         made = device.explain(PARTS, changes=False, snapshot=True).snapshot
         assert made is not None
-        yield {**pickle.loads(pickle.dumps(made)), "peak_bytes": peak_bytes}
+        file = tmp_path_factory.mktemp("snapshot") / "step.pickle"
+        file.write_bytes(pickle.dumps(made))
+        recording = read_recording(file)
+        compared = device.compare(recording, PARTS)
+        yield {**pickle.loads(file.read_bytes()), "peak_bytes": peak_bytes, "read": (recording, compared)}
 
 
 def test_the_viewer_reads_it_and_it_adds_up(snapshot: dict[str, Any]) -> None:
@@ -125,6 +131,15 @@ def test_phases_are_annotations(snapshot: dict[str, Any]) -> None:
     times = [entry["time_us"] for entry in snapshot["external_annotations"]]
     assert times == sorted(times)
     assert times[-1] == len(snapshot["device_traces"][0])
+
+
+def test_it_is_read_as_a_recorded_one_and_is_what_was_predicted(snapshot: dict[str, Any]) -> None:
+    recording, compared = snapshot["read"]
+    assert replay_recording(recording) is None
+    for figure in (compared.before, compared.held, compared.reserved):
+        assert figure.recorded == figure.predicted
+    assert compared.recorded_requests == compared.equal_requests
+    assert (compared.first_difference, compared.differences, compared.agrees) == (None, (), True)
 
 
 def test_expandable_segments_have_none() -> None:
