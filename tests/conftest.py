@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import find_chromium
 from command_line import command
 from example_counts import FULL
 from hypothesis import settings
@@ -79,8 +80,8 @@ def write_workload(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], 
     return write
 
 
-_DESELECTED = pytest.StashKey[int]()
-_OUTPUT = "gpu_deselected"
+_DESELECTED = pytest.StashKey[dict[str, int]]()
+_OUTPUT = "deselected"
 _MEASURED = Path(__file__).parent / "gpu" / "data"
 
 
@@ -96,7 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with slow files; deselect `gpu` without a card, `without_gpu` with one, and `no_table` tests."""
+    """Begin with slow files; deselect `gpu` without a card, `browser` without Chromium, and others that cannot run."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)  # What runs last is short, so that all workers end together.
     unmeasured = [item for item in items if item.get_closest_marker("no_table")]
@@ -105,11 +106,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=unmeasured)
     cards = count_cuda_cards()
     lacking = [item for item in items if cards < needed_cards(item)]
-    dropped = [*lacking, *(item for item in items if cards and item.get_closest_marker("without_gpu"))]
+    unseen = [] if find_chromium() else [item for item in items if item.get_closest_marker("browser")]
+    dropped = [*lacking, *unseen, *(item for item in items if cards and item.get_closest_marker("without_gpu"))]
     if not dropped:
         return
     items[:] = [item for item in items if item not in set(dropped)]
-    config.stash[_DESELECTED] = len(lacking)
+    config.stash[_DESELECTED] = {"gpu": len(lacking), "browser": len(unseen)}
     config.hook.pytest_deselected(items=dropped)
 
 
@@ -123,17 +125,21 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Report to the controller of pytest-xdist, which collects no tests itself."""
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
-        output[_OUTPUT] = session.config.stash.get(_DESELECTED, 0)
+        output[_OUTPUT] = session.config.stash.get(_DESELECTED, {})
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[_DESELECTED] = getattr(node, "workeroutput", {}).get(_OUTPUT, 0)
+    node.config.stash[_DESELECTED] = getattr(node, "workeroutput", {}).get(_OUTPUT, {})
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    count = config.stash.get(_DESELECTED, 0)
-    if count:
+    counts = config.stash.get(_DESELECTED, {})
+    if count := counts.get("browser"):
+        terminalreporter.write_line(
+            f"browser: {count} tests deselected, no Chromium here: apt-get install chromium", yellow=True
+        )
+    if count := counts.get("gpu"):
         terminalreporter.write_line(
             f"gpu: {count} tests deselected, too few CUDA cards here: see tests/gpu/README.md", yellow=True
         )

@@ -109,6 +109,14 @@ class HelpWithHeadings(click.Command):
         self.help = re.sub(r"(?m)^(?=[A-Z][^.\n]*:\n)", "\b\n", inspect.cleandoc(self.help or ""))
 
 
+report_option = click.option(
+    "--report",
+    metavar="FILE",
+    help="Write the result as one HTML page with charts, which loads nothing from the network: .html.",
+)
+"""The flag of each command that writes a page."""
+
+
 def options(*names: str, **changes: Any) -> Callable[[_Command], _Command]:
     """Return a decorator that gives a command these flags.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, count, options, seconds
+from autoaccum.cli.flags import HelpWithHeadings, count, options, report_option, seconds
+from autoaccum.cli.outputs import check_report, running_words
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
 
 if TYPE_CHECKING:
@@ -72,7 +74,8 @@ _CANNOT_TELL, _END_BISECT = 125, 255
 )
 @click.option("--json", "form", flag_value="json", help="The same as --format json.")
 @click.option("-o", "--output", metavar="FILE", help="Also write the report to a file; the github format as markdown.")
-@click.option("--force", is_flag=True, help="Overwrite this file, and with --update a lock that cannot be read.")
+@report_option
+@click.option("--force", is_flag=True, help="Overwrite these files, and with --update a lock that cannot be read.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
     workload: str | None,
@@ -86,6 +89,7 @@ def command(
     time_limit: float | None,
     form: str | None,
     output: str | None,
+    report: str | None,
     force: bool,
     quiet: bool,
     **asked: Any,
@@ -140,8 +144,9 @@ def command(
         project = find_project(Path.cwd(), lock)
         if output is not None:
             _check_output(output, project, force=force)
+        check_report(report, {"-o": output, "the lock": str(project.lock)}, force=force)
         with _progress(form, quiet=quiet) as listeners:
-            report = guard(
+            found = guard(
                 wanted,
                 project,
                 update=update,
@@ -151,11 +156,16 @@ def command(
                 force=force,
                 **listeners,
             )
-        _show(report, form, project)
+        _show(found, form, project)
         if output is not None:
-            write_text(Path(output), _written(report, form), force=force)
-    if report.exit_code:
-        raise click.exceptions.Exit(_CANNOT_TELL if bisect and report.exit_code != 1 else report.exit_code)
+            write_text(Path(output), _written(found, form), force=force)
+        if report is not None:
+            from autoaccum.reporting.page.guard_page import guard_page
+
+            command = shlex.join(running_words(without=("form", "quiet")))
+            write_text(Path(report), guard_page(found, command=command).render(), force=force)
+    if found.exit_code:
+        raise click.exceptions.Exit(_CANNOT_TELL if bisect and found.exit_code != 1 else found.exit_code)
 
 
 @contextmanager

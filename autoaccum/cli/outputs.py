@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import shlex
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +29,7 @@ _WAYS_OUT = {
     "--emit": "give a name that ends in .py",
     "--plot": "give a name that ends in .svg or .png",
     "--snapshot": "give a name such as step.pickle",
+    "--report": "give a name that ends in .html",
 }
 
 
@@ -38,6 +41,7 @@ class Outputs:
         emit: For the training step.
         plot: For the picture.
         snapshot: For the snapshot of the memory.
+        report: For the page.
         force: Overwrite what is there.
 
     Attributes:
@@ -50,10 +54,11 @@ class Outputs:
         emit: str | None = None,
         plot: str | None = None,
         snapshot: str | None = None,
+        report: str | None = None,
         *,
         force: bool,
     ) -> None:
-        asked = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot}
+        asked = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot, "--report": report}
         self._asked = {option: file for option, file in asked.items() if file is not None}
         self._force = force
         self._account: MemoryReport | None = None
@@ -77,9 +82,7 @@ class Outputs:
         for option, file in self._asked.items():
             check_output(file, force=self._force, hint=_WAYS_OUT[option])
             check_apart(option, file, workload)
-        for (one, file), (other, same) in combinations(self._asked.items(), 2):
-            if Path(file).resolve() == Path(same).resolve():
-                raise UsageError(f"{one} and {other} both name {same}", hint="take two names")
+        check_names(self._asked)
         if "--emit" in self._asked:
             module_name(self._asked["--emit"])
             check_emittable(world_size=world_size)
@@ -98,13 +101,14 @@ class Outputs:
         elif isinstance(event, Explained):
             self._account = event.account
 
-    def write(self, plan: Plan) -> None:
-        """Write all, also where one fails, since they took their time; then raise the first UsageError."""
-        writers = {
+    def write(self, plan: Plan, seconds: float | None = None) -> None:
+        """Write all of a plan, which took so many seconds, also where one fails; then raise the first error."""
+        writers: dict[str, tuple[str, Callable[[Plan, Path], None]]] = {
             "-o": ("kept", self._write_plan),
             "--emit": ("emitted", self._write_step),
             "--plot": ("pictured", self._write_picture),
             "--snapshot": ("snapshot", self._write_snapshot),
+            "--report": ("reported", partial(self._write_page, seconds=seconds)),
         }
         failed: list[Exception] = []
         for option, file in self._asked.items():
@@ -141,6 +145,32 @@ class Outputs:
             raise UsageError(f"there is no snapshot for {file}", hint="the last note of the plan says why")
         # The viewer reads this protocol.
         write_bytes(file, pickle.dumps(snapshot, protocol=4), force=self._force)
+
+    def _write_page(self, plan: Plan, file: Path, seconds: float | None) -> None:
+        from autoaccum.files import write_text
+        from autoaccum.reporting.page.plan_page import plan_page
+
+        page = plan_page(plan, self._account, command=shlex.join(running_words()), seconds=seconds)
+        write_text(file, page.render(), force=self._force)
+
+
+def check_report(report: str | None, others: Mapping[str, str | None], *, force: bool) -> None:
+    """Raise UsageError now for a page that could not be written later, or that names the file of another option."""
+    from autoaccum.files import check_output
+
+    if report is not None:
+        check_output(report, force=force, hint=_WAYS_OUT["--report"])
+        check_names({"--report": report, **{name: file for name, file in others.items() if file is not None}})
+
+
+def check_names(files: Mapping[str, str]) -> None:
+    """Raise UsageError if two options name one file, or `--report` one that is no page."""
+    for (one, file), (other, same) in combinations(files.items(), 2):
+        if Path(file).resolve() == Path(same).resolve():
+            raise UsageError(f"{one} and {other} both name {same}", hint="take two names")
+    page = files.get("--report")
+    if page is not None and Path(page).suffix.lower() not in (".html", ".htm"):
+        raise UsageError(f"the page {page} is no .html file", hint=_WAYS_OUT["--report"])
 
 
 def check_apart(option: str, file: str, workload: str) -> None:

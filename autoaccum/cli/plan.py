@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options
+from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options, report_option
 from autoaccum.cli.outputs import Outputs, running_words
 from autoaccum.errors import AutoaccumError, DoesNotFitError, RankLostError, UsageError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _SHOW = "show"
-_OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "force", "quiet", "verbose")
+_OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", "quiet", "verbose")
 """The flags that concern only the output of this run."""
 
 
@@ -102,6 +102,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "force", "quiet", "
     metavar="FILE",
     help="Write what the allocator of a card does in an update, as PyTorch's memory viewer opens it: .pickle.",
 )
+@report_option
 @click.option("--force", is_flag=True, help="Overwrite these files.")
 @click.option("-v", "--verbose", is_flag=True, help="Show everything known of the plan, every warning and note.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
@@ -112,6 +113,7 @@ def command(
     emit: str | None,
     plot: str | None,
     snapshot: str | None,
+    report: str | None,
     force: bool,
     verbose: bool,
     quiet: bool,
@@ -177,21 +179,21 @@ def command(
     if isinstance(request["world_size"], range):
         chosen = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot, "--mesh": request["mesh"]}
         chosen |= {"--explain": request["explain"], "--prefer fastest": request["prefer"] == "fastest"}
-        chosen |= {"--savers show": shows_savers}
+        chosen |= {"--report": report, "--savers show": shows_savers}
         _compare(workload, chosen, as_json=as_json, quiet=quiet, **request)
         return
     of_ranks = is_one_of_ranks()
     if shows_savers:
         chosen = {"-o": output, "--emit": emit, "--snapshot": snapshot, "--explain": request["explain"]}
-        chosen |= {"--prefer fastest": request["prefer"] == "fastest", "--least": request["least"]}
+        chosen |= {"--report": report, "--prefer fastest": request["prefer"] == "fastest", "--least": request["least"]}
         chosen |= {f"--{name.replace('_', '-')}": request[name] for name in ("micro_batch", "max_trials", "time_limit")}
         _show_savers(workload, chosen, plot, as_json=as_json, force=force, quiet=quiet, **request)
         return
     source = click.get_current_context().get_parameter_source("world_size")
     if request["parallel"] == "fsdp2" and source is ParameterSource.DEFAULT and not of_ranks:
         raise UsageError("--parallel fsdp2 shards over ranks, and there is one", hint="say how many (--world-size N)")
-    outputs = Outputs(output, emit, plot, snapshot, force=force)
-    request |= {"picture": plot is not None, "snapshot": snapshot is not None}
+    outputs = Outputs(output, emit, plot, snapshot, report, force=force)
+    request |= {"picture": plot is not None, "snapshot": snapshot is not None, "report": report is not None}
     outputs.check(workload, 2 if of_ranks else request["world_size"])
     if of_ranks and os.environ.get("RANK", "0") != "0":
         _plan_silently(workload, **request)
@@ -215,7 +217,7 @@ def command(
         "verbose": verbose,
     }
     try:
-        outputs.write(found)
+        outputs.write(found, offer["seconds"])
     except BaseException:
         # The trials took their time: what they found is shown even where it cannot be kept.
         print_plan(stderr, found, **offer | outputs.written)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, seconds
-from autoaccum.cli.outputs import check_apart, running_words
+from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, report_option, seconds
+from autoaccum.cli.outputs import check_apart, check_report, running_words
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 _CODE_NOTHING_FOUND = 1
 _CODE_INTERRUPTED = 130
-_OUTPUTS = ("as_json", "output", "plot", "force", "quiet")
+_OUTPUTS = ("as_json", "output", "plot", "report", "force", "quiet")
 _OF_THE_STUDY = (
     *("target_batch", "trials", "learning_rate", "budget_samples", "budget_seconds", "confirm", "storage", "study"),
     *("sampler", "pruner", "memory", "reserve", "time_limit", "trial_limit", "heartbeat"),
@@ -95,10 +96,18 @@ _OF_THE_STUDY = (
 @click.option("--plot", metavar="FOLDER", help="Draw the result as four .svg pictures.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and nothing else there.")
 @click.option("-o", "--output", metavar="FILE", help="Write the plan of the best setting, for `autoaccum fit --plan`.")
-@click.option("--force", is_flag=True, help="Overwrite this file and these pictures; never the study.")
+@report_option
+@click.option("--force", is_flag=True, help="Overwrite these files and these pictures; never the study.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
-    workload: str, as_json: bool, output: str | None, plot: str | None, force: bool, quiet: bool, **asked: Any
+    workload: str,
+    as_json: bool,
+    output: str | None,
+    plot: str | None,
+    report: str | None,
+    force: bool,
+    quiet: bool,
+    **asked: Any,
 ) -> None:
     """Search the learning rate, and on request the effective batch, that train WORKLOAD best.
 
@@ -129,9 +138,10 @@ def command(
     from autoaccum.api import tune
 
     _check_outputs(workload, asked["storage"], output, plot, force=force)
+    check_report(report, {"-o": output}, force=force)
     try:
         tuning = tune(workload, progress=not quiet, **asked)
-        _show(tuning, output, plot, force=force, as_json=as_json, quiet=quiet)
+        _show(tuning, output, plot, report, force=force, as_json=as_json, quiet=quiet)
     except KeyboardInterrupt:
         click.echo("interrupted: finished trials are kept, and the same command goes on", err=True)
         raise click.exceptions.Exit(_CODE_INTERRUPTED) from None
@@ -159,7 +169,16 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
         raise UsageError(f"{plot} is there already", hint="choose another folder, or overwrite its pictures by --force")
 
 
-def _show(tuning: Tuning, output: str | None, plot: str | None, *, force: bool, as_json: bool, quiet: bool) -> None:
+def _show(
+    tuning: Tuning,
+    output: str | None,
+    plot: str | None,
+    report: str | None,
+    *,
+    force: bool,
+    as_json: bool,
+    quiet: bool,
+) -> None:
     """Write what is asked for, and print what was found, also where that cannot be written: it took its time."""
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.tune_report import print_tuning, tuning_record
@@ -172,6 +191,9 @@ def _show(tuning: Tuning, output: str | None, plot: str | None, *, force: bool, 
         if plot is not None:
             _write_pictures(tuning, Path(plot), force=force)
             written["pictures"] = Path(plot)
+        if report is not None:
+            _write_page(tuning, Path(report), force=force)
+            written["report"] = Path(report)
     except AutoaccumError:
         print_tuning(stderr, tuning, _offers(tuning, output), written)
         raise
@@ -204,10 +226,23 @@ def _write_pictures(tuning: Tuning, folder: Path, *, force: bool) -> None:
         write_bytes(folder / file, content, force=force)
 
 
+def _write_page(tuning: Tuning, file: Path, *, force: bool) -> None:
+    from autoaccum.files import write_text
+    from autoaccum.reporting.page.tune_page import tune_page
+
+    command = shlex.join(running_words(without=("quiet",), instead=_without_password(tuning)))
+    write_text(file, tune_page(tuning, command=command).render(), force=force)
+
+
+def _without_password(tuning: Tuning) -> dict[str, str]:
+    """Return the storage as it may be shown, where a URL was given."""
+    return {"storage": tuning.storage} if "://" in (click.get_current_context().params["storage"] or "") else {}
+
+
 def _offers(tuning: Tuning, output: str | None) -> dict[str, list[str]]:
     """Return the words of commands that are offered, by what they do; a password is never among them."""
     params = click.get_current_context().params
-    shown = {"storage": tuning.storage} if "://" in (params["storage"] or "") else {}
+    shown = _without_password(tuning)
     found: dict[str, list[str]] = {}
     if tuning.best is not None:
         kept = output or "best.json"

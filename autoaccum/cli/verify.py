@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import click
 
-from autoaccum.cli.flags import HelpWithHeadings, count, options
-from autoaccum.cli.outputs import check_apart, running_words, stdout_kept
+from autoaccum.cli.flags import HelpWithHeadings, count, options, report_option
+from autoaccum.cli.outputs import check_apart, check_report, running_words, stdout_kept
 
 _CODE_DIFFERENT = 1
-_OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
+_OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
 
 
 @click.command("verify", cls=HelpWithHeadings, short_help="Check that an accumulated update is the full batch's.")
@@ -39,11 +40,19 @@ _OUTPUTS = ("as_json", "output", "force", "quiet", "verbose")
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON on stdout, and nothing else there.")
 @click.option("-o", "--output", metavar="FILE", help="Write the record to a file.")
-@click.option("--force", is_flag=True, help="Overwrite this file.")
+@report_option
+@click.option("--force", is_flag=True, help="Overwrite these files.")
 @click.option("-v", "--verbose", is_flag=True, help="Show everything that was compared, and every note.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
 def command(
-    workload: str, as_json: bool, output: str | None, force: bool, verbose: bool, quiet: bool, **asked: Any
+    workload: str,
+    as_json: bool,
+    output: str | None,
+    report: str | None,
+    force: bool,
+    verbose: bool,
+    quiet: bool,
+    **asked: Any,
 ) -> None:
     """Compare an update of WORKLOAD in micro-batches with the full batch's, and find the cause of a difference.
 
@@ -80,16 +89,25 @@ def command(
     if output is not None:
         check_output(output, force=force, hint="for the record on stdout, use --json")
         check_apart("-o", output, workload)
+    check_report(report, {"-o": output}, force=force)
     stderr = make_console(stderr=True)
     with stdout_kept(), VerificationProgress(stderr, quiet=quiet) as progress:
         found = verify(workload, on_event=progress.notify, **asked)
+    again = running_words(without=_OUTPUTS)
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        print_verification(make_console(), found, again=running_words(without=_OUTPUTS), verbose=verbose)
+        print_verification(make_console(), found, again=again, verbose=verbose)
     if output is not None:
         write_text(Path(output), found.to_json(), force=force)
         if not as_json:
             make_console().print(f"kept in {output}", soft_wrap=True)
+    if report is not None:
+        from autoaccum.reporting.page.verify_page import verify_page
+
+        page = verify_page(found, command=shlex.join(running_words()), again=again)
+        write_text(Path(report), page.render(), force=force)
+        if not as_json:
+            make_console().print(f"report in {report}", soft_wrap=True)
     if not found.equivalent:
         raise click.exceptions.Exit(_CODE_DIFFERENT)

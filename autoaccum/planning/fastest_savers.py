@@ -49,7 +49,7 @@ def plan_fastest_savers(
         raise NotMeasuredError(f"{stopped} ended the choice of savers", hint="allow more") from None
     finally:
         trials.end(setup.device)
-    apart: dict[str, Any] = {"explain": False, "picture": False, "snapshot": False} if measures else {}
+    apart: dict[str, Any] = dict.fromkeys(("explain", "picture", "report", "snapshot"), False) if measures else {}
     plans: dict[Words, Plan] = {}
     for words in sets:
         _use(setup, words)

@@ -36,7 +36,11 @@ def explain_memory(
     Whatever prevents it becomes a note, since the schedule is proved already. `notify` gets the whole report.
     """
     device = setup.device
-    wanted = {"changes": request.explain, "curve": request.picture, "snapshot": request.snapshot}
+    wanted = {
+        "changes": request.explain or request.report,
+        "curve": request.picture or request.report,
+        "snapshot": request.snapshot,
+    }
     if not any(wanted.values()) or not isinstance(device, ExplainingDevice):
         return None, ()
     notify(ExplanationStarted())

@@ -18,21 +18,22 @@ _NONE = "-"
 
 def print_explanation(console: Console, explanation: Explanation, measured_bytes: int | None = None) -> None:
     """Print an explanation, labelled as predicted, with the measured peak of real trials next to the predicted one."""
-    for line in _heading(explanation, measured_bytes):
-        print_line(console, line)
-    for table in (_categories(explanation), _modules(explanation.modules), _changes(explanation.changes)):
+    print_line(console, Text("where the memory goes", "bold"))
+    for line in explanation_lines(explanation, measured_bytes):
+        print_line(console, Text(line))
+    for table in (_categories(explanation), _modules(explanation.modules), changes_table(explanation.changes)):
         if table.rows:
             console.print()
             print_table(console, table)
 
 
-def _heading(explanation: Explanation, measured_bytes: int | None) -> Iterator[Text]:
-    yield Text("where the memory goes", "bold")
+def explanation_lines(explanation: Explanation, measured_bytes: int | None) -> Iterator[str]:
+    """Yield two lines: the peak of which parts on which card, and the moment of the peak."""
     peak = f"{format_bytes(explanation.peak_bytes)} (predicted)"
     measured = "" if measured_bytes is None else f"; measured: {format_bytes(measured_bytes)}"
-    yield Text(f"{explanation.card}, micro-batches of {format_parts(explanation.parts)}: {peak}{measured}")
+    yield f"{explanation.card}, micro-batches of {format_parts(explanation.parts)}: {peak}{measured}"
     of = f" of {explanation.module}" if explanation.module else ""
-    yield Text(f"the peak is in {explanation.phase}, at {explanation.op or 'what is there from the start'}{of}")
+    yield f"the peak is in {explanation.phase}, at {explanation.op or 'what is there from the start'}{of}"
 
 
 def _categories(explanation: Explanation) -> Table:
@@ -49,14 +50,18 @@ def _categories(explanation: Explanation) -> Table:
 def _modules(modules: Sequence[ModuleShare]) -> Table:
     table = make_table("module", "class", ">count", ">bytes", ">per sample")
     for share in modules:
-        name = one_line(share.name) or ("(the model itself)" if share.kind else "(no module)")
         each = _NONE if share.bytes_per_sample is None else format_bytes(share.bytes_per_sample)
         held = format_bytes(share.bytes)
-        table.add_row(Text(name), Text(one_line(share.kind) or _NONE), str(share.count), held, each)
+        table.add_row(Text(module_name(share)), Text(one_line(share.kind) or _NONE), str(share.count), held, each)
     return table
 
 
-def _changes(changes: Sequence[Change]) -> Table:
+def module_name(share: ModuleShare) -> str:
+    """Return how a module is called, also the model itself and none."""
+    return one_line(share.name) or ("(the model itself)" if share.kind else "(no module)")
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
     """Return the suggested changes, each with its own effect on the peak."""
     table = make_table("change", ">peak", ">least budget", "what")
     for change in changes:

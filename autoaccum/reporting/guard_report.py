@@ -166,19 +166,27 @@ def describe_measurement(now: Measurement) -> str:
     return ", ".join([*words, f"largest fit {describe_largest(now)}", f"parts {format_parts(now.micro_batches)}"])
 
 
-def _figure_lines(before: Measurement, now: Measurement) -> Iterator[Text]:
-    """Yield the numbers before and now, red where they got worse."""
-    yield Text(f"  {'':<{_COLUMN}}{'before':>{_COLUMN}}{'now':>{_COLUMN}}{'change':>{_COLUMN}}", "dim")
+def figure_rows(before: Measurement, now: Measurement) -> Iterator[tuple[tuple[str, str, str, str, str], bool]]:
+    """Yield the numbers before and now: name, before, now, change, its percentage; and whether it got worse."""
     rows = [("peak", before.peak_bytes, now.peak_bytes), ("most held", before.held_bytes, now.held_bytes)]
     for name, was, is_now in [*rows, ("least budget", before.least_bytes, now.least_bytes)]:
         if was is not None and is_now is not None:
-            more, share = (signed_bytes(is_now - was), percent(is_now - was, was, sign=True))
-            change = f"{more:>{_COLUMN}}  {share}" if is_now != was else f"{NONE:>{_COLUMN}}"
-            cells = f"{precise_bytes(was):>{_COLUMN}}{precise_bytes(is_now):>{_COLUMN}}{change}"
-            yield Text(f"  {name:<{_COLUMN}}{cells}", "red" if is_now > was else "")
+            changes = (signed_bytes(is_now - was), percent(is_now - was, was, sign=True))
+            yield (
+                (name, precise_bytes(was), precise_bytes(is_now), *(changes if is_now != was else (NONE, ""))),
+                (is_now > was),
+            )
     change = f"{now.largest - before.largest:+d}" if now.largest != before.largest else NONE
-    cells = f"{describe_largest(before):>{_COLUMN}}{describe_largest(now):>{_COLUMN}}{change:>{_COLUMN}}"
-    yield Text(f"  {'largest fit':<{_COLUMN}}{cells}", "red" if now.largest < before.largest else "")
+    cells = ("largest fit", describe_largest(before), describe_largest(now), change, "")
+    yield cells, now.largest < before.largest
+
+
+def _figure_lines(before: Measurement, now: Measurement) -> Iterator[Text]:
+    """Yield the numbers before and now, red where they got worse."""
+    yield Text(f"  {'':<{_COLUMN}}{'before':>{_COLUMN}}{'now':>{_COLUMN}}{'change':>{_COLUMN}}", "dim")
+    for (name, was, is_now, change, share), worse in figure_rows(before, now):
+        line = f"  {name:<{_COLUMN}}{was:>{_COLUMN}}{is_now:>{_COLUMN}}{change:>{_COLUMN}}  {share}"
+        yield Text(line.rstrip(), "red" if worse else "")
 
 
 def _growth_lines(verdict: Verdict) -> Iterator[Text]:

@@ -19,7 +19,7 @@ from autoaccum.planning import plan_events
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_choice import format_savers
 from autoaccum.planning.throughput import Speed, Throughput, format_rate
-from autoaccum.reporting.console import make_table, path_value, print_messages, print_rows, print_table
+from autoaccum.reporting.console import make_table, one_line, path_value, print_messages, print_rows, print_table
 from autoaccum.reporting.explain_report import print_explanation
 from autoaccum.reporting.progress import Progress
 from autoaccum.units import MIB, format_bytes
@@ -46,6 +46,7 @@ def print_plan(
     emitted: Path | None = None,
     pictured: Path | None = None,
     snapshot: Path | None = None,
+    reported: Path | None = None,
     name: str = "plan.json",
     seconds: float | None = None,
     verbose: bool = False,
@@ -60,6 +61,7 @@ def print_plan(
         emitted: The file of the training step, if it was written.
         pictured: The file of the picture, if it was written.
         snapshot: The file of the snapshot, if it was written.
+        reported: The file of the page, if it was written.
         name: A new file name to suggest for `-o`.
         seconds: The time that planning took, if it was just made.
         verbose: Print everything.
@@ -80,6 +82,8 @@ def print_plan(
         console.print(f"picture in {pictured}{alone}", soft_wrap=True)
     if snapshot is not None:
         console.print(f"snapshot in {snapshot}: open it at https://pytorch.org/memory_viz", soft_wrap=True)
+    if reported is not None:
+        console.print(f"report in {reported}", soft_wrap=True)
     if plan.explanation is not None:
         console.print()
         print_explanation(console, plan.explanation, plan.peak_bytes if plan.kind == "measured" else None)
@@ -258,6 +262,19 @@ def _peak(plan: Plan) -> str:
     return f"{peak} of {limit}{label}, headroom {plan.headroom_bytes / MIB:,.0f} MiB{least_words}"
 
 
+def trials_table(plan: Plan) -> Table:
+    """List all trials in the order they ran; the budget of those that had another one stands in the last column."""
+    table = make_table(">trial", ">micro-batch", "outcome", ">peak", ">time", "")
+    predicted = plan.kind == "predicted"
+    for number, trial in enumerate(plan.trials, start=1):
+        within = "" if trial.limit_bytes is None else f"within {format_bytes(trial.limit_bytes)}"
+        remark = "; ".join(filter(None, (within, _failure(trial), trial.message)))
+        outcome = Text(_outcome(trial, predicted), _STYLES[trial.outcome])
+        peak = _trial_peak(trial, predicted)
+        table.add_row(str(number), _trial_sizes(trial), outcome, peak, f"{trial.seconds:.1f} s", one_line(remark))
+    return table
+
+
 _STYLES = {"ok": "green", "tight": "yellow", "oom": "magenta", "error": "bold red"}
 _NO_FIT = "no fit"
 _COLUMNS = "{size:>11}  {outcome:<7}  {peak:>9}  {seconds:>8}"
@@ -328,20 +345,31 @@ def trial_line(trial: Trial, *, predicted: bool = False) -> Text:
     >>> trial_line(Trial(parts=(8, 8), outcome="oom", phase="backward", seconds=1.25)).plain
     '          8  oom              -     1.2 s  in backward'
     """
-    peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
-    shown = peak is not None and (trial.ran or predicted)
-    outcome = _NO_FIT if predicted and trial.outcome == "oom" else trial.outcome
+    outcome = _outcome(trial, predicted)
     line = _COLUMNS.format(
         size=_trial_sizes(trial) if trial.limit_bytes is None else format_bytes(trial.limit_bytes),
         outcome=outcome,
-        peak=format_bytes(peak or 0) if shown else "-",
+        peak=_trial_peak(trial, predicted),
         seconds=f"{trial.seconds:.1f} s",
     )
     text = Text(line)
     text.highlight_words([f" {outcome} "], _STYLES[trial.outcome])
+    return text.append(f"  {failure}", "dim") if (failure := _failure(trial)) else text
+
+
+def _outcome(trial: Trial, predicted: bool) -> str:
+    return _NO_FIT if predicted and trial.outcome == "oom" else trial.outcome
+
+
+def _trial_peak(trial: Trial, predicted: bool) -> str:
+    peak = trial.peak_allocated_bytes if trial.peak_reserved_bytes is None else trial.peak_reserved_bytes
+    return "-" if peak is None or not (trial.ran or predicted) else format_bytes(peak)
+
+
+def _failure(trial: Trial) -> str:
     if trial.timed_out:
-        return text.append("  took too long", "dim")
-    return text.append(f"  in {trial.phase}", "dim") if trial.phase and not trial.ran else text
+        return "took too long"
+    return f"in {trial.phase}" if trial.phase and not trial.ran else ""
 
 
 def _headline(event: plan_events.Inspected) -> Text:

@@ -114,8 +114,8 @@ def print_tuning(
     console: Console, tuning: Tuning, commands: Mapping[str, Sequence[str]], written: Mapping[str, Path]
 ) -> None:
     """Print the result of a study, the files `written`, and the exact next `commands`, each with a phrase."""
-    print_rows(console, _rows(tuning))
-    for table in (_trials(tuning), speeds_table(tuning.throughput)):
+    print_rows(console, result_rows(tuning))
+    for table in (trials_table(tuning, _MOST_TRIALS), speeds_table(tuning.throughput)):
         console.print()
         console.print(table)
     console.print()
@@ -125,7 +125,8 @@ def print_tuning(
         console.print(f"{what}:\n  {shlex.join(words)}", soft_wrap=True)
 
 
-def _rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
+def result_rows(tuning: Tuning) -> Iterator[tuple[str, Text]]:
+    """Yield the rows of the result: name and value."""
     best, plan, space = tuning.best, tuning.plan, tuning.space
     if best is None:
         yield "best", Text(NOTHING, "bold red")
@@ -188,12 +189,12 @@ def _outcomes(rows: Iterable[Row]) -> str:
     return ", ".join(f"{number} {outcome}" for outcome, number in Counter(map(_outcome, rows)).items())
 
 
-def _trials(tuning: Tuning) -> Table:
-    """List the trials of the search, the best first; only the first of many."""
+def trials_table(tuning: Tuning, most: int | None = None) -> Table:
+    """List the trials of the search, the best first; only the first `most` of them."""
     table = make_table(">trial", "outcome", ">loss", ">time", ">mean", "with")
     means = {one.trial: one.mean for one in tuning.standings if len(one.losses) > 1}
     rows = sorted((row for row in tuning.rows if row.confirms is None), key=_rank)
-    for row in rows[:_MOST_TRIALS]:
+    for row in rows[:most]:
         number, outcome, loss, took, words = row_cells(row, tuning.space)
         mean = format_loss(means[row.number]) if row.number in means else ""
         is_best = tuning.best is not None and tuning.best.trial == row.number
@@ -201,8 +202,8 @@ def _trials(tuning: Tuning) -> Table:
             *(number, Text(outcome, STYLES[row.state]), loss, took, mean, one_line(words)),
             style="bold green" if is_best else "",
         )
-    if len(rows) > _MOST_TRIALS:
-        table.add_row(*[""] * 5, f"{len(rows) - _MOST_TRIALS} more: --json has them all", style="dim")
+    if most is not None and len(rows) > most:
+        table.add_row(*[""] * 5, f"{len(rows) - most} more: --json has them all", style="dim")
     return table
 
 

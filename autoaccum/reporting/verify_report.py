@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
@@ -76,10 +77,20 @@ def verdict(found: Verification, *, verbose: bool = False) -> Text:
 
 def _print_comparison(console: Console, comparison: Comparison) -> None:
     """Print one window: its parts, and a line for each quantity."""
+    print_line(console, Text(comparison_title(comparison), "bold"))
+    print_table(console, comparison_table(comparison))
+
+
+def comparison_title(comparison: Comparison) -> str:
+    """Return what accumulated, the window and its parts."""
     method = "the Accumulator" if comparison.method == "accumulator" else "accumulate() of the workload"
     window = "whole window" if comparison.window == "whole" else "shorter window, as at the end of an epoch"
     parts = f"{format_parts(comparison.micro_batches)} = {sum(comparison.micro_batches)}"
-    print_line(console, Text(f"{method}, {window}: {parts}", "bold"))
+    return f"{method}, {window}: {parts}"
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """List the largest difference of each quantity."""
     table = make_table("", ">compared", ">largest error", ">tolerance", "at", "")
     for one in comparison.differences:
         if one.compared:
@@ -87,28 +98,43 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
             differs = Text("" if one.equal else "differs", "red")
             where = Text(one_line(_where(one)))
             table.add_row(one.quantity, str(one.compared), error, _tolerance(one.tolerance), where, differs)
-    print_table(console, table)
+    return table
 
 
 def _print_cause(console: Console, cause: Cause, *, number: int, of: int) -> None:
-    """Print a cause: what was found, where, what makes it equal, and whether that was proved."""
+    """Print a cause."""
+    rows, code, proof = describe_cause(cause, number=number, of=of)
+    print_rows(console, rows)
+    if code:  # Never wrapped, so that it can be copied.
+        print_line(console, Text(f"  {code}"))
+    print_rows(console, [proof])
+
+
+def describe_cause(cause: Cause, *, number: int, of: int) -> tuple[list[tuple[str, Text]], str, tuple[str, Text]]:
+    """Return what was found, where and what makes it equal; a line of code for that; and whether it was proved."""
     rows = [("cause" if of == 1 else f"cause {number}", Text(f"{cause.kind}: {cause.found}"))]
     if not all(name in cause.found for name in cause.where):
         more = f" and {len(cause.where) - _MOST_WORSE} more" if len(cause.where) > _MOST_WORSE else ""
         rows.append(("in", Text(f"{', '.join(cause.where[:_MOST_WORSE])}{more}")))
     code = _FUNCTION.search(cause.change)
     words = cause.change if code is None else cause.change[: code.start()].rstrip()
-    print_rows(console, [*rows, ("change", Text(words))])
-    if code is not None:  # Never wrapped, so that it can be copied.
-        print_line(console, Text(f"  {code[0]}"))
     done = "all of these done" if of > 1 else cause.mode or "this done"
     proof = f"with {done}, the same comparison is equal"
     none = Text("no experiment made the comparison equal", "dim")
-    print_rows(console, [("proved", Text(proof)) if cause.proved else ("unproved", none)])
+    proved = ("proved", Text(proof)) if cause.proved else ("unproved", none)
+    return [*rows, ("change", Text(words))], code[0] if code else "", proved
 
 
 def _print_next(console: Console, found: Verification, again: Sequence[str]) -> None:
     """Print the next command, to be copied."""
+    words, line = next_command(found, again)
+    console.print(words, soft_wrap=True)
+    if line:
+        print_line(console, Text(f"  {shlex.join(line)}", "cyan"))
+
+
+def next_command(found: Verification, again: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return what to do after a difference, and the command for it; empty where there is none."""
     norms = [cause for cause in found.causes if cause.kind == "batchnorm"]
     line: Sequence[str] = again if found.causes else ()
     if norms and found.batchnorm not in ("frozen", "exact"):
@@ -118,9 +144,7 @@ def _print_next(console: Console, found: Verification, again: Sequence[str]) -> 
         words = "make the change, and verify again (-v shows all that was compared):"
     else:
         words = "no experiment found a cause: please report it with the output of --json"
-    console.print(words, soft_wrap=True)
-    if line:
-        print_line(console, Text(f"  {shlex.join(line)}", "cyan"))
+    return words, line
 
 
 def _with(again: Sequence[str], mode: str) -> list[str]:

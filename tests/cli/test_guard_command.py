@@ -126,6 +126,16 @@ def test_json_is_alone_on_stdout(guard: Guard, words: list[str]) -> None:
     assert result.stdout == ALL.to_json()
 
 
+def test_a_page_is_written_whatever_the_outcome_and_never_over_the_lock(guard: Guard, folder: Path) -> None:
+    guard.answer = ALL
+    assert invoke("--report", "p.html", "--json", "train.py").exit_code == 1
+    page = (folder / "p.html").read_text(encoding="utf-8")
+    assert "activations of blocks.*.mlp" in page
+    assert "autoaccum guard train.py --report p.html" in page
+    for words in (["--report", "p.html"], ["--report", "x.html", "--lock", "x.html"]):
+        assert invoke(*words).exit_code == 2
+
+
 def test_under_github_actions_the_form_is_githubs(guard: Guard, folder: Path) -> None:
     guard.answer = ALL
     summary = folder / "summary.md"

@@ -40,30 +40,36 @@ def texts(path: Path) -> list[str]:
 
 
 def test_a_simulated_card_shows_where_its_memory_goes(folder: Path, command: Command) -> None:
-    files = ["--plot", "memory.svg", "-o", "plan.json", "--snapshot", "step.pickle"]
+    files = ["--plot", "memory.svg", "-o", "plan.json", "--snapshot", "step.pickle", "--report", "p.html"]
     done = command(folder, "plan", "model.py", *GPU, *files)
     assert done.returncode == 0, done.stderr
     assert "\npicture in memory.svg\n" in done.stdout
     assert "\nsnapshot in step.pickle: open it at https://pytorch.org/memory_viz\n" in done.stdout
     held = sum(each["total_size"] for each in pickle.loads((folder / "step.pickle").read_bytes())["segments"])
+    assert "\nreport in p.html\n" in done.stdout
     plan, said = Plan.load(folder / "plan.json"), texts(folder / "memory.svg")
     assert f"micro-batch {plan.micro_batch}" in said
     told = {text.split(":")[0] for text in said}
     assert {"parameters", "activations", "optimizer state", "limit", "peak", "least budget"} <= told
     assert "forward" in said
     assert plan.explanation is None, "a picture is not --explain"
-    assert sorted(path.name for path in folder.iterdir()) == ["memory.svg", "model.py", "plan.json", "step.pickle"]
+    page = (folder / "p.html").read_text(encoding="utf-8")
+    for told_there in ("Memory over one update", "Peak over the micro-batch", "expandable_segments", "--report p.html"):
+        assert told_there in page
+    names = ["memory.svg", "model.py", "p.html", "plan.json", "step.pickle"]
+    assert sorted(path.name for path in folder.iterdir()) == names
     assert 0 < held <= plan.limit_bytes
 
 
 def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path, command: Command) -> None:
     (folder / "model.py").write_text(MODEL.replace("1024", "16").replace("4096", "16"))
     words = ["--target-batch", "2", "--device", "cpu", "--memory", "100MiB", "--json", "-q"]
-    done = command(folder, "plan", "model.py", *words, "--plot", "memory.png")
+    done = command(folder, "plan", "model.py", *words, "--plot", "memory.png", "--report", "p.html")
     assert done.returncode == 0, done.stderr
     plan = Plan.from_json(done.stdout)
     assert json.loads(done.stdout)["explanation"] is None
     assert (folder / "memory.png").read_bytes() == draw_memory(plan, None, "png")
+    assert "where memory goes is known for cards" in (folder / "p.html").read_text(encoding="utf-8")
 
 
 def test_a_cpu_has_no_snapshot(folder: Path, command: Command) -> None:

@@ -75,7 +75,8 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(
     assert stderr.endswith("interrupted: finished trials are kept, and the same command goes on\n")
     (tmp_path / "slow").unlink()
     wait_until(tmp_path / "tune.db", SILENT)
-    done = command(tmp_path, "tune", *WORDS, *more, "--json", "-o", "best.json", "--plot", "pics")
+    files = ["-o", "best.json", "--plot", "pics", "--report", "best.html"]
+    done = command(tmp_path, "tune", *WORDS, *more, "--json", *files)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     record = json.loads(done.stdout)
     first, _, again, _ = record["rows"]
@@ -86,6 +87,7 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(
     assert sorted(path.name for path in (tmp_path / "pics").iterdir()) == [
         *("courses.svg", "rates.svg", "throughput.svg", "trials.svg")
     ]
+    assert "the loss over the learning rate" in (tmp_path / "best.html").read_text(encoding="utf-8")
     plan = json.loads((tmp_path / "best.json").read_text())
     assert plan == record["plan"]
     assert plan["learning_rate"] == record["best"]["setting"]["learning_rate"]

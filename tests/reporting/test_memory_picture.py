@@ -17,8 +17,9 @@ from pictured_plans import extremes, plan, trial, usual
 
 from autoaccum.devices.explanation import MemoryReport
 from autoaccum.planning.plan_record import Plan
+from autoaccum.reporting.figures.colours import DARK, LIGHT, label
 from autoaccum.reporting.figures.memory_figure import draw_memory, memory_figure
-from autoaccum.reporting.figures.style import DARK, LIGHT, label, picture_settings
+from autoaccum.reporting.figures.style import picture_settings
 from autoaccum.units import GIB, format_bytes
 
 CASES = extremes()

@@ -11,37 +11,33 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from autoaccum.devices.base import Outcome, Trial
+from autoaccum.devices.base import Outcome
 from autoaccum.devices.explanation import CATEGORIES, CurvePoint, MemoryReport
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import one_line
+from autoaccum.reporting.figures.colours import label
 from autoaccum.reporting.figures.file_format import Format
-from autoaccum.reporting.figures.style import TITLE_POINTS, colour, label, picture_bytes, pointing
+from autoaccum.reporting.figures.memory_data import (
+    FURTHEST,
+    LEAST_SHARE,
+    drawn_phases,
+    is_far,
+    peak_remark,
+    plan_title,
+    tried_sizes,
+)
+from autoaccum.reporting.figures.style import TITLE_POINTS, colour, picture_bytes, pointing
 from autoaccum.units import GIB, KIB, MIB, format_bytes
 
 _WIDTH, _PANEL_HEIGHT = 9.0, 3.4
 _LONGEST_TITLE, _LONGEST_REMARK = 70, 90
-_FAR = 3.0
-"""A limit this many times above all else is named in the legend only, since it would flatten the rest."""
-
-_FURTHEST = 1.6
-"""Sizes beyond this multiple of the largest that fits are not drawn."""
-
 _NARROWEST = 0.05
 """The least share of the width for a phase to be named."""
-
-_LEAST_SHARE = 0.002
-"""Categories with a smaller share of the peak are not in the legend."""
-
-_PART_OF_NEXT = {"batch": "forward", "clip": "update"}
-"""Phases too short to be seen: copying a part to the card, and the norm."""
-
-_PREPARATION = ("start", "load", "model", "optimizer")
 
 
 def draw_memory(plan: Plan, report: MemoryReport | None, form: Format) -> bytes:
     """Draw a plan, with its memory report if there is one, as a file: the same plan gives the same bytes."""
-    return picture_bytes(lambda: memory_figure(plan, report), _title(plan), form)
+    return picture_bytes(lambda: memory_figure(plan, report), plan_title(plan), form)
 
 
 def memory_figure(plan: Plan, report: MemoryReport | None) -> Figure:
@@ -50,7 +46,7 @@ def memory_figure(plan: Plan, report: MemoryReport | None) -> Figure:
     size = (_WIDTH, _PANEL_HEIGHT * panels)
     figure = Figure(figsize=size, layout="constrained", facecolor=colour("panel"))
     FigureCanvasAgg(figure)
-    figure.suptitle(_cut(_title(plan), _LONGEST_TITLE), size=TITLE_POINTS, weight="bold", parse_math=False)
+    figure.suptitle(_cut(plan_title(plan), _LONGEST_TITLE), size=TITLE_POINTS, weight="bold", parse_math=False)
     every = figure.subplots(panels, squeeze=False)[:, 0]
     if report is not None:
         _draw_timeline(every[0], plan, report)
@@ -71,7 +67,7 @@ def _draw_timeline(axes: Axes, plan: Plan, report: MemoryReport) -> None:
     areas.append(axes.fill_between(at, used, top, step="post", **cached))
     for category, area in zip([*held, "unused"], areas, strict=True):
         bytes_ = explanation.categories.get(category, 0)
-        if bytes_ >= _LEAST_SHARE * explanation.peak_bytes:
+        if bytes_ >= LEAST_SHARE * explanation.peak_bytes:
             area.set_label(f"{label(category)}: {format_bytes(bytes_)}")
     axes.step(at, reserved, where="post", color=colour("ink"), linewidth=1.2)
     peak = f"peak: {format_bytes(explanation.peak_bytes)}"
@@ -79,20 +75,17 @@ def _draw_timeline(axes: Axes, plan: Plan, report: MemoryReport) -> None:
     axes.set_xlim(0, max(len(reserved) - 1, 1))
     _name_phases(axes, report)
     _finish(axes, plan.limit_bytes, max(explanation.peak_bytes, *reserved))
-    known = "" if plan.kind == "predicted" else "simulated: "
-    where = f" of {explanation.module}" if explanation.module else ""
-    axes.set_title(_cut(f"{known}most is held in {explanation.phase}, at {explanation.op}{where}", _LONGEST_REMARK))
+    axes.set_title(_cut(peak_remark(plan, report), _LONGEST_REMARK))
 
 
 def _name_phases(axes: Axes, report: MemoryReport) -> None:
     """Name the phases under the axis, where there is room, with lines between them."""
-    last, phases = len(report.timeline.reserved_bytes) - 1, report.timeline.phases
-    named: list[tuple[str, float]] = []
-    for number, (start, phase) in enumerate(phases):
-        end, following = phases[number + 1] if number + 1 < len(phases) else (last, None)
-        if following is None or _PART_OF_NEXT.get(phase) != following:
-            name = "" if phase in _PREPARATION else phase
-            named.append((name if end - start >= _NARROWEST * last else "", (start + end) / 2))
+    last = len(report.timeline.reserved_bytes) - 1
+    named = [
+        (name if end - start >= _NARROWEST * last else "", (start + end) / 2)
+        for start, end, name in drawn_phases(report.timeline)
+    ]
+    for start, _ in report.timeline.phases:
         axes.axvline(start, color=colour("panel"), linewidth=0.8)
     axes.set_xticks([middle for _, middle in named], [name for name, _ in named])
     axes.tick_params("x", length=0)
@@ -100,8 +93,7 @@ def _name_phases(axes: Axes, report: MemoryReport) -> None:
 
 def _draw_curve(axes: Axes, plan: Plan, curve: Sequence[CurvePoint]) -> None:
     """Draw the peak over the micro-batch: the sizes tried, the chosen one, and the headroom below the limit."""
-    furthest = _FURTHEST * plan.largest_fit + 1
-    tried = {size: trial for size, trial in _tried(plan).items() if size <= furthest}
+    furthest, tried = FURTHEST * plan.largest_fit + 1, tried_sizes(plan)
     peaks = {size: one.peak_reserved_bytes for size, one in tried.items() if one.ran and one.peak_reserved_bytes}
     line = {one.size: one.peak_bytes for one in curve if one.size <= furthest} or peaks
     least = {one.size: one.least_bytes for one in curve if one.size <= furthest and one.least_bytes is not None}
@@ -148,9 +140,9 @@ def _mark_choice(axes: Axes, plan: Plan) -> None:
 
 def _finish(axes: Axes, limit_bytes: int, most_bytes: int) -> float:
     """Set up the axis of bytes with the limit and the legend; return the end of the axis."""
-    is_far = bool(most_bytes) and limit_bytes > _FAR * most_bytes
-    top = 1.25 * most_bytes if is_far else 1.1 * max(limit_bytes, most_bytes)
-    said = f"limit{', far above' if is_far else ''}: {format_bytes(limit_bytes)}"
+    far = is_far(limit_bytes, most_bytes)
+    top = 1.25 * most_bytes if far else 1.1 * max(limit_bytes, most_bytes)
+    said = f"limit{', far above' if far else ''}: {format_bytes(limit_bytes)}"
     axes.axhline(limit_bytes, color=colour("limit"), linewidth=1.6, label=said)
     axes.set_ylim(0, top)
     known = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"))
@@ -165,20 +157,6 @@ def _finish(axes: Axes, limit_bytes: int, most_bytes: int) -> float:
 
 def _in_unit(unit: int, name: str, value: float, position: int | None) -> str:
     return f"{value / unit:g} {name}" if value else "0"
-
-
-def _tried(plan: Plan) -> dict[int, Trial]:
-    """Return the last trial of each size within the plan's own budget, ascending."""
-    known = [one for one in plan.trials if one.outcome != "error" and one.limit_bytes in (None, plan.limit_bytes)]
-    return dict(sorted({trial.micro_batch: trial for trial in known}.items()))
-
-
-def _title(plan: Plan) -> str:
-    model = str(plan.workload.get("model") or plan.workload.get("name") or "Memory")
-    sizes = f"{plan.micro_batch} of {plan.target_batch} samples at a time"
-    if plan.iter_size == 1 and plan.world_size == 1:
-        sizes = "1 sample" if plan.micro_batch == 1 else f"{plan.micro_batch} samples at once"
-    return f"{model} on {plan.device.get('name', 'this device')}, {sizes}"
 
 
 def _cut(text: str, longest: int) -> str:

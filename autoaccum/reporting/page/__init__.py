@@ -1,0 +1,1 @@
+"""Results as one HTML page: its blocks, its charts, and the sections of each command."""

@@ -1,0 +1,147 @@
+"""Pages hold what the records hold, load nothing, and take no name for markup."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from functools import cache
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from pictured_plans import extremes, trial, usual
+from sample_pages import EVIL, pages, study
+
+from autoaccum.reporting.figures.colours import label
+from autoaccum.reporting.page.plan_page import plan_page
+from autoaccum.reporting.page.tune_page import tune_page
+from autoaccum.units import format_bytes
+
+KINDS = ("plan", "plan on a CPU", "verify", "guard", "tune")
+_LOADING = ("src", "href", "srcset", "data", "poster", "action", "xlink:href")
+
+
+class Parsed(HTMLParser):
+    """What a browser would find in a page: addresses, charts and visible text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.charts: list[dict[str, Any]] = []
+        self.scripts = 0
+        self.text = ""
+        self._in: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._in.append(tag)
+        self.scripts += tag == "script" and ("type", "application/json") not in attrs
+        self.addresses += [value or "" for name, value in attrs if name in _LOADING]
+
+    def handle_endtag(self, tag: str) -> None:
+        while self._in and self._in.pop() != tag:
+            pass
+
+    def handle_data(self, data: str) -> None:
+        if self._in[-1:] == ["script"] and data.startswith("{"):
+            self.charts.append(json.loads(data))
+        elif self._in[-1:] not in (["script"], ["style"]):
+            self.text += data + " "
+
+
+@cache
+def rendered(kind: str) -> str:
+    return pages()[kind].render()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_loads_nothing_and_takes_no_name_for_markup(kind: str) -> None:
+    page = rendered(kind)
+    parsed = Parsed(page)
+    assert [one for one in parsed.addresses if not one.startswith(("#", "data:,"))] == []
+    assert not re.search(r"https?:|@import|url\(|fetch\(|XMLHttpRequest|import\(", page)
+    assert parsed.scripts == 1, "the page's own"
+    assert EVIL not in page
+    assert (EVIL in parsed.text) == (kind in ("plan", "verify"))
+    assert len(page) < 100_000
+
+
+def test_a_plan_page_holds_what_the_plan_and_its_report_hold() -> None:
+    plan, report = usual()
+    text = Parsed(rendered("plan")).text
+    for said in (str(plan.micro_batch), "iter_size", format_bytes(plan.limit_bytes), "BatchNorm normalises",
+                 "keep the rate", "a note of the report", "12 x Linear, 90.0 MiB per sample", "(no module)",
+                 "-3.00 GiB", "not simulated (no kernel)", "of 12.5 s in all", "autoaccum plan model.py"):  # fmt: skip
+        assert said in text, said
+    for category, held in report.explanation.categories.items():
+        assert not held or f"{label(category)}: {format_bytes(held)}" in text
+    timeline, curve = Parsed(rendered("plan")).charts
+    areas = {one["name"]: one["y"] for one in timeline["series"] if one["look"] == "area"}
+    assert areas["activations"] == list(report.timeline.categories["activations"])
+    assert [sum(column) for column in zip(*areas.values(), strict=True)] == list(report.timeline.reserved_bytes)
+    assert {name for _, _, name in timeline["spans"]} == {"forward", "backward", "update"}
+    (peaks,) = [one for one in curve["series"] if one["name"] == "peak"]
+    assert dict(zip(peaks["x"], peaks["y"], strict=True)) == {one.size: one.peak_bytes for one in report.curve}
+    (failed,) = [one for one in curve["series"] if one["name"] == "does not fit"]
+    assert failed["x"] == [13]
+    assert failed["y"][0] > plan.limit_bytes
+
+
+def test_no_chart_is_empty() -> None:
+    for name, (plan, report) in extremes().items():
+        parsed = Parsed(plan_page(plan, report, command="autoaccum plan").render())
+        assert all(any(one["y"] for one in chart["series"]) for chart in parsed.charts), name
+        assert len(parsed.charts) == (report is not None) + (name != "no peak measured"), name
+    lost = dataclasses.replace(study(1), rows=(), standings=(), best=None, own=None, plan=None)
+    parsed = Parsed(tune_page(lost, command="autoaccum tune").render())
+    assert [chart["name"] for chart in parsed.charts] == ["samples per second over the micro-batch"]
+    assert "no trial finished its budget with a finite loss" in parsed.text
+
+
+def test_a_cpu_says_why_there_is_no_memory_over_time() -> None:
+    text = Parsed(rendered("plan on a CPU")).text
+    assert "note: where memory goes is known for cards: --gpu NAME simulates one" in text
+    assert "Memory over one update" not in text
+    assert "Memory over one update" in Parsed(rendered("plan")).text
+
+
+def test_a_schedule_of_ranks_has_a_bar_for_each_kind() -> None:
+    plan, _ = usual()
+    uneven = dataclasses.replace(
+        plan, world_size=3, target_batch=7, micro_batch=2, iter_size=2, micro_batches=(2, 1), largest_fit=2,
+        ranks=((2, 1), (1, 1), (1, 1)), trials=(trial(2, "ok", plan.peak_bytes),),
+    )  # fmt: skip
+    text = " ".join(Parsed(plan_page(uneven, None, command="").render()).text.split())
+    assert "1 rank 2 + 1 3 samples each of 2 ranks 1 + 1 2 samples" in text
+
+
+def test_a_verification_page_has_the_comparison_the_causes_and_what_to_do() -> None:
+    text = Parsed(rendered("verify")).text
+    for said in ("not equivalent", "the gradients are off by 2.5e-01", "accumulate() of the workload", "2.weight",
+                 "last window: the short window is divided by 4", "def weight(batch): return", "infinite", "differs",
+                 "autoaccum verify model.py --batchnorm exact", "note: random draws were held"):  # fmt: skip
+        assert said in text, said
+
+
+def test_a_guard_page_has_the_difference_from_the_lock() -> None:
+    text = Parsed(rendered("guard")).text
+    for said in ("1 regressed, 1 not measured", "15.25 GiB", "+1.25 GiB", "+8.9 %", "activations of blocks.*.mlp",
+                 "bf16 -> fp32", "optimizer state of head_|<b>`x", "in update", "why: the peak grew by 8.9 %",
+                 "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --precision bf16 --update",
+                 'raise ValueError("50 %")'):  # fmt: skip
+        assert said in text, said
+
+
+def test_a_study_page_has_its_trials_and_the_front() -> None:
+    tuning, parsed = study(), Parsed(rendered("tune"))
+    charts = {chart["name"]: chart["series"] for chart in parsed.charts}
+    for row in tuning.rows:
+        place = [text for one in charts["the loss over the learning rate"] for text in one["texts"]]
+        assert row.state == "diverged" or any(text.startswith(f"trial {row.number}, ") for text in place)
+    (front,) = [one for one in charts["the loss over the time of training"] if one["name"] == "best for its time"]
+    assert front["x"] == sorted(front["x"])
+    assert front["y"] == sorted(front["y"], reverse=True)
+    assert min(row.loss for row in tuning.rows if row.loss is not None) == front["y"][-1]
+    assert "with exact accumulation it changes speed and memory" in parsed.text
+    assert "diverged" in parsed.text

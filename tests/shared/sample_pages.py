@@ -1,0 +1,86 @@
+"""One page of each kind, from records made by hand, with names that a browser must not take for markup."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Mapping
+
+from guard_reports import ALL, BEFORE, NOW, REGRESSED, report
+from made_up_verifications import DIFFERENT
+from pictured_plans import extremes, usual
+from small_studies import OWN_RATE, tuning_of
+
+from autoaccum.devices.explanation import Category, Change, ModuleShare
+from autoaccum.reporting.page.blocks import Page
+from autoaccum.reporting.page.guard_page import guard_page
+from autoaccum.reporting.page.plan_page import plan_page
+from autoaccum.reporting.page.tune_page import tune_page
+from autoaccum.reporting.page.verify_page import verify_page
+from autoaccum.tuning.tuning_result import Row, Setting, Tuning
+from autoaccum.units import GIB, MIB
+
+EVIL = "<script>alert(1)</script>"
+_HELD: Mapping[Category, int] = {"activations": 5 * GIB, "gradients": 200 * MIB}
+_GROWN: Mapping[Category, int] = {"activations": 6 * GIB + 256 * MIB, "gradients": 200 * MIB, "workspace": 8 * MIB}
+
+
+def pages() -> dict[str, Page]:
+    """Return the pages by name."""
+    plan, memory = usual()
+    modules = (
+        ModuleShare(name=EVIL, kind="Linear", count=12, bytes=2 * GIB, categories=_HELD, bytes_per_sample=90 * MIB),
+        ModuleShare(name="", kind="", count=1, bytes=GIB, categories={"temporaries": GIB}, bytes_per_sample=None),
+    )
+    changes = (
+        Change(name="checkpoint", what=f"run {EVIL} again in backward", peak_bytes=6 * GIB, saved_bytes=3 * GIB),
+        Change(name="bf16", what="compute in bf16", message="no kernel"),
+    )
+    explanation = dataclasses.replace(memory.explanation, modules=modules, changes=changes, module=EVIL)
+    memory = dataclasses.replace(memory, explanation=explanation, notes=("a note of the report",))
+    plan = dataclasses.replace(plan, warnings=("BatchNorm normalises by the micro-batch",), notes=("keep the rate",))
+    measured = dataclasses.replace(extremes()["measured on a CPU"][0], device={"name": "cpu", "kind": "cpu"})
+    grown = dataclasses.replace(
+        REGRESSED,
+        before=dataclasses.replace(BEFORE, categories=_HELD, phase="backward"),
+        now=dataclasses.replace(NOW, categories=_GROWN, phase="update"),
+    )
+    verified = dataclasses.replace(DIFFERENT, workload={"model": EVIL}, notes=("random draws were held",))
+    return {
+        "plan": plan_page(plan, memory, command="autoaccum plan model.py --target-batch 256", seconds=12.5),
+        "plan on a CPU": plan_page(
+            dataclasses.replace(measured, device={"name": "cpu", "kind": "cpu"}),
+            None,
+            command="autoaccum plan model.py",
+        ),
+        "verify": verify_page(verified, command="autoaccum verify model.py", again=["autoaccum", "verify", "model.py"]),
+        "guard": guard_page(report(*ALL.verdicts[:-1], grown), command="autoaccum guard"),
+        "tune": tune_page(study(), command="autoaccum tune model.py --target-batch 16"),
+    }
+
+
+def study(trials: int = 12) -> Tuning:
+    """Return a study of losses with a minimum, some pruned, one diverged, and two repetitions of the best."""
+    draw = random.Random(0)
+    rows = []
+    for number in range(trials):
+        rate = OWN_RATE if number == 0 else OWN_RATE * 10 ** draw.uniform(-2, 2)
+        loss = 0.1 + 0.2 * math.log10(rate / 0.1) ** 2
+        losses, seconds = ((25, 3 * loss), (50, 2 * loss)), 10 + draw.uniform(0, 3)
+        setting = Setting(learning_rate=rate, target_batch=16, micro_batch=16)
+        row = Row(number=number, state="complete", setting=setting, seed=0, loss=loss, losses=losses, seconds=seconds)
+        if rate > 2:
+            row = dataclasses.replace(row, state="diverged", loss=None, losses=(), reason="the loss is nan")
+        elif number and loss > 0.4:
+            row = dataclasses.replace(row, state="pruned", loss=None, losses=losses[:1], seconds=3.0)
+        rows.append(dataclasses.replace(row, own=number == 0))
+    done = [row for row in rows if row.state == "complete"]
+    best = min(done, key=lambda row: row.loss or 0.0)
+    again = [
+        dataclasses.replace(
+            best, number=trials + seed, seed=seed, confirms=best.number, loss=(best.loss or 0.0) + 0.004 * seed
+        )
+        for seed in (1, 2)
+    ]
+    return tuning_of((*rows, *again))
