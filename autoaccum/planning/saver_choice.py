@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import combinations
 
 from autoaccum.options import OFFLOADS, RECOMPUTE
@@ -23,7 +24,8 @@ def choose_savers(
     Sets of offloads are visited by their cost without recomputation, until that exceeds the cost of the best that was
     found. For each the least k that fits is found by bisection: it ran, and k - 1 did not. So the answer is that of
     trying everything where memory falls and cost grows with each saver and each block. At most 2 + log2(blocks),
-    rounded up, are tried with each set of offloads.
+    rounded up, are tried with each set of offloads. Once recomputation alone is not enough, the offloads without
+    which all other savers do not fit are found first, since every other set lacks one of them in vain.
 
     Args:
         offloads: The offloads that may be used, of `options.OFFLOADS`.
@@ -31,14 +33,22 @@ def choose_savers(
         fits: Tries savers.
         cost: The cost of an update with savers; infinite where they cannot be used.
     """
+    fits = cache(fits)
     best, least = None, math.inf
+    needed: Words = ()
     seen: set[Words] = {()}
     waiting: list[tuple[float, Words]] = [(cost(()), ())]
     while waiting:
         own_cost, offloaded = heapq.heappop(waiting)
         if own_cost >= least:
             break
-        count = least_blocks(offloaded, blocks, fits)
+        count = least_blocks(offloaded, blocks, fits) if set(needed) <= set(offloaded) else None
+        if count is None and not offloaded:
+            usable = tuple(word for word in offloads if math.isfinite(cost((word,))))
+            most = blocks if blocks and math.isfinite(cost(with_blocks((), blocks))) else 0
+            if not fits(with_blocks(usable, most)):
+                return None
+            needed = _needed_offloads(usable, most, fits)
         if count is not None:
             words = with_blocks(offloaded, count)
             found = cost(words) if count else own_cost
@@ -52,6 +62,12 @@ def choose_savers(
                 seen.add(more)
                 heapq.heappush(waiting, (cost(more), more))
     return best
+
+
+def _needed_offloads(offloads: Sequence[str], blocks: int, fits: Callable[[Words], bool]) -> Words:
+    """Return the offloads without which not even all others fit, with all blocks recomputed."""
+    without = {left: tuple(word for word in offloads if word != left) for left in offloads}
+    return tuple(left for left, others in without.items() if not fits(with_blocks(others, blocks)))
 
 
 def with_blocks(offloaded: Words, count: int) -> Words:

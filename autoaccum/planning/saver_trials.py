@@ -162,7 +162,7 @@ class SaverTrials:
             if tried.outcome == "error":
                 if not words:
                     raise trial_error(tried)
-                self.remarks.append(f"{format_savers(words)} cannot be used: {first_line(tried.message or '')}")
+                self._remark(words, tried.message or "")
         return self._tried[words].ran
 
     def _cost(self, words: Words) -> float:
@@ -185,8 +185,13 @@ class SaverTrials:
                 if not words:
                     raise
                 self._costs[words] = None
-                self.remarks.append(f"{format_savers(words)} cannot be used: {first_line(error.message)}")
+                self._remark(words, error.message)
         return self._costs[words]
+
+    def _remark(self, words: Words, why: str) -> None:
+        remark = f"{format_savers(words)} cannot be used: {first_line(why)}"
+        if remark not in self.remarks:
+            self.remarks.append(remark)
 
     def estimate(self, words: Words, parts: tuple[int, ...]) -> SpeedEstimate:
         """Return the estimated seconds of an update by `parts` with savers that can be used."""

@@ -108,6 +108,20 @@ def test_what_fits_without_needs_one_trial() -> None:
     assert card.tried == [()]
 
 
+def test_that_nothing_fits_is_known_from_three_trials() -> None:
+    card = MadeUpCard(5, dict.fromkeys(OFFLOADS, 10), dict.fromkeys(OFFLOADS, 1.0), [5] * 12, 1.0)
+    assert card.choose() is None
+    assert card.tried == [(), ("recompute=12",), ("recompute=12", *OFFLOADS)]
+
+
+def test_offloads_without_which_nothing_fits_are_in_all_that_is_tried_next() -> None:
+    saved = {"offload-activations": 10, "offload-gradients": 10, "offload-optimizer": 60}
+    card = MadeUpCard(35, saved, dict.fromkeys(OFFLOADS, 9.0), [1] * 8, 1.0)
+    assert card.choose() == ("recompute=5", "offload-optimizer")
+    without = [words for words in card.tried if "offload-optimizer" not in words]
+    assert without == [(), ("recompute=8",), ("recompute=8", "offload-activations", "offload-gradients")]
+
+
 def test_offloads_that_cost_more_than_what_was_found_are_not_tried() -> None:
     card = MadeUpCard(80, dict.fromkeys(OFFLOADS, 30), dict.fromkeys(OFFLOADS, 99.0), [5] * 12, 1.0)
     assert card.choose() == ("recompute=4",)
