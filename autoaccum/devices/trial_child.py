@@ -101,7 +101,14 @@ class TrialChild:
             import_module(COMPILER)  # torch.utils.checkpoint would; it is PyTorch's memory, not the trial's.
             self._meter.rebase()
         release_memory()
-        measured, *_ = run_trial(self._workload, self._share, request, meter=self._meter, world_size=self._world_size)
+        window = None
+        if request.record is not None:
+            from autoaccum.devices.card_meter import record_events
+
+            window = record_events(request.record)
+        measured, *_ = run_trial(
+            self._workload, self._share, request, meter=self._meter, world_size=self._world_size, window=window
+        )
         if measured.failure is None:
             release_memory()
             if request.grows:
