@@ -171,7 +171,7 @@ def record_events(file: str) -> Iterator[None]:
     torch.cuda.memory._record_memory_history(stacks="python", clear_history=True)
     try:
         yield
-        torch.cuda.memory._dump_snapshot(file)
+        torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 
