@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +21,7 @@ from autoaccum.planning.snapshot_check import SnapshotCheck
 from autoaccum.reporting.console import make_table, one_line, print_line, print_table
 from autoaccum.serialization import to_plain
 from autoaccum.units import format_bytes, precise_bytes, signed_bytes
+from autoaccum.workload.module_names import common_name, mask_numbers
 
 _NONE = "-"
 _MOST_SOURCES = 10
@@ -38,8 +40,7 @@ def print_snapshot(console: Console, check: SnapshotCheck) -> None:
     print_table(console, _figures(update))
     if update.first_difference is not None:
         print_line(console, Text(f"the first request that differs: {_request_words(update.first_difference)}"))
-    sources = [one for one in update.differences if abs(one.recorded_bytes - one.predicted_bytes) >= _GRAIN_BYTES]
-    if sources:
+    if sources := _join_layers(update.differences):
         console.print()
         print_table(console, _sources(sources))
     console.print()
@@ -84,6 +85,25 @@ def _figures(update: UpdateComparison) -> Table:
 def _change(figure: Figure) -> str:
     difference = figure.recorded - figure.predicted
     return signed_bytes(difference) if difference else "none"
+
+
+def _join_layers(differences: Sequence[SourceDifference]) -> list[SourceDifference]:
+    """Return the differences that are worth a row, the largest first; those of equal layers are one."""
+    alike: dict[tuple[str, ...], list[SourceDifference]] = {}
+    for one in differences:
+        if abs(one.recorded_bytes - one.predicted_bytes) >= _GRAIN_BYTES:
+            source = one.source
+            key = source.category, mask_numbers(source.module), source.op, source.line
+            alike.setdefault(key, []).append(one)
+    joined = [
+        SourceDifference(
+            replace(group[0].source, module=common_name([one.source.module for one in group])),
+            sum(one.recorded_bytes for one in group),
+            sum(one.predicted_bytes for one in group),
+        )
+        for group in alike.values()
+    ]
+    return sorted(joined, key=lambda one: -abs(one.recorded_bytes - one.predicted_bytes))
 
 
 def _sources(differences: Sequence[SourceDifference]) -> Table:
