@@ -47,6 +47,7 @@ def test_pages_work(looked: tuple[str, list[Any], str]) -> None:
             assert chart["tipInside"], at
             assert ": " in chart["tip"], at
             assert ": " in chart["tipByKey"], at
+            assert ": " in chart["tipByTap"], at
             assert chart["tipLeft"], at
             assert chart["button"] == "show all", at
             assert chart["zoomed"] != chart["before"] == chart["after"], at

@@ -19,6 +19,9 @@ function use(frame, figure) {
   seen.tipByKey = tip.innerText;
   move("pointerleave", 0.6);
   seen.tipLeft = tip.hidden;
+  move("pointerdown", 0.5);
+  move("pointerup", 0.5);
+  seen.tipByTap = tip.hidden ? "" : tip.innerText;
   move("pointerdown", 0.4);
   move("pointermove", 0.7);
   move("pointerup", 0.7);

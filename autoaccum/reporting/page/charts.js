@@ -63,8 +63,8 @@ function chart(figure) {
     seen.push(...rules.filter((rule) => rule.axis === "y").map((rule) => rule.value));
     const low = Math.min(...seen), high = Math.max(...seen), more = 0.08 * (high - low || Math.abs(high) || 1);
     range = spec.y.zero ? [0, 1.08 * high || 1] : spec.y.log ? [low / 1.1, high * 1.1] : [low - more, high + more];
-    svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     svg.replaceChildren();
+    svg.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
     for (const tick of ticks(range, spec.y, 6)) {
       draw(svg, "path", { d: `M${LEFT} ${Y(tick)}H${width - RIGHT}`, class: "grid" });
       label(svg, LEFT - 8, Y(tick) + 4, word(tick, spec.y, 3), "end");
@@ -77,10 +77,9 @@ function chart(figure) {
       draw(inner, "path", { d: `M${X(start)} ${TOP}V${FOOT + 6}`, class: "span" });
       if (right - left > 7 * name.length + 4) label(inner, (left + right) / 2, FOOT + 18, name);
     }
-    for (const rule of rules) {
-      const d = rule.axis === "y" ? `M${LEFT} ${Y(rule.value)}H${width}` : `M${X(rule.value)} ${TOP}V${FOOT}`;
-      draw(inner, "path", { d, class: rule.dashed ? "line dashed" : "line", style: `stroke:var(--${rule.role})` });
-    }
+    for (const { axis, value, role, dashed } of rules) draw(inner, "path", {
+      d: axis === "y" ? `M${LEFT} ${Y(value)}H${width}` : `M${X(value)} ${TOP}V${FOOT}`, class: dashed ? "line dashed" : "line", style: `stroke:var(--${role})`,
+    });
     spec.series.filter((one) => one.look !== "area").forEach((one) => drawSeries(inner, one));
     draw(svg, "path", { d: `M${LEFT} ${FOOT}H${width - RIGHT}`, class: "axis" });
     label(svg, LEFT + wide / 2, HEIGHT - 6, spec.x.label);
@@ -109,9 +108,9 @@ function chart(figure) {
   const on = (name, act) => svg.addEventListener(name, act);
   on("pointerdown", (event) => { from = place(event); svg.setPointerCapture(event.pointerId); });
   on("pointermove", (event) => { point(drags(event) ? null : nearest(place(event))); if (drags(event)) mark(from, place(event)); });
-  on("pointerup", (event) => { if (drags(event)) zoom(...[from, place(event)].sort((a, b) => a - b).map(valueAt)); from = null; });
-  on("pointerleave", () => { if (from === null) point(null); });
-  on("pointercancel", () => { from = null; point(null); });
+  on("pointerup", (event) => { if (drags(event)) zoom(...[from, place(event)].sort((a, b) => a - b).map(valueAt)); else point(nearest(place(event))); from = null; });
+  on("pointerleave", (event) => { if (from === null && event.pointerType !== "touch") point(null); });
+  for (const name of ["pointercancel", "blur"]) on(name, () => { from = null; point(null); });
   on("keydown", (event) => { if (event.key in { ArrowLeft: 0, ArrowRight: 0 }) point(Math.min(stops.length - 1, Math.max(0, (at ?? -1) + (event.key === "ArrowLeft" ? -1 : 1)))); });
   whole.addEventListener("click", () => zoom(0, 0));
   for (const name of ["resize", "beforeprint", "afterprint"]) window.addEventListener(name, redraw);

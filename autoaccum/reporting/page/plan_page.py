@@ -263,4 +263,4 @@ def plain_facts(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the facts that are a word or a number."""
     for name, value in facts.items():
         if isinstance(value, str | int | float) and not isinstance(value, bool) and value != "":
-            yield name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)
+            yield name.replace("_", " "), f"{value:,}" if name.startswith("parameter") else str(value)
