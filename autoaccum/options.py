@@ -55,7 +55,7 @@ KEEPS: Final[tuple[Keep, ...]] = get_args(Keep)
 
 _MESH = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)?", re.ASCII)
 
-Command = Literal["plan", "fit", "verify", "tune", "guard"]
+Command = Literal["plan", "fit", "verify", "tune", "guard", "explain"]
 
 WORKLOAD_OPTIONS: Final = (
     "optimizer",
@@ -82,6 +82,7 @@ _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
     "tune": _SHARDING | {"world_size", "equal", "gpu", "accumulate_in", "keeps", "evaluation_batch", "worst_of"},
     "guard": frozenset({"trial_limit", "accumulate_in", "multiple_of"}),
+    "explain": _SHARDING | {"device", "memory", "reserve", "world_size", "equal", "time_limit", "trial_limit"},
 }
 
 

@@ -48,8 +48,9 @@ def command(
     request for memory that differs, and what is held at the peak by module, operator and line.
 
     The snapshot must end behind an update, since the update is found from the end. When the record begins does not
-    matter, so long as an update came before: the first one also creates the optimizer's state. Nothing in the file
-    is run: one with anything but plain containers is refused.
+    matter, so long as an update came before: the first one also creates the optimizer's state. The torch that is
+    installed here should be the release that recorded it. Nothing in the file is run: one with anything but plain
+    containers is refused.
 
     Record it in the training script:
       torch.cuda.memory._record_memory_history(max_entries=1_000_000)
@@ -72,7 +73,7 @@ def command(
     from autoaccum.reporting.progress import Progress
     from autoaccum.reporting.snapshot_report import print_snapshot, snapshot_json
 
-    request = PlanRequest(target_batch or micro_batch, Options.of("plan", asked))
+    request = PlanRequest(target_batch or micro_batch, Options.of("explain", asked))
     stderr = make_console(stderr=True)
     with Progress(stderr, quiet=quiet) as progress:
         progress.show("tracing the update ...")

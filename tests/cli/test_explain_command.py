@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import pickle
 from pathlib import Path
 
 import pytest
@@ -65,8 +66,13 @@ def test_another_model_is_told_by_module_operator_and_line(command: Command, fol
     assert difference == update["held"]["recorded"] - update["held"]["predicted"] < 0
 
 
-def test_other_micro_batches_are_not_at_its_end(command: Command, folder: Path) -> None:
-    done = run(command, folder, "--micro-batch", "23")
+def test_a_record_that_is_shorter_than_an_update_says_why(command: Command, folder: Path) -> None:
+    file = folder / "step.pickle"
+    snapshot = pickle.loads(file.read_bytes())
+    snapshot["device_traces"] = [snapshot["device_traces"][0][-60:]]
+    file.write_bytes(pickle.dumps(snapshot))
+    done = run(command, folder, "--target-batch", "48")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: the record does not end with an update in micro-batches of 23: not half of")
+    assert done.stderr.startswith("error: the record does not end with an update in micro-batches of 24, 24: not half")
+    assert "recorded ones; older events were dropped (max_entries): give" in done.stderr
     assert len(done.stderr.splitlines()) == 1
