@@ -25,8 +25,8 @@ _FIRST_ADDRESS = 0x7F00_0000_0000
 def make_snapshot(breakdown: MemoryBreakdown, capacity: int | None, settings: AllocatorSettings) -> dict[str, Any]:
     """Return the snapshot of a trace in plain containers: all its events, and the segments that are left at the end.
 
-    The first frame of a block is the user's line, named after the module and the operator that run there; the others
-    are its callers. `user_metadata` is its purpose (`devices.explanation.Category`).
+    The first frame of a block is the user's line, or else its purpose, named after the module and the operator that run
+    there; the others are its callers. `user_metadata` is its purpose (`devices.explanation.Category`).
 
     Args:
         breakdown: The labelled trace.
@@ -162,7 +162,7 @@ def _describe(breakdown: MemoryBreakdown, block: int) -> dict[str, Any]:
     stack = labelled.stacks[origin.stack]
     path, kind = labelled.modules[use.module]
     what = " ".join(filter(None, (path or kind, origin.op))) or use.category
-    first = {"filename": "", "line": 0, "name": what}
+    first = {"filename": use.category, "line": 0, "name": what}  # facebookresearch/mosaic adds up by file and line.
     if stack:
         first |= {"filename": stack[0].filename, "line": stack[0].line}
     frames = [first, *(frame._asdict() for frame in stack)]
