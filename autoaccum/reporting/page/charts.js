@@ -2,7 +2,7 @@
 // Draws each chart as SVG from the JSON beside it: point at it for values, drag to zoom. The style sheet has the colours.
 const HEIGHT = 300, TOP = 10, FOOT = 256, LEFT = 68, RIGHT = 14, LEAST_DRAG = 8, PRINTED = 700;
 
-function word(value, axis, digits = 4) {
+function word(value, axis, digits = axis.unit === "bytes" ? 3 : 4) {
   const power = axis.unit === "bytes" ? Math.floor(Math.log2(Math.max(Math.abs(value), 1)) / 10) : 0;
   return String(Number((value / 1024 ** power).toPrecision(digits))) + (axis.unit === "bytes" ? ` ${["B", "KiB", "MiB", "GiB", "TiB"][power]}` : "");
 }
