@@ -60,12 +60,8 @@ def found(**fields: Any) -> Coupling:
 @pytest.mark.parametrize(
     ("fields", "modes"),
     [
-        ({"model": normed, "loss": small.mean_square}, 'batchnorm="exact"'),
-        ({"model": normed, "loss": small.mean_square, "batchnorm": "running"}, 'batchnorm="exact"'),
         ({"model": lambda: normed(nn.Dropout()), "loss": small.mean_square}, 'batchnorm="exact"'),
-        ({"model": small.mlp, "criterion": similar}, "coupled=True"),
         ({"model": small.mlp, "loss": similar_outputs}, "coupled=True (with outputs and coupled_loss)"),
-        ({"model": normed, "criterion": similar}, 'batchnorm="exact" with coupled=True'),
         ({"model": normed, "criterion": similar, "batchnorm": "exact"}, "coupled=True"),
         ({"model": normed, "criterion": similar, "coupled": True}, 'batchnorm="exact"'),
         ({"model": normed, "loss": small.mean_square, "multiple_of": 2}, 'batchnorm="exact"'),

@@ -102,10 +102,8 @@ def test_coupled_modules_and_losses_are_named(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("time times batch", (3, 2)),
         ("sorted and packed", (2, 3)),
         ("experts", (2, 2, 4)),
-        ("GPT with dropout", (3, 2)),
         ("GPT with dropout", (2, 2, 4)),
     ],
 )
@@ -121,7 +119,7 @@ def test_coupling_is_found_from_unequal_parts(name: str) -> None:
     assert (found.modules, found.loss) == (modules, loss), found
 
 
-@pytest.mark.parametrize("name", [*list(WELL)[::6], *list(COUPLED)[::5]])
+@pytest.mark.parametrize("name", ["GPT with dropout", "BatchNorm2d", "triplets"])
 def test_single_precision_gives_the_same(name: str) -> None:
     case, modules, loss = COUPLED.get(name) or (WELL[name], (), False)
     found = probe(case, dtype=torch.float32)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from asking import make_settings
+from warm_children import WarmPython
 
 from autoaccum.devices.child.process import child_environment
 from autoaccum.devices.cpu import CpuDevice
@@ -16,7 +16,7 @@ from autoaccum.units import MIB
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 
-WIDTH = 512
+WIDTH = 256
 SIZE = 1024
 BATCH_BYTES = 2 * SIZE * WIDTH * 4
 PARAMETER_BYTES = 4 * WIDTH * (WIDTH + 1) * 4
@@ -69,14 +69,13 @@ def device(reference: str) -> Iterator[CpuDevice]:
         yield made
 
 
-def measure_first_step(reference: str) -> int:
-    """The same measure around a fresh model's first forward, backward and update, without accumulation."""
-    command = [sys.executable, "-c", FIRST_STEP, reference, str(SIZE)]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment()).stdout)
-
-
-def test_the_trials_peak_is_the_accumulating_peak_above_the_first_steps(device: CpuDevice, reference: str) -> None:
-    first_step = measure_first_step(reference)
+def test_the_trials_peak_is_the_accumulating_peak_above_the_first_steps(
+    device: CpuDevice, reference: str, warm_python: WarmPython, tmp_path: Path
+) -> None:
+    """The same measure is taken around a fresh model's first forward, backward and update."""
+    environment = child_environment()
+    made = warm_python(tmp_path, "-c", FIRST_STEP, reference, str(SIZE), environment=environment, measured=True)
+    first_step = int(made.stdout)
     trial = device.trial((SIZE, SIZE))
     assert trial.outcome == "ok", trial.message
     assert trial.peak_reserved_bytes is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from asking import make_settings
 
 from autoaccum.devices.cpu import CpuDevice
@@ -35,6 +36,7 @@ criterion = nn.MSELoss()
 """
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_resident_memory_falls_by_what_recomputed_blocks_do_not_keep(write_workload: Any) -> None:
     """Backward begins in the last block: where that is recomputed, its own activations are there again by then."""
     peaks = {}

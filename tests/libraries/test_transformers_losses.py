@@ -17,7 +17,6 @@ from torch.optim import SGD
 
 import autoaccum
 from autoaccum import Accumulator, Workload
-from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.workload.weight_check import check_weighting
 
@@ -200,33 +199,3 @@ def test_a_step_in_parts_warns_of_the_loss_that_balances_experts() -> None:
 
 def test_experts_are_no_reason_for_an_update_to_differ() -> None:
     assert verify(Workload(model=mixtral(), batch=text)).equivalent
-    unweighted = Workload(model=mixtral(), batch=text, loss=lambda model, batch: model(**batch).loss)
-    (cause,) = verify(unweighted).causes
-    assert (cause.kind, cause.proved) == ("weight", True)
-    assert '(batch["labels"][:, 1:] != -100).sum()' in cause.change
-
-
-def clip() -> Any:
-    sizes = {name: value for name, value in SMALL.items() if name != "vocab_size"}
-    text_config = {**SMALL, "max_position_embeddings": 16, "eos_token_id": 63, "bos_token_id": 1, "pad_token_id": 0}
-    vision_config = {**sizes, "image_size": 16, "patch_size": 8}
-    return hf.CLIPModel(hf.CLIPConfig(text_config=text_config, vision_config=vision_config, projection_dim=8))
-
-
-def captions(size: int) -> dict[str, Any]:
-    ids = torch.randint(2, 63, (size, 9))
-    return {"input_ids": ids, "pixel_values": torch.randn(size, 3, 16, 16), "return_loss": True}
-
-
-def test_samples_that_are_compared_are_told_of_by_verify_plan_and_the_accumulator() -> None:
-    workload = Workload(model=clip, batch=captions)
-    model = workload.build_model()
-    found = probe_workload(workload, model)
-    assert found.pairs == ("the model itself",)
-    (warning,) = found.warnings()
-    assert warning.startswith("the loss compares samples with each other (in-batch negatives?)")
-    (cause,) = verify(workload).causes
-    assert "in-batch negatives" in cause.found
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch=6)
-    with pytest.warns(autoaccum.AccumulationWarning, match="the loss compares samples with each other"):
-        accumulator.step(captions(12))

@@ -24,7 +24,7 @@ from autoaccum.tuning.tuning_result import Row, SearchStarted, StudyOpened, Tuni
 def studied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any], Tuning]:
     """The file of a study, what was told on its way, and what it found."""
     file, told = tmp_path_factory.mktemp("study") / "tune.db", list[Any]()
-    rows, _ = search_in(file, request_of(confirm=1, trials=8), notify=told.append, confirm=True)
+    rows, _ = search_in(file, request_of(confirm=1, trials=4), notify=told.append, confirm=True)
     return file, told, tuning_of(rows)
 
 
@@ -81,14 +81,14 @@ def test_a_best_setting_with_a_failed_run_and_coupled_samples_are_reported(studi
 def test_progress_has_a_line_for_each_trial_and_warns_in_silence_too(studied: Any) -> None:
     _, told, tuning = studied
     begun = [
-        StudyOpened(FACTS, "line", "sqlite:///tune.db", 3, 8),
+        StudyOpened(FACTS, "line", "sqlite:///tune.db", 3, 4),
         SearchStarted(SPACE, tuning.throughput, remembered=True),
         Notice("odd"),
         Notice("odd"),
     ]
     text = told_lines([*begun, *told])
     assert "line: Linear, 4 parameters, fp32, SGD at a learning rate of 0.05; on cpu; losses on 8 of 80" in text
-    assert "study line in sqlite:///tune.db; continuing after 3 of 8 trials\n" in text
+    assert "study line in sqlite:///tune.db; continuing after 3 of 4 trials\n" in text
     assert "throughput was measured for this study before: knee at 8, fastest is 16\n" in text
     assert text.count("trial  outcome") == 1
     assert text.count("warning: odd\n") == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import torch
@@ -14,11 +13,9 @@ from small_verified import (
     Gpt,
     Mlp,
     Recurrent,
-    Sorted,
     class_loss,
     penalty,
     summed_loss,
-    token_loss,
 )
 from torch import Tensor, nn
 from torch.nn import functional
@@ -37,11 +34,6 @@ class Standardised(nn.Module):
 
 def standardised() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 6), Standardised(), nn.Tanh(), nn.Linear(6, CLASSES))
-
-
-def normalised_anew() -> nn.Module:
-    norm = nn.BatchNorm1d(6, track_running_stats=False)
-    return nn.Sequential(nn.Linear(FEATURES, 6), norm, nn.Tanh(), nn.Linear(6, CLASSES))
 
 
 class Stubborn(Standardised):
@@ -168,30 +160,6 @@ class ShufflingLoss(nn.Module):
         return functional.cross_entropy(self.model(mixed), targets)
 
 
-class SortedNormalised(nn.Module):
-    """Random numbers in another order, which are no cause, with BatchNorm, which is one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Sorted()
-        self.norm = nn.BatchNorm1d(CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.norm(self.body(x)))
-
-
-class ShufflingNormalised(nn.Module):
-    """Random numbers that mix samples, with BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Shuffling()
-        self.norm = nn.BatchNorm1d(CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.norm(self.body(x)))
-
-
 class Restless(nn.Module):
     """A factor that does not depend on any seed."""
 
@@ -201,23 +169,6 @@ class Restless(nn.Module):
 
 def restless() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 6), Restless(), nn.Tanh(), nn.Linear(6, CLASSES))
-
-
-def normalised_gpt() -> nn.Module:
-    model = Gpt()
-    model.norm = Channels()
-    return model
-
-
-class Channels(nn.Module):
-    """BatchNorm over the channels of words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
 class Watching(Mlp):
@@ -255,10 +206,6 @@ def counted_loss(model: nn.Module, batch: Any) -> Tensor:
     return class_loss(model, batch) * CALLS[0]
 
 
-def timed_loss(model: nn.Module, batch: Any) -> Tensor:
-    return class_loss(model, batch) * (time.perf_counter_ns() % 1009)
-
-
 def secret_loss(model: nn.Module, batch: Any) -> Tensor:
     """A mean with weights that nothing in the batch shows."""
     each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
@@ -281,21 +228,6 @@ def spread_loss(model: nn.Module, batch: Any) -> Tensor:
     """Compares outputs with their variance within the batch."""
     outputs = model(batch[0])
     return torch.as_tensor(functional.cross_entropy(outputs, batch[1]) + outputs.var(0, unbiased=False).mean())
-
-
-def mean_and_sum(model: nn.Module, batch: Any) -> Tensor:
-    return torch.as_tensor(class_loss(model, batch) + model(batch[0]).square().sum())
-
-
-def taught_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Compares outputs with a normalisation that is no module of the model."""
-    targets = functional.batch_norm(batch[0], None, None, training=True)[:, :CLASSES]
-    return functional.mse_loss(model(batch[0]), targets)
-
-
-def mixed_counts(model: nn.Module, batch: Any) -> Tensor:
-    """A mean over tokens and one over samples, added up."""
-    return torch.as_tensor(token_loss(model, batch) + model(batch["input_ids"]).square().mean())
 
 
 def constant_term(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -324,19 +256,6 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 def root_loss(model: nn.Module, batch: Any) -> Tensor:
     return torch.sqrt(class_loss(model, batch))
-
-
-def largest_loss(model: nn.Module, batch: Any) -> Tensor:
-    return torch.as_tensor(functional.cross_entropy(model(batch[0]), batch[1], reduction="none").max())
-
-
-def perplexity(model: nn.Module, batch: Any) -> Tensor:
-    return class_loss(model, batch).exp()
-
-
-def class_weighted_loss(model: nn.Module, batch: Any) -> Tensor:
-    outputs = model(batch[0])
-    return functional.cross_entropy(outputs, batch[1], weight=WEIGHTS.to(outputs))
 
 
 class Weighted(Mlp):
@@ -379,23 +298,6 @@ def advantage_loss(model: nn.Module, batch: Any) -> Tensor:
     return torch.as_tensor((outputs[:, 0] * (advantage - advantage.mean()) / advantage.std()).mean())
 
 
-def class_mean_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The mean over classes of the means of their samples."""
-    each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    return torch.stack([each[batch[1] == index].mean() for index in batch[1].unique()]).mean()
-
-
-def counted_class_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Weighs one class by how rare it is in the batch."""
-    truth = (batch[1] == 0).to(batch[0])
-    weight = (1 - truth).sum() / (truth.sum() + 1)
-    return functional.binary_cross_entropy_with_logits(model(batch[0])[:, 0], truth, pos_weight=weight)
-
-
-def broadcast_loss(model: nn.Module, batch: Any) -> Tensor:
-    return torch.as_tensor((model(batch[0]) - batch[1]).square().mean())
-
-
 class Similarities(Clip):
     """Gives the similarities of all images and texts, as CLIP models of libraries do."""
 
@@ -414,12 +316,3 @@ def teacher_loss(model: nn.Module, batch: Any) -> Tensor:
     with torch.no_grad():
         taught = TEACHER(batch[0])
     return functional.mse_loss(model(batch[0]), taught)
-
-
-def norm_loss(model: nn.Module, batch: Any) -> Tensor:
-    return torch.as_tensor(model(batch[0]).norm())
-
-
-def scaled_loss(model: nn.Module, batch: Any) -> Tensor:
-    """A mean that is multiplied by the root of the samples."""
-    return torch.as_tensor(class_loss(model, batch) * len(batch[0]) ** 0.5)

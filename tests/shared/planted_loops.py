@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small_verified import class_loss, penalty, text_losses, token_loss
+from small_verified import class_loss, penalty, token_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -13,11 +13,6 @@ from torch.nn import functional
 def undivided(model: nn.Module, parts: Any) -> None:
     for part in parts:
         backward(class_loss(model, part))
-
-
-def twice_divided(model: nn.Module, parts: Any) -> None:
-    for part in parts:
-        backward(class_loss(model, part) * len(part[1]) / samples(parts) / len(parts))
 
 
 def mean_of_means(model: nn.Module, parts: Any) -> None:
@@ -29,11 +24,6 @@ def configured(model: nn.Module, parts: Any) -> None:
     """Divides by the number of parts of a whole window, however many there are."""
     for part in parts:
         backward(class_loss(model, part) / 4)
-
-
-def clipping(model: nn.Module, parts: Any) -> None:
-    right(model, parts)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
 def forgetting(model: nn.Module, parts: Any) -> None:
@@ -66,12 +56,6 @@ def scaled(model: nn.Module, parts: Any) -> None:
         backward(scaler.scale(class_loss(model, part) * len(part[1]) / samples(parts)))
 
 
-def scaled_undivided(model: nn.Module, parts: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    for part in parts:
-        backward(scaler.scale(class_loss(model, part)))
-
-
 def penalised(model: nn.Module, parts: Any) -> None:
     for part in parts:
         backward(class_loss(model, part) * len(part[1]) / samples(parts) + penalty(model))
@@ -84,12 +68,6 @@ def detaching(model: Any, parts: Any) -> None:
         loss = functional.cross_entropy(model.last(hidden), classes)
         loss = loss + functional.mse_loss(model.decoder(hidden), inputs).detach()
         backward(loss * len(classes) / samples(parts))
-
-
-def terms_alike(model: nn.Module, parts: Any) -> None:
-    """Gives terms with different divisors the same share."""
-    for part in parts:
-        backward(torch.stack(list(text_losses(model, part).values())).sum() / len(parts))
 
 
 def right(model: nn.Module, parts: Any) -> None:

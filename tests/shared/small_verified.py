@@ -44,14 +44,6 @@ class Mlp(nn.Module):
         return torch.tanh(self.first(x))
 
 
-class Sorted(Mlp):
-    """Puts samples in an order of their own before it drops, and back behind that, as packed sequences do."""
-
-    def hidden(self, x: Tensor) -> Tensor:
-        order = (x > 0).sum(1).argsort(stable=True)
-        return functional.dropout(super().hidden(x)[order], 0.4)[order.argsort()]
-
-
 class Looking(Mlp):
     """An embedding whose gradient is sparse, and draws of which shapes do not tell whose they are."""
 

@@ -114,7 +114,7 @@ def test_workers_may_be_spawned_and_the_users_init_function_runs() -> None:
     assert_same(windows_of(opened(spawned), range(2)), windows_of(opened(DataLoader(DrawingRows(COUNT), 4)), range(2)))
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGBUS", "exit"])
+@pytest.mark.parametrize("how", ["SIGBUS", "exit"])
 def test_a_dead_worker_is_reported(how: str) -> None:
     source = opened(ordered(Trap(how)), 8)
     source.start_epoch(0)
@@ -146,7 +146,7 @@ def test_a_dead_worker_raises_only_where_data_is_read() -> None:
     source.next_window()
     worker = int(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()[-1])
     os.kill(worker, signal.SIGKILL)
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + 0.3
     while time.monotonic() < deadline:
         time.sleep(0.01)  # SIGCHLD arrives here, where an update could be under way
     with pytest.raises(DataWorkerError):

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_kills_lose_nothing_with_and_without_workers() -> None:
-    options = ["--kills", "2", "--updates", "12", "--workers", "0", "2"]
+def test_kills_lose_nothing_with_workers() -> None:
+    options = ["--kills", "2", "--updates", "12", "--workers", "2"]
     done = subprocess.run(
         [sys.executable, "tests/benchmarks/soak.py", *options],
         cwd=ROOT,
@@ -25,6 +25,6 @@ def test_kills_lose_nothing_with_and_without_workers() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2
-    assert all(": 0 ended otherwise than one never stopped" in line and int(line.split()[0]) >= 2 for line in lines)
+    (line,) = done.stdout.splitlines()
+    assert ": 0 ended otherwise than one never stopped" in line
+    assert int(line.split()[0]) >= 2

@@ -93,9 +93,8 @@ def test_the_update_of_ranks_is_the_full_batchs() -> None:
     assert any("each rank draws its own" in note for note in seen.notes), "dropout is neutral, and that is said"
 
 
-@pytest.mark.parametrize("accumulate", [right, pytest.param(sharded, marks=pytest.mark.slow)])
-def test_a_loop_of_ranks_that_is_right(accumulate: Any) -> None:
-    seen = found(tokens(accumulate=accumulate))
+def test_a_loop_of_ranks_that_is_right() -> None:
+    seen = found(tokens(accumulate=sharded))
     assert seen.equivalent, seen.causes
     assert [comparison.method for comparison in seen.comparisons] == ["accumulator", "accumulate"] * 2
 
@@ -125,7 +124,6 @@ def test_more_ranks_than_even_shares_and_a_model_that_couples() -> None:
     normed = nn.Sequential(nn.Linear(small.FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, small.CLASSES))
     (cause,) = found(classes(normed)).causes
     assert (cause.kind, cause.mode, cause.proved) == ("batchnorm", 'batchnorm="exact"', True)
-    assert found(classes(normed), batchnorm="exact").equivalent
 
 
 def breaks_on_the_second(model: nn.Module, parts: Any) -> None:

@@ -100,9 +100,7 @@ def memory_runs_out(mode: str, step: int) -> Any:
         number += step
 
 
-@pytest.mark.parametrize(
-    ("mode", "step"), [("exact", 67), pytest.param("exact and coupled", 67, marks=pytest.mark.slow), ("twice", 23)]
-)
+@pytest.mark.parametrize(("mode", "step"), [("exact and coupled", 131), ("twice", 53)])
 def test_memory_may_run_out_anywhere_on_one_rank(mode: str, step: int) -> None:
     (_, none), (number, phases) = on_ranks(2, memory_runs_out, mode, step)
     assert none == set()
@@ -139,8 +137,8 @@ def a_layer_fails(places: list[tuple[int, int]]) -> Any:
 
 
 def test_a_layer_that_fails_on_one_rank_ends_the_update_on_all() -> None:
-    first, second = on_ranks(2, a_layer_fails, [(0, 0), (0, 1), (2, 0), (2, 1), (3, 1)])
-    assert second == ["a layer fails"] * 5
+    first, second = on_ranks(2, a_layer_fails, [(0, 0), (2, 1), (3, 1)])
+    assert second == ["a layer fails"] * 3
     assert all(text.startswith("rank 1 failed: RuntimeError: a layer fails") for text in first)
 
 
@@ -215,7 +213,6 @@ def with_a_constant(samples: int) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("samples", [2, 4])
-def test_an_output_that_is_a_constant_of_all_parts_is_refused(samples: int) -> None:
-    for text in on_ranks(2, with_a_constant, samples):
+def test_an_output_that_is_a_constant_of_all_parts_is_refused() -> None:
+    for text in on_ranks(2, with_a_constant, 4):
         assert text.startswith("an output is one tensor for all parts of the batch, and other ranks do not know it as")

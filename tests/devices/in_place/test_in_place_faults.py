@@ -21,7 +21,7 @@ from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices import trial_run
 from autoaccum.devices.trial_run import TrialRun
 
-STRIDE = 3
+STRIDE = 5
 
 
 class Model(nn.Module):
@@ -36,18 +36,16 @@ class Model(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_out_of_memory_at_any_allocation_is_undone(
-    optimizer: str, live_device: Any, pairs: Any, monkeypatch: pytest.MonkeyPatch
+    live_device: Any, pairs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model = Model()
-    made = torch.optim.AdamW(model.parameters()) if optimizer == "adamw" else torch.optim.SGD(model.parameters(), 0.1)
+    made = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters()]
-    if optimizer == "adamw":
-        made.step()
+    made.step()
     modes: list[OutOfMemoryAt] = []
 
     class Short(TrialRun):

@@ -160,8 +160,10 @@ class Witness:
         assert self.look() == self.before
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [*((name, "with state") for name in MODELS), *(("plain", one) for one in OPTIMIZERS if one != "with state")],
+)
 @pytest.mark.filterwarnings("ignore::autoaccum.accumulation.step_result.AccumulationWarning")
 def test_trials_leave_everything_as_it_was(name: str, optimizer: str, live_device: Any, pairs: Any) -> None:
     torch.manual_seed(4)

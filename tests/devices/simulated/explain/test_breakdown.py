@@ -243,7 +243,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(500, 64), nn.Linear(64, 500, bias=False)
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(3))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(64, 4, 256, batch_first=True) for _ in range(2))
         self.head.weight = self.embed.weight
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -260,14 +260,13 @@ AGAIN = "Net.run = lambda net, layer, x: checkpoint(layer, x, use_reentrant={})\
 HALF = "whole = Net\ndef model(): return whole().to(torch.bfloat16)\n"
 WORKLOADS: Mapping[str, tuple[str, str | None]] = {
     "transformer-bf16": (TRANSFORMER, "bf16"),
-    "transformer-fp16": (TRANSFORMER, "fp16"),
     "transformer-half": (TRANSFORMER + HALF, None),
     "transformer-checkpointed": (TRANSFORMER + AGAIN.format(False), "bf16"),
     "transformer-kept": (TRANSFORMER + "keeps = ['outputs', 'ema']\nevaluation_batch = 4\n", None),
 }
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", ["transformer-checkpointed", "transformer-kept"])
 def test_categories_and_modules_add_up_to_the_peak(explained: Callable[..., Any], name: str) -> None:
     lines, precision = WORKLOADS[name]
     found = explained(lines, precision, size=8)
@@ -288,9 +287,8 @@ def test_categories_and_modules_add_up_to_the_peak(explained: Callable[..., Any]
     assert len(explanation.modules) <= 10
 
 
-@pytest.mark.parametrize("name", ["transformer-fp16", "transformer-bf16"])
-def test_the_timeline_shows_the_peak_that_is_explained(explained: Callable[..., Any], name: str) -> None:
-    found = explained(*WORKLOADS[name], size=8)
+def test_the_timeline_shows_the_peak_that_is_explained(explained: Callable[..., Any]) -> None:
+    found = explained(TRANSFORMER, "fp16", size=8)
     timeline = make_timeline(found.breakdown, found.replayer.reserved_bytes(found.labelled.trace), points=50)
     categories = {category: held[timeline.peak_at] for category, held in timeline.categories.items()}
     assert {**categories, "unused": found.explanation.categories["unused"]} == found.explanation.categories
@@ -361,7 +359,7 @@ def test_shares_grow_with_the_batch_as_their_blocks_do(explained: Callable[..., 
         assert {share.bytes_per_sample for share in found.modules} == {None}
 
 
-@pytest.mark.parametrize("parts", [[8], [8, 3], [4, 4, 4]], ids=str)
+@pytest.mark.parametrize("parts", [[8], [8, 3]], ids=str)
 def test_any_schedule_can_be_explained(explained: Callable[..., Any], parts: list[int]) -> None:
     found = explained(*WORKLOADS["transformer-half"], parts=parts)
     assert sum(found.explanation.categories.values()) == found.explanation.peak_bytes

@@ -2,6 +2,7 @@
 
     PYTHONPATH=.:tests/shared python tests/devices/simulated/golden/record.py           prints them, as JSON
     PYTHONPATH=.:tests/shared python tests/devices/simulated/golden/record.py gpt_bf16  those of a workload
+    PYTHONPATH=.:tests/shared python tests/devices/simulated/golden/record.py --check   names those that have changed
     PYTHONPATH=.:tests/shared python tests/devices/simulated/golden/record.py --write   writes them anew, for its torch
 
 They change only where a prediction is meant to change; the commit that writes them says which and why. The search, the
@@ -184,10 +185,14 @@ def recorded_for(version: str) -> Path:
 
 if __name__ == "__main__":
     asked = set(sys.argv[1:])
-    pairs = [pair for pair in PAIRS if pair[0] in asked or asked <= {"--write"}]
-    lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in predict_all(pairs).items()]
+    made = predict_all([pair for pair in PAIRS if pair[0] in asked or asked <= {"--write", "--check"}])
+    lines = [f" {json.dumps(name)}: {json.dumps(found)}" for name, found in made.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
+    recorded = recorded_for(torch.__version__)
     if asked == {"--write"}:
-        recorded_for(torch.__version__).write_text(text)
+        recorded.write_text(text)
+    elif asked == {"--check"}:
+        found, before = json.loads(text), json.loads(recorded.read_text())
+        sys.exit("\n".join(f"{name} has changed" for name in found if found[name] != before[name]) or None)
     else:
         print(text, end="")

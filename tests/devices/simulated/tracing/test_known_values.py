@@ -217,11 +217,9 @@ def loss(model, batch):
 def weight(batch): return table[batch[1]].sum()
 """
 WEIGHTED = {
-    "a table": f"model = {LAYERS}\ncriterion = nn.CrossEntropyLoss(weight=table)",
     "a table on the card": f"model = {LAYERS}\ncriterion = nn.CrossEntropyLoss(weight=table.cuda())",
     "a moved criterion, smoothed": f"model = {LAYERS}\n"
     "criterion = nn.CrossEntropyLoss(weight=table, label_smoothing=0.1, ignore_index=2).to('cuda')",
-    "ignored targets": f"model = {LAYERS}\ncriterion = nn.CrossEntropyLoss(ignore_index=2)",
     "a criterion of the model": ATTRIBUTE,
 }
 

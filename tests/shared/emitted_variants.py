@@ -1,0 +1,139 @@
+"""A file of every kind that a plan can be emitted as; run as a script, it writes them into a folder for mypy."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoaccum.accumulation.schedule import make_schedule
+from autoaccum.devices.base import Trial
+from autoaccum.devices.inspection import describe_blocks
+from autoaccum.planning.plan_record import Plan
+from autoaccum.reporting.emit import emit_wrapper
+from autoaccum.units import MIB
+from autoaccum.workload.spec import Workload
+from autoaccum.workload.step_recipe import describe_recipe
+
+
+def plan_by_hand(workload: Workload, target: int, ceiling: int, **changes: Any) -> Plan:
+    """A plan with what is recorded of `workload`, as if `ceiling` had been measured."""
+    schedule = make_schedule(target, ceiling)
+    model, batch = workload.build_model(), workload.build_batch(3)
+    terms = workload.objective.terms(model, batch)
+    recorded: dict[str, Any] = {
+        "kind": "measured",
+        "target_batch": target,
+        "micro_batch": schedule.micro_batch,
+        "iter_size": schedule.iter_size,
+        "micro_batches": schedule.micro_batches,
+        "world_size": 1,
+        "largest_fit": schedule.micro_batch,
+        "capped": False,
+        "limit_bytes": 128 * MIB,
+        "peak_bytes": None,
+        "device": {"name": "cpu", "kind": "cpu"},
+        "environment": {},
+        "workload": {
+            "name": workload.name,
+            "digest": "0123456789abcdef",
+            "model": type(model).__name__,
+            "precision": workload.precision,
+            "batchnorm": workload.batchnorm,
+            "loss": "loss" if workload.criterion is None else "criterion",
+            "savers": workload.savers,
+            "recipe": {**describe_recipe(workload.objective, model, batch, terms), **describe_blocks(model)},
+        },
+        "trials": (Trial(parts=(schedule.micro_batch, schedule.smallest_part), outcome="ok"),),
+    }
+    return Plan(**{**recorded, **changes})
+
+
+LABELS = {"dict": {"x": "tensor", "y": "tensor"}}
+OWN: dict[str, Any] = {"call": None, "batch": LABELS, "own": {"loss": ".loss", "weight": None}}
+FORMS: dict[str, Any] = {
+    "tensor": "tensor",
+    "pair": {"tuple": ["tensor", "tensor"]},
+    "single": {"tuple": ["tensor"]},
+    "five": {"list": ["tensor"] * 5},
+    "dict": LABELS,
+    "nested": {"tuple": [{"dict": {"input_ids": "tensor", "attention_mask": "tensor"}}, "tensor"]},
+}
+
+
+def pair(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4), torch.randint(0, 3, (size,))
+
+
+def workload(**changes: Any) -> Workload:
+    return Workload(**{"model": lambda: nn.Linear(4, 3), "batch": pair, "criterion": nn.CrossEntropyLoss(), **changes})
+
+
+def with_recipe(plan: Plan, precision: str = "fp32", **recipe: Any) -> Plan:
+    recorded = {**plan.workload, "precision": precision, "recipe": {**plan.workload["recipe"], **recipe}}
+    return dataclasses.replace(plan, workload=recorded)
+
+
+def frozen(plan: Plan) -> Plan:
+    return dataclasses.replace(plan, workload={**plan.workload, "batchnorm": "frozen"})
+
+
+def saving(plan: Plan, *savers: str) -> Plan:
+    return dataclasses.replace(plan, workload={**plan.workload, "savers": savers})
+
+
+def variants(plan: Plan) -> Iterator[tuple[str, str]]:
+    """A name and the text of every kind of file there is."""
+    for name, form in FORMS.items():
+        yield f"form {name}", emit_wrapper(with_recipe(plan, batch=form, call=None, divisor="samples"))
+    inputs = {"tuple": [{"mapping": {"x": "tensor", "mask": "tensor"}}, "tensor"]}
+    for name, form in (("pair", FORMS["pair"]), ("nested", FORMS["nested"]), ("mapping", inputs)):
+        yield f"criterion {name}", emit_wrapper(with_recipe(plan, divisor="samples", batch=form))
+    for precision, half in (("fp32", []), ("fp16", []), ("bf16", ["bfloat16"])):
+        called = f"{precision} {'half' if half else ''}"
+        for divisor in ("nothing", "weight", "samples", "targets"):
+            yield f"{divisor} {called}", emit_wrapper(with_recipe(plan, precision, divisor=divisor, half=half))
+        for divisor, weights in (("nothing", []), ("samples", []), ("weight", []), ("weight", ["a", "b"])):
+            recipe: dict[str, Any] = {"divisor": divisor, "half": half, "call": None, "weights": weights}
+            text = emit_wrapper(with_recipe(plan, precision, terms=["a", "b"], **recipe))
+            yield f"terms {divisor} {len(weights)} {called}", text
+    for weight, divisor in (('(batch["y"][..., 1:] != -100).sum()', "weight"), (None, "samples"), (None, "weight")):
+        own = {"loss": '["loss"]', "weight": weight}
+        recipe = {"call": None, "batch": LABELS, "own": own, "divisor": divisor}
+        yield f"own {divisor} {weight is None}", emit_wrapper(with_recipe(plan, **recipe))
+    one = dataclasses.replace(plan, target_batch=6, micro_batches=(6,), iter_size=1)
+    yield "one part", emit_wrapper(one)
+    for name, recipe in (
+        ("sample mean", {"divisor": "samples"}),
+        ("half", {"half": ["bfloat16"]}),
+        ("long inputs", {"batch": FORMS["nested"], "call": "one", "divisor": "samples"}),
+    ):
+        yield f"frozen {name}", emit_wrapper(frozen(with_recipe(plan, **recipe)))
+    yield "one part half", emit_wrapper(with_recipe(one, half=["bfloat16"]))
+    for name, saver, blocks, recipe in (
+        ("all", "recompute", [f"h.{number}" for number in range(48)], {}),
+        ("some", "recompute=30", [f"h.{number}" for number in range(48)], {"divisor": "samples"}),
+        ("stages", "recompute", [f"layer{at}.{number}" for at in range(1, 5) for number in range(3)], {}),
+        ("long names", "recompute=5", [f"model.text_{side}.block.{at}" for side in "ab" for at in range(3)], {}),
+        ("own", "recompute", ["h.0", "h.1"], {**OWN, "divisor": "samples"}),
+        ("half", "recompute", ["h.0", "h.1"], {"half": ["bfloat16"], "batch": FORMS["nested"], "call": "one"}),
+    ):
+        yield f"recompute {name}", emit_wrapper(saving(with_recipe(plan, blocks=blocks, **recipe), saver))
+    nasty = 'a \\ back """ slash\nand a very long warning, ' + "x" * 200
+    named = {**plan.workload, "name": 'we"ir\\d', "digest": ""}
+    yield "nasty", emit_wrapper(dataclasses.replace(plan, workload=named, warnings=("Careful.", nasty)))
+
+
+def write_variants(folder: Path) -> None:
+    """Write each variant into a file of its name."""
+    for name, text in variants(plan_by_hand(workload(name="net"), 18, 6)):
+        (folder / f"{name.replace(' ', '_')}.py").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_variants(Path(sys.argv[1]))
