@@ -184,7 +184,7 @@ def test_a_real_plan_s_file_trains_where_there_is_no_autoaccum_and_so_does_the_p
     tmp_path: Path, warm_children: None, warm_python: WarmPython
 ) -> None:
     (tmp_path / "workload.py").write_text(FILE, encoding="utf-8")
-    plan = plan_by_trials(tmp_path / "workload.py", target_batch=8, gpu="rtx3090", max_micro_batch=3)
+    plan = plan_by_trials(tmp_path / "workload.py", target_batch=8, device="cpu", max_micro_batch=3)
     assert plan.micro_batches == (3, 3, 2)
     work = load_workload(str(tmp_path / "workload.py"))
     model = work.build_model()

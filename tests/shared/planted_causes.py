@@ -16,6 +16,7 @@ from small_verified import (
     class_loss,
     penalty,
     summed_loss,
+    token_loss,
 )
 from torch import Tensor, nn
 from torch.nn import functional
@@ -316,3 +317,12 @@ def teacher_loss(model: nn.Module, batch: Any) -> Tensor:
     with torch.no_grad():
         taught = TEACHER(batch[0])
     return functional.mse_loss(model(batch[0]), taught)
+
+
+def mixed_counts(model: nn.Module, batch: Any) -> Tensor:
+    """A mean over tokens and one over samples, added up."""
+    return torch.as_tensor(token_loss(model, batch) + model(batch["input_ids"]).square().mean())
+
+
+def mean_and_sum(model: nn.Module, batch: Any) -> Tensor:
+    return torch.as_tensor(class_loss(model, batch) + model(batch[0]).square().sum())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from small_verified import class_loss, penalty, token_loss
+from small_verified import class_loss, penalty, text_losses, token_loss
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -81,3 +81,9 @@ def samples(parts: Any) -> int:
 
 def backward(loss: Tensor) -> None:
     torch.autograd.backward(loss)
+
+
+def terms_alike(model: nn.Module, parts: Any) -> None:
+    """Gives terms with different divisors the same share."""
+    for part in parts:
+        backward(torch.stack(list(text_losses(model, part).values())).sum() / len(parts))

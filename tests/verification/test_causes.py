@@ -176,6 +176,13 @@ CURED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
 
 UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
     "a norm of one's own in any mode": (classes(planted.stubborn), "coupled model", ("1",), "autoaccum.whole_batch(x)"),
+    "two losses with different divisors, added up": (
+        texts(planted.mixed_counts),
+        "weight",
+        (),
+        f'{{"one": len(batch["input_ids"]), "other": {TOKENS}}}',
+    ),
+    "a mean and a sum, added up": (pairs(planted.mean_and_sum), "weight", (), "make the sum a mean"),
     "weights that follow others in forward": (
         classes(planted.Following),
         "state",
@@ -196,6 +203,12 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         "coupled model",
         ("the model itself",),
         "no weight helps",
+    ),
+    "a loop that shares out two terms alike": (
+        texts(small.text_losses, weight=small.text_weights, accumulate=loops.terms_alike),
+        "accumulate",
+        (),
+        "total[name]",
     ),
     "a loop that clips after each part": (
         classes(small.Mlp, accumulate=loops.clipping_parts),
