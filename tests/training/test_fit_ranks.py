@@ -207,19 +207,7 @@ def test_the_command_under_torchrun(tmp_path: Path, warm_python: WarmPython, war
     """It plans on both ranks, trains, resumes alone, and shows everything once."""
     (tmp_path / "model.py").write_text(FILE)
 
-    words = (
-        "-m",
-        "autoaccum",
-        "fit",
-        "model.py",
-        "--target-batch",
-        "16",
-        "--max-micro-batch",
-        "2",
-        "--run-dir",
-        "a",
-        "--epochs",
-    )
+    words = "-m", "autoaccum", "fit", "model.py", "--target-batch", "16", "--run-dir", "a", "--epochs"
     first, second = warm_ranks(tmp_path, *words, "2", environment=environment())
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert (first.stdout + second.stdout).count("updates      8 in 2 epochs") == 1

@@ -57,7 +57,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 def model():
-    return nn.Sequential(*(Block() for _ in range(4)))
+    return nn.Sequential(*(Block() for _ in range(2)))
 
 def batch(size):
     return torch.randn(size, 8192, 16)
@@ -72,9 +72,9 @@ dataset = [torch.randn(8192, 16) for _ in range(4)]
 @pytest.mark.usefixtures("warm_children")
 def test_a_plan_chooses_savers_and_the_training_has_them(tmp_path: Path) -> None:
     (tmp_path / "many_layers.py").write_text(DEEP)
-    options: dict[str, Any] = {"target_batch": 2, "savers": "auto", "device": "cpu", "progress": False}
+    options: dict[str, Any] = {"target_batch": 1, "savers": "auto", "device": "cpu", "progress": False}
     run: dict[str, Any] = {"run_dir": tmp_path / "run", "checkpoint_every": 1}
-    result = autoaccum.fit(tmp_path / "many_layers.py", steps=1, memory="48MiB", **options, **run)
+    result = autoaccum.fit(tmp_path / "many_layers.py", steps=1, memory="30MiB", **options, **run)
     planned = autoaccum.Plan.load(tmp_path / "run" / "plan.json")
     (word,) = planned.workload["savers"]
     assert word.startswith("recompute=")

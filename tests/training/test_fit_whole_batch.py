@@ -155,7 +155,7 @@ def test_a_resumed_run_is_the_same_and_another_mode_is_refused(case: str, tmp_pa
     other = not CASES[case].get("coupled_loss")
     for option, value in (("batchnorm", "frozen"), ("coupled", other)):
         with pytest.raises(UsageError, match=f"{option} was .*, is {value!r}"):
-            fit(case, run_dir=tmp_path, **{option: value})
+            fit(case, steps=UPDATES, run_dir=tmp_path, **{option: value})
     assert_same(fit(case, run_dir=tmp_path).model, fit(case).model, 0)
 
 
