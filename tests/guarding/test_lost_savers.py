@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from guarded_project import BASE, edited
+from guarded_project import edited
 from small_locks import a_measurement
 
 from autoaccum.guarding.cases import Case, make_case
@@ -20,8 +20,20 @@ from autoaccum.reporting.guard_github import report_markdown
 from autoaccum.reporting.guard_report import report_text
 from autoaccum.units import precise_bytes
 
-ALL = 'precision = "bf16"\nsavers = "recompute"\n'
-CASE = make_case(workload="train.py", gpu="rtx3090", micro_batch=16)
+SAVERS = 'savers = "recompute"\n'
+MODEL = f"""
+import torch
+from torch import nn
+{SAVERS}
+class Block(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(64, 4 * 64), nn.ReLU(), nn.Linear(4 * 64, 64))
+
+def model(): return nn.Sequential(Block(), Block())
+def batch(size): return torch.zeros(size, 8192, 64)
+def loss(model, batch): return model(batch).square().mean()
+"""
+CASE = make_case(workload="train.py", gpu="rtx3090", micro_batch=2)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +65,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_children: None
 
 
 def write(project: Project, *edits: tuple[str, str]) -> None:
-    (project.folder / "train.py").write_text(edited(edits, BASE.replace('precision = "bf16"\n', ALL)))
+    (project.folder / "train.py").write_text(edited(edits, MODEL))
 
 
 def guarded(project: Project, case: Case = CASE) -> Verdict:
@@ -77,8 +89,8 @@ def test_a_saver_lost_in_the_workload_is_told_with_what_it_saved(project: Projec
     guard([CASE], project, update=True)
     locked = read_lock(project.lock, "")[CASE]
     assert locked.savers == ("recompute",)
-    assert locked.recomputed == ("blocks.{0,1}", "early.0")
-    write(project, ('savers = "recompute"\n', ""), ("4 * WIDTH", "6 * WIDTH"))  # And something else that grew.
+    assert locked.recomputed == ("{0,1}",)
+    write(project, (SAVERS, ""), ("4 * 64", "6 * 64"))  # And something else that grew.
     verdict = guarded(project)
     assert verdict.lost is not None
     assert verdict.now is not None
@@ -88,19 +100,14 @@ def test_a_saver_lost_in_the_workload_is_told_with_what_it_saved(project: Projec
     assert 0 < verdict.lost.saved_bytes < verdict.growth_bytes
     saved = precise_bytes(verdict.lost.saved_bytes)
     assert str(verdict.lost) == f"the saver recompute is lost: the peak is {saved} lower with it"
-    write(project, ('savers = "recompute"\n', ""))
-    alone = guarded(project)
-    assert alone.lost is not None
-    assert alone.lost.saved_bytes == alone.growth_bytes
 
 
 def test_a_saver_lost_in_the_command_is_told_though_the_lock_has_no_such_case(project: Project) -> None:
-    write(project, ('savers = "recompute"\n', ""))
-    with_it = make_case(workload="train.py", gpu="rtx3090", micro_batch=16, savers="recompute")
+    write(project, (SAVERS, ""))
+    with_it = make_case(workload="train.py", gpu="rtx3090", micro_batch=2, savers="recompute")
     guard([with_it], project, update=True)
     verdict = guarded(project)
     assert verdict.lost == LostSavers(savers=("recompute",), saved_bytes=verdict.growth_bytes)
-    assert guard([with_it], project).exit_code == 0
     write(project)
     [verdict] = guard([CASE], project).verdicts
     assert verdict.reasons == ("autoaccum.lock has no entry for it",), "nothing is lost: the workload has it"
