@@ -49,7 +49,7 @@ class _Tracer(Tracer):
 
 
 def compare_with_all(reference: str, limits: tuple[int, ...] = ()) -> list[Row]:
-    """Plan one sample at each budget, and try all numbers of blocks; by default at those that part of them need."""
+    """Plan one sample at each budget, and try all numbers of blocks; by default at that which half of them need."""
     with _tracing(reference) as tracer:
         blocks = tracer.call(Inspect()).blocks
         card = find_card(CARD)
@@ -58,9 +58,7 @@ def compare_with_all(reference: str, limits: tuple[int, ...] = ()) -> list[Row]:
             tracer.call(TraceParts(parts=(1,), savers=(f"recompute={count}",) if count else ()))
             for count in range(blocks + 1)
         ]
-        limits = limits or tuple(
-            replayer.least_bytes(traces[blocks * part // 4], card.total_bytes) for part in (1, 2, 3)
-        )
+        limits = limits or (replayer.least_bytes(traces[blocks // 2], card.total_bytes),)
         return [
             Row(
                 limit,

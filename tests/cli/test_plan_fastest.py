@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from command_line import Command
+from small_blocks import blocks_source
 
 from autoaccum.planning.plan_record import Plan
 
@@ -45,31 +46,8 @@ def test_the_knee_is_planned_and_told(folder: Path, command: Command) -> None:
     assert any("samples/s" in note and f"micro-batch {plan.micro_batch} makes" in note for note in plan.notes)
 
 
-BLOCKS = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 1024), nn.Linear(1024, 64)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-def model():
-    return nn.Sequential(*(Block() for _ in range(6)))
-
-def batch(size):
-    return torch.randn(size, 256, 64)
-
-def loss(model, batch):
-    return model(batch).square().mean()
-"""
-
-
 def test_savers_are_chosen_by_timed_updates_of_each(folder: Path, command: Command) -> None:
-    (folder / "blocks.py").write_text(BLOCKS)
+    (folder / "blocks.py").write_text(blocks_source(2, hidden=1024, length=256))
     asked = ("--device", "cpu", "--memory", "60MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
     done = command(folder, "plan", "blocks.py", "--target-batch", "8", *asked)
     assert done.returncode == 0, done.stderr
@@ -82,8 +60,8 @@ def test_savers_are_chosen_by_timed_updates_of_each(folder: Path, command: Comma
 
 
 def test_savers_for_a_card_that_is_not_here_are_chosen_by_an_estimate(folder: Path, command: Command) -> None:
-    (folder / "blocks.py").write_text(BLOCKS)
-    asked = ("--gpu", "24GiB", "--memory", "30MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
+    (folder / "blocks.py").write_text(blocks_source(2, hidden=1024, length=256))
+    asked = ("--gpu", "24GiB", "--memory", "27MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
     done = command(folder, "plan", "blocks.py", "--target-batch", "8", *asked)
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from command_line import Command
+from small_blocks import blocks_source
 
 from autoaccum.cli import main
 from autoaccum.planning.saver_choice import format_savers
@@ -17,27 +18,8 @@ from autoaccum.reporting.console import make_console
 from autoaccum.reporting.savers_report import print_savers
 from autoaccum.serialization import read_record
 
-MODEL = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-def model():
-    return nn.Sequential(*(Block() for _ in range(4)))
-
-def batch(size):
-    return torch.randn(size, 512, 128), torch.randn(size, 512, 128)
-
-criterion = nn.MSELoss()
-"""
-WORDS = ("plan", "model.py", "--target-batch", "64", "--gpu", "rtx3090", "--memory", "120MiB", "--savers", "show")
+MODEL = blocks_source(3, hidden=512, length=1024, width=128)
+WORDS = ("plan", "model.py", "--target-batch", "8", "--gpu", "rtx3090", "--memory", "126MiB", "--savers", "show")
 
 
 def test_the_sets_that_no_other_beats(folder: Path, command: Command) -> None:

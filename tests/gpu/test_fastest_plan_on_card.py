@@ -6,30 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_blocks import blocks_source
 
 from autoaccum.api import plan
 from autoaccum.planning.plan_record import Plan
 
-WORKLOAD = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 512), nn.Linear(512, 64)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-def model():
-    return nn.Sequential(*(Block() for _ in range(4)))
-
-def batch(size):
-    return torch.randn(size, 64, 64), torch.randn(size, 64, 64)
-
-criterion = nn.MSELoss()
-"""
+WORKLOAD = blocks_source(4, hidden=512, length=64)
 
 
 def check(made: Plan) -> None:

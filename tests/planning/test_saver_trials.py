@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from asking import make_request
-from in_process_tracer import InProcessTracer
 from scripted_device import ScriptedDevice
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
 
-import autoaccum
-from autoaccum.devices.base import Inspection, Outcome, TrialSettings
+from autoaccum.devices.base import Inspection, Outcome
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
@@ -210,104 +207,3 @@ def test_where_the_card_cannot_be_simulated_blocks_are_tried_on_it() -> None:
     made, _ = plan_on_card(lambda words: 10 + 6 * recomputed(words), FailingTracer())
     assert chosen(made) == ("recompute=4",)
     assert "the card was not simulated (it reads values)" in made.notes
-
-
-GPT = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192), nn.Linear(64, 64)
-        self.mlp = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-
-    def forward(self, x):
-        query, key, value = self.qkv(self.norm(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
-
-class GPT(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.blocks, self.head = nn.Embedding(64, 64), nn.ModuleList(Block() for _ in range(3)), None
-
-    def forward(self, ids):
-        x = self.tokens(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x @ self.tokens.weight.T
-
-model = GPT
-
-def batch(size):
-    return torch.randint(0, 64, (size, 513))
-
-def loss(model, ids):
-    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-"""
-
-
-def test_of_a_transformer_the_fewest_blocks_are_recomputed(tmp_path: Path) -> None:
-    (tmp_path / "gpt.py").write_text(GPT)
-    settings = TrialSettings(reference=str(tmp_path / "gpt.py"), share=8)
-    tracer = InProcessTracer(settings, find_card("rtx3090"))
-    request = make_request(8, gpu="rtx3090", savers="auto", micro_batch=8)
-    with on_card(tracer, request, 20 * GIB) as device:
-        device.inspect()
-        peaks = {}
-        for blocks in range(4):
-            device.use_savers((f"recompute={blocks}",) if blocks else ())
-            peaks[blocks] = device.trial((8,), fresh=True).peak_reserved_bytes or 0
-    assert peaks[0] > peaks[1] > peaks[3]
-    memory = peaks[1]
-    fitting = [blocks for blocks, peak in peaks.items() if peak <= memory]
-    with on_card(InProcessTracer(settings, find_card("rtx3090")), request, memory) as device:
-        made = plan_on_device(PlanSetup(device, "gpt.py", isolated=False), request)
-    assert chosen(made) == (f"recompute={fitting[0]}",)
-    assert (made.micro_batch, made.iter_size) == (8, 1)
-
-
-DEEP = """
-import torch
-from torch import nn
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 256), nn.Linear(256, 16)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-def model():
-    return nn.Sequential(*(Block() for _ in range(4)))
-
-def batch(size):
-    return torch.randn(size, 8192, 16)
-
-def loss(model, batch):
-    return model(batch).square().mean()
-"""
-
-
-@pytest.mark.usefixtures("warm_children")
-def test_on_a_cpu_blocks_are_recomputed_as_real_trials_need_it(tmp_path: Path) -> None:
-    """A sample takes 8 MiB for the tanh of a block, which backward needs twice over as it runs through one block."""
-    (tmp_path / "many_layers.py").write_text(DEEP)
-    made = autoaccum.plan(
-        tmp_path / "many_layers.py", target_batch=8, device="cpu", memory="48MiB", savers="auto", micro_batch=1
-    )
-    (word,) = chosen(made)
-    assert made.kind == "measured"
-    assert any(f"{word} chosen, since micro-batch 1 ran out of memory without savers" in note for note in made.notes)
-    one_less = recomputed((word,)) - 1
-    with pytest.raises(DoesNotFitError):
-        autoaccum.plan(
-            tmp_path / "many_layers.py",
-            target_batch=8,
-            device="cpu",
-            memory="48MiB",
-            savers=(f"recompute={one_less}",) if one_less else (),
-        )

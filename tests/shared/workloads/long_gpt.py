@@ -68,5 +68,5 @@ def make(layers: int, width: int, length: int, vocabulary: int, dtype: torch.dty
 
 card = make(24, 1536, 8192, 32_000, torch.float32)
 """741 million parameters."""
-shallow = make(8, 256, 2048, 1000, torch.float32)
-sister = make(12, 64, 320, 512, torch.float64)
+shallow = make(4, 256, 2048, 1000, torch.float32)
+sister = make(4, 64, 320, 512, torch.float64)
