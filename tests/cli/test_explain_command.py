@@ -73,6 +73,6 @@ def test_a_record_that_is_shorter_than_an_update_says_why(command: Command, fold
     file.write_bytes(pickle.dumps(snapshot))
     done = run(command, folder, "--target-batch", "48")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: the record does not end with an update in micro-batches of 24, 24: not half")
+    assert done.stderr.startswith("error: the record does not end with an update in micro-batches of 24 + 24: not half")
     assert "recorded ones; older events were dropped (max_entries): give" in done.stderr
     assert len(done.stderr.splitlines()) == 1

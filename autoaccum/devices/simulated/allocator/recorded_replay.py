@@ -112,7 +112,10 @@ class _FollowingAllocator(CachingAllocator):
         elif entry.action == "segment_free":
             self._give_back(entry)
         elif entry.action == "free_completed":
-            self.free(self._blocks.pop(entry.addr))
+            freed = self._blocks.pop(entry.addr, None)
+            if freed is None:
+                raise _Differs(f"a block at {entry.addr:#x} is freed", "there is none")
+            self.free(freed)
         elif entry.action == "alloc":
             block = self.malloc(entry.size, entry.stream)
             if self._arrived:

@@ -36,7 +36,9 @@ class Entry:
     @property
     def line(self) -> str:
         """Return the innermost line of Python outside of PyTorch, as `train.py:12`; empty without one."""
-        for frame in self.frames or ():
+        for frame in self.frames if isinstance(self.frames, (list, tuple)) else ():
+            if not isinstance(frame, dict):
+                continue
             name = str(frame.get("filename", "")).replace("\\", "/")
             in_library = (
                 "/torch/" in name or "/autoaccum/" in name or ("/lib/python3" in name and "-packages/" not in name)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
+from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMENT_BYTES
 from autoaccum.devices.simulated.allocator.recording import Recording
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
@@ -144,7 +145,7 @@ def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_by
 def _no_such_update(recording: Recording, parts: tuple[int, ...], predicted: int, recorded: int) -> UsageError:
     dropped = "; older events were dropped (max_entries)" if recording.overflowed else ""
     return UsageError(
-        f"the record does not end with an update in micro-batches of {', '.join(map(str, parts))}: not half of its "
+        f"the record does not end with an update in micro-batches of {format_parts(parts)}: not half of its "
         f"{predicted} predicted requests for memory are the last of {recorded} recorded ones{dropped}",
         hint="give the --micro-batch, --target-batch and further flags of that run, and dump the snapshot behind an "
         "update",
