@@ -2,7 +2,8 @@
 
 In the environment that `fake_card.py` prints, a CUDA build of torch writes a snapshot of a workload's updates, such as
 that of tests/cli/test_explain_command.py (on the RTX 3090):
-`python record_snapshot.py ../workloads/recorded_net.py snapshot.pickle.xz --micro-batch 24 --parts 2`.
+`python record_snapshot.py ../workloads/recorded_net.py snapshot.pickle.xz --micro-batch 24 --parts 2`. For
+two_streams.pickle.xz, batches are copied on another stream (--side-stream --micro-batch 16 --parts 1).
 """
 
 from __future__ import annotations
@@ -31,9 +32,14 @@ def train(model, optimizer, loss_of, batches, parts, autocast):
 """
 
 
-def to_card(batch: Any) -> Any:
-    """Return a tensor, or a tuple of them, on the card."""
-    return tuple(map(to_card, batch)) if isinstance(batch, tuple) else batch.cuda()
+def to_card(batch: Any, side: torch.cuda.Stream | None) -> Any:
+    """Return a tensor, or a tuple of them, on the card; copied on a stream of its own if there is one."""
+    if isinstance(batch, tuple):
+        return tuple(to_card(part, side) for part in batch)
+    with torch.cuda.stream(side):
+        moved = batch.cuda()
+    moved.record_stream(torch.cuda.current_stream())
+    return moved
 
 
 def main() -> None:
@@ -43,6 +49,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     for name in ("--micro-batch", "--parts"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--side-stream", action="store_true")
     asked = parser.parse_args()
     torch.backends.cudnn.enabled = False  # cuDNN finds no card.
     # Lines are recorded without the folder of this checkout.
@@ -57,7 +64,8 @@ def main() -> None:
     torch.cuda.memory._record_memory_history(stacks="python")
     model = net["model"]().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    batches = (to_card(net["batch"](asked.micro_batch)) for _ in range(UPDATES * asked.parts))
+    side = torch.cuda.Stream() if asked.side_stream else None  # type: ignore[no-untyped-call]
+    batches = (to_card(net["batch"](asked.micro_batch), side) for _ in range(UPDATES * asked.parts))
     loop["train"](
         model,
         optimizer,

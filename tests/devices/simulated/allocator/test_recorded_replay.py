@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import pickle
 from pathlib import Path
@@ -70,6 +71,15 @@ def test_addresses_are_equal_wherever_the_record_begins(number: int, tmp_path: P
     history = HISTORIES[number]
     for first in range(0, len(history["entries"]), 7):
         assert replay(tmp_path, make_snapshot(history, first)) is None, first
+
+
+def test_two_streams_have_blocks_of_their_own(tmp_path: Path) -> None:
+    file = tmp_path / "step.pickle"
+    with lzma.open(FILE.with_name("two_streams.pickle.xz")) as packed:
+        file.write_bytes(packed.read())
+    recording = read_recording(file)
+    assert len({entry.stream for entry in recording.entries}) == 2
+    assert replay_recording(recording) is None
 
 
 @pytest.mark.parametrize(
