@@ -109,6 +109,21 @@ def test_a_planted_difference_is_found(
     assert found.certain
 
 
+def test_a_difference_that_a_larger_block_from_before_could_explain_is_not_certain(tmp_path: Path) -> None:
+    mib, start = 1 << 20, 1 << 40
+    used = {"address": start + 8 * mib, "size": 2 * mib, "requested_size": 2 * mib, "state": "active_allocated"}
+    free = [(start, 8 * mib), (start + 10 * mib, 10 * mib)]
+    blocks = [used, *({"address": at, "size": size, "state": "inactive"} for at, size in free)]
+    entries = [
+        {"action": "alloc", "addr": start + 8 * mib, "size": 2 * mib},
+        {"action": "free_completed", "addr": start, "size": 5 * mib},
+    ]
+    segments = [{"address": start, "total_size": 20 * mib, "blocks": blocks}]
+    found = replay(tmp_path, {**EMPTY, "segments": segments, "device_traces": [entries]})
+    assert found is not None
+    assert (found.event, found.certain) == (0, False)
+
+
 def test_expandable_segments_are_not_replayed(tmp_path: Path) -> None:
     file = tmp_path / "step.pickle"
     entry = {"action": "alloc", "addr": 512, "size": 8}
