@@ -18,8 +18,7 @@ from autoaccum.errors import AutoaccumError, DoesNotFitError, RankLostError, Usa
 
 if TYPE_CHECKING:
     from autoaccum.options import Options
-    from autoaccum.planning.plan_events import Event, Listener
-    from autoaccum.planning.plan_record import Plan
+    from autoaccum.planning.plan_events import Event
 
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _SHOW = "show"
@@ -55,11 +54,16 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", 
     "mesh",
     "multiple_of",
     "equal",
+    gpu={
+        "metavar": "NAME[,NAME...]|all",
+        "help": "Predict for this card instead, without a GPU: a name of `autoaccum gpus`, or a size such as 24GiB. "
+        "Several, or all, make a table with a row for each.",
+    },
     world_size={
         "type": CountOrRange(),
         "metavar": "N|N..M",
         "help": "Ranks that share the target batch. With --gpu also a range, for a table over its powers of two and "
-        "the least that trains the model.",
+        "the least that trains the model; with several cards the least of each.",
     },
 )
 @click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger micro-batch.")
@@ -71,6 +75,19 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", 
 )
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, as --time-limit does.")
 @options("time_limit", "trial_limit")
+@click.option(
+    "--sort",
+    type=click.Choice(["card", "ranks", "micro-batch", "iter_size", "needed", "peak", "headroom", "speed", "cost"]),
+    metavar="COLUMN",
+    help="With several cards: the column to order their table by, the best first.  [default: cost with --prices, "
+    "else by generation and memory]",
+)
+@click.option(
+    "--prices",
+    metavar="FILE",
+    help="With several cards: what an hour of each costs, as CSV with the columns name and per_hour; the table then "
+    "has the cost of a million samples, by the estimated speed.",
+)
 @click.option("--ceiling", is_flag=True, help="Find the largest size that fits to the sample; this takes more trials.")
 @click.option("--least", is_flag=True, help="Also measure the smallest budget at which the schedule still runs.")
 @click.option(
@@ -117,6 +134,8 @@ def command(
     force: bool,
     verbose: bool,
     quiet: bool,
+    sort: str | None,
+    prices: str | None,
     **request: Any,
 ) -> None:
     """Find the largest micro-batch of WORKLOAD that fits into memory, and the schedule of an update.
@@ -137,6 +156,9 @@ def command(
 
     With --gpu and --world-size N it is the first of N ranks, whose model is replicated or sharded by FSDP2
     (--parallel), block by block, or as `parallelize(model, mesh)` of the file does it.
+
+    With several cards, or --gpu all, a table has a row for each: from few traces, since cards with equal kernels
+    share them, and with the speed of each by an estimate, relative to the fastest.
 
     With --savers auto the plan takes the least costly savers with which one sample fits, or with --micro-batch N
     those with which N do.
@@ -163,6 +185,7 @@ def command(
       autoaccum plan model.py --target-batch 256 -o plan.json --emit train_step.py
       autoaccum plan model.py --target-batch 512 --gpu h100 --world-size 1..64 --parallel fsdp2
       autoaccum plan model.py --target-batch 256 --gpu rtx4090 --savers show --plot savers.svg
+      autoaccum plan model.py --target-batch 256 --gpu all --sort speed   which cards would train it
 
     Exit codes:
       0  a plan was made
@@ -176,12 +199,20 @@ def command(
     from autoaccum.reporting.plan_report import PlanProgress, print_plan
 
     shows_savers = request["savers"] == (_SHOW,)
-    if isinstance(request["world_size"], range):
-        chosen = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot, "--mesh": request["mesh"]}
+    several = _names_several(request["gpu"])
+    if several or isinstance(request["world_size"], range):
+        chosen = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot}
         chosen |= {"--explain": request["explain"], "--prefer fastest": request["prefer"] == "fastest"}
-        chosen |= {"--report": report, "--savers show": shows_savers}
-        _compare(workload, chosen, as_json=as_json, quiet=quiet, **request)
+        chosen |= {"--report": report, "--savers show": shows_savers, "--least": request["least"]}
+        if isinstance(request["world_size"], range):
+            chosen["--mesh"] = request["mesh"]
+        if not several:
+            chosen |= {"--sort": sort, "--prices": prices}
+        _compare(workload, chosen, sort, prices, as_json=as_json, quiet=quiet, **request)
         return
+    if sort is not None or prices is not None:
+        flag = "--sort" if prices is None else "--prices"
+        raise UsageError(f"{flag} is for the table of several cards", hint="name them (--gpu all, --gpu rtx4090,h100)")
     of_ranks = is_one_of_ranks()
     if shows_savers:
         chosen = {"-o": output, "--emit": emit, "--snapshot": snapshot, "--explain": request["explain"]}
@@ -232,43 +263,86 @@ def command(
     print_plan(make_console(), found, **offer | outputs.written)
 
 
-def _compare(workload: str, chosen: dict[str, Any], *, as_json: bool, quiet: bool, **request: Any) -> None:
-    """Show what each of several numbers of ranks would train; `chosen` are flags that go with one number only."""
-    from autoaccum.api import plan
-    from autoaccum.planning.world_sizes import choose_world_sizes, compare_world_sizes, find_least
-    from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.progress import Progress
-    from autoaccum.reporting.world_sizes_report import (
-        print_world_sizes,
-        world_size_line,
-        world_sizes_json,
-        world_sizes_warnings,
-    )
+def _names_several(gpu: str | None) -> bool:
+    return gpu is not None and ("," in gpu or gpu.strip().casefold() == "all")
 
-    within: range = request.pop("world_size")
-    text = f"--world-size {within[0]}..{within[-1]}"
-    if request["gpu"] is None:
+
+def _compare(
+    workload: str,
+    chosen: dict[str, Any],
+    sort: str | None,
+    prices: str | None,
+    *,
+    as_json: bool,
+    quiet: bool,
+    **request: Any,
+) -> None:
+    """Show what several cards or numbers of ranks would train; `chosen` are flags that go with one plan only."""
+    from autoaccum.checks import check_alone
+    from autoaccum.devices.simulated.cards import find_cards
+    from autoaccum.planning.plan_comparison import CardPlans, choose_world_sizes, compare_plans, find_least
+    from autoaccum.planning.plan_request import PlanRequest
+    from autoaccum.planning.prices import read_prices
+    from autoaccum.reporting.console import make_console
+    from autoaccum.reporting.plan_table import (
+        plan_table_json,
+        print_cards_table,
+        print_ranks_table,
+        row_line,
+        sort_rows,
+        table_warnings,
+    )
+    from autoaccum.reporting.progress import Progress
+
+    gpu, size = request["gpu"], request.pop("world_size")
+    within = size if isinstance(size, range) else range(size, size + 1)
+    several, ranged = _names_several(gpu), isinstance(size, range)
+    text = f"--gpu {gpu}" if several else f"--world-size {within[0]}..{within[-1]}"
+    if gpu is None:
         raise UsageError(f"{text} compares numbers of ranks in a simulation", hint="name a card (--gpu NAME)")
     if given := next((flag for flag, value in chosen.items() if value), None):
-        raise UsageError(f"{text} makes a table, and {given} goes with one number of ranks", hint="give one number")
+        one = "card" if several else "number of ranks"
+        raise UsageError(
+            f"{text} makes a table, and {given} goes with one {one}", hint=f"give one {'name' if several else 'number'}"
+        )
+    check_alone(text)
+    cards = {card.name: card for card in find_cards(gpu)}
+    known = {} if prices is None else read_prices(prices)
+    if prices is not None and not known.keys() & cards.keys():
+        raise UsageError(f"{prices} has no price of {gpu}", hint="name a card that it has, or --gpu all")
+    if sort == "cost" and prices is None:
+        raise UsageError("--sort cost needs the prices of cards", hint="give them (--prices FILE)")
+    options = _read_options(request | {"gpu": next(iter(cards)), "world_size": within[0]})
+    fields = ("max_micro_batch", "max_trials", "ceiling", "micro_batch")
+    asked = PlanRequest(request["target_batch"], options, **{name: request[name] for name in fields})
     stderr = make_console(stderr=True)
     with Progress(stderr, quiet=quiet) as progress:
-
-        def plan_for(size: int, listen: Listener) -> Plan:
-            progress.show(f"planning for {size} rank{'s' if size > 1 else ''} ...")
-            on_output = progress.print_output if stderr.can_redraw else None
-            return plan(workload, world_size=size, on_event=listen, on_output=on_output, **request)
-
-        sizes = choose_world_sizes(within)
-        rows = compare_world_sizes(plan_for, sizes, lambda row: progress.say(world_size_line(row), "dim"))
-        for text in world_sizes_warnings(rows):
+        plans = CardPlans(
+            workload,
+            asked,
+            cards,
+            prices=known,
+            on_start=lambda card, ranks: progress.show(f"planning for {f'{ranks} x {card}' if ranged else card} ..."),
+            on_output=progress.print_output if stderr.can_redraw else None,
+        )
+        rows = compare_plans(
+            plans,
+            list(cards),
+            choose_world_sizes(within),
+            lambda row: progress.say(row_line(row, names_card=several, names_ranks=ranged), "dim"),
+        )
+        for text in table_warnings(rows):
             progress.warn(text)
+    rows = sort_rows(rows, sort or ("cost" if prices is not None else None))
     if as_json:
-        click.echo(world_sizes_json(rows), nl=False)
+        click.echo(plan_table_json(rows), nl=False)
+    elif several:
+        print_cards_table(make_console(), rows, names_ranks=ranged)
     else:
-        print_world_sizes(make_console(), rows)
-    if find_least(rows) is None:
-        raise DoesNotFitError(f"none of {within[0]} to {within[-1]} ranks trains the model: {rows[-1].message}")
+        print_ranks_table(make_console(), rows)
+    if not find_least(rows):
+        who = f"{within[0]} to {within[-1]} ranks" if ranged else "these cards"
+        raise DoesNotFitError(f"none of {who} trains the model: {rows[-1].message}")
 
 
 def _show_savers(

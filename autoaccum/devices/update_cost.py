@@ -1,4 +1,4 @@
-"""What an update costs beside memory of the device: floating-point operations, and bytes that are moved; no torch."""
+"""What an update costs beside memory of the device, and the rates of a card that turn it into time; no torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,10 @@ class Amount:
         """
         return float(self.sample * sum(parts) + self.part * len(parts) + self.update)
 
+    def of_part(self, size: int) -> float:
+        """Return the amount of one micro-batch."""
+        return float(self.sample * size + self.part)
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateCost:
@@ -36,11 +40,34 @@ class UpdateCost:
             and attention, those of recomputed blocks included.
         moved_bytes: The bytes that are copied from the card to the host, or back: of batches, and by savers.
         host_bytes: The bytes that operators read and write in host memory, as an optimizer that updates there.
+        card_bytes: The bytes that operators without FLOPs read and write in the card's memory.
+        kernels: Operators that the host launches on the card.
     """
 
     flops: Amount
     moved_bytes: Amount
     host_bytes: Amount
+    card_bytes: Amount = Amount()
+    kernels: Amount = Amount()
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardRates:
+    """The most that a card can do in a second, by its maker; training reaches a part of it.
+
+    Attributes:
+        capability: The compute capability.
+        tensor_flops: FLOPs of dense products in fp16 or bf16 that are summed in fp32.
+        fp32_flops: The same in fp32, without TF32.
+        memory_bytes: Bytes from and to its memory.
+        source: Where the numbers are from.
+    """
+
+    capability: tuple[int, int]
+    tensor_flops: float
+    fp32_flops: float
+    memory_bytes: float
+    source: str
 
 
 @runtime_checkable
@@ -66,6 +93,10 @@ class InstalledCard(Protocol):
 @runtime_checkable
 class CountingDevice(Protocol):
     """A device that can count what an update costs."""
+
+    @property
+    def rates(self) -> CardRates:
+        """The rates of the card."""
 
     def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
         """Count the cost of an update with the savers in use.

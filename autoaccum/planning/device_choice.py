@@ -7,10 +7,14 @@ import re
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
+
+if TYPE_CHECKING:
+    from autoaccum.devices.simulated.card_fleet import CardFleet
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 _WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
@@ -41,21 +45,40 @@ def make_device(settings: TrialSettings) -> Device:
 
 def _make_simulated(gpu: str, settings: TrialSettings) -> Device:
     """Return the simulated card `gpu`, without importing torch in this process."""
-    from autoaccum.devices.environment import read_torch_release
     from autoaccum.devices.simulated.cards import find_card
     from autoaccum.devices.simulated.simulated_device import SimulatedDevice
     from autoaccum.devices.simulated.simulation_requests import Tracer
 
-    card, options = find_card(gpu), settings.options
-    return SimulatedDevice(
-        card,
-        partial(Tracer, settings, card),
-        share=settings.share,
-        torch_version=read_torch_release(),
-        memory=options.memory,
-        reserve=options.reserve,
-        communicators=0 if options.world_size == 1 else len(options.mesh or (options.world_size,)),
+    card = find_card(gpu)
+    return SimulatedDevice(card, partial(Tracer, settings, card), **_simulated_fields(settings))
+
+
+def make_fleet(settings: TrialSettings, *, confirms: bool) -> CardFleet:
+    """Return the simulated devices of many cards, whatever card the options name; `confirms` as of `CardFleet`."""
+    from autoaccum.devices.simulated.card_fleet import CardFleet
+    from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+    from autoaccum.devices.simulated.simulation_requests import Tracer
+
+    fields = _simulated_fields(settings)
+    return CardFleet(
+        partial(Tracer, settings),
+        lambda card, traces, replays: SimulatedDevice(card, traces, replays=replays, **fields),
+        settings.share,
+        confirms=confirms,
     )
+
+
+def _simulated_fields(settings: TrialSettings) -> dict[str, Any]:
+    from autoaccum.devices.environment import read_torch_release
+
+    options = settings.options
+    return {
+        "share": settings.share,
+        "torch_version": read_torch_release(),
+        "memory": options.memory,
+        "reserve": options.reserve,
+        "communicators": 0 if options.world_size == 1 else len(options.mesh or (options.world_size,)),
+    }
 
 
 def card_index(name: str) -> int | None:

@@ -70,7 +70,7 @@ class Plan:
         explanation: The memory at the peak by purpose and module, simulated; None unless requested.
         learning_rate: The tuned rate of the first parameter group, used by `fit` but not by an Accumulator, which
             takes the optimizer as it is. None: the workload's own.
-        throughput: Samples per second by micro-batch, where the fastest was preferred and is measured; else None.
+        throughput: Samples per second by micro-batch, where the fastest was preferred; else None.
         schema: Version of the record.
 
     Raises:

@@ -44,6 +44,7 @@ def make_setup(
     checkout: Checkout | None = None,
     on_output: Callable[[str], None] | None = None,
     verb: str = "plan",
+    make_device: Callable[[TrialSettings], Device] = make_device,
 ) -> PlanSetup:
     """Resolve the workload and make the device that runs its trials.
 
@@ -55,6 +56,7 @@ def make_setup(
         checkout: The folder the workload's modules are imported from; None: this process's import path.
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
         verb: The command named in messages.
+        make_device: Makes the device, but for trials in this process.
 
     Raises:
         UsageError: Not exactly one of the three is given, or an option cannot be honoured.

@@ -41,7 +41,7 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.search import SearchResult, SearchStopped, search
-from autoaccum.planning.speed_estimate import estimate_seconds
+from autoaccum.planning.speed_estimate import estimate_throughput
 from autoaccum.planning.throughput import Throughput, describe_knee
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, find_least_budget
 
@@ -303,13 +303,13 @@ class _Planner:
         """Take the smallest micro-batch that is nearly as fast as the fastest, if that is preferred, and prove it."""
         if self.request.prefer != "fastest":
             return _Speeds(largest)
-        if isinstance(self.setup.device, CountingDevice):
-            return _Speeds(largest, notes=(self._estimate_speed(largest),))
         sizes = self.request.ladder(largest.size, self.inspection.least_size)
+        estimates = isinstance(self.setup.device, CountingDevice)
         try:
-            known = self.runner.time_updates(sizes)
+            known = self._estimate_speeds(sizes) if estimates else self.runner.time_updates(sizes)
         except (SearchStopped, DoesNotFitError, NotMeasuredError) as error:
-            kept = "updates were not timed, and the plan has the largest micro-batch, not the fastest"
+            doing = "estimated" if estimates else "timed"
+            kept = f"updates were not {doing}, and the plan has the largest micro-batch, not the fastest"
             return _Speeds(largest, warnings=(f"{kept}: {first_line(error)}",))
         result = largest if known.knee == largest.size else self._prove(known.knee, largest)
         return _Speeds(result, known, notes=(describe_knee(known),))
@@ -326,20 +326,17 @@ class _Planner:
                 result = self._prove(min(found), result)
         return result
 
-    def _estimate_speed(self, largest: SearchResult) -> str:
-        """Return a note on an estimate, by which no smaller micro-batch is faster: it moves no fewer bytes."""
-        device, parts = self.setup.device, self.request.schedule(largest.size).micro_batches
+    def _estimate_speeds(self, sizes: Sequence[int]) -> Throughput:
+        """Estimate the speed of updates in micro-batches of `sizes`; raise SearchStopped where the limit ends it."""
+        device = self.setup.device
         assert isinstance(device, CountingDevice)
-        why = "and what a kernel takes beside these is not: the knee below it is found by timed updates, on the card"
         try:
             cost = device.count_cost(limit_seconds=self.limits.seconds_left(None, 0.0))
-        except (SearchStopped, WorkloadError, NotMeasuredError) as error:
-            return f"the time of an update was not estimated, and the largest micro-batch taken ({first_line(error)})"
-        known = estimate_seconds(cost, device.describe(), parts, precision=self.inspection.precision)
-        return (
-            f"the largest micro-batch is the fastest by an estimate, {known.least_seconds:.2g} to"
-            f" {known.most_seconds:.2g} s an update: FLOPs and bytes that are moved are counted, {why}"
-        )
+        except WorkloadError as error:  # Of the counter's: the trials ran.
+            raise NotMeasuredError(error.message) from None
+        schedules = [self.request.schedule(size).micro_batches for size in sizes]
+        precision = self.inspection.precision
+        return estimate_throughput(cost, device.rates, schedules, device=device.name, precision=precision)
 
     def _prove(self, size: int, larger: SearchResult) -> SearchResult:
         """Run the schedule of `size` from a clean state; search below it where that fails, although a larger ran."""

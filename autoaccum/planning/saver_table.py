@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from autoaccum.devices.update_cost import Amount, UpdateCost
 from autoaccum.errors import DoesNotFitError
@@ -183,4 +183,4 @@ def add_costs(one: UpdateCost, other: UpdateCost, plain: UpdateCost) -> UpdateCo
             update=each.update + more.update - without.update,
         )
 
-    return UpdateCost(flops=add("flops"), moved_bytes=add("moved_bytes"), host_bytes=add("host_bytes"))
+    return UpdateCost(**{field.name: add(field.name) for field in fields(UpdateCost)})

@@ -201,7 +201,8 @@ class SaverTrials:
 
     def estimate_cost(self, cost: UpdateCost, parts: tuple[int, ...]) -> SpeedEstimate:
         """Return the estimated seconds of an update by `parts` that costs so much."""
-        return estimate_seconds(cost, self.device.describe(), parts, precision=self.inspection.precision)
+        assert isinstance(self.device, CountingDevice)
+        return estimate_seconds(cost, self.device.rates, parts, precision=self.inspection.precision)
 
     def peak(self, words: Words) -> int | None:
         """Return the peak of the size with these savers, in bytes; None where it is not known."""

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
-from autoaccum.devices.update_cost import UpdateCost
-
-_TENSOR_FLOPS: Final[Mapping[tuple[int, int], int]] = {
-    (7, 0): 1024,
-    (7, 5): 1024,
-    (8, 0): 2048,
-    (8, 6): 512,
-    (8, 7): 1024,
-    (8, 9): 512,
-    (9, 0): 4096,
-    (10, 0): 8192,
-    (10, 3): 8192,
-    (12, 0): 512,
-    (12, 1): 512,
-}
-"""FLOPs per clock and multiprocessor of dense products in fp16 or bf16, summed in fp32, by capability: tensor cores as
-in NVIDIA's whitepapers (Volta: 8 of 64 multiply-adds; Ampere GA100: 4 of 256; Hopper: 4 of 512; Blackwell: twice that).
-GeForce cards of 8.6, 8.9 and 12.0 sum in fp32 at half the rate; workstation cards of these capabilities do not."""
-
-_PLAIN_FLOPS: Final[Mapping[tuple[int, int], int]] = {(7, 0): 128, (7, 5): 128, (8, 0): 128}
-_MOST_PLAIN_FLOPS: Final = 256
-"""The same in fp32: 64 or else 128 multiply-adds per clock (CUDA C++ Programming Guide, "Arithmetic Instructions",
-"Throughput of Native Arithmetic Instructions"). PyTorch's products in fp32 use no tensor cores unless told to."""
-
-_CLOCK_HZ: Final[Mapping[int, float]] = {7: 1.5e9, 8: 1.4e9, 9: 1.8e9, 10: 1.9e9, 12: 2.4e9}
-_CLOCK_BY_CAPABILITY: Final[Mapping[tuple[int, int], float]] = {(8, 6): 1.7e9, (8, 9): 2.5e9}
-_OTHER_CLOCK_HZ: Final = 1.8e9
-"""Typical boost clocks: V100 1.53 GHz, A100 1.41, RTX 3090 1.70, RTX 4090 2.52, H100 1.83, B200 1.97, RTX 5090 2.41."""
+from autoaccum.devices.update_cost import Amount, CardRates, UpdateCost
+from autoaccum.planning.throughput import Speed, Throughput, find_knee
 
 _LINK_BYTES: Final[Mapping[int, float]] = {7: 12e9, 8: 24e9}
 _LATER_LINK_BYTES: Final = 48e9
@@ -44,18 +20,29 @@ _HOST_BYTES: Final = 20e9
 """Bytes per second that element-wise operators read and write in host memory; two to eight channels of DDR4 or DDR5
 have 40 to 300, of which PyTorch's, one operator after the other, reach a part."""
 
-_REACHED: Final = 0.4
-"""The part of the card's rate that training reaches: 46 % for PaLM, 21 % for GPT-3 (Chowdhery et al.,
-2022, table 3), nanoGPT about 40 % of an A100; small models and large vocabularies less."""
+_LAUNCH_SECONDS: Final = 7e-6
+"""What the host takes for an operator of an eager model, autograd and the interpreter included: PyTorch's overhead is
+5 to 10 us an operator, and a kernel takes no less than 3 to 5 us to start."""
+
+_REACHED: Final = 0.6
+"""The part of its FLOPs that a card reaches in products. All of training reaches 43 to 64 % on A100s and 30 to 46 % on
+H100s by the tables of MosaicML (`scripts/train/benchmarking/README.md` in mosaicml/llm-foundry), and products are the
+better part of it."""
+_REACHED_BYTES: Final = 0.8
+"""The same of its memory's bandwidth, in operators that read and write whole tensors."""
+
 _BAND: Final = 2.5
+RATIO_BAND: Final = 1.8
+"""The factor by which a ratio between two cards may be off, for the same workload: cards with little power for their
+size (L4, RTX 6000 Ada, H100 PCIe) reach less of their rates than others do."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedEstimate:
     """The estimated seconds of an update: a number to compare with others, and the band that contains a real one.
 
-    The band is that of one number. Two ways to run the same workload on the same card err alike: their ratio is better
-    known than either.
+    The band is that of one number. Two ways to run the same workload err alike: their ratio is better known than either
+    on one card, and to `RATIO_BAND` between cards.
     """
 
     seconds: float
@@ -64,28 +51,69 @@ class SpeedEstimate:
 
 
 def estimate_seconds(
-    cost: UpdateCost, device: Mapping[str, Any], parts: Sequence[int], *, precision: str = "fp32"
+    cost: UpdateCost, rates: CardRates, parts: Sequence[int], *, precision: str = "fp32"
 ) -> SpeedEstimate:
-    """Estimate the seconds of an update by `parts`: its FLOPs, what it moves, and its work on the host, in turn.
+    """Estimate the seconds of an update by `parts`: its work on the card, what it moves, and its work on the host.
 
-    Transfers may run while the card computes, which is the lower end of the band.
+    Products take time by their FLOPs, all else on the card by the bytes that it reads and writes; where the host takes
+    longer to launch the operators of a micro-batch, that counts. Transfers may run while the card computes, which is
+    the lower end of the band.
 
     Args:
         cost: What the update costs.
-        device: The record of the card (`Device.describe`): its `capability` and `multiprocessors`.
+        rates: What the card can do.
         parts: The micro-batches of the update, in samples.
         precision: `fp32`, `bf16` or `fp16`.
     """
-    major, minor = device["capability"]
-    card = major, minor
-    rate = float(_PLAIN_FLOPS.get(card, _MOST_PLAIN_FLOPS))
+    major, _ = rates.capability
     # Volta and Turing have tensor cores for fp16 alone: they compute bf16 as fp32.
-    if precision == "fp16" or (precision == "bf16" and major >= 8):
-        rate = _TENSOR_FLOPS.get(card, 1024)
-    clock = _CLOCK_BY_CAPABILITY.get(card) or _CLOCK_HZ.get(major, _OTHER_CLOCK_HZ)
-    computing = cost.flops.of(parts) / (_REACHED * rate * clock * device["multiprocessors"])
+    in_half = precision == "fp16" or (precision == "bf16" and major >= 8)
+    flops = _REACHED * (rates.tensor_flops if in_half else rates.fp32_flops)
+
+    def busy(take: Callable[[Amount], float]) -> float:
+        computing = take(cost.flops) / flops + take(cost.card_bytes) / (_REACHED_BYTES * rates.memory_bytes)
+        return max(computing, take(cost.kernels) * _LAUNCH_SECONDS)
+
+    computing = busy(lambda amount: amount.update)
+    for size, count in Counter(parts).items():
+        computing += count * busy(partial(Amount.of_part, size=size))
     moving = cost.moved_bytes.of(parts) / _LINK_BYTES.get(major, _LATER_LINK_BYTES)
     on_host = cost.host_bytes.of(parts) / _HOST_BYTES
     seconds = computing + moving + on_host
     least = max(computing, moving) + on_host
     return SpeedEstimate(seconds=seconds, least_seconds=least / _BAND, most_seconds=seconds * _BAND)
+
+
+def estimate_throughput(
+    cost: UpdateCost, rates: CardRates, schedules: Sequence[Sequence[int]], *, device: str, precision: str
+) -> Throughput:
+    """Estimate samples per second by the largest micro-batch, and the knee.
+
+    Args:
+        cost: As of `estimate_seconds`, like `rates` and `precision`.
+        rates: What the card can do.
+        schedules: The parts of an update by ascending micro-batch.
+        device: The name of the card.
+        precision: `fp32`, `bf16` or `fp16`.
+    """
+    speeds = []
+    for parts in schedules:
+        samples, update = sum(parts), estimate_seconds(cost, rates, parts, precision=precision)
+        speeds.append(
+            Speed(
+                micro_batch=max(parts),
+                iter_size=len(parts),
+                samples_per_second=samples / update.seconds,
+                low=samples / update.most_seconds,
+                high=samples / update.least_seconds,
+            )
+        )
+    fastest, knee = find_knee(speeds)
+    return Throughput(
+        target_batch=sum(schedules[-1]),
+        device=device,
+        speeds=tuple(speeds),
+        fastest=fastest,
+        knee=knee,
+        kind="estimated",
+    )

@@ -1,10 +1,11 @@
-"""Samples per second over micro-batches, by timed updates, and the knee."""
+"""Samples per second over micro-batches, and the knee."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from autoaccum.accumulation.schedule import make_schedule, split_evenly
 from autoaccum.errors import UsageError
@@ -21,11 +22,11 @@ _FAR_BEHIND, _IN_A_ROW = 2.0, 2
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Timed updates with one micro-batch size.
+    """Updates with one micro-batch size.
 
     Attributes:
         samples_per_second: Median over updates, between the quartiles `low` and `high`; None: not measured, since the
-            next larger ones were far from the best.
+            next larger ones were far from the best. Or an estimate, with its band.
         updates: How many were timed.
     """
 
@@ -46,13 +47,18 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Samples per second by ascending micro-batch; the knee is the smallest within 2 % of the fastest."""
+    """Samples per second by ascending micro-batch; the knee is the smallest within 2 % of the fastest.
+
+    Attributes:
+        kind: `measured` by timed updates, or `estimated` for a card that is not here.
+    """
 
     target_batch: int
     device: str
     speeds: tuple[Speed, ...]
     fastest: int
     knee: int
+    kind: Literal["measured", "estimated"] = "measured"
 
     @property
     def at_knee(self) -> Speed:
@@ -134,6 +140,8 @@ def describe_knee(known: Throughput) -> str:
     largest = max(timed)
     if largest not in (known.knee, known.fastest):
         words += f"; the largest that fits, {largest}, makes {rates[largest]}"
+    if known.kind == "estimated":
+        return f"{words}, by an estimate from FLOPs, bytes and kernels: good for comparing, not for a clock"
     spread = max(timed[size].spread for size in (known.knee, known.fastest))
     if spread > KNEE_SHARE:
         words += f"; the middle half of these updates spans {percent(spread, 1)}, so that a repeat may find another"

@@ -68,6 +68,7 @@ def print_labelled(console: Console, label: str, text: str, style: str) -> None:
 _NAME_WIDTH = 13
 _LEAST_WIDTH = 24
 _MOST_MESSAGES = 3
+_MOST_WIDTH = 1000
 
 
 def make_table(*columns: str) -> Table:
@@ -80,9 +81,10 @@ def make_table(*columns: str) -> Table:
     return table
 
 
-def print_table(console: Console, table: Table) -> None:
-    """Print a table as wide as the console, without trailing spaces."""
-    for segments in console.render_lines(table, pad=False):
+def print_table(console: Console, table: Table, *, whole: bool = False) -> None:
+    """Print a table as wide as the console, or with its `whole` rows on a line each, without trailing spaces."""
+    options = console.options.update(max_width=_MOST_WIDTH) if whole else console.options
+    for segments in console.render_lines(table, options, pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
         console.print(line, soft_wrap=True)

@@ -106,7 +106,7 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Tex
         yield "host memory", Text(f"{format_bytes(plan.host_bytes)} for {what}")
     if plan.throughput is not None:
         rate = format_rate(plan.throughput.at_knee.samples_per_second)
-        yield "speed", Text(f"{rate} samples/s, measured in updates of {plan.throughput.target_batch}")
+        yield "speed", Text(f"{rate} samples/s, {plan.throughput.kind} for updates of {plan.throughput.target_batch}")
     yield "device", Text(_device(plan))
     yield "train with", path_value(accumulator_line(plan, kept), "cyan")
 
@@ -146,6 +146,8 @@ def speeds_table(known: Throughput) -> Table:
 def _speed_words(speed: Speed) -> str:
     if speed.samples_per_second is None:
         return "not measured: the next larger ones are far from the fastest"
+    if not speed.updates:
+        return f"{format_rate(speed.low)} to {format_rate(speed.high)}, by an estimate"
     middle = f"{format_rate(speed.low)} to {format_rate(speed.high)} in the middle half"
     return f"{middle} of {counted(speed.updates, 'update')}"
 

@@ -14,7 +14,7 @@ from measuring import ROOT, format_markdown
 
 from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.allocator.replay import Replayer
+from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
@@ -58,7 +58,7 @@ def compare_with_all(reference: str, limits: tuple[int, ...] = ()) -> list[Row]:
             tracer.call(TraceParts(parts=(1,), savers=(f"recompute={count}",) if count else ()))
             for count in range(blocks + 1)
         ]
-        limits = limits or (replayer.least_bytes(traces[blocks // 2], card.total_bytes),)
+        limits = limits or (replayer.least_bytes([traces[blocks // 2]], card.total_bytes),)
         return [
             Row(
                 limit,

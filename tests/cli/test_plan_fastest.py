@@ -65,7 +65,10 @@ def test_savers_for_a_card_that_is_not_here_are_chosen_by_an_estimate(folder: Pa
     done = command(folder, "plan", "blocks.py", "--target-batch", "8", *asked)
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
-    assert (plan.kind, plan.throughput) == ("predicted", None)
+    assert plan.kind == "predicted"
+    assert plan.throughput is not None
+    assert (plan.throughput.kind, plan.throughput.knee) == ("estimated", plan.micro_batch)
     assert plan.workload["savers"], "no sample fits without"
     assert plan.notes[0].startswith(f"{' + '.join(plan.workload['savers'])}: by an estimate from FLOPs and bytes")
-    assert any(note.startswith("the largest micro-batch is the fastest by an estimate") for note in plan.notes)
+    assert any("by an estimate from FLOPs, bytes and kernels" in note for note in plan.notes[1:])
+    assert f"samples/s, {plan.throughput.kind} for updates of 8" in done.stdout

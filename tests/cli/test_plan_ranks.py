@@ -90,7 +90,7 @@ def test_a_table_over_numbers_of_ranks(folder: Path, command: Command) -> None:
     assert [line.split()[:4] for line in lines[1:3]] == [["1", "yes", "64", "1"], ["2", "yes", "32", "1"]]
     assert lines[3] == "the least number of ranks that trains the model is 1"
     done = command(folder, *words, "--memory", "3MiB", "--json")
-    assert [row["fits"] for row in json.loads(done.stdout)["world_sizes"]] == [False, False]
+    assert [row["fits"] for row in json.loads(done.stdout)["plans"]] == [False, False]
     assert done.returncode == 1
     assert "error: none of 1 to 2 ranks trains the model: micro-batch 1 does not fit" in done.stderr
 

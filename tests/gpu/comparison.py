@@ -10,7 +10,7 @@ from typing import Any
 
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.devices.environment import read_torch_release
-from autoaccum.devices.simulated.allocator.replay import Replayer
+from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
@@ -50,7 +50,7 @@ def predict(trace: Trace, card: Card) -> dict[str, Any]:
     return {
         "peak_allocated_bytes": trial.peak_allocated_bytes,
         "peak_reserved_bytes": trial.peak_reserved_bytes,
-        "least_bytes": replayer.least_bytes(trace, card.total_bytes) if trial.ran else None,
+        "least_bytes": replayer.least_bytes([trace], card.total_bytes) if trial.ran else None,
         "band_bytes": sized.band_bytes,
         "guessed": list(sized.guessed),
         "events": len(trace.events),

@@ -1,8 +1,9 @@
 """The cards that can be simulated: a catalogue in `cards.csv`, search by name, and an estimate of the CUDA context.
 
 To add a card, add a row to `cards.csv`. Its columns are attributes of `Card`, with these differences: `aliases` are
-separated by `|`; `size_gb` is `nominal_gb`; `total_mib` is `total_bytes` in MiB; `capability` is written as 8.6; and
-`measured` is `yes` or `no`.
+separated by `|`; `size_gb` is `nominal_gb`; `total_mib` is `total_bytes` in MiB; `capability` is written as 8.6;
+`measured` is `yes` or `no`; and `rates` is the source of `tensor_tflops` (dense products in fp16 or bf16, summed in
+fp32), `fp32_tflops` and `bandwidth_gb_s`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import cache
 from importlib.resources import files
 
 from autoaccum.devices.card_memory import CardMemory
+from autoaccum.devices.update_cost import CardRates
 from autoaccum.errors import UsageError
 from autoaccum.units import GIB, KIB, MIB, format_bytes, parse_size
 
@@ -29,6 +31,7 @@ _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]i?b|b|%)\s*", re.IGNORECASE | re.AS
 _NO_UNIT = re.compile(r"\s*(\d{1,3}(\.\d+)?)\s*g?\s*", re.IGNORECASE | re.ASCII)
 _MIN_BYTES, _MAX_BYTES = GIB, 1024 * GIB
 _MAX_SHOWN_LENGTH = 40
+ALL = "all"
 _HINT = "name a card, or a size such as 24GiB"
 _BYTES_PER_THREAD = 2 * KIB
 _LAZY_BYTES_PER_THREAD = KIB // 2
@@ -57,6 +60,7 @@ class Card:
         measured: True if `total_bytes` was read from such a card, not estimated from a card of the same size.
         aliases: Other names; an alias of several cards is ambiguous.
         nominal_gb: The memory in GB that the card is sold with, which may follow any of its names.
+        rates: What it can do in a second; None: not known (see `card_rates`).
     """
 
     name: str
@@ -68,6 +72,7 @@ class Card:
     measured: bool = True
     aliases: tuple[str, ...] = ()
     nominal_gb: int | None = None
+    rates: CardRates | None = None
 
     @property
     def architecture(self) -> str:
@@ -122,6 +127,17 @@ def find_card(text: str) -> Card:
     )
 
 
+def find_cards(text: str) -> tuple[Card, ...]:
+    """Return the cards of a list of names or sizes with commas in between, each once; `all` is the whole catalogue.
+
+    Raises:
+        UsageError: As `find_card`.
+    """
+    if text.strip().casefold() == ALL:
+        return all_cards()
+    return tuple({card.name: card for card in map(find_card, filter(None, map(str.strip, text.split(","))))}.values())
+
+
 def matching_cards(text: str) -> tuple[Card, ...]:
     """Return the cards with `text` in one of their names or with this generation; none for a size."""
     wanted = "" if _SIZE.fullmatch(text) else _key(text)
@@ -129,6 +145,29 @@ def matching_cards(text: str) -> tuple[Card, ...]:
         card
         for card in all_cards()
         if wanted and (wanted == card.architecture.lower() or any(wanted in _key(name) for name in card.spellings))
+    )
+
+
+def card_rates(card: Card) -> CardRates:
+    """Return the rates of a card; of one that is not in the catalogue, those of the most similar one that is.
+
+    That is one of the same capability, or else of the next lower one, with the nearest number of multiprocessors, in
+    proportion to their number.
+    """
+    if card.rates is not None:
+        return card.rates
+    known = [one for one in all_cards() if one.rates is not None and " MIG " not in one.title]
+    older = {one.capability for one in known if one.capability <= card.capability} or {(7, 0)}
+    alike = [one for one in known if one.capability == max(older)]
+    nearest = min(alike, key=lambda one: (one.title != card.title, abs(one.multiprocessors - card.multiprocessors)))
+    assert nearest.rates is not None
+    share = 1.0 if nearest.title == card.title else card.multiprocessors / nearest.multiprocessors
+    return CardRates(
+        capability=card.capability,
+        tensor_flops=nearest.rates.tensor_flops * share,
+        fp32_flops=nearest.rates.fp32_flops * share,
+        memory_bytes=nearest.rates.memory_bytes * share,
+        source=f"assumed: as the {nearest.name}, in proportion to its multiprocessors",
     )
 
 
@@ -204,6 +243,13 @@ def _read(row: Mapping[str, str]) -> Card:
         measured=row["measured"] == "yes",
         aliases=tuple(filter(None, row["aliases"].split("|"))),
         nominal_gb=int(row["size_gb"]) if row["size_gb"] else None,
+        rates=CardRates(
+            capability=(int(major), int(minor)),
+            tensor_flops=float(row["tensor_tflops"]) * 1e12,
+            fp32_flops=float(row["fp32_tflops"]) * 1e12,
+            memory_bytes=float(row["bandwidth_gb_s"]) * 1e9,
+            source=row["rates"],
+        ),
     )
 
 

@@ -33,17 +33,20 @@ from autoaccum.devices.inspection import (
     find_least_size,
     probe_size,
 )
+from autoaccum.devices.simulated.card_in_use import CardInUse
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
 from autoaccum.devices.simulated.simulation_requests import (
     ChangedTrace,
     CountCost,
     LabelParts,
+    ListAlike,
     LoadOnCard,
     SuggestChanges,
     SuggestedChange,
     TraceChanged,
     TraceParts,
+    UseCard,
 )
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.call_stacks import CallStacks
@@ -210,7 +213,7 @@ class SimulatedChild:
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._mode: FakeCudaMode | None = None
-        self._card: Card | None = None
+        self._in_use: CardInUse | None = None
         self._workload: Workload | None = None
         self._share = 0
         self._options = Options()
@@ -244,11 +247,11 @@ class SimulatedChild:
         # What cannot be simulated gets one message of our own, with the user's frames.
         logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
         try:
-            self._card, self._share = request.card, request.share
+            self._in_use, self._share = CardInUse(request.card, request.others), request.share
             self._options = Options(**request.options)
             if self._options.world_size > 1:
                 prepare_ranks()
-            self._mode = self._stack.enter_context(simulate(self._card))
+            self._mode = self._stack.enter_context(simulate(self._in_use))
             if self._options.world_size > 1:
                 simulate_ranks(self._options.world_size, self._mode, self._stack)
             seed_everything()
@@ -259,6 +262,20 @@ class SimulatedChild:
         gc.collect()
         gc.freeze()
         return Loaded()
+
+    @handle.register
+    def _use_card(self, request: UseCard) -> bool:
+        assert self._in_use is not None
+        if self._in_use.was_asked_by_code:
+            return False
+        self._in_use.switch(request.card, request.others)
+        self._traces.clear()
+        return True
+
+    @handle.register
+    def _list_alike(self, request: ListAlike) -> tuple[str, ...]:
+        assert self._in_use is not None
+        return tuple(card.name for card in self._in_use.alike)
 
     @handle.register
     def _inspect(self, request: Inspect) -> Inspection | Failure:
@@ -302,9 +319,9 @@ class SimulatedChild:
     @handle.register
     def _suggest(self, request: SuggestChanges) -> tuple[SuggestedChange, ...] | Failure:
         def run(workload: Workload, mode: FakeCudaMode) -> tuple[SuggestedChange, ...]:
-            assert self._card is not None
+            assert self._in_use is not None
             model = move_model(workload.build_model(), DEVICE)
-            return tuple(suggest_changes(workload, model, workload.build_optimizer(model), self._card))
+            return tuple(suggest_changes(workload, model, workload.build_optimizer(model), self._in_use.card))
 
         return self._run(run, "looking for changes to suggest")
 

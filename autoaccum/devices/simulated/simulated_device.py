@@ -16,17 +16,17 @@ from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
 from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
-from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, context_memory
-from autoaccum.devices.simulated.simulation_requests import CountCost, LabelParts, TraceParts, Tracer
+from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, card_rates, context_memory
+from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts, Tracer
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
-from autoaccum.devices.update_cost import UpdateCost
+from autoaccum.devices.update_cost import CardRates, UpdateCost
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Coupled, Reduce
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.allocator.recording import Recording
-    from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
+    from autoaccum.devices.simulated.allocator.replayer import Replayer, Replays, SizedTrace
     from autoaccum.devices.simulated.explain.recorded_update import UpdateComparison
 
 
@@ -107,12 +107,14 @@ class SimulatedDevice(Device):
     that need each other are always traced together.
 
     Args:
-        make_tracer: Starts a process that traces the workload on the card.
+        traces: Starts a process that traces the workload on the card; or traces that are shared with other devices, and
+            closed by their owner.
         share: Samples per update on this rank.
         torch_version: The tracer's release of PyTorch, such as (2, 15).
         memory, reserve: See `choose_budget`.
         communicators: The groups of ranks that exchange tensors, for each of which NCCL takes memory of its own.
         environment: Environment variables with settings of PyTorch's allocator and of CUDA; None: this process's.
+        replays: Replays that are shared with other devices.
 
     Raises:
         UsageError: The budget is more than the card has, or a setting cannot be simulated.
@@ -121,7 +123,7 @@ class SimulatedDevice(Device):
     def __init__(
         self,
         card: Card,
-        make_tracer: Callable[[], Tracer],
+        traces: Callable[[], Tracer] | TraceCache,
         *,
         share: int,
         torch_version: tuple[int, int],
@@ -129,6 +131,7 @@ class SimulatedDevice(Device):
         reserve: MemorySize | None = None,
         communicators: int = 0,
         environment: Mapping[str, str] | None = None,
+        replays: Replays | None = None,
     ) -> None:
         environment = os.environ if environment is None else environment
         if environment.get("CUDA_MODULE_LOADING", "LAZY") != "LAZY":
@@ -137,10 +140,12 @@ class SimulatedDevice(Device):
         self._settings = read_settings(environment).for_card(card.total_bytes)
         self._supply = _read_supply(card, self._context, self._settings.allowed_bytes)
         self._limit_bytes = choose_budget(self._supply, memory, reserve, default_reserve=CARD_RESERVE)
-        self._traces = TraceCache(make_tracer, share)
+        self._shares_traces = isinstance(traces, TraceCache)
+        self._traces = traces if isinstance(traces, TraceCache) else TraceCache(traces, share)
         self._torch_version = torch_version
         self._nccl_bytes = communicators * _NCCL_BYTES
         self._is_sharded = False
+        self._replays = replays
 
     @property
     def name(self) -> str:
@@ -187,11 +192,16 @@ class SimulatedDevice(Device):
         """As `devices.update_cost.SavingDevice`."""
         self._traces.savers = savers
 
+    @property
+    def rates(self) -> CardRates:
+        """As `devices.update_cost.CountingDevice`."""
+        return card_rates(self._card)
+
     def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
-        """As `devices.update_cost.CountingDevice`, by one update of two small micro-batches."""
+        """As `devices.update_cost.CountingDevice`, by one update of small micro-batches, the second one larger."""
         step, share = self._traces.step, self._traces.share
-        parts = next((pair for pair in ((2 * step, 4 * step), (step, 2 * step)) if max(pair) <= share), (share,))
-        return self._traces.call(CountCost(parts=parts, **self._traces.way), limit_seconds)
+        sizes = next((pair for pair in ((2 * step, 4 * step), (step, 2 * step)) if max(pair) <= share), (share,))
+        return self._traces.count_cost((*sizes, sizes[0]) if len(sizes) > 1 else sizes, limit_seconds)
 
     def trial(
         self,
@@ -221,7 +231,7 @@ class SimulatedDevice(Device):
             trial,
             parts=parts,
             limit_bytes=limit_bytes,
-            fresh=traced,
+            fresh=traced or (fresh and not self._traces.confirms),
             seconds=time.monotonic() - began,
             host_bytes=max((trace.host_bytes for trace in traces if trace.host_bytes), default=None),
         )
@@ -236,7 +246,7 @@ class SimulatedDevice(Device):
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
         traces = self._traces.traces_of(parts, fresh=True)
-        least_bytes = max(self._replayer.least_bytes(trace, self.limit_bytes) for trace in traces)
+        least_bytes = self._replayer.least_bytes(traces, self.limit_bytes)
         sized = map(self._replayer.with_sizes, traces)
         bands = [Band(self._context, one, self._nccl_bytes, not self._is_sharded) for one in sized]
         band = max(bands, key=lambda band: band.bytes)
@@ -269,7 +279,7 @@ class SimulatedDevice(Device):
             WorkloadError, NotMeasuredError: The parts cannot be traced.
             UsageError: The record does not end with such an update.
         """
-        from autoaccum.devices.simulated.allocator.replay import Replayer
+        from autoaccum.devices.simulated.allocator.replayer import Replayer
         from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
         from autoaccum.devices.simulated.explain.recorded_update import compare_update
 
@@ -280,22 +290,28 @@ class SimulatedDevice(Device):
         return compare_update(recording, breakdown, replayer.peak_bytes(labelled.trace))
 
     def close(self) -> None:
-        """End the tracer's process, if it runs."""
-        self._traces.close()
+        """End the tracer's process, if it runs, unless it is shared."""
+        if self._shares_traces:
+            self._traces.choose = self._traces.reduce = self._traces.savers = None
+        else:
+            self._traces.close()
 
     @cached_property
     def _replayer(self) -> Replayer:
-        from autoaccum.devices.simulated.allocator.replay import Replayer  # Later, so that the tracer starts sooner.
+        from autoaccum.devices.simulated.allocator.replayer import Replayer  # Later, so that the tracer starts sooner.
 
-        return Replayer(self._card, self._settings, self._torch_version)
+        return Replayer(self._card, self._settings, self._torch_version, self._replays)
 
     def _peak_bytes(self, size: int) -> int | None:
-        """Return the peak of a size that can be extrapolated; None for others."""
+        """Return the peak of a size that can be extrapolated, maybe of a card with equal kernels; None for others."""
         try:
             trace = self._traces.extrapolate(size)
         except (WorkloadError, NotMeasuredError):
             return None  # The trial of that size reports why.
-        return None if trace is None else self._replayer.peak_bytes(trace)
+        if trace is None:
+            return None
+        known = None if self._replays is None else self._replays.known_peak(trace)
+        return self._replayer.peak_bytes(trace) if known is None else known
 
 
 def _changes(settings: AllocatorSettings) -> dict[str, Any]:

@@ -22,9 +22,27 @@ CHECKPOINT: Final = "checkpoint"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOnCard(LoadWorkload):
-    """Load the workload in the presence of a simulated card."""
+    """Load the workload in the presence of a simulated card; `others` may share its traces."""
 
     card: Card
+    others: tuple[Card, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UseCard(Request[bool]):
+    """Simulate another card from now on; False if code of this process has asked for the card, and may remember it."""
+
+    card: Card
+    others: tuple[Card, ...] = ()
+
+    doing = "changing the card"
+
+
+@dataclass(frozen=True)
+class ListAlike(Request[tuple[str, ...]]):
+    """Name the other cards that have answered alike whatever was asked of the card so far."""
+
+    doing = "comparing cards"
 
 
 class TraceParts(PartsRequest[Trace]):
@@ -78,16 +96,17 @@ class TraceChanged(PartsRequest[ChangedTrace]):
 
 
 class Tracer(LoadedChild):
-    """A child that has loaded the workload in the presence of `card`, and traces its trials there.
+    """A child that has loaded the workload in the presence of `card`, and traces its trials there, as for `others`.
 
     Raises:
         WorkloadError: The workload cannot be loaded, or not be simulated; every call may raise it, too.
         NotMeasuredError: The process cannot be started, died or took too long; every call may raise it, too.
     """
 
-    def __init__(self, settings: TrialSettings, card: Card) -> None:
+    def __init__(self, settings: TrialSettings, card: Card, others: tuple[Card, ...] = ()) -> None:
         handler = "autoaccum.devices.simulated.simulated_child:SimulatedChild"
         process = start_child(handler, settings.on_output, measured=False, checkout=settings.checkout)
-        import_module("autoaccum.devices.simulated.allocator.replay")  # While the process imports PyTorch.
+        import_module("autoaccum.devices.simulated.allocator.replayer")  # While the process imports PyTorch.
         paths, device = ImportPaths.of(settings.checkout), f"the simulated {card.name}"
-        super().__init__(settings, LoadOnCard(card=card, device=device, paths=paths, **settings.to_request()), process)
+        load = LoadOnCard(card=card, others=others, device=device, paths=paths, **settings.to_request())
+        super().__init__(settings, load, process)

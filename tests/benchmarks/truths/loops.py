@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from truths.scores import Predicted
 
-from autoaccum.devices.simulated.allocator.replay import Replayer
+from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, context_memory
 from autoaccum.devices.simulated.simulated_child import manual_garbage_collection
@@ -86,7 +86,7 @@ def predict_loop(loop: Loop, card: Card, batch: int, *, eager: bool = False) -> 
         outcome=replayer.trial(trace, capacity_bytes).outcome,
         capacity_bytes=capacity_bytes,
         shown_bytes=replayer.held_bytes(trace, capacity_bytes),
-        least_bytes=replayer.least_bytes(trace, replayer.peak_bytes(trace)),
+        least_bytes=replayer.least_bytes([trace], replayer.peak_bytes(trace)),
         start_bytes=outside.start_bytes,
         modules_bytes=outside.modules_bytes,
     )

@@ -14,7 +14,7 @@ from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Explanation
-from autoaccum.devices.simulated.allocator.replay import Replayer
+from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown, explain_peak

@@ -100,3 +100,15 @@ def test_parts_of_one_size_are_counted_by_sample(count: Count) -> None:
     alike = count("offload-gradients", parts=(64, 64))
     assert alike.moved_bytes.part == 0
     assert alike.moved_bytes.of([64, 64]) == count("offload-gradients").moved_bytes.of([64, 64])
+
+
+def test_bytes_and_kernels_beside_products_are_counted(count: Count) -> None:
+    """With a third part the sum of gradients, which the first part lacks, is told from what grows with samples."""
+    cost = count(parts=(32, 64, 32))
+    # Of each block at least relu and its backward, the residual sum and its backward: two to three tensors each.
+    assert 8 * BLOCKS * WIDE < cost.card_bytes.sample < 40 * BLOCKS * WIDE
+    assert cost.card_bytes.part >= 3 * 4 * PARAMETERS, "each gradient is read, and added to the sum that is"
+    assert cost.card_bytes.update > 4 * 4 * PARAMETERS, "AdamW reads weights, gradients and two states"
+    assert cost.kernels.sample == 0
+    assert 10 * BLOCKS < cost.kernels.part < 60 * BLOCKS
+    assert cost.flops == count().flops

@@ -1,15 +1,11 @@
-"""Replays of traces in the allocator of one card: whether a trial fits, its peak, the least capacity it needs."""
+"""Replays of the events of a trace in an allocator: whether it fits, its peak, the least capacity it needs."""
 
 from __future__ import annotations
 
-import dataclasses
-from bisect import bisect_right
-from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, Final
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from autoaccum.devices.base import Outcome, Phase, Trial
 from autoaccum.devices.simulated.allocator.blocks import Block
 from autoaccum.devices.simulated.allocator.caching_allocator import (
     LARGE_GRAIN_BYTES,
@@ -18,16 +14,8 @@ from autoaccum.devices.simulated.allocator.caching_allocator import (
     CudaOutOfMemoryError,
 )
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.operators.workspace_rules import estimate
-from autoaccum.devices.simulated.operators.workspaces import Estimate
-from autoaccum.devices.simulated.trace_records import Trace, Workspace
-from autoaccum.units import format_bytes
 
 _NOTHING: Mapping[int, Hashable] = {}
-_BEST_FIRST: Final[tuple[Outcome, ...]] = ("ok", "tight", "oom")
-_MAX_REPEATS = 8
-"""The updates after which an allocator has settled, or never does: few of those observed took longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +192,7 @@ def least_capacity(
     known: ReplayResult | None = None,
     optional: Mapping[int, Hashable] = _NOTHING,
     streams: Sequence[int] = (),
+    at: Callable[[int | None], ReplayResult] | None = None,
 ) -> int:
     """Return a smallest capacity at which a trace fits, by bisection.
 
@@ -211,16 +200,18 @@ def least_capacity(
     are needed. With more memory an allocator may place blocks worse: some capacity above the result may fail, and some
     below may fit. A replay at the capacity of a card decides for that card.
 
-    Args: as of `replay`; `known` is the result of one at which the trace fits, by default of one without a limit.
+    Args: as of `replay`; `known` is the result of one at which the trace fits, by default of one without a limit, and
+    `at` replays the same events at a capacity, where results are kept.
 
     Raises:
         ValueError: The trace does not fit in the share that the settings allow.
     """
 
-    def at(capacity: int | None) -> ReplayResult:
+    def replay_at(capacity: int | None) -> ReplayResult:
         limits: dict[str, Any] = {"capacity": capacity, "settings": settings, "repeat_from": repeat_from}
         return replay(events, sizes, optional=optional, streams=streams, **limits)
 
+    at = at or replay_at
     known = known or at(None)
     if not known.fits:
         raise ValueError("the trace does not fit: the settings allow too little of the card")
@@ -273,155 +264,3 @@ def reserved_over_time(
         replayer.carry_over(replacements)
         held[repeat_from:] = run(events[repeat_from:])
     return held
-
-
-@dataclass(frozen=True)
-class SizedTrace:
-    """A trace with the size of each block, workspaces included.
-
-    Attributes:
-        band_bytes: How far off the sum of the blocks alive may be, at most at any time.
-        guessed: The rules with an unmeasured size, of blocks that count in the band.
-        optional: Blocks that may find no memory, with the purpose of each (see `replay`).
-    """
-
-    trace: Trace
-    sizes: tuple[int, ...]
-    band_bytes: int
-    guessed: tuple[str, ...]
-    optional: Mapping[int, Workspace] = field(default_factory=dict)
-
-    def phase_at(self, event: int) -> Phase:
-        """Return the phase of an event; for a repeated update, that of the same event the first time."""
-        last, end = self.trace.last_update, len(self.trace.events)
-        if event >= end:
-            event = last + (event - last) % (end - last)
-        index = bisect_right(self.trace.phases, event, key=lambda phase: phase[0]) - 1
-        return self.trace.phases[max(index, 0)][1]
-
-
-class Replayer:
-    """Replays traces on one card under one release of PyTorch."""
-
-    def __init__(self, card: Card, settings: AllocatorSettings, torch_version: tuple[int, int]) -> None:
-        self._card, self._torch_version = card, torch_version
-        self.settings = settings
-        self._estimates: dict[Workspace, Estimate] = {}
-        self._known: dict[Trace, tuple[SizedTrace, ReplayResult]] = {}
-        self._limited: dict[tuple[Trace, int], ReplayResult] = {}
-
-    def with_sizes(self, trace: Trace) -> SizedTrace:
-        """Return `trace` with the size of each block."""
-        return self._unlimited(trace)[0]
-
-    def peak_bytes(self, trace: Trace) -> int:
-        """Return the largest number of bytes that the allocator reserves without a limit."""
-        return self._unlimited(trace)[1].peak_reserved_bytes
-
-    def least_bytes(self, trace: Trace, limit_bytes: int) -> int:
-        """Return the smallest capacity at which `trace` fits: within a limit, or beyond it if it does not fit there."""
-        sized, unlimited = self._unlimited(trace)
-        held = self._replay_within(limit_bytes, sized, unlimited)
-        known = held if held.fits else unlimited
-        return least_capacity(
-            trace.events,
-            sized.sizes,
-            self.settings,
-            trace.last_update,
-            known=known,
-            optional=sized.optional,
-            streams=trace.streams,
-        )
-
-    def held_bytes(self, trace: Trace, limit_bytes: int) -> int:
-        """Return the largest number of bytes reserved within a limit, until the failure if `trace` does not fit."""
-        return self._replay_within(limit_bytes, *self._unlimited(trace)).peak_reserved_bytes
-
-    def reserved_bytes(self, trace: Trace) -> list[int]:
-        """Return the bytes reserved after each event without a limit (`reserved_over_time`)."""
-        sizes = self.with_sizes(trace).sizes
-        return reserved_over_time(trace.events, sizes, self.settings, trace.last_update, streams=trace.streams)
-
-    def expanding(self) -> Replayer | None:
-        """Return a replayer with expandable segments; None if this one has them."""
-        if self.settings.expandable_segments:
-            return None
-        settings = dataclasses.replace(self.settings, expandable_segments=True)
-        return Replayer(self._card, settings, self._torch_version)
-
-    def trial(self, trace: Trace, limit_bytes: int) -> Trial:
-        """Return the trial of `trace` within a limit; its peaks are those without a limit."""
-        sized, unlimited = self._unlimited(trace)
-        held = self._replay_within(limit_bytes, sized, unlimited)
-        about: dict[str, Any] = {
-            "parts": trace.parts,
-            "peak_allocated_bytes": unlimited.peak_allocated_bytes,
-            "peak_reserved_bytes": unlimited.peak_reserved_bytes,
-            "allocator_retries": held.retries,
-        }
-        if held.failed_at is not None:
-            phase = sized.phase_at(held.failed_at)
-            message = (
-                f"micro-batch {max(trace.parts)} does not fit: {phase} requests {format_bytes(held.requested_bytes)} "
-                f"more; without a limit it takes {format_bytes(unlimited.peak_reserved_bytes)}"
-            )
-            return Trial(outcome="oom", phase=phase, message=message, **about)
-        if held.repeat_retries:
-            return Trial(outcome="tight", message="every update would release the cache and allocate again", **about)
-        return Trial(outcome="ok", **about)
-
-    def update(self, traces: Sequence[Trace], limit_bytes: int) -> Trial:
-        """Return the trial of an update from the traces of its parts: the worst outcome, the highest peaks."""
-        trials = [self.trial(trace, limit_bytes) for trace in traces]
-        return dataclasses.replace(
-            max(trials, key=lambda trial: _BEST_FIRST.index(trial.outcome)),
-            peak_allocated_bytes=max(trial.peak_allocated_bytes or 0 for trial in trials),
-            peak_reserved_bytes=max(trial.peak_reserved_bytes or 0 for trial in trials),
-        )
-
-    def _unlimited(self, trace: Trace) -> tuple[SizedTrace, ReplayResult]:
-        """Return the sized trace, and its replay without a limit; both are cached."""
-        if trace not in self._known:
-            sized = self._with_sizes(trace)
-            self._known[trace] = sized, self._replay(sized, None)
-        return self._known[trace]
-
-    def _with_sizes(self, trace: Trace) -> SizedTrace:
-        sizes: list[int] = []
-        bands: dict[int, int] = {}
-        guessed: dict[str, None] = {}
-        optional: dict[int, Workspace] = {}
-        for block, size in enumerate(trace.sizes):
-            if isinstance(size, int):
-                sizes.append(size)
-                continue
-            found = self._estimates.get(size) or estimate(size, self._card, self._torch_version)
-            self._estimates[size] = found
-            sizes.append(found.bytes)
-            bands[block] = found.band_bytes
-            if found.optional:
-                optional[block] = size
-            if found.band_bytes and not found.measured:
-                guessed[size.rule] = None
-        changes = (bands.get(event, 0) - bands.get(~event, 0) for event in trace.events)
-        return SizedTrace(trace, tuple(sizes), max(accumulate(changes), default=0), tuple(guessed), optional)
-
-    def _replay_within(self, limit_bytes: int, sized: SizedTrace, unlimited: ReplayResult) -> ReplayResult:
-        if unlimited.peak_reserved_bytes <= limit_bytes:
-            return unlimited
-        if (sized.trace, limit_bytes) not in self._limited:
-            self._limited[sized.trace, limit_bytes] = self._replay(sized, limit_bytes)
-        return self._limited[sized.trace, limit_bytes]
-
-    def _replay(self, sized: SizedTrace, capacity: int | None) -> ReplayResult:
-        """Replay a trace; without a limit, an allocator has settled by the third update."""
-        return replay(
-            sized.trace.events,
-            sized.sizes,
-            capacity=capacity,
-            settings=self.settings,
-            repeat_from=sized.trace.last_update,
-            repeats=1 if capacity is None else _MAX_REPEATS,
-            optional=sized.optional,
-            streams=sized.trace.streams,
-        )

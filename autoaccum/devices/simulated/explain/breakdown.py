@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, get_args
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Explanation, Holding, ModuleShare, Moment
-from autoaccum.devices.simulated.allocator.replay import SizedTrace
+from autoaccum.devices.simulated.allocator.replayer import SizedTrace
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Role, Trace
 from autoaccum.workload.module_names import distinct_names, mask_numbers
 

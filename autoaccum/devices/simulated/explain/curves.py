@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CurvePoint, Timeline
-from autoaccum.devices.simulated.allocator.replay import Replayer
+from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
 from autoaccum.devices.simulated.trace_records import Trace
 
@@ -90,7 +90,7 @@ def curve_points(
         if trace is None:
             return ()
         peak_bytes = replayer.peak_bytes(trace)
-        found.append(CurvePoint(at, peak_bytes, replayer.least_bytes(trace, peak_bytes) if cheap else None))
+        found.append(CurvePoint(at, peak_bytes, replayer.least_bytes([trace], peak_bytes) if cheap else None))
     return tuple(found)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from autoaccum.devices.card_memory import CardMemory, CardReport
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Change, CurvePoint, Forecast, MemoryReport
-from autoaccum.devices.simulated.allocator.replay import Replayer, SizedTrace
+from autoaccum.devices.simulated.allocator.replayer import Replayer, SizedTrace
 from autoaccum.devices.simulated.allocator.settings import read_settings
 from autoaccum.devices.simulated.cards import Card, context_memory, installed_card
 from autoaccum.devices.simulated.explain.breakdown import (
@@ -154,7 +154,7 @@ class Explainer:
 
     def _follow(self, size: int, *, deadline: Deadline) -> Trace | None:
         """Return the trace of a size by its affine trace; None if there is none, or no time to fit it."""
-        return None if deadline.is_over else self.traces.extrapolate(size, deadline.left_seconds)
+        return None if deadline.is_over else self.traces.extrapolate(size, limit_seconds=deadline.left_seconds)
 
     def _growth(self, trace: Trace, deadline: Deadline) -> tuple[SizedTrace, SizedTrace] | None:
         """Return the events of `trace` with their sizes at two micro-batches; None if that cannot be traced."""
@@ -214,7 +214,7 @@ class Explainer:
             what=suggestion.what,
             peak_bytes=peak_bytes,
             saved_bytes=self.replayer.peak_bytes(trace) - peak_bytes,
-            least_bytes=replayer.least_bytes(changed, self.limit_bytes),
+            least_bytes=replayer.least_bytes([changed], self.limit_bytes),
         )
 
 
@@ -241,7 +241,8 @@ def forecast_peaks(
     traces = TraceCache(lambda: make_tracer(card), share, savers)
     try:
         replayer = _replayer_of(card)
-        trace = traces.extrapolate(_PROBE_SIZE, min(_MAX_FORECAST_SECONDS, limit_seconds or _MAX_FORECAST_SECONDS))
+        limit_seconds = min(_MAX_FORECAST_SECONDS, limit_seconds or _MAX_FORECAST_SECONDS)
+        trace = traces.extrapolate(_PROBE_SIZE, limit_seconds=limit_seconds)
     except AutoaccumError as error:
         return _no_forecast(error.message)
     finally:

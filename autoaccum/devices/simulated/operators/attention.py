@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autoaccum.devices.simulated.card_in_use import CardInUse
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.torch_patches import cudnn_version, is_strictly_deterministic, torch_release
 
@@ -234,7 +235,7 @@ def _enabled() -> list[Kernel]:
 
 
 def scaled_dot_product_attention(
-    card: Card,
+    in_use: CardInUse,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -254,12 +255,13 @@ def scaled_dot_product_attention(
         dropout=dropout_p,
         causal=is_causal,
         grouped=enable_gqa,
-        card=card,
+        card=in_use.card,
     )
     order = [_KERNELS[number] for number in map(int, torch._C._get_sdp_priority_order()) if number < len(_KERNELS)]
-    kernel = choose_attention(call, _enabled(), order)
+    enabled = _enabled()
+    kernel = in_use.choose(lambda card: choose_attention(replace(call, card=card), enabled, order))
     if kernel is None:
-        raise RuntimeError(f"no enabled attention kernel can run on {card.name}: enable another one")
+        raise RuntimeError(f"no enabled attention kernel can run on {call.card.name}: enable another one")
     if kernel == "math":
         return _math(call, scale)
     if unbatched := query.dim() == 3:

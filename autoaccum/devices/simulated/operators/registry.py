@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.card_in_use import CardInUse
 from autoaccum.devices.simulated.operators import (
     attention,
     attention_workspace,
@@ -34,7 +34,7 @@ _PATCHING = (attention, convolution, optimizer_kernels, rnn)
 _WITH_WORKSPACES = (attention_workspace, *_PATCHING[1:], losses_and_dropout, normalization, indexing, reductions)
 
 
-def install_kernels(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
+def install_kernels(library: torch.library.Library, card: CardInUse, stack: ExitStack) -> None:
     """Choose kernels as CUDA would on `card`, until `stack` closes: C++ chooses by a device that it does not see."""
     kernels = {
         "scaled_dot_product_attention": partial(attention.scaled_dot_product_attention, card),
@@ -77,7 +77,7 @@ _NOTHING = OperatorMemory()
 class WorkspaceObserver:
     """Finds the memory of top-level operators on fake CUDA tensors."""
 
-    def __init__(self, card: Card, torch_version: tuple[int, int]) -> None:
+    def __init__(self, torch_version: tuple[int, int]) -> None:
         self._torch_version = torch_version
         self._cublas = matmul.Cublas(os.environ, torch_version)
         handlers = {name: handler for family in _WITH_WORKSPACES for name, handler in family.WORKSPACES.items()}

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.torch_patches import patched
 
 Policy = Literal["lower_precision_fp", "fp32", "fp32_set_opt_dtype", "fp32_append_dtype", "promote", "banned"]
@@ -147,7 +146,7 @@ def flatten(weights: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     return flat, [part.copy_(weight) for part, weight in zip(parts, weights, strict=True)]
 
 
-def install(library: torch.library.Library, card: Card, stack: ExitStack) -> None:
+def install(library: torch.library.Library, stack: ExitStack) -> None:
     """Make autocast cast fake CUDA tensors until `library` is destroyed and `stack` is closed."""
     cache = CastCache()
     clear_native = torch.clear_autocast_cache

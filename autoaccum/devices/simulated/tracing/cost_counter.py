@@ -1,4 +1,4 @@
-"""Counts floating-point operations, copies between card and host, and work in host memory while a trial is traced."""
+"""Counts operators, their floating-point operations and the bytes they touch while a trial is traced."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ from autoaccum.devices.update_cost import Amount, UpdateCost
 
 _COPIES = frozenset({torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default})
 _OF_PARTS = ("batch", "forward", "backward")
+_aten: Any = torch.ops.aten
+_GATHERS = frozenset({_aten.embedding, _aten.index_select, _aten.index, _aten.gather})
+"""Operators that read as much of a tensor as they return."""
+_FREE = frozenset({_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided})
+"""Operators that launch nothing."""
 
 
 @dataclass
@@ -28,6 +33,8 @@ class _Tally:
     flops: int = 0
     moved_bytes: int = 0
     host_bytes: int = 0
+    card_bytes: int = 0
+    kernels: int = 0
 
 
 class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,17 +67,20 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def cost(self, parts: Sequence[int]) -> UpdateCost:
         """Return the cost of the last update, which had `parts`.
 
-        What grows with samples is told from what each part has by parts of two sizes. Where there is one size alone, or
-        parts that ran side by side, all of it is taken to grow with samples.
+        What grows with samples is told from what each part has by the last two parts, of two sizes. Earlier ones may
+        have more or less: the first has no gradient to add to. Where there is one size alone, or parts that ran side by
+        side, all of it is taken to grow with samples.
         """
         tallies, samples = self._parts, sum(parts)
 
         def amount(count: Callable[[_Tally], int]) -> Amount:
             counts, rest = list(map(count, tallies)), float(count(self._rest))
-            if len(counts) != len(parts) or len(parts) != 2 or parts[0] == parts[1]:
+            if len(counts) != len(parts) or len(parts) < 2 or parts[-1] == parts[-2]:
                 return Amount(sample=sum(counts) / samples, update=rest)
-            sample = (counts[1] - counts[0]) / (parts[1] - parts[0])
-            return Amount(sample=sample, part=max(0.0, counts[0] - sample * parts[0]), update=rest)
+            sample = (counts[-2] - counts[-1]) / (parts[-2] - parts[-1])
+            part = max(0.0, counts[-1] - sample * parts[-1])
+            others = zip(counts[:-2], parts[:-2], strict=True)
+            return Amount(sample=sample, part=part, update=rest + sum(n - sample * size - part for n, size in others))
 
         return UpdateCost(
             flops=amount(lambda tally: tally.flops),
@@ -79,6 +89,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             host_bytes=Amount(
                 part=sum(tally.host_bytes for tally in tallies) / len(parts), update=float(self._rest.host_bytes)
             ),
+            card_bytes=amount(lambda tally: tally.card_bytes),
+            kernels=amount(lambda tally: tally.kernels),
         )
 
     def __torch_dispatch__(
@@ -90,6 +102,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
         places = {one.device.type for one in (*tensors, *made)}
+        if "cuda" in places and not _is_free(func, tensors, made):
+            self._tally().kernels += 1
         if (formula := self._formulas.get(func.overloadpacket)) is not None and "cuda" in places:
             self._tally().flops += formula(*args, **(kwargs or {}), out_val=out)
         elif func in _COPIES and len(places) > 1:
@@ -97,6 +111,8 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif places == {"cpu"} and not func.is_view and any(isinstance(one, FakeTensor) for one in made or tensors):
             written = [one for one in made if all(one is not other for other in tensors)]
             self._tally().host_bytes += sum(map(_bytes, (*tensors, *written)))
+        elif "cuda" in places and not _is_free(func, tensors, made):
+            self._tally().card_bytes += _touched_bytes(func, args, tensors, made)
         return out
 
     def _tally(self) -> _Tally:
@@ -109,5 +125,24 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._parts[-1]
 
 
+def _is_free(func: Any, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> bool:
+    """Return whether an operator runs nothing on the card: it makes a view, or a tensor without values."""
+    if func.is_view or func.overloadpacket in _FREE:
+        return True
+    if func._schema.is_mutable or not made:
+        return False
+    held = {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout is torch.strided}
+    return all(one.layout is torch.strided and one.untyped_storage()._cdata in held for one in made)
+
+
+def _touched_bytes(func: Any, args: Sequence[Any], tensors: Sequence[Tensor], made: Sequence[Tensor]) -> int:
+    """Return the bytes that an operator reads and writes; a tensor that is expanded is read once."""
+    if func.overloadpacket in _GATHERS:
+        return 2 * sum(map(_bytes, made)) + sum(map(_bytes, tensors[1:]))
+    written = made or [one for one in tree_leaves(args[:1]) if isinstance(one, Tensor)]
+    return sum(_bytes(one) for one in (*tensors, *written))
+
+
 def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()  # `nbytes` raises for sparse tensors.
+    size = tensor.numel() * tensor.element_size()  # `nbytes` raises for sparse tensors.
+    return size if tensor.layout is not torch.strided else min(size, tensor.untyped_storage().nbytes())

@@ -11,7 +11,6 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators.registry import OperatorMemory, WorkspaceObserver
 from autoaccum.devices.simulated.operators.sharded_lists import can_run_on_shards, run_on_shards
 from autoaccum.devices.simulated.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
@@ -79,7 +78,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return False: nothing is compiled here, and skipping the compiler would cost time for each operator."""
         return False
 
-    def __init__(self, card: Card, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         self.beside = FakeTensorMode()  # It could import the compiler later.
         self.cache_enabled = False  # `OperatorCache` is faster, and hardly a call that misses it hits FakeTensorMode's.
@@ -94,7 +93,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._depth = 0
         self._has_sparse = False
         self._cache = OperatorCache(self._make)
-        self._observer = WorkspaceObserver(card, torch_release())
+        self._observer = WorkspaceObserver(torch_release())
         self._memory: dict[Any, OperatorMemory] = {}
         self._attributes: dict[str, Any] | None = None
 

@@ -7,14 +7,14 @@ that PyTorch raises without one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from types import SimpleNamespace
 from typing import Any, NoReturn
 from uuid import NAMESPACE_URL, uuid5
 
 import torch
 
+from autoaccum.devices.simulated.card_in_use import CardInUse
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.torch_patches import cudnn_version, patched
 from autoaccum.devices.simulated.tracing.recorder import Recorder
@@ -37,7 +37,7 @@ _NO_DRIVER = "cuda driver can't be loaded, is cuda enabled?"
 """The message of `torch.cuda` if NVML finds no driver."""
 
 
-def patch_torch_cuda(card: Card, recorder: Recorder, stack: ExitStack) -> None:
+def patch_torch_cuda(card: CardInUse, recorder: Recorder, stack: ExitStack) -> None:
     """Make `torch.cuda`, `torch.accelerator` and `torch.backends.cudnn` report `card` until `stack` is closed."""
     streams = stream_answers(recorder)
     answers = streams | _answers(card, recorder)
@@ -63,7 +63,7 @@ def patch_torch_cuda(card: Card, recorder: Recorder, stack: ExitStack) -> None:
     stack.enter_context(patched(nvtx, "range", lambda *_, **__: nullcontext()))
 
 
-def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
+def _answers(card: CardInUse, recorder: Recorder) -> dict[str, Any]:
     return {
         **dict.fromkeys(("device", "device_of", "_DeviceGuard"), _Guard),
         **_memory_answers(card, recorder),
@@ -73,10 +73,10 @@ def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": check_index,
-        "get_device_name": _of_card(card.title),
-        "get_device_capability": _of_card(card.capability),
-        "get_device_properties": _of_card(_properties(card)),
-        "get_arch_list": lambda: ["sm_{}{}".format(*card.capability)],
+        "get_device_name": _query(lambda: card.answer(lambda one: one.title)),
+        "get_device_capability": _query(lambda: card.answer(lambda one: one.capability)),
+        "get_device_properties": _query(lambda: _CudaDeviceProperties(card)),
+        "get_arch_list": lambda: ["sm_{}{}".format(*card.answer(lambda one: one.capability))],
         "get_gencode_flags": lambda: "",
         "can_device_access_peer": lambda *_: False,
         "get_sync_debug_mode": lambda: 0,
@@ -84,14 +84,14 @@ def _answers(card: Card, recorder: Recorder) -> dict[str, Any]:
         "initial_seed": lambda: 0,
         "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
         "get_rng_state_all": lambda: [torch.zeros(16, dtype=torch.uint8)],
-        **dict.fromkeys(("utilization", "memory_usage"), _of_card(0)),
-        "list_gpu_processes": _of_card("GPU:0\nno processes are running"),
-        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.capability >= (8, 0),
-        "is_tf32_supported": lambda: card.capability >= (8, 0),
+        **dict.fromkeys(("utilization", "memory_usage"), _query(lambda: 0)),
+        "list_gpu_processes": _query(lambda: "GPU:0\nno processes are running"),
+        "is_bf16_supported": lambda including_emulation=True: including_emulation or card.answer(_is_ampere),
+        "is_tf32_supported": lambda: card.answer(_is_ampere),
     }
 
 
-def _memory_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., Any]]:
+def _memory_answers(card: CardInUse, recorder: Recorder) -> dict[str, Callable[..., Any]]:
     held = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
     cached = ("memory_cached", "max_memory_cached", "device_memory_used")
     kinds = ("allocated_bytes", "active_bytes", "reserved_bytes", "requested_bytes")
@@ -100,12 +100,16 @@ def _memory_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., A
         named = (f"{kind}.all.{figure}" for kind in kinds for figure in ("current", "peak"))
         return defaultdict(int, dict.fromkeys(named, recorder.live_bytes))
 
+    def info(*_: Any, **__: Any) -> tuple[int, int]:
+        total_bytes = card.answer(lambda one: one.total_bytes)
+        return total_bytes - recorder.live_bytes, total_bytes
+
     return {
         **dict.fromkeys((*held, *cached), lambda *_, **__: recorder.live_bytes),
-        "mem_get_info": lambda *_, **__: (card.total_bytes - recorder.live_bytes, card.total_bytes),
-        "get_per_process_memory_fraction": _of_card(1.0),
+        "mem_get_info": info,
+        "get_per_process_memory_fraction": _query(lambda: 1.0),
         "memory_stats": stats,
-        "memory_stats_as_nested_dict": _of_card({}),
+        "memory_stats_as_nested_dict": _query(lambda: {}),
         "host_memory_stats": lambda: defaultdict(int),
         "host_memory_stats_as_nested_dict": dict,
         "memory_summary": lambda *_, **__: "",
@@ -113,7 +117,7 @@ def _memory_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., A
     }
 
 
-def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[..., Any]]:
+def _accelerator_answers(card: CardInUse, recorder: Recorder) -> dict[str, Callable[..., Any]]:
     memory = _memory_answers(card, recorder)
     actions = ("synchronize", "empty_cache", "empty_host_cache")
     resets = ("reset_accumulated_memory_stats", "reset_peak_memory_stats")
@@ -130,37 +134,57 @@ def _accelerator_answers(card: Card, recorder: Recorder) -> dict[str, Callable[.
     }
 
 
-class _CudaDeviceProperties(SimpleNamespace):
+class _CudaDeviceProperties:
     """Properties of the device; clock rates and the cache size are an A100's, and have no effect on memory."""
 
+    def __init__(self, card: CardInUse) -> None:
+        self._card = card
 
-def _properties(card: Card) -> _CudaDeviceProperties:
-    major, minor = card.capability
-    return _CudaDeviceProperties(
-        name=card.title,
-        major=major,
-        minor=minor,
-        total_memory=card.total_bytes,
-        multi_processor_count=card.multiprocessors,
-        max_threads_per_multi_processor=card.threads_per_multiprocessor,
-        max_threads_per_block=1024,
-        regs_per_multiprocessor=65536,
-        shared_memory_per_block=48 << 10,
-        shared_memory_per_block_optin=99 << 10,
-        shared_memory_per_multiprocessor=100 << 10,
-        L2_cache_size=40 << 20,
-        memory_bus_width=384,
-        clock_rate=1_410_000,
-        memory_clock_rate=1_512_000,
-        warp_size=32,
-        is_integrated=0,
-        is_multi_gpu_board=0,
-        gcnArchName=card.title,  # As in builds for CUDA.
-        uuid=uuid5(NAMESPACE_URL, card.name),
-        pci_bus_id=0,
-        pci_device_id=0,
-        pci_domain_id=0,
-    )
+    def __getattr__(self, name: str) -> Any:
+        if name in _PROPERTIES:
+            return self._card.answer(_PROPERTIES[name])
+        if name in _CONSTANTS:
+            return _CONSTANTS[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return [*_PROPERTIES, *_CONSTANTS]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in dir(self))})"
+
+
+_PROPERTIES: Mapping[str, Callable[[Card], Any]] = {
+    "name": lambda card: card.title,
+    "major": lambda card: card.capability[0],
+    "minor": lambda card: card.capability[1],
+    "total_memory": lambda card: card.total_bytes,
+    "multi_processor_count": lambda card: card.multiprocessors,
+    "max_threads_per_multi_processor": lambda card: card.threads_per_multiprocessor,
+    "gcnArchName": lambda card: card.title,  # As in builds for CUDA.
+    "uuid": lambda card: uuid5(NAMESPACE_URL, card.name),
+}
+_CONSTANTS: Mapping[str, int] = {
+    "max_threads_per_block": 1024,
+    "regs_per_multiprocessor": 65536,
+    "shared_memory_per_block": 48 << 10,
+    "shared_memory_per_block_optin": 99 << 10,
+    "shared_memory_per_multiprocessor": 100 << 10,
+    "L2_cache_size": 40 << 20,
+    "memory_bus_width": 384,
+    "clock_rate": 1_410_000,
+    "memory_clock_rate": 1_512_000,
+    "warp_size": 32,
+    "is_integrated": 0,
+    "is_multi_gpu_board": 0,
+    "pci_bus_id": 0,
+    "pci_device_id": 0,
+    "pci_domain_id": 0,
+}
+
+
+def _is_ampere(card: Card) -> bool:
+    return card.capability >= (8, 0)
 
 
 class _Guard(nullcontext[None]):
@@ -171,12 +195,12 @@ class _Guard(nullcontext[None]):
         check_index(device)
 
 
-def _of_card(answer: Any) -> Callable[..., Any]:
-    """Return a function that takes a device and returns `answer`."""
+def _query(answer: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a function that takes a device and returns what `answer` does."""
 
     def query(device: Any = None) -> Any:
         check_index(device)
-        return answer
+        return answer()
 
     return query
 

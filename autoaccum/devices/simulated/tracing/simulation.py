@@ -19,6 +19,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from autoaccum.devices.simulated.card_in_use import CardInUse
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.operators.registry import install_kernels
 from autoaccum.devices.simulated.torch_patches import Patches, compiler_unloaded, patch_hashes, patched, torch_release
@@ -71,14 +72,15 @@ def _never_called(*_: Any, **__: Any) -> Any:
 
 
 @contextmanager
-def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[FakeCudaMode]:
+def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterator[FakeCudaMode]:
     """Simulate `card` in this process, preferably one of its own; everything is restored at the end."""
+    in_use = CardInUse(card) if isinstance(card, Card) else card
     with Patches() as stack:
         with compiler_unloaded(stack):
-            mode = FakeCudaMode(card, recorder or Recorder())
+            mode = FakeCudaMode(recorder or Recorder())
         _patch_device_queries(stack)
         _hide_fake_tensors(stack)
-        patch_torch_cuda(card, mode.recorder, stack)
+        patch_torch_cuda(in_use, mode.recorder, stack)
         patch_functions(mode.notices, stack)
         _hear_resizes(mode.recorder, stack)
         patch_torch_load(stack)
@@ -86,8 +88,8 @@ def simulate(card: Card, recorder: Recorder | None = None) -> Iterator[FakeCudaM
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         stack.callback(library._destroy)
         _register_cuda_kernels(library, stack)
-        autocast.install(library, card, stack)
-        install_kernels(library, card, stack)
+        autocast.install(library, stack)
+        install_kernels(library, in_use, stack)
         stack.enter_context(mode)
         yield mode
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.simulated.simulation_requests import TraceParts, Tracer
+from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts, Tracer, UseCard
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import (
     AffineTrace,
     NotAffineError,
     fit_affine_trace,
     grows_quadratically,
+    tell_parts_apart,
 )
 from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.update_cost import UpdateCost
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError
 from autoaccum.options import Reduce
 
@@ -38,14 +41,14 @@ class _Traces:
     can_extrapolate: bool
     made: dict[tuple[int, ...], Trace] = field(default_factory=dict)
     affine: AffineTrace | None = None
-    extrapolated: dict[int, Trace] = field(default_factory=dict)
+    extrapolated: dict[tuple[int, ...], Trace] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     grows_quadratically: bool = False
 
 
 class TraceCache:
-    """Calls a tracer as rarely as possible and keeps its traces; after a failure it starts a new tracer.
+    """Calls a tracer as rarely as possible and keeps its traces; after a failure it starts a new one.
 
     Attributes:
         choose: Chooses the parts to check the next extrapolation by, if set.
@@ -53,18 +56,29 @@ class TraceCache:
         step: The number of samples of which every micro-batch is a multiple.
         joined: True if the parts of an update need each other: each schedule is traced whole, and none extrapolated.
         reduce, savers: As in `PartsRequest`: traces of each way are kept apart.
+        confirms: False if parts of two sizes are extrapolated too, and those of a fresh trial.
     """
 
-    def __init__(self, make_tracer: Callable[[], Tracer], share: int, savers: tuple[str, ...] | None = None) -> None:
-        self._make_tracer, self.share = make_tracer, share
+    def __init__(
+        self,
+        make_tracer: Callable[[], Tracer],
+        share: int,
+        savers: tuple[str, ...] | None = None,
+        *,
+        confirms: bool = True,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._make_tracer, self.share, self.confirms = make_tracer, share, confirms
         self.choose: Choose | None = None
-        self._tracer: Tracer | None = None
+        self._tracer = tracer
         self._sizes: tuple[int, ...] = _SIZES
         self.step = 1
         self.joined = False
         self.reduce: Reduce | None = None
         self.savers = savers
         self._by_way: dict[tuple[Reduce | None, tuple[str, ...] | None], _Traces] = {}
+        self._inspections: dict[tuple[str, ...] | None, Inspection] = {}
+        self._costs: dict[CountCost, UpdateCost] = {}
 
     @property
     def way(self) -> dict[str, Any]:
@@ -98,7 +112,9 @@ class TraceCache:
 
     def inspect(self, limit_seconds: float | None = None) -> Inspection:
         """Inspect the workload in the tracer, and learn which multiples its micro-batches need."""
-        inspection = self.call(Inspect(savers=self.savers), limit_seconds)
+        if self.savers not in self._inspections:
+            self._inspections[self.savers] = self.call(Inspect(savers=self.savers), limit_seconds)
+        inspection = self._inspections[self.savers]
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
@@ -110,6 +126,13 @@ class TraceCache:
         if parts not in self._traces.made:
             self.keep(self.call(TraceParts(parts=parts, **self.way), limit_seconds))
         return self._traces.made[parts]
+
+    def count_cost(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> UpdateCost:
+        """Return what an update by `parts` costs, counted if it was not yet."""
+        request = CountCost(parts=parts, **self.way)
+        if request not in self._costs:
+            self._costs[request] = self.call(request, limit_seconds)
+        return self._costs[request]
 
     def keep(self, made: Trace) -> None:
         """Keep a trace that was made. If it contradicts the extrapolated one, stop extrapolating."""
@@ -134,8 +157,9 @@ class TraceCache:
         pairs = {parts[at : at + length]: None for at in range(len(parts) - length + 1)} if several else {parts: None}
         traces = []
         for pair in sorted(pairs, key=sum):  # The first trace that is made shows if the others can be extrapolated.
-            extrapolates = len(set(pair)) == 1 and len(pair) == 2 and not (fresh and min(pair) == min(parts))
-            trace = self.extrapolate(pair[0], limit_seconds) if extrapolates else None
+            as_traced = self.confirms and (pair[0] != pair[-1] or (fresh and min(pair) == min(parts)))
+            extrapolates = len(pair) == 2 and not as_traced
+            trace = self.extrapolate(*pair, limit_seconds=limit_seconds) if extrapolates else None
             traces.append(trace or self.make(pair, limit_seconds))
         return traces
 
@@ -158,13 +182,15 @@ class TraceCache:
         """Return whether this trace was made by the tracer, not extrapolated."""
         return self._traces.made.get(trace.parts) is trace
 
-    def extrapolate(self, size: int, limit_seconds: float | None = None) -> Trace | None:
-        """Return the extrapolated trace of two parts of `size`; None if it cannot be extrapolated."""
-        if not self._traces.can_extrapolate or size < min(self._sizes):
+    def extrapolate(self, *pair: int, limit_seconds: float | None = None) -> Trace | None:
+        """Return the extrapolated trace of two parts, or of two of one size; None if it cannot be extrapolated."""
+        if not self._traces.can_extrapolate or min(pair) < min(self._sizes):
             return None
         try:
-            self._traces.affine = self._traces.affine or self._fit_affine(limit_seconds)
-            return self._extrapolate(self._traces.affine, size)
+            self._traces.affine = affine = self._traces.affine or self._fit_affine(limit_seconds)
+            if len(set(pair)) > 1 and affine.of_second is None:
+                return None
+            return self._extrapolate(affine, *dict.fromkeys(pair))
         except NotAffineError as error:
             self._traces.affine, self._traces.can_extrapolate = None, False
             reason = f"since memory is not affine in the batch ({error.message})"
@@ -181,7 +207,10 @@ class TraceCache:
 
         *first, last = [(size, size) for size in self._sizes]
         traces = [make(parts) for parts in first]
-        affine = None if choose is None else self._fit_checked(traces, choose, make)
+        if not self.confirms:
+            affine = self._fit_pairs(traces, make)
+        else:
+            affine = None if choose is None else self._fit_checked(traces, choose, make)
         if affine is None:
             traces.append(make(last))
             self._traces.grows_quadratically = grows_quadratically(traces)
@@ -207,10 +236,28 @@ class TraceCache:
         self._traces.extrapolated.clear()
         return None
 
-    def _extrapolate(self, affine: AffineTrace, size: int) -> Trace:
-        if size not in self._traces.extrapolated:
-            self._traces.extrapolated[size] = affine.at(size)
-        return self._traces.extrapolated[size]
+    def _fit_pairs(self, traces: list[Trace], make: Callable[[tuple[int, ...]], Trace]) -> AffineTrace | None:
+        """Fit two traces, and check them by one of two parts, of the second and the third size; None if it disagrees.
+
+        It tells as much as another small size, and the parts apart.
+        """
+        try:
+            return tell_parts_apart(fit_affine_trace(traces), make(self._sizes[1:]))
+        except NotAffineError:
+            return None
+
+    def _extrapolate(self, affine: AffineTrace, *parts: int) -> Trace:
+        if parts not in self._traces.extrapolated:
+            self._traces.extrapolated[parts] = affine.at(*parts)
+        return self._traces.extrapolated[parts]
+
+    def hand_over(self, card: Card, others: Sequence[Card]) -> Tracer | None:
+        """Return the tracer for another card, if nothing that it keeps depends on this one; else end it."""
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None and not tracer.call(UseCard(card=card, others=tuple(others))):
+            tracer.close()
+            return None
+        return tracer
 
     def close(self) -> None:
         """End the tracer's process."""

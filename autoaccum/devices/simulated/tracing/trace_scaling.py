@@ -41,31 +41,39 @@ class AffineTrace:
     Attributes:
         sizes: The micro-batches that were traced, ascending; `at` takes none below the first.
         smallest: The trace of the first.
+        of_second: The growing blocks whose sizes are by the second of two parts; None: not known (`tell_parts_apart`).
     """
 
     sizes: tuple[int, ...]
     smallest: Trace
     _functions: tuple[tuple[_Affine, ...], ...]
     _host: _Affine | None = None
+    of_second: frozenset[int] | None = None
 
     @cached_property
     def _growing(self) -> list[tuple[int, tuple[_Affine, ...]]]:
         """The blocks whose sizes are not the same in all traces, with their functions."""
         return [(block, each) for block, each in enumerate(self._functions) if any(one.slope for one in each)]
 
-    def at(self, size: int) -> Trace:
-        """Return the trace at a micro-batch of `size` samples."""
-        if size < self.sizes[0]:
-            raise NotAffineError(f"{size} samples are fewer than {self.sizes[0]}, the smallest size traced", hint=_HINT)
+    def at(self, first: int, second: int | None = None) -> Trace:
+        """Return the trace at micro-batches of `first` samples; or at two parts, if they were told apart."""
+        least, second_blocks = first if second is None else min(first, second), self.of_second or ()
+        if least < self.sizes[0]:
+            raise NotAffineError(
+                f"{least} samples are fewer than {self.sizes[0]}, the smallest size traced", hint=_HINT
+            )
+        if second is not None and self.of_second is None:
+            raise NotAffineError(f"{first} and {second} samples were not told apart", hint=_HINT)
         sizes = list(self.smallest.sizes)
         for block, functions in self._growing:
             traced = sizes[block]
+            size = second if second is not None and block in second_blocks else first
             numbers = tuple([intercept + slope * size for intercept, slope in functions])
             if min(numbers) < 0 and any(function.slope and function.at(size) < 0 for function in functions):
                 raise NotAffineError(f"block {block} would take {min(numbers)} at {size} samples", hint=_HINT)
             sizes[block] = Workspace(traced.rule, numbers) if isinstance(traced, Workspace) else numbers[0]
-        host_bytes = None if self._host is None else self._host.at(size)
-        parts = (size,) * len(self.smallest.parts)
+        host_bytes = None if self._host is None else self._host.at(first)
+        parts = (first,) * len(self.smallest.parts) if second is None else (first, second)
         return replace(self.smallest, parts=parts, sizes=tuple(sizes), host_bytes=host_bytes)
 
 
@@ -91,6 +99,23 @@ def fit_affine_trace(traces: Sequence[Trace]) -> AffineTrace:
     on_host = [trace.host_bytes for trace in ordered if trace.host_bytes is not None]
     host = _fit(sizes, on_host) if len(on_host) == len(sizes) else None
     return AffineTrace(sizes, ordered[0], tuple(known[row] for row in rows), host)
+
+
+def tell_parts_apart(affine: AffineTrace, mixed: Trace) -> AffineTrace:
+    """Tell by a trace of two parts of different sizes which blocks are of which, so that any pair can be extrapolated.
+
+    Raises:
+        NotAffineError: The trace has other events, or a block that is of neither part alone.
+    """
+    _check_same_events(affine.smallest, mixed)
+    of_second = []
+    pair = zip(affine.at(mixed.parts[0]).sizes, affine.at(mixed.parts[1]).sizes, strict=True)
+    for block, (size, (first, second)) in enumerate(zip(mixed.sizes, pair, strict=True)):
+        if size not in (first, second):
+            raise NotAffineError(f"block {block} takes {size} at {_list(mixed.parts)} samples")
+        if size != first:
+            of_second.append(block)
+    return replace(affine, of_second=frozenset(of_second))
 
 
 def grows_quadratically(traces: Sequence[Trace]) -> bool:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from reference_allocator import ReferenceAllocator, ReferenceOutOfMemoryError
 
 from autoaccum.devices.simulated.allocator.replay import (
-    Replayer,
     least_capacity,
     match_replacements,
     replay,
     reserved_over_time,
 )
+from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.trace_records import Trace, Workspace

@@ -18,7 +18,7 @@ from planted_net import DEPTH, NET, WEIGHT, WIDTH
 from autoaccum.devices.base import Phase
 from autoaccum.devices.child.requests import to_json
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding
-from autoaccum.devices.simulated.allocator.replay import SizedTrace
+from autoaccum.devices.simulated.allocator.replayer import SizedTrace
 from autoaccum.devices.simulated.explain.breakdown import (
     MemoryBreakdown,
     classify_blocks,

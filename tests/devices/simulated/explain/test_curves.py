@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from synthetic_traces import make_trace
 
-from autoaccum.devices.simulated.allocator.replay import Replayer
+from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.curves import curve_points
@@ -32,7 +32,7 @@ def test_every_point_is_a_replay() -> None:
         trace = follow(point.size)
         assert trace is not None
         assert point.peak_bytes == known.peak_bytes(trace)
-        assert point.least_bytes == known.least_bytes(trace, point.peak_bytes) <= point.peak_bytes
+        assert point.least_bytes == known.least_bytes([trace], point.peak_bytes) <= point.peak_bytes
 
 
 def test_the_curve_goes_on_to_where_it_crosses_the_budget() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.devices.base import TrialSettings
-from autoaccum.devices.simulated.allocator.replay import Replayer
+from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.explain.suggested_changes import suggest_changes

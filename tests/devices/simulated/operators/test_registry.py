@@ -29,7 +29,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, version: tuple[int, int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.observer = WorkspaceObserver(H100, version)
+        self.observer = WorkspaceObserver(version)
         self.transient: list[Workspace] = []
         self.resident: dict[Workspace, None] = {}
 
@@ -55,7 +55,7 @@ def watched(version: tuple[int, int] = (2, 13)) -> Iterator[_Watch]:
 
 
 def see(func: Any, *args: Any, out: Any = None, **kwargs: Any) -> OperatorMemory:
-    return WorkspaceObserver(H100, (2, 13)).observe(func, args, kwargs, out, in_backward=False)
+    return WorkspaceObserver((2, 13)).observe(func, args, kwargs, out, in_backward=False)
 
 
 def card_tensor(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -188,7 +188,7 @@ def test_group_norm_of_images_channels_last_copies_nothing_from_2_15() -> None:
         weight, moments = card_tensor(64, dtype=torch.bfloat16), card_tensor(32, 8, dtype=torch.bfloat16)
         values = card_tensor(32, 64, 56, 56, dtype=torch.bfloat16)
         images, shape = values.contiguous(memory_format=torch.channels_last), (32, 64, 56 * 56, 8)
-        observer = WorkspaceObserver(H100, (2, 15))
+        observer = WorkspaceObserver((2, 15))
         args = (images, weight, weight, *shape, 1e-5)
         forward = observer.observe(_aten.native_group_norm.default, args, {}, images, in_backward=False)
         back, rest = _aten.native_group_norm_backward.default, (moments, moments, weight, *shape, [True, True, True])

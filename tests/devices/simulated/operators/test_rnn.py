@@ -10,7 +10,8 @@ from made_up_card import make_card, on_card, sizes_of
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from autoaccum.devices.simulated.allocator.replay import Replayer, replay
+from autoaccum.devices.simulated.allocator.replay import replay
+from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.operators import rnn
 from autoaccum.devices.simulated.operators.rnn import MODES, CudnnRnnCall

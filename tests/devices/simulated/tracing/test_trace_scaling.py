@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from synthetic_traces import linear, make_trace
 
 from autoaccum.devices.simulated.trace_records import Trace, Workspace
-from autoaccum.devices.simulated.tracing.trace_scaling import NotAffineError, fit_affine_trace, grows_quadratically
+from autoaccum.devices.simulated.tracing.trace_scaling import (
+    NotAffineError,
+    fit_affine_trace,
+    grows_quadratically,
+    tell_parts_apart,
+)
 
 Size = Callable[[int], int | Workspace]
 
@@ -99,3 +104,21 @@ def test_a_fit_needs_two_sizes_of_equal_parts() -> None:
         fit_affine_trace([trace(2, weight), trace(2, weight)])
     with pytest.raises(ValueError, match="equal parts and two sizes"):
         fit_affine_trace([trace(2, weight), dataclasses.replace(trace(3, weight), parts=(3, 2))])
+
+
+@pytest.mark.parametrize("parts", [(6, 5), (90, 17), (3, 2), (7, 7)])
+def test_a_trace_of_two_parts_tells_them_apart(parts: tuple[int, int]) -> None:
+    affine = fit_affine_trace([make_trace((each, each), linear()) for each in (2, 5)])
+    with pytest.raises(NotAffineError, match="were not told apart"):
+        affine.at(*parts)
+    told = tell_parts_apart(affine, make_trace((5, 3), linear()))
+    assert told.at(*parts) == make_trace(parts, linear())
+    assert told.at(9) == make_trace((9, 9), linear())
+
+
+@pytest.mark.parametrize(
+    "mixed", [make_trace((5, 3), lambda size: 8 * size * size), make_trace((5, 3), lambda size: 512 * -(-size // 2))]
+)
+def test_parts_that_are_not_affine_at_a_third_size_are_not_told_apart(mixed: Trace) -> None:
+    with pytest.raises(NotAffineError):
+        tell_parts_apart(fit_affine_trace([make_trace((each, each), linear()) for each in (2, 5)]), mixed)
