@@ -32,7 +32,7 @@ _REACHED_BYTES: Final = 0.8
 """The same of its memory's bandwidth, in operators that read and write whole tensors."""
 
 _BAND: Final = 2.5
-RATIO_BAND: Final = 1.8
+RATIO_BAND: Final = 1.6
 """The factor by which a ratio between two cards may be off, for the same workload: cards with little power for their
 size (L4, RTX 6000 Ada, H100 PCIe) reach less of their rates than others do."""
 

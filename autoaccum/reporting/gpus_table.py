@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from autoaccum.devices.simulated.cards import Card, context_memory
+from autoaccum.devices.simulated.cards import Card, card_rates, context_memory
 from autoaccum.reporting.console import make_table, print_table, print_wrapped
 from autoaccum.units import GIB
 
@@ -33,6 +33,12 @@ def print_cards(console: Console, cards: Sequence[Card], *, sources: bool = Fals
         console.print(f"\n{card.name}", style="bold", soft_wrap=True)
         print_wrapped(console, f"memory: {card.source}")
         print_wrapped(console, f"context: {context_memory(card).source}")
+        rates = card_rates(card)
+        print_wrapped(
+            console,
+            f"rates: {rates.tensor_flops / 1e12:.4g} TFLOPS in fp16 or bf16, {rates.fp32_flops / 1e12:.4g} in fp32,"
+            f" {rates.memory_bytes / 1e9:.4g} GB/s; {rates.source}",
+        )
         if card.aliases:
             print_wrapped(console, f"also: {', '.join(card.aliases)}")
     console.print()
@@ -43,7 +49,7 @@ def print_cards(console: Console, cards: Sequence[Card], *, sources: bool = Fals
 
 def card_record(card: Card) -> dict[str, Any]:
     """Return a card as plain values for JSON."""
-    outside = context_memory(card)
+    outside, rates = context_memory(card), card_rates(card)
     return {
         "name": card.name,
         "title": card.title,
@@ -58,4 +64,8 @@ def card_record(card: Card) -> dict[str, Any]:
         "context_band_bytes": outside.band_bytes,
         "context_measured": outside.measured,
         "context_source": outside.source,
+        "tensor_flops": rates.tensor_flops,
+        "fp32_flops": rates.fp32_flops,
+        "memory_bytes_per_second": rates.memory_bytes,
+        "rates_source": rates.source,
     }

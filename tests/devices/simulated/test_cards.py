@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from autoaccum.devices.simulated.cards import (
     REPORTED,
     Card,
     all_cards,
+    card_rates,
     context_memory,
     find_card,
+    find_cards,
     installed_card,
     matching_cards,
 )
@@ -225,3 +228,33 @@ def test_the_band_covers_modules_that_load_late() -> None:
         assert outside.bytes - outside.band_bytes <= outside.start_bytes, card.name
         assert outside.band_bytes < outside.bytes < card.total_bytes
     assert context_memory(find_card("h100-1g.10gb")).bytes < context_memory(find_card("h100")).bytes
+
+
+def test_the_rates_of_a_card_are_those_of_its_generation_at_a_clock_that_it_has() -> None:
+    """Tensor cores make a power of two of FLOPs per clock; GeForce cards half as many as others of a capability."""
+    plain = {(7, 0): 128, (7, 5): 128, (8, 0): 128}
+    for card in all_cards():
+        rates = card_rates(card)
+        clock = rates.fp32_flops / plain.get(card.capability, 256) / card.multiprocessors
+        assert 1.0e9 < clock < 2.7e9, (card.name, clock)
+        ratio = rates.tensor_flops / rates.fp32_flops
+        assert ratio == pytest.approx(2 ** round(math.log2(ratio)), rel=0.2), card.name
+        assert 1e11 < rates.memory_bytes < 1e13
+        assert rates.source.startswith("derived") or any(
+            word in rates.source for word in ("sheet", "paper", "reported")
+        )
+
+
+def test_a_card_that_is_not_in_the_catalogue_has_the_rates_of_the_nearest_in_proportion() -> None:
+    known = find_card("rtx4090")
+    assert card_rates(replace(known, rates=None)) == replace(
+        card_rates(known), source="assumed: as the rtx4090, in proportion to its multiprocessors"
+    )
+    newer = replace(known, title="A later one", rates=None, capability=(99, 0), multiprocessors=85)
+    assert card_rates(newer).tensor_flops == pytest.approx(card_rates(find_card("rtx5080")).tensor_flops * 85 / 84)
+    assert card_rates(find_card("24GiB")).tensor_flops == card_rates(find_card("a100-40gb")).tensor_flops
+
+
+def test_lists_of_cards_are_read_in_order_and_each_once() -> None:
+    assert [card.name for card in find_cards("h100, GeForce RTX 4090,h100,24GiB")] == ["h100", "rtx4090", "24GiB"]
+    assert find_cards(" ALL ") == all_cards()
