@@ -158,13 +158,16 @@ def peak_chart(plan: Plan, curve: Sequence[CurvePoint]) -> Chart | None:
 
 
 def throughput_blocks(known: Throughput) -> tuple[Block, ...]:
-    """Return a chart of samples per second, with the middle half of the updates and the knee, and its table."""
+    """Return a chart of samples per second, with their quartiles or band and the knee, and its table."""
+    lower, upper, middle_name, dots = ("quartile, lower", "quartile, upper", "median", "timed")
+    if known.kind == "estimated":
+        lower, upper, middle_name, dots = ("band, lower end", "band, upper end", "estimate", "estimated")
     timed = [speed for speed in known.speeds if speed.samples_per_second is not None]
     sizes = tuple(speed.micro_batch for speed in timed)
     middles = tuple(speed.samples_per_second or 0.0 for speed in timed)
     ends = {
-        "quartile, lower": tuple(speed.low or middle for speed, middle in zip(timed, middles, strict=True)),
-        "quartile, upper": tuple(speed.high or middle for speed, middle in zip(timed, middles, strict=True)),
+        lower: tuple(speed.low or middle for speed, middle in zip(timed, middles, strict=True)),
+        upper: tuple(speed.high or middle for speed, middle in zip(timed, middles, strict=True)),
     }
     series = [Series(name=name, role="muted", look="dashed", x=sizes, y=end) for name, end in ends.items()]
     chart = Chart(
@@ -173,8 +176,8 @@ def throughput_blocks(known: Throughput) -> tuple[Block, ...]:
         y=Axis("samples per second", zero=True),
         series=(
             *series,
-            Series(name="median", role="ran", look="line", x=sizes, y=middles),
-            Series(name="timed", role="ran", look="dot", x=sizes, y=middles, entry=""),
+            Series(name=middle_name, role="ran", look="line", x=sizes, y=middles),
+            Series(name=dots, role="ran", look="dot", x=sizes, y=middles, entry=""),
         ),
         range=(0, 1.05 * max(sizes)),
         rules=(Rule(name=f"knee at {known.knee}", role="room", axis="x", value=known.knee, dashed=True),),
