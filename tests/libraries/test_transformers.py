@@ -136,10 +136,9 @@ dataset = [{"input_ids": torch.randint(0, 50, (8,)), "labels": torch.tensor(inde
 """
 
 
-def test_a_file_is_verified_planned_and_trained_by_the_commands(tmp_path: Path, command: Command) -> None:
+def test_a_file_is_planned_and_trained_by_the_commands(tmp_path: Path, command: Command) -> None:
     (tmp_path / "model.py").write_text(FILE)
     commands = (
-        "verify model.py --target-batch 4 --json",
         "plan model.py --target-batch 4 --max-micro-batch 2 --memory 512MiB --device cpu -o plan.json",
         "fit model.py --target-batch 4 --plan plan.json --steps 2 --device cpu --run-dir run --json",
     )

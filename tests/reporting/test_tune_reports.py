@@ -115,7 +115,6 @@ def test_pictures_are_drawn_from_the_study(studied: Any) -> None:
     assert "Throughput on cpu, in updates of 16 samples" in words["throughput.svg"]
     assert "knee at 8" in words["throughput.svg"]
     assert "learning_rate" in words["rates.svg"]
-    assert draw_tuning(tuning, str(file)) == drawn
 
 
 def test_pictures_of_one_complete_trial_are_drawn_without_a_warning(tmp_path: Path) -> None:

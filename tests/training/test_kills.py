@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from command_line import ROOT, environment
+from warm_children import WarmPython
 
 
 @pytest.mark.slow
-def test_kills_lose_nothing_with_workers() -> None:
+def test_kills_lose_nothing_with_workers(warm_python: WarmPython) -> None:
     options = ["--kills", "2", "--updates", "12", "--workers", "2"]
-    done = subprocess.run(
-        [sys.executable, "tests/benchmarks/soak.py", *options],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    done = warm_python(ROOT, "tests/benchmarks/soak.py", *options, environment=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     (line,) = done.stdout.splitlines()
     assert ": 0 ended otherwise than one never stopped" in line

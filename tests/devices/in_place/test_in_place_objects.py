@@ -202,7 +202,7 @@ def plan_wide(**asked: Any) -> autoaccum.Plan:
         model=model,
         batch=batch,
         loss=nn.CrossEntropyLoss(),
-        target_batch=64,
+        target_batch=4,
         memory=MemorySize(bytes=48 * MIB),
         **asked,
     )
