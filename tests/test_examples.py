@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import runpy
 import shlex
 from pathlib import Path
@@ -16,15 +15,11 @@ from autoaccum.planning.plan_record import Plan
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-LOOPS = {
-    "accelerate_loop": "accelerate",
-    "lightning_manual": "lightning",
-    "ddp_loop": "torch",
-    "fsdp2_loop": "torch",
-}
-"""Loops of a framework's, which there is nothing to plan of, and what they need."""
-ELSEWHERE = {"digits_fit", "batchnorm_modes", "gan"}
-"""What tests/training/test_digits_example.py, tests/verification/test_verified_examples.py and a test below run."""
+LOOPS = {"accelerate_loop", "lightning_manual", "ddp_loop", "fsdp2_loop"}
+"""Loops of a framework's, which there is nothing to plan of."""
+ELSEWHERE = {"digits_fit", "batchnorm_modes", "gan", "accelerate_loop", "lightning_manual"}
+"""What tests/training/test_digits_example.py, tests/verification/test_verified_examples.py, a test below, and
+test_framework_examples.py run."""
 COMMANDS = {
     (path.stem, line)
     for path in EXAMPLES
@@ -48,8 +43,6 @@ def test_examples_fit_on_one_screen(path: Path) -> None:
     ("name", "line"), sorted(c for c in COMMANDS if c[1].startswith("python") and c[0] not in ELSEWHERE)
 )
 def test_examples_train(name: str, line: str, warm_python: WarmPython) -> None:
-    if name in LOOPS and importlib.util.find_spec(LOOPS[name]) is None:
-        pytest.skip(f"{LOOPS[name]} is not installed: its example is not run")
     done = warm_python(ROOT, *shlex.split(line)[1:], environment=environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip(), f"{name} prints what it does"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -125,6 +126,22 @@ def test_out_of_memory_under_accelerate_changes_no_update(accelerate_loop: Any, 
         results = list(accelerate_loop.train(accelerator, net, sgd(net), loader(dataset), MICRO_BATCH))
     assert [result.retries for result in results] == [1, 0, 0]
     check_same(net.state_dict(), expected)
+
+
+def run_alone(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(example.__file__), run_name="__main__")
+    told = capsys.readouterr().out
+    assert "loss" in told
+    assert "nan" not in told
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_the_example_for_accelerate_runs(accelerate_loop: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run_alone(accelerate_loop, capsys)
+
+
+def test_the_example_for_lightning_runs(lightning_manual: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run_alone(lightning_manual, capsys)
 
 
 def check_undone(net: Net, optimizer: Any, dataset: TensorDataset) -> None:

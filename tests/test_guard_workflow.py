@@ -110,10 +110,6 @@ def test_the_steps_lock_and_fail(project: Path) -> None:
     assert locked.returncode == 0, locked.stderr
     path = project / "repository" / step("actions/upload-artifact@v4")["with"]["path"]
     assert path.is_file()
-    passed = run(project, "Compare with the lock")
-    assert passed.returncode == 0, passed.stdout + passed.stderr
-    assert "::error" not in passed.stdout
-    assert "| unchanged |" in (project / "summary.md").read_text()
     model = project / "repository" / "train.py"
     model.write_text(MODEL.replace("512", "262144"))
     failed = run(project, "Compare with the lock")

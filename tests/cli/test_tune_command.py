@@ -46,7 +46,7 @@ def optimizer(params):
 def batch(size):
     return dataset[torch.arange(size) % 160]
 """
-WORDS = ("model.py", "--target-batch", "2", "--budget-samples", "48", "--device", "cpu", "--heartbeat", "3")
+WORDS = ("model.py", "--target-batch", "2", "--budget-samples", "48", "--device", "cpu", "--heartbeat", "2")
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(
 
 BEGUN = "select count(*) >= {} from trial_user_attributes where key = 'seed'"
 """As many trials have somebody who runs them."""
-SILENT = "select (julianday('now') - julianday(max(heartbeat))) * 86400 > 7 from trial_heartbeats"
+SILENT = "select (julianday('now') - julianday(max(heartbeat))) * 86400 > 5 from trial_heartbeats"
 """More than twice the heartbeat has gone by since the last one: Optuna takes the killed trial for dead."""
 
 

@@ -34,7 +34,7 @@ def loaded(reference: str) -> Iterator[SimulatedChild]:
 
 
 def trace(child: SimulatedChild, size: int) -> Trace:
-    traced = child.handle(TraceParts(parts=(size, size)))
+    traced = child.handle(TraceParts(parts=(size,)))
     assert isinstance(traced, Trace), traced
     return traced
 

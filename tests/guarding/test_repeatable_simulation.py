@@ -21,7 +21,7 @@ import weakref
 import torch
 from torch import nn
 
-WIDTHS = {"ant": 40, "bee": 72, "cat": 104, "dog": 300, "elk": 777}
+WIDTHS = {"ant": 40, "dog": 300, "elk": 777}
 
 
 class Own(torch.autograd.Function):
@@ -47,7 +47,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleDict({name: nn.Linear(40, width) for name, width in WIDTHS.items()})
-        self.others = {nn.Linear(40, width) for width in (100, 300, 777, 1500)}
+        self.others = {nn.Linear(40, width) for width in (100, 1500)}
         for index, module in enumerate(self.others):
             self.add_module(f"other{index}", module)
         self.seen = weakref.WeakKeyDictionary()
@@ -111,7 +111,7 @@ def test_sets_cycles_threads_folders_and_orders_change_nothing(told: Callable[..
     """Two processes, neither of which lays its objects where the other does."""
     found = [
         told("here", 1, "1", (PARTS,)),
-        told("there with spaces" * 10, 4, "random", ((7, 7), PARTS, (5, 5, 3))),
+        told("there with spaces" * 10, 4, "random", ((5, 3), PARTS)),
     ]
     assert found[0] == found[1]
     peak_bytes, account, holdings, _ = found[0]

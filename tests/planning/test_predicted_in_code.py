@@ -21,7 +21,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(1000, 256)
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))] * 3)
+        self.layers = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
         self.last = nn.Linear(256, 1000, bias=False)
         self.last.weight = self.table.weight
         self.register_buffer("scale", torch.tensor(0.5))
@@ -46,7 +46,7 @@ import json, sys
 import autoaccum
 from autoaccum.accumulation.state_hash import StateHasher
 
-asked = dict(target_batch=512, gpu="rtx3090", memory="2GiB")
+asked = dict(target_batch=512, gpu="rtx3090", memory="1GiB")
 net = Net()
 live = optimizer(net.parameters())
 torch.manual_seed(3)
@@ -74,7 +74,7 @@ def test_what_a_script_holds_is_predicted_as_its_file(tmp_path: Path, warm_pytho
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert seen.pop("unchanged") == [True] * 4
-    made = plan(tmp_path / "net.py", target_batch=512, gpu="rtx3090", memory="2GiB")
+    made = plan(tmp_path / "net.py", target_batch=512, gpu="rtx3090", memory="1GiB")
     assert 1 < made.micro_batch < 512, "the budget binds"
     for name, (kind, *figures, parameters, optimizer, explained) in seen.items():
         assert (kind, optimizer, explained) == ("predicted", "SGD", name == "live")

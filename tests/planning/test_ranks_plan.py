@@ -51,23 +51,23 @@ def up_to(ceiling: int) -> Callable[[int], Outcome]:
 
 def plan_unequal_cards() -> tuple[Plan, list[tuple[int, ...]], int]:
     rank = join_ranks().rank
-    return planned(card(up_to((100, 40, 70)[rank])), make_request(3 * 256))
+    return planned(card(up_to((100, 40)[rank])), make_request(2 * 256))
 
 
 def test_the_card_where_the_least_fits_decides_and_the_others_run_its_schedule() -> None:
-    plans, proofs, told = zip(*on_ranks(3, plan_unequal_cards), strict=True)
+    plans, proofs, told = zip(*on_ranks(2, plan_unequal_cards), strict=True)
     found = plans[0]
     assert all(plan == found for plan in plans)
-    assert (found.world_size, found.micro_batch, found.iter_size) == (3, 37, 7)
-    assert found.ranks == ((37, 37, 37, 37, 36, 36, 36),) * 3
+    assert (found.world_size, found.micro_batch, found.iter_size) == (2, 37, 7)
+    assert found.ranks == ((37, 37, 37, 37, 36, 36, 36),) * 2
     assert found.device["name"] == "card 1"
-    assert [device["name"] for device in found.devices or ()] == ["card 0", "card 1", "card 2"]
+    assert [device["name"] for device in found.devices or ()] == ["card 0", "card 1"]
     assert found.limit_bytes == GIB - MIB
-    assert set(found.warnings) >= {"seen by 0", "seen by 1", "seen by 2", "seen by all"}
+    assert set(found.warnings) >= {"seen by 0", "seen by 1", "seen by all"}
     for ran in proofs:
         assert ran[-1] == found.schedule.trial_parts
     assert told[0] > 0
-    assert told[1:] == (0, 0)
+    assert told[1:] == (0,)
     assert Plan.from_json(found.to_json()) == found
 
 
