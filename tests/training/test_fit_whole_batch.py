@@ -144,12 +144,14 @@ def test_updates_are_those_of_the_full_batch(case: str) -> None:
     assert done.warnings == ()
 
 
+@pytest.mark.usefixtures("known_coupling")
 def test_a_window_of_one_micro_batch_is_the_same() -> None:
     parts, whole = (fit("two towers", steps=4, micro_batch=size).model for size in (5, TARGET))
     assert_same(parts, whole, 1e-12)
 
 
 @pytest.mark.parametrize("case", ["exact", "two towers"])
+@pytest.mark.usefixtures("known_coupling")
 def test_a_resumed_run_is_the_same_and_another_mode_is_refused(case: str, tmp_path: Path) -> None:
     fit(case, steps=4, run_dir=tmp_path)
     other = not CASES[case].get("coupled_loss")
@@ -159,6 +161,7 @@ def test_a_resumed_run_is_the_same_and_another_mode_is_refused(case: str, tmp_pa
     assert_same(fit(case, run_dir=tmp_path).model, fit(case).model, 0)
 
 
+@pytest.mark.usefixtures("known_coupling")
 def test_a_run_of_an_earlier_version_had_no_coupled_loss(tmp_path: Path) -> None:
     fit("exact", steps=3, run_dir=tmp_path)
     for path in (tmp_path / "checkpoints").glob("*.pt"):
@@ -176,6 +179,7 @@ def test_a_run_of_an_earlier_version_had_no_coupled_loss(tmp_path: Path) -> None
         ("a list of samples", 8, (0, 8, 16, 21)),
     ],
 )
+@pytest.mark.usefixtures("known_coupling")
 def test_an_evaluation_has_the_loss_of_whole_batches(
     case: str, evaluation_batch: int | None, bounds: tuple[int, ...]
 ) -> None:
@@ -194,6 +198,7 @@ def test_an_evaluation_has_the_loss_of_whole_batches(
 
 
 @pytest.mark.parametrize(("case", "number"), [("exact", signal.SIGTERM), ("two towers", signal.SIGINT)])
+@pytest.mark.usefixtures("known_coupling")
 def test_a_signal_between_the_parts_ends_the_run_without_a_trace(
     case: str, number: signal.Signals, tmp_path: Path
 ) -> None:
@@ -222,6 +227,7 @@ def test_a_signal_between_the_parts_ends_the_run_without_a_trace(
 
 
 @pytest.mark.parametrize("case", ["exact", "two towers"])
+@pytest.mark.usefixtures("known_coupling")
 def test_out_of_memory_leads_to_smaller_parts_of_the_same_update_and_evaluation(case: str) -> None:
     seen: list[Evaluated] = []
 
