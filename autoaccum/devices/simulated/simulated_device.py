@@ -200,7 +200,7 @@ class SimulatedDevice(Device):
     def count_cost(self, *, limit_seconds: float | None = None) -> UpdateCost:
         """As `devices.update_cost.CountingDevice`, by one update of small micro-batches, the second one larger."""
         step, share = self._traces.step, self._traces.share
-        sizes = next((pair for pair in ((2 * step, 4 * step), (step, 2 * step)) if max(pair) <= share), (share,))
+        sizes = next((pair for pair in (self._traces.small_sizes, (step, 2 * step)) if max(pair) <= share), (share,))
         return self._traces.count_cost((*sizes, sizes[0]) if len(sizes) > 1 else sizes, limit_seconds)
 
     def trial(
@@ -310,8 +310,8 @@ class SimulatedDevice(Device):
             return None  # The trial of that size reports why.
         if trace is None:
             return None
-        known = None if self._replays is None else self._replays.known_peak(trace)
-        return self._replayer.peak_bytes(trace) if known is None else known
+        known = None if self._replays is None else self._replays.unlimited(trace)
+        return self._replayer.peak_bytes(trace) if known is None else known.peak_reserved_bytes
 
 
 def _changes(settings: AllocatorSettings) -> dict[str, Any]:

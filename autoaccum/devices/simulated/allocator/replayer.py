@@ -56,11 +56,11 @@ class Replays:
         self._sized: dict[tuple[Trace, tuple[Estimate, ...]], SizedTrace] = {}
         self._results: dict[tuple[Any, ...], list[ReplayResult]] = {}
         self._least: dict[tuple[Any, ...], int] = {}
-        self._peaks: dict[Trace, int] = {}
+        self._unlimited: dict[Trace, ReplayResult] = {}
 
-    def known_peak(self, trace: Trace) -> int | None:
-        """Return the peak of a trace without a limit on some card; None if it was replayed on none."""
-        return self._peaks.get(trace)
+    def unlimited(self, trace: Trace) -> ReplayResult | None:
+        """Return the replay of a trace without a limit on the first card that had one; None if there was none."""
+        return self._unlimited.get(trace)
 
     def with_sizes(self, trace: Trace, estimate_size: Callable[[Workspace], Estimate]) -> SizedTrace:
         """Return a trace with the size of each block; the same object for equal estimates of its workspaces."""
@@ -94,7 +94,7 @@ class Replays:
             )
         )
         if capacity is None:
-            self._peaks.setdefault(sized.trace, known[-1].peak_reserved_bytes)
+            self._unlimited.setdefault(sized.trace, known[-1])
         return known[-1]
 
     def least_capacity(self, sized: SizedTrace, settings: AllocatorSettings, known: ReplayResult) -> int:
@@ -173,9 +173,19 @@ class Replayer:
         return Replayer(self._card, settings, self._torch_version)
 
     def trial(self, trace: Trace, limit_bytes: int) -> Trial:
-        """Return the trial of `trace` within a limit; its peaks are those without a limit."""
-        sized, unlimited = self._unlimited(trace)
-        held = self._replay_within(limit_bytes, sized, unlimited)
+        """Return the trial of `trace` within a limit.
+
+        Its peaks are those without a limit; if it does not fit, maybe those of another card with equal kernels.
+        """
+        elsewhere = None if trace in self._known else self._replays.unlimited(trace)
+        if elsewhere is not None and elsewhere.peak_reserved_bytes > limit_bytes:
+            sized, unlimited = self._replays.with_sizes(trace, self._estimate), elsewhere
+            held = self._replay_within(limit_bytes, sized, unlimited)
+            if held.fits:
+                sized, unlimited = self._unlimited(trace)
+        else:
+            sized, unlimited = self._unlimited(trace)
+            held = self._replay_within(limit_bytes, sized, unlimited)
         about: dict[str, Any] = {
             "parts": trace.parts,
             "peak_allocated_bytes": unlimited.peak_allocated_bytes,

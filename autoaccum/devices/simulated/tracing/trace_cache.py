@@ -86,6 +86,11 @@ class TraceCache:
         return {"joined": self.joined, "reduce": self.reduce, "savers": self.savers}
 
     @property
+    def small_sizes(self) -> tuple[int, ...]:
+        """The two sizes that are traced first, whose operators are known then."""
+        return self._sizes[:2]
+
+    @property
     def notes(self) -> list[str]:
         """Sentences for the plan on sizes that cannot be extrapolated from small ones."""
         return [note for traces in self._with_these_savers for note in traces.notes]
