@@ -74,9 +74,7 @@ def fails(phase: str, number: int, how: str) -> Any:
     return injected.fired, type(ended).__name__, code, size, str(ended), again
 
 
-@pytest.mark.parametrize(
-    ("phase", "number"), [("forward", 0), ("forward", 9), ("backward", 0), ("backward", 12), ("clip", 8), ("update", 3)]
-)
+@pytest.mark.parametrize(("phase", "number"), [("forward", 9), ("backward", 12), ("clip", 8), ("update", 3)])
 def test_memory_that_runs_out_on_one_rank_ends_all_ranks(phase: str, number: int) -> None:
     first, second = on_ranks(2, fails, phase, number, "memory", patience=NEVER)
     assert (first[0], second[0]) == (False, True)
@@ -115,6 +113,5 @@ def killed(number: int) -> Any:
         return error.exit_code, str(error).startswith("rank 1 of 2 ended or no longer answers")
 
 
-@pytest.mark.parametrize("number", [1, 4])
-def test_a_rank_that_is_killed_is_named(number: int) -> None:
-    assert on_ranks(2, killed, number, patience=NEVER) == [(3, True), Died()]
+def test_a_rank_that_is_killed_is_named() -> None:
+    assert on_ranks(2, killed, 4, patience=NEVER) == [(3, True), Died()]
