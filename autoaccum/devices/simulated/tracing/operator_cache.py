@@ -66,13 +66,13 @@ class OperatorCache:
             self.makers[key] = maker
 
     def _result_maker(self, args: Sequence[Any], out: Any) -> ResultMaker | None:
-        if type(out) not in (tuple, list):
+        if not isinstance(out, tuple | list):
             return self._part_maker(args, out)
         parts = [self._part_maker(args, one) for one in out]
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts) or _share_storages(args, out):
             return None
-        kind = type(out)
+        kind = list if isinstance(out, list) else tuple  # Those that run in Python, as layer_norm, return named tuples.
         return lambda args: kind(part(args) for part in whole)
 
     def _part_maker(self, args: Sequence[Any], one: Any) -> ResultMaker | None:

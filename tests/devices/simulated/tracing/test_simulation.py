@@ -246,3 +246,9 @@ def test_who_enables_it_collects_nothing(enabled: bool) -> None:
         assert (gc.isenabled(), gc.get_threshold(), len(cycles) > 0) == (enabled, thresholds, True)
     finally:
         gc.enable()
+
+
+def test_operators_of_named_tuples_are_cached_too() -> None:
+    with simulate(find_card("rtx3090")) as mode:
+        nn.functional.layer_norm(torch.ones(2, 8, device="cuda"), (8,))
+        assert torch.ops.aten.native_layer_norm.default in {key[0] for key in mode._cache.makers}
