@@ -58,11 +58,11 @@ CASES = [
     Case("is killed", r"SIGSEGV", 3, extra="import os\ndef model(): os.kill(os.getpid(), 11)", crashes=True),
     Case(
         "hangs",
-        r"5(\.0)? s",
+        r"3(\.0)? s",
         3,
         extra="import time\ncriterion = None\ndef loss(m, b):\n"
         "    if len(b[0]) >= 4: time.sleep(600)\n    return m(b[0]).mean()\n",
-        flags="--target-batch 4 --memory 200MiB --trial-limit 5",
+        flags="--target-batch 4 --memory 200MiB --trial-limit 3",
     ),
     Case(
         "budget smaller than one sample",

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import Command
 from small_repository import commit, git
 
 MODEL = """{first_line}
@@ -30,7 +31,7 @@ REVISIONS, PLANTED, BROKEN = 6, 4, 2
 
 
 @pytest.mark.slow
-def test_a_planted_commit_is_found_in_a_history_with_a_broken_one(tmp_path: Path) -> None:
+def test_a_planted_commit_is_found_in_a_history_with_a_broken_one(tmp_path: Path, command: Command) -> None:
     repository = tmp_path / "project"
     commits = []
     for revision in range(REVISIONS):
@@ -39,9 +40,9 @@ def test_a_planted_commit_is_found_in_a_history_with_a_broken_one(tmp_path: Path
         commits.append(commit(repository, {"train.py": text}, f"revision {revision}"))
     # git runs a shell, from which this Python's command is not in reach.
     guard = f"{sys.executable} -m autoaccum guard -q"
-    lock = f"{guard} train.py --gpu rtx3090 --target-batch 4096 --lock ../good.lock --update"
     git(repository, "checkout", "-q", commits[0])
-    git(repository, "-c", f"alias.lock=!{lock}", "lock")
+    locked = ("train.py", "--gpu", "rtx3090", "--target-batch", "4096", "--lock", "../good.lock", "--update")
+    assert command(repository, "guard", *locked).returncode == 0
     git(repository, "bisect", "start", commits[-1], commits[0])
     words = [*guard.split(), "--bisect", "--lock", "../good.lock"]
     told = git(repository, "bisect", "run", *words)
