@@ -38,6 +38,7 @@ class PlanRow:
         micro_batch, iter_size, parallel, reduce, least_bytes, headroom_bytes, band_bytes: As in `Plan`.
         peak_bytes: As in `Plan`; where nothing fits, what the smallest trial would take, if it is known.
         limit_bytes: The budget of each rank.
+        savers: The savers of the plan, which may have chosen them.
         update: The estimated seconds of an update, without what ranks exchange; None: not known.
         samples_per_second: The target batch in that time.
         cost_per_million: What a million samples cost by that estimate, where the price of the card is known.
@@ -57,6 +58,7 @@ class PlanRow:
     headroom_bytes: int | None = None
     limit_bytes: int | None = None
     band_bytes: int | None = None
+    savers: tuple[str, ...] = ()
     update: SpeedEstimate | None = None
     samples_per_second: float | None = None
     cost_per_million: float | None = None
@@ -245,6 +247,7 @@ def plan_row(
         headroom_bytes=plan.headroom_bytes,
         limit_bytes=plan.limit_bytes,
         band_bytes=plan.band_bytes,
+        savers=tuple(plan.workload.get("savers") or ()),
         update=update,
         samples_per_second=rate,
         cost_per_million=cost,

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from autoaccum.checks import join_words
 from autoaccum.planning.plan_comparison import PlanRow, find_least
+from autoaccum.planning.saver_choice import format_savers
 from autoaccum.planning.speed_estimate import RATIO_BAND
 from autoaccum.reporting.console import make_table, print_table, print_wrapped
 from autoaccum.serialization import to_plain
@@ -51,6 +52,7 @@ def print_cards_table(console: Console, rows: Sequence[PlanRow], *, names_ranks:
     shown = [row for row in rows if row.world_size == least.get(row.card, most)]
     fastest = max((row.samples_per_second or 0.0 for row in shown), default=0.0)
     with_costs = any(row.cost_per_million is not None for row in shown)
+    with_savers = any(row.savers for row in shown)
     table = make_table(
         "card",
         *([">ranks"] if names_ranks else []),
@@ -62,13 +64,16 @@ def print_cards_table(console: Console, rows: Sequence[PlanRow], *, names_ranks:
         ">headroom",
         ">speed",
         *([">cost"] if with_costs else []),
+        *(["savers"] if with_savers else []),
     )
     for row in shown:
         ranks = [str(row.world_size) if row.fits else f"> {most}"] if names_ranks else []
         room = _NONE if row.headroom_bytes is None else f"{row.headroom_bytes / MIB:,.0f} MiB"
         speed = _NONE if row.samples_per_second is None else f"{row.samples_per_second / fastest:.3f}"
         cost = [_NONE if row.cost_per_million is None else f"{row.cost_per_million:.3g}"] if with_costs else []
-        table.add_row(row.card, *ranks, *_cells(row), room, speed, *cost, style="" if row.fits else "magenta")
+        savers = [format_savers(row.savers) if row.fits else _NONE] if with_savers else []
+        style = "" if row.fits else "magenta"
+        table.add_row(row.card, *ranks, *_cells(row), room, speed, *cost, *savers, style=style)
     print_table(console, table, whole=True)
     notes = [
         "needed: the smallest budget at which the schedule would still run; `autoaccum plan --gpu NAME` predicts one"

@@ -138,7 +138,8 @@ def test_of_several_cards_each_is_planned_until_it_fits() -> None:
     def plan(size: int, cards: Sequence[str]) -> Iterator[PlanRow]:
         for card in cards:
             planned.append((card, size))
-            yield PlanRow(card=card, world_size=size, fits=size >= needed[card])
+            savers = ("recompute=2",) if card == "l4" else ()
+            yield PlanRow(card=card, world_size=size, fits=size >= needed[card], savers=savers)
 
     rows = compare_plans(plan, list(needed), choose_world_sizes(range(1, 9)))
     assert find_least(rows) == {"a100": 1, "l4": 6}
@@ -152,6 +153,7 @@ def test_of_several_cards_each_is_planned_until_it_fits() -> None:
         ["l4", "6", "yes"],
         ["t4", ">", "8"],
     ]
+    assert [line.split()[-1] for line in file.getvalue().splitlines()[:3]] == ["savers", "savers", "recompute=2"]
 
 
 def test_rows_are_sorted_by_what_is_better() -> None:
