@@ -37,29 +37,15 @@ class Outputs:
     """The files that `autoaccum plan` writes.
 
     Args:
-        output: For the plan; None: nowhere, like the others.
-        emit: For the training step.
-        plot: For the picture.
-        snapshot: For the snapshot of the memory.
-        report: For the page.
+        files: The file of each option; None: none.
         force: Overwrite what is there.
 
     Attributes:
         written: What there is now, by what `print_plan` calls it.
     """
 
-    def __init__(
-        self,
-        output: str | None,
-        emit: str | None = None,
-        plot: str | None = None,
-        snapshot: str | None = None,
-        report: str | None = None,
-        *,
-        force: bool,
-    ) -> None:
-        asked = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot, "--report": report}
-        self._asked = {option: file for option, file in asked.items() if file is not None}
+    def __init__(self, files: Mapping[str, str | None], *, force: bool) -> None:
+        self._asked = {option: file for option, file in files.items() if file is not None}
         self._force = force
         self._account: MemoryReport | None = None
         self.written: dict[str, Path] = {}

@@ -200,10 +200,11 @@ def command(
 
     shows_savers = request["savers"] == (_SHOW,)
     several = _names_several(request["gpu"])
+    files = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot, "--report": report}
+    chosen: dict[str, Any] = {"--explain": request["explain"], "--prefer fastest": request["prefer"] == "fastest"}
+    chosen["--least"] = request["least"]
     if several or isinstance(request["world_size"], range):
-        chosen = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot}
-        chosen |= {"--explain": request["explain"], "--prefer fastest": request["prefer"] == "fastest"}
-        chosen |= {"--report": report, "--savers show": shows_savers, "--least": request["least"]}
+        chosen = files | chosen | {"--savers show": shows_savers}
         if isinstance(request["world_size"], range):
             chosen["--mesh"] = request["mesh"]
         if not several:
@@ -215,15 +216,14 @@ def command(
         raise UsageError(f"{flag} is for the table of several cards", hint="name them (--gpu all, --gpu rtx4090,h100)")
     of_ranks = is_one_of_ranks()
     if shows_savers:
-        chosen = {"-o": output, "--emit": emit, "--snapshot": snapshot, "--explain": request["explain"]}
-        chosen |= {"--report": report, "--prefer fastest": request["prefer"] == "fastest", "--least": request["least"]}
+        chosen = files | chosen | {"--plot": None}
         chosen |= {f"--{name.replace('_', '-')}": request[name] for name in ("micro_batch", "max_trials", "time_limit")}
         _show_savers(workload, chosen, plot, as_json=as_json, force=force, quiet=quiet, **request)
         return
     source = click.get_current_context().get_parameter_source("world_size")
     if request["parallel"] == "fsdp2" and source is ParameterSource.DEFAULT and not of_ranks:
         raise UsageError("--parallel fsdp2 shards over ranks, and there is one", hint="say how many (--world-size N)")
-    outputs = Outputs(output, emit, plot, snapshot, report, force=force)
+    outputs = Outputs(files, force=force)
     request |= {"picture": plot is not None, "snapshot": snapshot is not None, "report": report is not None}
     outputs.check(workload, 2 if of_ranks else request["world_size"])
     if of_ranks and os.environ.get("RANK", "0") != "0":
@@ -373,7 +373,7 @@ def _show_savers(
     check_alone("--savers show")
     if given := next((flag for flag, value in chosen.items() if value), None):
         raise UsageError(f"--savers show makes a table, and {given} goes with a plan", hint="name savers, or none")
-    Outputs(None, None, plot, None, force=force).check(workload, request["world_size"])
+    Outputs({"--plot": plot}, force=force).check(workload, request["world_size"])
     options = _read_options(request | {"savers": None})
     asked = PlanRequest(request["target_batch"], options, max_micro_batch=request["max_micro_batch"])
     stderr = make_console(stderr=True)

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
+from autoaccum.devices.simulated.allocator.caching_allocator import MIN_BLOCK_BYTES
 from autoaccum.devices.simulated.explain.recorded_update import (
     Figure,
     RequestDifference,
@@ -25,8 +26,6 @@ from autoaccum.workload.module_names import common_name, mask_numbers
 
 _NONE = "-"
 _MOST_SOURCES = 10
-_GRAIN_BYTES = 512
-"""Less than the allocator gives is not shown: loops differ in scalars."""
 
 
 def print_snapshot(console: Console, check: SnapshotCheck) -> None:
@@ -91,7 +90,7 @@ def _join_layers(differences: Sequence[SourceDifference]) -> list[SourceDifferen
     """Return the differences that are worth a row, the largest first; those of equal layers are one."""
     alike: dict[tuple[str, ...], list[SourceDifference]] = {}
     for one in differences:
-        if abs(one.recorded_bytes - one.predicted_bytes) >= _GRAIN_BYTES:
+        if abs(one.recorded_bytes - one.predicted_bytes) >= MIN_BLOCK_BYTES:  # Loops differ in scalars.
             source = one.source
             key = source.category, mask_numbers(source.module), source.op, source.line
             alike.setdefault(key, []).append(one)

@@ -27,17 +27,17 @@ def test_a_page_that_cannot_be_written_is_refused_before_any_trial(
     monkeypatch.chdir(tmp_path)
     Path("there.html").touch()
     with pytest.raises(UsageError, match=told):
-        Outputs("new.html", report=report, force=False).check("model.py", world_size=1)
+        Outputs({"-o": "new.html", "--report": report}, force=False).check("model.py", world_size=1)
     with pytest.raises(UsageError):
         check_report(report, {"-o": "new.html"}, force=False)
 
 
 def test_a_mode_that_cannot_be_emitted_is_refused_once_it_is_known(tmp_path: Path) -> None:
-    outputs = Outputs(None, str(tmp_path / "step.py"), None, force=False)
+    outputs = Outputs({"--emit": str(tmp_path / "step.py")}, force=False)
     for joining in (dataclasses.replace(INSPECTION, coupled=True), dataclasses.replace(INSPECTION, joining="lockstep")):
         with pytest.raises(UsageError, match=r"cannot join .* a coupled loss or whole_batch\(x\): plan without --emit"):
             outputs.listen(Inspected(joining, "cpu", 1, 8, False))
     running = dataclasses.replace(INSPECTION, batchnorm="running")
     with pytest.raises(UsageError, match='cannot do batchnorm "running": plan with --batchnorm frozen'):
         outputs.listen(Inspected(running, "cpu", 1, 8, False))
-    Outputs(None, None, None, force=False).listen(Inspected(running, "cpu", 1, 8, False))
+    Outputs({}, force=False).listen(Inspected(running, "cpu", 1, 8, False))

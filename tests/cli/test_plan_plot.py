@@ -80,8 +80,9 @@ def test_a_cpu_has_no_snapshot(folder: Path, command: Command) -> None:
 
 def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
     planned, _ = usual()
-    files = {name: tmp_path / name for name in ("plan.json", "step.py", "memory.svg")}
-    outputs = Outputs(*map(str, files.values()), force=False)
+    names = {"-o": "plan.json", "--emit": "step.py", "--plot": "memory.svg"}
+    files = {name: tmp_path / name for name in names.values()}
+    outputs = Outputs({option: str(files[name]) for option, name in names.items()}, force=False)
     outputs.check("model.py", world_size=1)
     for name in ("plan.json", "step.py"):
         files[name].write_text("came meanwhile")

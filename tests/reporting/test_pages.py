@@ -133,15 +133,14 @@ def test_a_guard_page_has_the_difference_from_the_lock() -> None:
         assert said in text, said
 
 
-def test_a_study_page_has_its_trials_and_the_front() -> None:
+def test_a_study_page_has_its_trials_and_the_lowest_loss() -> None:
     tuning, parsed = study(), Parsed(rendered("tune"))
     charts = {chart["name"]: chart["series"] for chart in parsed.charts}
     for row in tuning.rows:
         place = [text for one in charts["the loss over the learning rate"] for text in one["texts"]]
         assert row.state == "diverged" or any(text.startswith(f"trial {row.number}, ") for text in place)
-    (front,) = [one for one in charts["the loss over the time of training"] if one["name"] == "best for its time"]
-    assert front["x"] == sorted(front["x"])
-    assert front["y"] == sorted(front["y"], reverse=True)
-    assert min(row.loss for row in tuning.rows if row.loss is not None) == front["y"][-1]
+    (line,) = [one for one in charts["the loss over the number of the trial"] if one["name"] == "lowest so far"]
+    assert line["y"] == sorted(line["y"], reverse=True)
+    assert min(row.loss for row in tuning.rows if row.loss is not None) == line["y"][-1]
     assert "with exact accumulation it changes speed and memory" in parsed.text
     assert "diverged" in parsed.text

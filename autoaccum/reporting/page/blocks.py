@@ -16,21 +16,14 @@ from autoaccum.reporting.console import one_line
 from autoaccum.reporting.figures.colours import DARK, LIGHT
 from autoaccum.serialization import to_plain
 
-Tone: TypeAlias = Literal["", "good", "bad", "warn", "dim", "strong"]
+Tone: TypeAlias = Literal["", "good", "bad", "warn"]
 Look: TypeAlias = Literal["area", "line", "dashed", "dot", "ring", "cross"]
 Legend: TypeAlias = "tuple[tuple[Look, str, str], ...]"
 """Look, colour's role and name of each entry."""
 
 _LIGHT: Final = {**LIGHT, "page": "#f6f8fa", "edge": "#d1d9e0", "warn": "#9a6700"}
 _DARK: Final = {**DARK, "page": "#010409", "edge": "#30363d", "warn": "#d29922"}
-_TONES: Final[dict[str, Tone]] = {
-    "red": "bad",
-    "magenta": "bad",
-    "yellow": "warn",
-    "green": "good",
-    "dim": "dim",
-    "bold": "strong",
-}
+_TONES: Final[dict[str, Tone]] = {"red": "bad", "magenta": "bad", "yellow": "warn", "green": "good"}
 """By a word of a terminal's style, the first that is found."""
 
 
@@ -163,10 +156,6 @@ class Chart:
         series: list[tuple[Look, str, str]] = [(one.look, one.role, name) for one, name in named if name]
         return (*series, *(("dashed" if rule.dashed else "line", rule.role, rule.name) for rule in self.rules))
 
-    def record(self) -> Any:
-        """Return what the script draws, as JSON values."""
-        return to_plain(self)
-
 
 @dataclass(frozen=True)
 class Messages:
@@ -235,14 +224,15 @@ class Page:
         )
         template = environment.get_template("page.html.jinja")
         shown = [section for section in self.sections if section.blocks]
-        return template.render(page=self, sections=shown, light=_LIGHT, dark=_DARK, version=autoaccum.__version__)
+        about = {"light": _LIGHT, "dark": _DARK, "version": autoaccum.__version__, "to_plain": to_plain}
+        return template.render(page=self, sections=shown, **about)
 
 
 def tone_of(style: str) -> Tone:
     """Return the tone of a terminal's style.
 
-    >>> tone_of("bold red"), tone_of("bold"), tone_of("cyan")
-    ('bad', 'strong', '')
+    >>> tone_of("bold red"), tone_of("cyan")
+    ('bad', '')
     """
     return next((tone for word, tone in _TONES.items() if word in style.split()), "")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from autoaccum.guarding.cases import case_name
 from autoaccum.guarding.guard_result import Growth, Measurement, Report, Verdict
+from autoaccum.reporting.console import make_table
 from autoaccum.reporting.guard_report import (
     OUTCOMES,
     compared,
@@ -26,13 +27,10 @@ from autoaccum.reporting.page.blocks import (
     Page,
     Piece,
     Section,
-    Tone,
     tone_of,
 )
 from autoaccum.reporting.page.plan_page import purpose_legend, purpose_pieces
 from autoaccum.units import precise_bytes, signed_bytes
-
-_HEADS = (("", False), ("before", True), ("now", True), ("change", True), ("", True))
 
 
 def guard_page(report: Report, *, command: str) -> Page:
@@ -63,10 +61,10 @@ def _blocks(verdict: Verdict) -> Iterator[Block]:
     if verdict.traceback:
         yield Lines(tuple(verdict.traceback.rstrip().splitlines()), is_code=True)
     if before is not None and now is not None:
-        figures: list[tuple[tuple[str, ...], Tone]] = [
-            (cells, "bad" if worse else "") for cells, worse in figure_rows(before, now)
-        ]
-        yield Grid(_HEADS, tuple(tuple((text, tone) for text in cells) for cells, tone in figures))
+        table = make_table("", ">before", ">now", ">change", "")
+        for cells, worse in figure_rows(before, now):
+            table.add_row(*cells, style="red" if worse else "")
+        yield Grid.of(table)
     elif now is not None:
         yield Lines((describe_measurement(now),))
     yield from _purposes({"before": before, "now": now})

@@ -19,7 +19,6 @@ from autoaccum.reporting.figures.memory_data import (
     LEAST_SHARE,
     drawn_phases,
     is_far,
-    peak_remark,
     plan_title,
     tried_sizes,
 )
@@ -76,7 +75,7 @@ def plan_sections(plan: Plan, report: MemoryReport | None = None, seconds: float
     if report is not None:
         explanation, measured = report.explanation, plan.peak_bytes if plan.kind == "measured" else None
         sections += [
-            Section("Memory over one update", (Lines((peak_remark(plan, report),)), memory_chart(plan, report))),
+            Section("Memory over one update", (memory_chart(plan, report),)),
             Section("Where the memory goes", tuple(_account(explanation, measured))),
             Section("What would change it", _table(changes_table(explanation.changes))),
         ]

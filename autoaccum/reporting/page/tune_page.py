@@ -1,9 +1,9 @@
-"""The page of a study: the best setting, losses by learning rate and by time, their courses, and the trials."""
+"""The page of a study: the best setting, losses by learning rate and over the search, and the trials."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from autoaccum.reporting.page.blocks import (
     Axis,
@@ -44,7 +44,6 @@ def tune_page(tuning: Tuning, *, command: str) -> Page:
         sections=[
             Section("Result", (Facts.of(result_rows(tuning)),)),
             Section("Loss by learning rate", tuple(_by_rate(tuning))),
-            Section("Loss by time", tuple(_by_time(tuning))),
             Section("Course of the search", tuple(_by_number(tuning))),
             Section("Loss while training", tuple(_courses(tuning))),
             Section("Throughput", throughput_blocks(tuning.throughput)),
@@ -53,19 +52,6 @@ def tune_page(tuning: Tuning, *, command: str) -> Page:
             Section("Made with", (Facts.of(plain_facts(tuning.workload)),)),
         ],
     )
-
-
-def find_front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other beats in both numbers (the Pareto front), ascending in the first.
-
-    >>> find_front([(1, 9), (2, 9), (3, 4), (2, 5), (4, 4.5)])
-    [(1, 9), (2, 5), (3, 4)]
-    """
-    front: list[tuple[float, float]] = []
-    for point in sorted(points):
-        if not front or point[1] < front[-1][1]:
-            front.append(point)
-    return front
 
 
 def _by_rate(tuning: Tuning) -> Iterator[Block]:
@@ -77,27 +63,6 @@ def _by_rate(tuning: Tuning) -> Iterator[Block]:
         rule = Rule(name=f"the workload's own rate, {default:.3g}", role="muted", axis="x", value=default, dashed=True)
         x = Axis("learning rate", log=True)
         yield _chart("the loss over the learning rate", x, series, (low / 1.3, high * 1.3), (rule,))
-
-
-def _by_time(tuning: Tuning) -> Iterator[Block]:
-    """Yield losses over the seconds of training, with the front of those that no other beats in both."""
-    done = [row for row in tuning.rows if row.state == "complete" and row.loss is not None and row.seconds]
-    series = tuple(_series(tuning, lambda row: row.seconds if row in done else None))
-    if not series:
-        return
-    front = find_front([(row.seconds or 0.0, row.loss or 0.0) for row in done])
-    line = Series(
-        name="best for its time",
-        role="room",
-        look="line",
-        x=tuple(x for x, _ in front),
-        y=tuple(y for _, y in front),
-        step=True,
-        entry="no other is better in loss and time (Pareto front)",
-    )
-    times = [row.seconds or 0.0 for row in done]
-    x, ends = Axis("seconds of training"), (0.95 * min(times), 1.05 * max(times))
-    yield _chart("the loss over the time of training", x, (line, *series), ends)
 
 
 def _by_number(tuning: Tuning) -> Iterator[Block]:

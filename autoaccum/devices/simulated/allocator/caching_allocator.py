@@ -21,7 +21,7 @@ SMALL_SEGMENT_BYTES: Final = 2 * MIB
 LARGE_GRAIN_BYTES: Final = 2 * MIB
 LARGE_SEGMENT_BYTES: Final = 20 * MIB
 _LARGE_ALONE_BYTES: Final = 10 * MIB
-_MIN_BLOCK_BYTES: Final = 512
+MIN_BLOCK_BYTES: Final = 512
 _NO_LIMIT: Final = 1 << 60
 _ADDRESSES_WITHOUT_CARD: Final = 1 << 45
 
@@ -73,7 +73,7 @@ class CachingAllocator:
             CudaOutOfMemoryError: There is no room for it.
         """
         requested = size
-        size = -(-size // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES if self._divisions <= 1 else self._round_size(size)
+        size = -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES if self._divisions <= 1 else self._round_size(size)
         if stream:
             pool = self._pools_of(stream)[size > SMALL_BYTES]
         else:
@@ -84,7 +84,7 @@ class CachingAllocator:
             if block is None:
                 raise CudaOutOfMemoryError(requested)
         rest = block.size - size
-        if rest >= _MIN_BLOCK_BYTES and (
+        if rest >= MIN_BLOCK_BYTES and (
             pool.small or self._expandable or (rest > SMALL_BYTES and size < self._max_split)
         ):  # `should_split`
             pool.insert(block.split_at(size))
@@ -103,8 +103,8 @@ class CachingAllocator:
 
     def _round_size(self, size: int) -> int:
         """Round up to a step between two powers of two, or to a multiple of 512 bytes (`round_size`)."""
-        step = _MIN_BLOCK_BYTES
-        if self._divisions > 1 and size > _MIN_BLOCK_BYTES * self._divisions:
+        step = MIN_BLOCK_BYTES
+        if self._divisions > 1 and size > MIN_BLOCK_BYTES * self._divisions:
             step = (1 << size.bit_length() - 1) // self._divisions
         return -(-size // step) * step
 

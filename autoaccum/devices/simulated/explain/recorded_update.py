@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import Final
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMENT_BYTES
+from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMENT_BYTES, MIN_BLOCK_BYTES
 from autoaccum.devices.simulated.allocator.recording import Recording
 from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
 from autoaccum.errors import UsageError
@@ -18,8 +18,6 @@ _MOST_EDITS: Final = 2000
 _BAND_SHARE: Final = 100
 """The hundredth of a peak by which it may be off, beside the workspaces that were not measured."""
 
-
-_GRAIN_BYTES: Final = 512
 NOT_PREDICTED: Final = "not predicted"
 
 
@@ -75,7 +73,7 @@ class UpdateComparison:
         before: The bytes held before it.
         held: The most bytes held in it.
         reserved: The most bytes reserved in it.
-        recorded_requests, predicted_requests, equal_requests: Requests for memory, and those that are alike.
+        recorded_requests, predicted_requests: Requests for memory.
         first_difference: The first request of more than 512 bytes that differs: loops differ in scalars.
         differences: The sources that hold more or less at the peak; the largest difference comes first.
     """
@@ -86,7 +84,6 @@ class UpdateComparison:
     reserved: Figure
     recorded_requests: int
     predicted_requests: int
-    equal_requests: int
     first_difference: RequestDifference | None
     differences: tuple[SourceDifference, ...]
 
@@ -118,7 +115,7 @@ def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_by
     differ = ((one, other) for one, other, alike in paired if not alike)
     found = (names.describe(recording, one, other) for one, other in differ)
     first = next(
-        (each for each in found if max(each.recorded_bytes or 0, each.predicted_bytes or 0) > _GRAIN_BYTES), None
+        (each for each in found if max(each.recorded_bytes or 0, each.predicted_bytes or 0) > MIN_BLOCK_BYTES), None
     )
     recorded = _follow(recording, next(one for one, _, _ in paired if one is not None))
     at = max(range(trace.last_update, len(trace.events)), key=lambda at: (breakdown.held_bytes[at], at))
@@ -136,7 +133,6 @@ def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_by
         reserved=Figure(recorded.reserved_bytes, reserved_bytes, reserved_band),
         recorded_requests=sum(one is not None for one, _ in pairs),
         predicted_requests=len(blocks),
-        equal_requests=equal,
         first_difference=first,
         differences=differences,
     )
