@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoaccum.cli.flags import HelpWithHeadings, count, options, report_option, seconds
-from autoaccum.cli.outputs import check_report, running_words
+from autoaccum.cli.outputs import check_report, write_page
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
 
 if TYPE_CHECKING:
@@ -162,8 +161,7 @@ def command(
         if report is not None:
             from autoaccum.reporting.page.guard_page import guard_page
 
-            command = shlex.join(running_words(without=("form", "quiet")))
-            write_text(Path(report), guard_page(found, command=command).render(), force=force)
+            write_page(guard_page(found), report, force=force, without=("form", "quiet"))
     if found.exit_code:
         raise click.exceptions.Exit(_CANNOT_TELL if bisect and found.exit_code != 1 else found.exit_code)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from autoaccum.devices.explanation import MemoryReport
     from autoaccum.planning.plan_events import Event
     from autoaccum.planning.plan_record import Plan
+    from autoaccum.reporting.page.blocks import Page
 
 _WAYS_OUT = {
     "-o": "for the plan on stdout, use --json",
@@ -133,11 +134,9 @@ class Outputs:
         write_bytes(file, pickle.dumps(snapshot, protocol=4), force=self._force)
 
     def _write_page(self, plan: Plan, file: Path, seconds: float | None) -> None:
-        from autoaccum.files import write_text
         from autoaccum.reporting.page.plan_page import plan_page
 
-        page = plan_page(plan, self._account, command=shlex.join(running_words()), seconds=seconds)
-        write_text(file, page.render(), force=self._force)
+        write_page(plan_page(plan, self._account, seconds), file, force=self._force)
 
 
 def check_report(report: str | None, others: Mapping[str, str | None], *, force: bool) -> None:
@@ -147,6 +146,13 @@ def check_report(report: str | None, others: Mapping[str, str | None], *, force:
     if report is not None:
         check_output(report, force=force, hint=_WAYS_OUT["--report"])
         check_names({"--report": report, **{name: file for name, file in others.items() if file is not None}})
+
+
+def write_page(page: Page, file: str | Path, *, force: bool, **about: Any) -> None:
+    """Write a page with the command that makes it, in `running_words(**about)`."""
+    from autoaccum.files import write_text
+
+    write_text(Path(file), page.render(shlex.join(running_words(**about))), force=force)
 
 
 def check_names(files: Mapping[str, str]) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, report_option, seconds
-from autoaccum.cli.outputs import check_apart, check_report, running_words
+from autoaccum.cli.outputs import check_apart, check_report, running_words, write_page
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 
 if TYPE_CHECKING:
@@ -192,7 +191,10 @@ def _show(
             _write_pictures(tuning, Path(plot), force=force)
             written["pictures"] = Path(plot)
         if report is not None:
-            _write_page(tuning, Path(report), force=force)
+            from autoaccum.reporting.page.tune_page import tune_page
+
+            hidden = _without_password(tuning)
+            write_page(tune_page(tuning), report, force=force, without=("quiet",), instead=hidden)
             written["report"] = Path(report)
     except AutoaccumError:
         print_tuning(stderr, tuning, _offers(tuning, output), written)
@@ -224,14 +226,6 @@ def _write_pictures(tuning: Tuning, folder: Path, *, force: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for file, content in drawn.items():
         write_bytes(folder / file, content, force=force)
-
-
-def _write_page(tuning: Tuning, file: Path, *, force: bool) -> None:
-    from autoaccum.files import write_text
-    from autoaccum.reporting.page.tune_page import tune_page
-
-    command = shlex.join(running_words(without=("quiet",), instead=_without_password(tuning)))
-    write_text(file, tune_page(tuning, command=command).render(), force=force)
 
 
 def _without_password(tuning: Tuning) -> dict[str, str]:

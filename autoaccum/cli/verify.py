@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
 import click
 
 from autoaccum.cli.flags import HelpWithHeadings, count, options, report_option
-from autoaccum.cli.outputs import check_apart, check_report, running_words, stdout_kept
+from autoaccum.cli.outputs import check_apart, check_report, running_words, stdout_kept, write_page
 
 _CODE_DIFFERENT = 1
 _OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
@@ -105,8 +104,7 @@ def command(
     if report is not None:
         from autoaccum.reporting.page.verify_page import verify_page
 
-        page = verify_page(found, command=shlex.join(running_words()), again=again)
-        write_text(Path(report), page.render(), force=force)
+        write_page(verify_page(found, again=again), report, force=force)
         if not as_json:
             make_console().print(f"report in {report}", soft_wrap=True)
     if not found.equivalent:

@@ -52,7 +52,7 @@ class Parsed(HTMLParser):
 
 @cache
 def rendered(kind: str) -> str:
-    return pages()[kind].render()
+    return pages()[kind].render("autoaccum plan model.py")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,11 +90,11 @@ def test_a_plan_page_holds_what_the_plan_and_its_report_hold() -> None:
 
 def test_no_chart_is_empty() -> None:
     for name, (plan, report) in extremes().items():
-        parsed = Parsed(plan_page(plan, report, command="autoaccum plan").render())
+        parsed = Parsed(plan_page(plan, report).render())
         assert all(any(one["y"] for one in chart["series"]) for chart in parsed.charts), name
         assert len(parsed.charts) == (report is not None) + (name != "no peak measured"), name
     lost = dataclasses.replace(study(1), rows=(), standings=(), best=None, own=None, plan=None)
-    parsed = Parsed(tune_page(lost, command="autoaccum tune").render())
+    parsed = Parsed(tune_page(lost).render())
     assert [chart["name"] for chart in parsed.charts] == ["samples per second over the micro-batch"]
     assert "no trial finished its budget with a finite loss" in parsed.text
 
@@ -112,7 +112,7 @@ def test_a_schedule_of_ranks_has_a_bar_for_each_kind() -> None:
         plan, world_size=3, target_batch=7, micro_batch=2, iter_size=2, micro_batches=(2, 1), largest_fit=2,
         ranks=((2, 1), (1, 1), (1, 1)), trials=(trial(2, "ok", plan.peak_bytes),),
     )  # fmt: skip
-    text = " ".join(Parsed(plan_page(uneven, None, command="").render()).text.split())
+    text = " ".join(Parsed(plan_page(uneven, None).render()).text.split())
     assert "1 rank 2 + 1 3 samples each of 2 ranks 1 + 1 2 samples" in text
 
 

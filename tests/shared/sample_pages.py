@@ -48,15 +48,14 @@ def pages() -> dict[str, Page]:
     )
     verified = dataclasses.replace(DIFFERENT, workload={"model": EVIL}, notes=("random draws were held",))
     return {
-        "plan": plan_page(plan, memory, command="autoaccum plan model.py --target-batch 256", seconds=12.5),
+        "plan": plan_page(plan, memory, seconds=12.5),
         "plan on a CPU": plan_page(
             dataclasses.replace(measured, device={"name": "cpu", "kind": "cpu"}),
             None,
-            command="autoaccum plan model.py",
         ),
-        "verify": verify_page(verified, command="autoaccum verify model.py", again=["autoaccum", "verify", "model.py"]),
-        "guard": guard_page(report(*ALL.verdicts[:-1], grown), command="autoaccum guard"),
-        "tune": tune_page(study(), command="autoaccum tune model.py --target-batch 16"),
+        "verify": verify_page(verified, again=["autoaccum", "verify", "model.py"]),
+        "guard": guard_page(report(*ALL.verdicts[:-1], grown)),
+        "tune": tune_page(study()),
     }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autoaccum.devices.base import Trial
-from autoaccum.devices.explanation import MemoryReport, Timeline
+from autoaccum.devices.explanation import CATEGORIES, Category, CurvePoint, MemoryReport, Timeline
 from autoaccum.planning.plan_record import Plan
 
-FURTHEST = 1.6
+_FURTHEST = 1.6
 """Sizes beyond this multiple of the largest that fits are not drawn."""
 
 LEAST_SHARE = 0.002
@@ -47,7 +47,22 @@ def tried_sizes(plan: Plan) -> dict[int, Trial]:
     """Return the last trial of each size within the plan's own budget that is to be drawn, ascending."""
     known = [one for one in plan.trials if one.outcome != "error" and one.limit_bytes in (None, plan.limit_bytes)]
     last = sorted({trial.micro_batch: trial for trial in known}.items())
-    return {size: trial for size, trial in last if size <= FURTHEST * plan.largest_fit + 1}
+    return {size: trial for size, trial in last if size <= _FURTHEST * plan.largest_fit + 1}
+
+
+def peaks_by_size(plan: Plan, curve: Sequence[CurvePoint]) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """Return by micro-batch the peaks of trials that ran, the line through all that is known, and the least budgets."""
+    near = [one for one in curve if one.size <= _FURTHEST * plan.largest_fit + 1]
+    peaks = {size: one.peak_reserved_bytes or 0 for size, one in tried_sizes(plan).items() if one.ran}
+    peaks = {size: peak for size, peak in peaks.items() if peak}
+    least = {one.size: one.least_bytes for one in near if one.least_bytes is not None}
+    return peaks, {one.size: one.peak_bytes for one in near} or peaks, least
+
+
+def held_over_time(timeline: Timeline) -> tuple[dict[Category, tuple[int, ...]], list[int]]:
+    """Return the bytes in use over time by category, of those that ever hold some, and in all."""
+    held = {one: timeline.categories[one] for one in CATEGORIES if any(timeline.categories.get(one) or ())}
+    return held, list(map(sum, zip(*held.values(), strict=True))) or [0] * len(timeline.reserved_bytes)
 
 
 def drawn_phases(timeline: Timeline) -> Iterator[tuple[int, int, str]]:

@@ -12,17 +12,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from autoaccum.devices.base import Outcome
-from autoaccum.devices.explanation import CATEGORIES, CurvePoint, MemoryReport
+from autoaccum.devices.explanation import CurvePoint, MemoryReport
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.console import one_line
 from autoaccum.reporting.figures.colours import label
 from autoaccum.reporting.figures.file_format import Format
 from autoaccum.reporting.figures.memory_data import (
-    FURTHEST,
     LEAST_SHARE,
     drawn_phases,
+    held_over_time,
     is_far,
     peak_remark,
+    peaks_by_size,
     plan_title,
     tried_sizes,
 )
@@ -58,10 +59,8 @@ def _draw_timeline(axes: Axes, plan: Plan, report: MemoryReport) -> None:
     """Draw the memory of an update over its events, by category, with the limit."""
     timeline, explanation = report.timeline, report.explanation
     reserved, at = timeline.reserved_bytes, range(len(timeline.reserved_bytes))
-    held = {one: timeline.categories[one] for one in CATEGORIES if any(timeline.categories.get(one) or ())}
-    held.pop("unused", None)
+    held, used = held_over_time(timeline)
     areas = axes.stackplot(at, *held.values(), colors=[colour(one) for one in held], step="post", linewidth=0)
-    used = list(map(sum, zip(*held.values(), strict=True))) or [0] * len(reserved)
     cached: dict[str, Any] = {"facecolor": "none", "edgecolor": colour("unused"), "hatch": "//", "linewidth": 0}
     top = list(map(max, used, reserved))
     areas.append(axes.fill_between(at, used, top, step="post", **cached))
@@ -93,15 +92,12 @@ def _name_phases(axes: Axes, report: MemoryReport) -> None:
 
 def _draw_curve(axes: Axes, plan: Plan, curve: Sequence[CurvePoint]) -> None:
     """Draw the peak over the micro-batch: the sizes tried, the chosen one, and the headroom below the limit."""
-    furthest, tried = FURTHEST * plan.largest_fit + 1, tried_sizes(plan)
-    peaks = {size: one.peak_reserved_bytes for size, one in tried.items() if one.ran and one.peak_reserved_bytes}
-    line = {one.size: one.peak_bytes for one in curve if one.size <= furthest} or peaks
-    least = {one.size: one.least_bytes for one in curve if one.size <= furthest and one.least_bytes is not None}
+    tried, (peaks, line, least) = tried_sizes(plan), peaks_by_size(plan, curve)
     axes.plot(list(line), list(line.values()), color=colour("ran"))
     if least:
         said = "least budget" if plan.least_bytes is None else f"least budget: {format_bytes(plan.least_bytes)}"
         axes.plot(list(least), list(least.values()), color=colour("muted"), linestyle="--", label=said)
-    top = _finish(axes, plan.limit_bytes, max([plan.peak_bytes or 0, *(one for one in peaks.values() if one)]))
+    top = _finish(axes, plan.limit_bytes, max([plan.peak_bytes or 0, *peaks.values()]))
     ran, failed = ("ran", "did not fit") if plan.kind == "measured" else ("fits", "does not fit")
     looks: dict[Outcome, dict[str, Any]] = {
         "ok": {"marker": "o", "color": colour("ran"), "label": ran},

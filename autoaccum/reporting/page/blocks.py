@@ -201,19 +201,18 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A page: its kind, its title, the command that made it, the answer in a few tiles, and sections.
+    """A page: its kind, its title, the answer in a few tiles, and sections.
 
     Each tile is a name, a value and a tone. Sections without blocks are left out.
     """
 
     kind: str
     title: str
-    command: str
     tiles: Sequence[tuple[str, str, Tone]]
     sections: Sequence[Section] = field(default=())
 
-    def render(self) -> str:
-        """Return the file: styles, script and data are within, and it loads nothing."""
+    def render(self, command: str = "autoaccum") -> str:
+        """Return the file, with the command that made it: styles, script and data are within, and it loads nothing."""
         environment = jinja2.Environment(
             autoescape=True,
             trim_blocks=True,
@@ -224,8 +223,8 @@ class Page:
         )
         template = environment.get_template("page.html.jinja")
         shown = [section for section in self.sections if section.blocks]
-        about = {"light": _LIGHT, "dark": _DARK, "version": autoaccum.__version__, "to_plain": to_plain}
-        return template.render(page=self, sections=shown, **about)
+        about = {"command": command, "version": autoaccum.__version__, "to_plain": to_plain}
+        return template.render(page=self, sections=shown, light=_LIGHT, dark=_DARK, **about)
 
 
 def tone_of(style: str) -> Tone:

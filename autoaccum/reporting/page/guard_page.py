@@ -33,14 +33,13 @@ from autoaccum.reporting.page.plan_page import purpose_legend, purpose_pieces
 from autoaccum.units import precise_bytes, signed_bytes
 
 
-def guard_page(report: Report, *, command: str) -> Page:
+def guard_page(report: Report) -> Page:
     """Return the page of a guard."""
     counts = outcome_counts(report)
     worst_first = sorted(report.verdicts, key=lambda one: list(OUTCOMES).index(one.outcome))
     return Page(
         kind="autoaccum guard",
         title=", ".join(f"{count} {OUTCOMES[outcome][0]}" for outcome, count in counts.items()) or "no cases",
-        command=command,
         tiles=[
             (compared(report), str(len(report.verdicts)) + (" case" if len(report.verdicts) == 1 else " cases"), ""),
             *((OUTCOMES[outcome][0], str(count), tone_of(OUTCOMES[outcome][1])) for outcome, count in counts.items()),

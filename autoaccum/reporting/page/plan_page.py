@@ -15,10 +15,11 @@ from autoaccum.reporting.console import one_line
 from autoaccum.reporting.explain_report import changes_table, explanation_lines, module_name
 from autoaccum.reporting.figures.colours import label
 from autoaccum.reporting.figures.memory_data import (
-    FURTHEST,
     LEAST_SHARE,
     drawn_phases,
+    held_over_time,
     is_far,
+    peaks_by_size,
     plan_title,
     tried_sizes,
 )
@@ -48,7 +49,7 @@ from autoaccum.units import format_bytes, percent
 _OF_A_CARD = "where memory goes is known for cards: --gpu NAME simulates one"
 
 
-def plan_page(plan: Plan, report: MemoryReport | None, *, command: str, seconds: float | None = None) -> Page:
+def plan_page(plan: Plan, report: MemoryReport | None, seconds: float | None = None) -> Page:
     """Return the page of a plan, with its memory report if there is one, and the time that planning took."""
     peak = "not measured" if plan.peak_bytes is None else format_bytes(plan.peak_bytes)
     tiles: list[tuple[str, str, Tone]] = [
@@ -60,7 +61,6 @@ def plan_page(plan: Plan, report: MemoryReport | None, *, command: str, seconds:
     return Page(
         kind=f"autoaccum plan, {plan.kind}",
         title=one_line(plan_title(plan)),
-        command=command,
         tiles=tiles,
         sections=plan_sections(plan, report, seconds),
     )
@@ -93,9 +93,7 @@ def memory_chart(plan: Plan, report: MemoryReport) -> Chart:
     """Return the memory of an update over its events, by category, with the limit."""
     timeline, explanation = report.timeline, report.explanation
     reserved, last = timeline.reserved_bytes, len(timeline.reserved_bytes) - 1
-    held = {one: timeline.categories[one] for one in CATEGORIES if any(timeline.categories.get(one) or ())}
-    held.pop("unused", None)
-    used = list(map(sum, zip(*held.values(), strict=True))) or [0] * len(reserved)
+    held, used = held_over_time(timeline)
     held["unused"] = tuple(max(0, all_of - part) for all_of, part in zip(reserved, used, strict=True))
     most = max(explanation.peak_bytes, *reserved)
     areas = [
@@ -120,10 +118,7 @@ def memory_chart(plan: Plan, report: MemoryReport) -> Chart:
 
 def peak_chart(plan: Plan, curve: Sequence[CurvePoint]) -> Chart | None:
     """Return the peak over the micro-batch: the sizes tried, the chosen one, and the limit; None if none is known."""
-    furthest, tried = FURTHEST * plan.largest_fit + 1, tried_sizes(plan)
-    peaks = {size: one.peak_reserved_bytes for size, one in tried.items() if one.ran and one.peak_reserved_bytes}
-    line = {one.size: one.peak_bytes for one in curve if one.size <= furthest} or peaks
-    least = {one.size: one.least_bytes for one in curve if one.size <= furthest and one.least_bytes is not None}
+    tried, (peaks, line, least) = tried_sizes(plan), peaks_by_size(plan, curve)
     if not line:
         return None
     most = max([plan.peak_bytes or 0, *peaks.values()])

@@ -26,7 +26,7 @@ _STEEP = 20.0
 """Losses that differ by this factor are drawn on a logarithmic axis."""
 
 
-def tune_page(tuning: Tuning, *, command: str) -> Page:
+def tune_page(tuning: Tuning) -> Page:
     """Return the page of a study."""
     best, own = tuning.best, tuning.own
     tiles: list[tuple[str, str, Tone]] = [("trials", str(len(tuning.rows)), "")]
@@ -39,7 +39,6 @@ def tune_page(tuning: Tuning, *, command: str) -> Page:
     return Page(
         kind="autoaccum tune",
         title=f"{tuning.study}: {NOTHING if best is None else setting_words(best.setting, tuning.space)}",
-        command=command,
         tiles=tiles,
         sections=[
             Section("Result", (Facts.of(result_rows(tuning)),)),

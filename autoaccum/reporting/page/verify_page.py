@@ -18,14 +18,13 @@ from autoaccum.reporting.verify_report import (
 from autoaccum.verification.verification_result import Verification
 
 
-def verify_page(found: Verification, *, command: str, again: Sequence[str]) -> Page:
+def verify_page(found: Verification, *, again: Sequence[str]) -> Page:
     """Return the page of a verification; `again` is the command that suggestions begin with."""
     compared = sum(one.compared for comparison in found.comparisons for one in comparison.differences)
     name = str(found.workload.get("model") or found.workload.get("name") or "the workload")
     return Page(
         kind="autoaccum verify",
         title=f"{name}: {verdict(found, verbose=True).plain}",
-        command=command,
         tiles=[
             ("the accumulated update", *(("equivalent", "good") if found.equivalent else ("not equivalent", "bad"))),
             ("samples, in parts of", f"{found.target_batch} / {found.micro_batch}", ""),

@@ -161,6 +161,8 @@ def align_ends(
 
     >>> align_ends([7, 7, 1, 2, 9, 3], [1, 2, 3])
     [(2, 0), (3, 1), (4, None), (5, 2)]
+    >>> align_ends([1, 7, 7, 2], [1, 7, 2])
+    [(0, 0), (1, 1), (2, None), (3, 2)]
     """
     left, above = predicted[::-1], recorded[::-1]
     history: list[dict[int, int]] = [{1: 0}]
@@ -209,7 +211,7 @@ def _trace_back(
 
 
 def _match_early(pairs: list[tuple[int | None, int | None]], sizes: tuple[Sequence[int], Sequence[int]]) -> None:
-    """Match the first of equal requests, so that those without a counterpart come late: a difference is seen there."""
+    """Match the first of equal requests, so that those without one come late: a copy follows what it copies."""
     for start in range(len(pairs)):
         side = 1 if pairs[start][0] is None else 0
         end = start
