@@ -11,24 +11,19 @@ import argparse
 import base64
 import json
 import re
-import subprocess
+import sys
 import tempfile
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "shared"))
+
+from chromium import run_page
 
 VIEWS = ("Active Memory Timeline", "Allocator State History", "Active Cached Segment Timeline", "Allocator Settings")
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
-    *("--disable-background-networking", "--disable-component-update", "--hide-scrollbars", "--window-size=1500,900"),
-    "--virtual-time-budget=20000",
-)
 PAGE = """<!DOCTYPE html><meta charset="utf-8"><body><script>
 window.onerror = (text, file, line) => { document.title += `${text} (line ${line})\\n`; };
-</script><script src="d3.min.js"></script><script type="module">
-import {add_local_files} from "./viewer.js";
-add_local_files([{name: "step", base64: "SNAPSHOT"}], VIEW);
+</script>SOURCES
+add_local_files([{name: "step", base64: "DATA"}], VIEW);
 </script></body>"""
 
 
@@ -41,36 +36,23 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path())
     asked = parser.parse_args()
     asked.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        # What the viewer loads from the network is all part of d3.
-        pattern = re.compile(r'import (\* as d3|(\{[^}]*\})) from "[^"]*";')
-        (folder / "viewer.js").write_text(pattern.sub(_take_from_d3, asked.viewer.read_text()))
-        (folder / "d3.min.js").write_bytes(asked.d3.read_bytes())
-        data = base64.b64encode(asked.snapshot.read_bytes()).decode()
-        for number, view in enumerate(VIEWS):
-            page = PAGE.replace("SNAPSHOT", data).replace("VIEW", json.dumps(view))
-            (folder / f"{number}.html").write_text(page)
-        server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=name))
-        Thread(target=server.serve_forever, daemon=True).start()
-        for number, view in enumerate(VIEWS):
+    # What the viewer loads from the network is all part of d3.
+    viewer = re.sub(r'import (\* as d3|(\{[^}]*\})) from "[^"]*";', _take_from_d3, asked.viewer.read_text())
+    data = base64.b64encode(asked.snapshot.read_bytes()).decode()
+    sources = f'<script>{asked.d3.read_text()}</script><script type="module">{viewer}'
+    with tempfile.TemporaryDirectory() as folder:
+        for view in VIEWS:
+            page = Path(folder) / "page.html"
+            page.write_text(PAGE.replace("VIEW", json.dumps(view)).replace("DATA", data).replace("SOURCES", sources))
             picture = asked.output / f"{view.lower().replace(' ', '_')}.png"
-            flags = (*FLAGS, f"--user-data-dir={name}/profile{number}", f"--screenshot={picture}", "--dump-dom")
-            words = ["chromium", *flags, f"http://127.0.0.1:{server.server_port}/{number}.html"]
-            dom = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120).stdout
-            errors = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)
-            drawn = len(re.findall(r"<(?:rect|polygon)\b", dom))
+            done = run_page(page, "--hide-scrollbars", "--window-size=1500,900", f"--screenshot={picture}")
+            errors = re.search(r"<title>(.*?)</title>", done.stdout, re.DOTALL)
+            drawn = len(re.findall(r"<(?:rect|polygon)\b", done.stdout))
             print(f"{view}: {errors[1].strip() if errors else 'no error'}, {drawn} shapes, {picture}")
-        server.shutdown()
 
 
 def _take_from_d3(found: re.Match[str]) -> str:
     return "" if found[2] is None else f"const {found[2]} = d3;"
-
-
-class _Quiet(SimpleHTTPRequestHandler):
-    def log_message(self, *_: object) -> None:
-        """Say nothing of each request."""
 
 
 if __name__ == "__main__":
