@@ -187,7 +187,7 @@ class CardPlans:
             fleets[0].use(cards[0], cards[1:])
             return fleets[0].device(cards[0])
 
-        reference = make_setup(self._workload, request, on_output=self._on_output, make_device=make_first).reference
+        reference = make_setup(self._workload, request, on_output=self._on_output, device_maker=make_first).reference
 
         def plan(card: Card, device: Device) -> PlanRow:
             self._on_start(card.name, world_size)

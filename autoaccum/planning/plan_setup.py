@@ -44,7 +44,7 @@ def make_setup(
     checkout: Checkout | None = None,
     on_output: Callable[[str], None] | None = None,
     verb: str = "plan",
-    make_device: Callable[[TrialSettings], Device] = make_device,
+    device_maker: Callable[[TrialSettings], Device] | None = None,
 ) -> PlanSetup:
     """Resolve the workload and make the device that runs its trials.
 
@@ -56,7 +56,7 @@ def make_setup(
         checkout: The folder the workload's modules are imported from; None: this process's import path.
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
         verb: The command named in messages.
-        make_device: Makes the device, but for trials in this process.
+        device_maker: Makes the device, but for trials in this process; None: `make_device`.
 
     Raises:
         UsageError: Not exactly one of the three is given, or an option cannot be honoured.
@@ -86,7 +86,7 @@ def make_setup(
         options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are pickled with the workload.
         reference = f"{resolved.name} (made in code)"
         settings = dataclasses.replace(settings, reference=reference, pickled=_pickle(resolved), options=options)
-    return PlanSetup(make_device(settings), settings.reference, isolated=options.gpu is None)
+    return PlanSetup((device_maker or make_device)(settings), settings.reference, isolated=options.gpu is None)
 
 
 def resolve_workload(
