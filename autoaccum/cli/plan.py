@@ -77,7 +77,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", 
 @options("time_limit", "trial_limit")
 @click.option(
     "--sort",
-    type=click.Choice(["card", "ranks", "micro-batch", "iter_size", "needed", "peak", "headroom", "speed", "cost"]),
+    type=click.Choice(["card", "ranks", "micro-batch", "iter_size", "needed", "peak", "spare", "speed", "cost"]),
     metavar="COLUMN",
     help="With several cards: the column to order their table by, the best first.  [default: cost with --prices, "
     "else by generation and memory]",
@@ -203,6 +203,10 @@ def command(
     files = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot, "--report": report}
     chosen: dict[str, Any] = {"--explain": request["explain"], "--prefer fastest": request["prefer"] == "fastest"}
     chosen["--least"] = request["least"]
+    of_ranks = is_one_of_ranks()
+    source = click.get_current_context().get_parameter_source("world_size")
+    if request["parallel"] == "fsdp2" and source is ParameterSource.DEFAULT and not of_ranks:
+        raise UsageError("--parallel fsdp2 shards over ranks, and there is one", hint="say how many (--world-size N)")
     if several or isinstance(request["world_size"], range):
         chosen = files | chosen | {"--savers show": shows_savers}
         if isinstance(request["world_size"], range):
@@ -214,15 +218,11 @@ def command(
     if sort is not None or prices is not None:
         flag = "--sort" if prices is None else "--prices"
         raise UsageError(f"{flag} is for the table of several cards", hint="name them (--gpu all, --gpu rtx4090,h100)")
-    of_ranks = is_one_of_ranks()
     if shows_savers:
         chosen = files | chosen | {"--plot": None}
         chosen |= {f"--{name.replace('_', '-')}": request[name] for name in ("micro_batch", "max_trials", "time_limit")}
         _show_savers(workload, chosen, plot, as_json=as_json, force=force, quiet=quiet, **request)
         return
-    source = click.get_current_context().get_parameter_source("world_size")
-    if request["parallel"] == "fsdp2" and source is ParameterSource.DEFAULT and not of_ranks:
-        raise UsageError("--parallel fsdp2 shards over ranks, and there is one", hint="say how many (--world-size N)")
     outputs = Outputs(files, force=force)
     request |= {"picture": plot is not None, "snapshot": snapshot is not None, "report": report is not None}
     outputs.check(workload, 2 if of_ranks else request["world_size"])
@@ -297,14 +297,14 @@ def _compare(
     gpu, size = request["gpu"], request.pop("world_size")
     within = size if isinstance(size, range) else range(size, size + 1)
     several, ranged = _names_several(gpu), isinstance(size, range)
-    text = f"--gpu {gpu}" if several else f"--world-size {within[0]}..{within[-1]}"
+    given = next((flag for flag, value in chosen.items() if value), None)
+    of_cards = several and given != "--mesh"
+    text = f"--gpu {gpu}" if of_cards else f"--world-size {within[0]}..{within[-1]}"
     if gpu is None:
         raise UsageError(f"{text} compares numbers of ranks in a simulation", hint="name a card (--gpu NAME)")
-    if given := next((flag for flag, value in chosen.items() if value), None):
-        one = "card" if several else "number of ranks"
-        raise UsageError(
-            f"{text} makes a table, and {given} goes with one {one}", hint=f"give one {'name' if several else 'number'}"
-        )
+    if given is not None:
+        one, hint = ("card", "give one name") if of_cards else ("number of ranks", "give one number")
+        raise UsageError(f"{text} makes a table, and {given} goes with one {one}", hint=hint)
     check_alone(text)
     cards = {card.name: card for card in find_cards(gpu)}
     known = {} if prices is None else read_prices(prices)
@@ -342,7 +342,9 @@ def _compare(
         print_ranks_table(make_console(), rows)
     if not find_least(rows):
         who = f"{within[0]} to {within[-1]} ranks" if ranged else "these cards"
-        raise DoesNotFitError(f"none of {who} trains the model: {rows[-1].message}")
+        closest = max(rows, key=lambda row: (row.limit_bytes or 0, row.world_size))
+        where = f"on {closest.card}, " if several else ""
+        raise DoesNotFitError(f"none of {who} trains the model: {where}{closest.message}")
 
 
 def _show_savers(

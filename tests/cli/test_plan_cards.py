@@ -56,6 +56,7 @@ def test_a_table_of_cards_is_that_of_their_plans(folder: Path, command: Command)
     rows = {row["card"]: row for row in record["plans"]}
     assert list(rows)[:2] == sorted(("t4", "rtx3090"), key=lambda name: rows[name]["cost_per_million"])
     assert rows["rtx3060"]["cost_per_million"] is None
+    assert all(row["spare_bytes"] == row["limit_bytes"] - row["least_bytes"] >= 0 for row in rows.values())
     assert rows["rtx3090"]["samples_per_second"] > rows["rtx3060"]["samples_per_second"]
     for name in ("t4", "rtx3070"):
         alone = json.loads(command(folder, *ASKED, name, "--memory", "0.3%", "--json").stdout)
@@ -68,14 +69,14 @@ def test_the_table_is_shown_by_the_column_asked_for(folder: Path, command: Comma
     done = command(folder, *words, "10%")
     assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
     first, *rows = done.stdout.splitlines()
-    assert first.split() == ["card", "ranks", "fits", "micro-batch", "iter_size", "needed", "peak", "headroom", "speed"]
+    assert first.split() == ["card", "ranks", "fits", "micro-batch", "iter_size", "needed", "peak", "spare", "speed"]
     assert [line.split()[:3] for line in rows[:2]] == [["l4", "1", "yes"], ["rtx3060", "1", "yes"]]
     done = command(folder, *words, "1MiB")
     assert done.returncode == 1
     assert [line.split()[:4] for line in done.stdout.splitlines()[1:3]] == [
         [name, ">", "2", "no"] for name in ("rtx3060", "l4")
     ]
-    assert "error: none of 1 to 2 ranks trains the model: micro-batch 1 does not fit" in done.stderr
+    assert "error: none of 1 to 2 ranks trains the model: on rtx3060, micro-batch 1 does not fit" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,9 @@ def test_the_table_is_shown_by_the_column_asked_for(folder: Path, command: Comma
     [
         (["all", "-o", "plan.json"], "--gpu all makes a table, and -o goes with one card: give one name"),
         (["t4,l4", "--prefer", "fastest"], "--gpu t4,l4 makes a table, and --prefer fastest goes with one card"),
+        ([","], "there is no ',' among the 97 cards"),
+        (["t4,l4", "--parallel", "fsdp2"], "--parallel fsdp2 shards over ranks, and there is one"),
+        (["t4,l4", "--world-size", "1..2", "--mesh", "2"], "--world-size 1..2 makes a table, and --mesh goes with one"),
         (["t4,nothing"], "there is no 'nothing' among the 97 cards"),
         (["t4,l4", "--sort", "cost"], "--sort cost needs the prices of cards: give them (--prices FILE)"),
         (["t4,l4", "--sort", "size"], "'size' is not one of 'card', 'ranks', "),

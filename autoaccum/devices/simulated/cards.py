@@ -135,7 +135,8 @@ def find_cards(text: str) -> tuple[Card, ...]:
     """
     if text.strip().casefold() == ALL:
         return all_cards()
-    return tuple({card.name: card for card in map(find_card, filter(None, map(str.strip, text.split(","))))}.values())
+    names = [name for name in map(str.strip, text.split(",")) if name] or [text]
+    return tuple({card.name: card for card in map(find_card, names)}.values())
 
 
 def matching_cards(text: str) -> tuple[Card, ...]:
