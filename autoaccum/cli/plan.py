@@ -77,7 +77,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", 
 @options("time_limit", "trial_limit")
 @click.option(
     "--sort",
-    type=click.Choice(["card", "ranks", "micro-batch", "iter_size", "needed", "peak", "spare", "speed", "cost"]),
+    type=click.Choice(["card", "ranks", "micro-batch", "iter_size", "needed", "peak", "headroom", "speed", "cost"]),
     metavar="COLUMN",
     help="With several cards: the column to order their table by, the best first.  [default: cost with --prices, "
     "else by generation and memory]",

@@ -38,7 +38,7 @@ class PlanRow:
         micro_batch, iter_size, parallel, reduce, least_bytes, band_bytes: As in `Plan`.
         peak_bytes: As in `Plan`; where nothing fits, what the smallest trial would take, if it is known.
         limit_bytes: The budget of each rank.
-        spare_bytes: The budget less the least that the schedule needs.
+        headroom_bytes: The budget less the least that the schedule needs; that of `Plan` is less the peak.
         savers: The savers of the plan, which may have chosen them.
         update: The estimated seconds of an update, without what ranks exchange; None: not known.
         samples_per_second: The target batch in that time.
@@ -57,7 +57,7 @@ class PlanRow:
     least_bytes: int | None = None
     peak_bytes: int | None = None
     limit_bytes: int | None = None
-    spare_bytes: int | None = None
+    headroom_bytes: int | None = None
     band_bytes: int | None = None
     savers: tuple[str, ...] = ()
     update: SpeedEstimate | None = None
@@ -246,7 +246,7 @@ def plan_row(
         least_bytes=plan.least_bytes,
         peak_bytes=plan.peak_bytes,
         limit_bytes=plan.limit_bytes,
-        spare_bytes=None if plan.least_bytes is None else plan.limit_bytes - plan.least_bytes,
+        headroom_bytes=None if plan.least_bytes is None else plan.limit_bytes - plan.least_bytes,
         band_bytes=plan.band_bytes,
         savers=tuple(plan.workload.get("savers") or ()),
         update=update,

@@ -26,7 +26,7 @@ SORT_KEYS: Final[dict[str, Callable[[PlanRow], Any]]] = {
     "iter_size": lambda row: row.iter_size,
     "needed": lambda row: row.least_bytes,
     "peak": lambda row: row.peak_bytes,
-    "spare": lambda row: -(row.spare_bytes or 0),
+    "headroom": lambda row: -(row.headroom_bytes or 0),
     "speed": lambda row: -(row.samples_per_second or 0),
     "cost": lambda row: row.cost_per_million,
 }
@@ -61,25 +61,25 @@ def print_cards_table(console: Console, rows: Sequence[PlanRow], *, names_ranks:
         ">iter_size",
         ">needed",
         ">peak",
-        ">spare",
+        ">headroom",
         ">speed",
         *([">cost"] if with_costs else []),
         *(["savers"] if with_savers else []),
     )
     for row in shown:
         ranks = [str(row.world_size) if row.fits else f"> {most}"] if names_ranks else []
-        spare = _NONE if row.spare_bytes is None else f"{row.spare_bytes / MIB:,.0f} MiB"
+        headroom = _NONE if row.headroom_bytes is None else f"{row.headroom_bytes / MIB:,.0f} MiB"
         speed = _NONE if row.samples_per_second is None else f"{row.samples_per_second / fastest:.3f}"
         cost = [_NONE if row.cost_per_million is None else f"{row.cost_per_million:.3g}"] if with_costs else []
         savers = [format_savers(row.savers) if row.fits else _NONE] if with_savers else []
         style = "" if row.fits else "magenta"
-        table.add_row(row.card, *ranks, *_cells(row), spare, speed, *cost, *savers, style=style)
+        table.add_row(row.card, *ranks, *_cells(row), headroom, speed, *cost, *savers, style=style)
     print_table(console, table, whole=True)
     notes = [
         "needed: the smallest budget at which the schedule would still run; `autoaccum plan --gpu NAME` predicts one"
         " card alone, from a trace of its own parts",
-        "spare: the budget less what is needed; peak: what the allocator would cache if it had room, so it may exceed"
-        " the budget",
+        "headroom: the budget less what is needed; peak: what the allocator would cache if it had room, so it may"
+        " exceed the budget",
         "speed: samples per second as a share of the fastest, an estimate from FLOPs, bytes and kernels; a ratio may be"
         f" off by {RATIO_BAND:g} times" + (", and what ranks exchange is left out" if most > 1 else ""),
     ]

@@ -56,7 +56,7 @@ def test_a_table_of_cards_is_that_of_their_plans(folder: Path, command: Command)
     rows = {row["card"]: row for row in record["plans"]}
     assert list(rows)[:2] == sorted(("t4", "rtx3090"), key=lambda name: rows[name]["cost_per_million"])
     assert rows["rtx3060"]["cost_per_million"] is None
-    assert all(row["spare_bytes"] == row["limit_bytes"] - row["least_bytes"] >= 0 for row in rows.values())
+    assert all(row["headroom_bytes"] == row["limit_bytes"] - row["least_bytes"] >= 0 for row in rows.values())
     assert rows["rtx3090"]["samples_per_second"] > rows["rtx3060"]["samples_per_second"]
     for name in ("t4", "rtx3070"):
         alone = json.loads(command(folder, *ASKED, name, "--memory", "0.3%", "--json").stdout)
@@ -69,7 +69,7 @@ def test_the_table_is_shown_by_the_column_asked_for(folder: Path, command: Comma
     done = command(folder, *words, "10%")
     assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
     first, *rows = done.stdout.splitlines()
-    assert first.split() == ["card", "ranks", "fits", "micro-batch", "iter_size", "needed", "peak", "spare", "speed"]
+    assert first.split() == ["card", "ranks", "fits", "micro-batch", "iter_size", "needed", "peak", "headroom", "speed"]
     assert [line.split()[:3] for line in rows[:2]] == [["l4", "1", "yes"], ["rtx3060", "1", "yes"]]
     done = command(folder, *words, "1MiB")
     assert done.returncode == 1
