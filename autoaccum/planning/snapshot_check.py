@@ -14,6 +14,7 @@ from autoaccum.devices.simulated.allocator.recorded_replay import (
 )
 from autoaccum.devices.simulated.allocator.recording import read_recording
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.errors import UsageError
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import make_setup
 
@@ -70,9 +71,14 @@ def check_snapshot(
         on_output: Receives each line the workload prints; stderr otherwise.
 
     Raises:
-        UsageError: The file is no complete snapshot, or its end is no such update.
+        UsageError: The file is no complete snapshot, or its end is no such update; or `micro_batch` is too large.
         WorkloadError, NotMeasuredError: The workload cannot be simulated.
     """
+    if micro_batch > request.target_batch:
+        raise UsageError(
+            f"a micro-batch of {micro_batch} is more than the {request.target_batch} samples of an update",
+            hint="give those of the recorded run (--micro-batch, --target-batch)",
+        )
     recording = read_recording(snapshot)
     not_replayed = why_not_replayed(recording)
     difference = None if not_replayed is not None else replay_recording(recording)

@@ -66,7 +66,7 @@ def test_another_model_is_told_by_module_operator_and_line(command: Command, fol
     assert difference == update["held"]["recorded"] - update["held"]["predicted"] < 0
 
 
-def test_a_record_that_is_shorter_than_an_update_says_why(command: Command, folder: Path) -> None:
+def test_what_cannot_be_the_recorded_update_says_why(command: Command, folder: Path) -> None:
     file = folder / "step.pickle"
     snapshot = pickle.loads(file.read_bytes())
     snapshot["device_traces"] = [snapshot["device_traces"][0][-60:]]
@@ -76,3 +76,7 @@ def test_a_record_that_is_shorter_than_an_update_says_why(command: Command, fold
     assert done.stderr.startswith("error: the record does not end with an update in micro-batches of 24 + 24: not half")
     assert "recorded ones; older events were dropped (max_entries): give" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+    done = run(command, folder, "--target-batch", "12")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: a micro-batch of 24 is more than the 12 samples of an update: give those")

@@ -51,11 +51,16 @@ _OF_A_CARD = "where memory goes is known for cards: --gpu NAME simulates one"
 
 def plan_page(plan: Plan, report: MemoryReport | None, seconds: float | None = None) -> Page:
     """Return the page of a plan, with its memory report if there is one, and the time that planning took."""
-    peak = "not measured" if plan.peak_bytes is None else format_bytes(plan.peak_bytes)
+    # What is cached beyond what is needed may exceed the budget, which looks as if the plan did not fit.
+    name, size = ("peak", plan.peak_bytes) if plan.least_bytes is None else ("needed", plan.least_bytes)
     tiles: list[tuple[str, str, Tone]] = [
         ("micro-batch, in samples", str(plan.micro_batch), "good"),
         ("micro-batches per update (iter_size)", str(plan.iter_size), ""),
-        ("peak, predicted" if plan.kind == "predicted" else "peak", peak, ""),
+        (
+            f"{name}, predicted" if plan.kind == "predicted" else name,
+            "not measured" if size is None else format_bytes(size),
+            "",
+        ),
         ("budget", format_bytes(plan.limit_bytes), ""),
     ]
     return Page(
