@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(str(error)) from None
     table.write("machine", "variables", {name: value for name, value in os.environ.items() if _steers(name)})
-    bench = Bench(place, card, options.size, before)
+    bench = Bench(place, card, options.size, before, options.match)
     wanted = re.compile(options.match)
     jobs = (job for job in bench.jobs() if job[0] in options.only and wanted.search(f"{job[0]}: {job[1]}"))
     try:

@@ -36,12 +36,14 @@ class Bench:
         card: Which is simulated.
         size: Samples in a micro-batch, of all cases; None: as they have it.
         before: NVML's record of all cards from before this process used one.
+        match: The pattern of the rows that are wanted.
     """
 
     place: torch.device | None
     card: Card
     size: int | None = None
     before: Any = None
+    match: str = ""
     _simulated: dict[str, Simulated] = field(default_factory=dict)
     _device: tuple[TrialSettings, Device] | None = None
 
@@ -64,7 +66,7 @@ class Bench:
 
     def _constant(self, operation: Operation) -> Row:
         if not self._simulated:
-            self._simulated = ask_simulation(self.card)
+            self._simulated = ask_simulation(self.card, self.match)
         measured = None if self.place is None else measure_operation(operation, self.place)
         return compare_operation(self._simulated[operation.title], measured)
 

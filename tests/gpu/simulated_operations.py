@@ -1,4 +1,6 @@
-"""`python -m tests.gpu.simulated_operations CARD`: what a simulated card is asked for by each operation, as JSON lines.
+"""`python -m tests.gpu.simulated_operations CARD MATCH`: what a simulated card is asked for by operations.
+
+It answers in JSON lines, for those with a title in which the pattern MATCH is found.
 
 A process of its own: a simulation changes PyTorch for the whole process, and this one must not touch a card.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -38,9 +41,9 @@ class Simulated:
     error: str | None = None
 
 
-def ask_simulation(card: Card) -> dict[str, Simulated]:
-    """Simulate all operations on `card` in a process of its own; return them by title."""
-    command = [sys.executable, "-m", "tests.gpu.simulated_operations", json.dumps(dataclasses.asdict(card))]
+def ask_simulation(card: Card, match: str) -> dict[str, Simulated]:
+    """Simulate operations whose rows `match` finds on `card` in a process of its own; return them by title."""
+    command = [sys.executable, "-m", "tests.gpu.simulated_operations", json.dumps(dataclasses.asdict(card)), match]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         command, capture_output=True, text=True, check=True, cwd=PACKAGE_ROOT, timeout=200, env=environment
@@ -83,10 +86,12 @@ def main() -> None:
     """Answer for the card of the command line."""
     record = json.loads(sys.argv[1])
     card, recorder = Card(**{**record, "capability": tuple(record["capability"])}), Recorder()
+    wanted = re.compile(sys.argv[2])
     with simulate(card, recorder):
         torch.manual_seed(0)
         for operation in all_operations():
-            print(json.dumps(dataclasses.asdict(simulate_operation(operation, card, recorder))), flush=True)
+            if wanted.search(f"constants: {operation.title}"):
+                print(json.dumps(dataclasses.asdict(simulate_operation(operation, card, recorder))), flush=True)
 
 
 if __name__ == "__main__":
