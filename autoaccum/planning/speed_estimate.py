@@ -31,7 +31,8 @@ better part of it."""
 _REACHED_BYTES: Final = 0.8
 """The same of its memory's bandwidth, in operators that read and write whole tensors."""
 
-_BAND: Final = 2.5
+BAND: Final = 2.5
+"""The factor by which a number of seconds may be off."""
 RATIO_BAND: Final = 1.6
 """The factor by which a ratio between two cards may be off, for the same workload: cards with little power for their
 size (L4, RTX 6000 Ada, H100 PCIe) reach less of their rates than others do."""
@@ -81,7 +82,7 @@ def estimate_seconds(
     on_host = cost.host_bytes.of(parts) / _HOST_BYTES
     seconds = computing + moving + on_host
     least = max(computing, moving) + on_host
-    return SpeedEstimate(seconds=seconds, least_seconds=least / _BAND, most_seconds=seconds * _BAND)
+    return SpeedEstimate(seconds=seconds, least_seconds=least / BAND, most_seconds=seconds * BAND)
 
 
 def estimate_throughput(

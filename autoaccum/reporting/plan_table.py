@@ -11,7 +11,7 @@ from rich.console import Console
 from autoaccum.checks import join_words
 from autoaccum.planning.plan_comparison import PlanRow, find_least
 from autoaccum.planning.saver_choice import format_savers
-from autoaccum.planning.speed_estimate import RATIO_BAND
+from autoaccum.planning.speed_estimate import BAND, RATIO_BAND
 from autoaccum.reporting.console import make_table, print_table, print_wrapped
 from autoaccum.serialization import to_plain
 from autoaccum.units import MIB, format_bytes
@@ -43,7 +43,7 @@ def sort_rows(rows: Sequence[PlanRow], column: str | None) -> list[PlanRow]:
         value = key(row)
         return not row.fits, value is None, value or 0
 
-    return sorted(rows, key=lambda row: (not row.fits, row.card)) if column == "card" else sorted(rows, key=order)
+    return sorted(rows, key=order)
 
 
 def print_cards_table(console: Console, rows: Sequence[PlanRow], *, names_ranks: bool = False) -> None:
@@ -84,7 +84,7 @@ def print_cards_table(console: Console, rows: Sequence[PlanRow], *, names_ranks:
         f" off by {RATIO_BAND:g} times" + (", and what ranks exchange is left out" if most > 1 else ""),
     ]
     if with_costs:
-        notes.append("cost: of a million samples by the prices and that estimate, which may be off by 2.5 times")
+        notes.append(f"cost: of a million samples by the prices and that estimate, which may be off by {BAND:g} times")
     for note in notes:
         print_wrapped(console, note)
 
