@@ -24,6 +24,9 @@ from autoaccum.planning.device_choice import has_nvidia_gpu
 
 __all__ = ["command", "nurseries", "warm_children", "warm_python", "warm_ranks"]
 
+# Not part of README's second command: `.ci/run` installs these libraries in its second environment.
+collect_ignore = [] if find_spec("timm") else ["libraries"]
+
 # Set before torch is imported, here and in child processes: on few cores, the threads of several test processes
 # would wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -143,9 +146,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(
             f"gpu: {count} tests deselected, too few CUDA cards here: see tests/gpu/README.md", yellow=True
         )
-    if find_spec("timm") is None:
+    if collect_ignore:
         terminalreporter.write_line(
-            "timm: tests/libraries/test_timm.py left out, timm is not installed: pip install -e '.[timm]'", yellow=True
+            "libraries: tests/libraries left out, timm is not here: pip install -e '.[test,libraries]'", yellow=True
         )
     if not any(_MEASURED.glob("*.json")):
         terminalreporter.write_line(

@@ -20,7 +20,7 @@ LOOPS = {"accelerate_loop", "lightning_manual", "ddp_loop", "fsdp2_loop"}
 """Loops of a framework's, which there is nothing to plan of."""
 ELSEWHERE = {"digits_fit", "batchnorm_modes", "gan", "accelerate_loop", "lightning_manual"}
 """What tests/training/test_digits_example.py, tests/verification/test_verified_examples.py, a test below, and
-test_framework_examples.py run."""
+tests/libraries/test_framework_examples.py run."""
 COMMANDS = {
     (path.stem, line)
     for path in EXAMPLES

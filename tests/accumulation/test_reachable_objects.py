@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import importlib.util
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -53,18 +52,6 @@ def test_user_classes_are_told_from_a_library_s() -> None:
 def test_modules_are_found_behind_decorators_and_in_plain_containers() -> None:
     modules, _ = find_reachable([functools.partial(reaching_loss)])
     assert modules == {"large": TEACHERS["large"], "small": TEACHERS["small"][0]}
-
-
-@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_a_library_s_mapping_is_not_entered() -> None:
-    from transformers.activations import ACT2FN
-
-    def named(model: nn.Module, batch: Any) -> Any:
-        return ACT2FN["gelu"](model(batch))
-
-    before = list(dict.items(ACT2FN))
-    assert find_reachable([named, None]) == ({}, [])
-    assert list(dict.items(ACT2FN)) == before
 
 
 def test_modules_and_generators_of_functions_are_found() -> None:

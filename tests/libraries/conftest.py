@@ -1,12 +1,8 @@
-"""All of it is slow, its imports too; what needs timm is left out where there is none: it stands on torchvision."""
+"""All of it is slow, its imports too; tests/conftest.py leaves it out without the extra `libraries`."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
-
-collect_ignore = [] if find_spec("timm") else ["test_timm.py"]
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:

@@ -22,14 +22,13 @@ from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
 from autoaccum.workload.objective import resolve_objective
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET, MICRO_BATCH, RATE = 12, 5, 0.1
 
 # Theirs: Lightning warns of loaders without workers, and uses what torch deprecates.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("lightning", "accelerate", "torch.jit")
 ] + [
-    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
@@ -37,13 +36,11 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def accelerate_loop() -> Any:
-    pytest.importorskip("accelerate", reason="accelerate is not installed: its example is not tested")
     return example("accelerate_loop")
 
 
 @pytest.fixture(scope="module")
 def lightning_manual() -> Any:
-    pytest.importorskip("lightning.pytorch", reason="lightning is not installed: its example is not tested")
     return example("lightning_manual")
 
 
