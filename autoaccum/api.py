@@ -34,6 +34,7 @@ def plan(
     workload: str | os.PathLike[str] | Workload | None = None,
     *,
     target_batch: int,
+    trainer: Any = None,
     model: nn.Module | None = None,
     batch: Any = None,
     loss: Any = None,
@@ -73,8 +74,10 @@ def plan(
     return the plan of the one where the least fits. `world_size` alone plans for ranks on one device.
 
     Args:
-        workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
+        workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`. The name may be a Trainer's.
         target_batch: Samples per update, over all ranks.
+        trainer: A Trainer of transformers or Lightning, in place of a workload: trials run its model, batches of the
+            longest of 256 samples of its dataset, its loss, optimizer, precision and evaluation, and leave it as it is.
         model: A live model, on the device it is to be trained on. The arguments up to `evaluate` go with it.
         batch: `batch(size)`; or a batch, which is repeated and cut to size.
         loss: `loss(model, batch)`, or a criterion.
@@ -139,7 +142,7 @@ def plan(
         snapshot=snapshot,
     )
     live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
-    live |= {"reduction": reduction, "evaluate": evaluate, "split": split, "size": size}
+    live |= {"trainer": trainer, "reduction": reduction, "evaluate": evaluate, "split": split, "size": size}
     live |= {"outputs": outputs, "coupled_loss": coupled_loss}
     return make_plan(workload, request, live=live, on_event=on_event, on_output=on_output)
 
@@ -282,6 +285,7 @@ def verify(
     *,
     target_batch: int = 16,
     micro_batch: int | None = None,
+    trainer: Any = None,
     model: nn.Module | None = None,
     batch: Any = None,
     loss: Any = None,
@@ -310,6 +314,7 @@ def verify(
         workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
         target_batch: Samples of the full batch.
         micro_batch: The most samples to run at once; a quarter of the target when None.
+        trainer: A Trainer of transformers or Lightning, in place of a workload.
         model: A live model, in place of a workload. The arguments up to `reduction` go with it.
         batch: `batch(size)`; or a batch, which is repeated and cut to size.
         loss: `loss(model, batch)`, or a criterion.
@@ -339,6 +344,7 @@ def verify(
 
     live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
     live |= {"split": split, "size": size, "reduction": reduction, "outputs": outputs, "coupled_loss": coupled_loss}
+    live |= {"trainer": trainer}
     return run_verification(
         workload,
         Options.of("verify", {"device": "cpu", **options}),

@@ -51,8 +51,8 @@ def make_setup(
     Args:
         workload: A reference, a Workload, or None where live objects are given.
         request: The target batch, the options, and the limits of the search.
-        live: Live objects: `model`, `batch`, `loss`, `criterion`, `outputs`, `coupled_loss`, `weight`, `reduction`,
-            `evaluate`, `split` and `size`; those not given are None or left out.
+        live: A `trainer`, or live objects: `model`, `batch`, `loss`, `criterion`, `outputs`, `coupled_loss`, `weight`,
+            `reduction`, `evaluate`, `split` and `size`; those not given are None or left out.
         checkout: The folder the workload's modules are imported from; None: this process's import path.
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
         verb: The command named in messages.
@@ -100,6 +100,8 @@ def resolve_workload(
     """
     given = [name for name, value in live.items() if value is not None]
     if workload is None:
+        if live.get("trainer") is not None:
+            return _read_trainer(live["trainer"], given, options, share, verb)
         return _read_live_objects(live, given, options, verb)
     if given:
         raise UsageError(f"a workload is given, and {join_words(given)} too", hint=_usage(verb))
@@ -113,8 +115,29 @@ def resolve_workload(
     return os.fspath(workload)
 
 
+def _read_trainer(trainer: Any, given: list[str], options: Options, share: int, verb: str) -> LiveObjects:
+    """Return a Trainer's model, which shares its tensors, with the Trainer's own way to train it."""
+    from autoaccum.devices.in_place import LiveObjects
+    from autoaccum.workload.samples import take_longest
+    from autoaccum.workload.trainers import workload_of
+
+    if given != ["trainer"]:
+        others = join_words(name for name in given if name != "trainer")
+        raise UsageError(f"a trainer is given, and {others} too", hint="the trainer has its own: leave them out")
+    workload = workload_of(trainer, live=True)
+    if workload is None:
+        raise UsageError(
+            f"trainer is of type {type(trainer).__name__}", hint="give a Trainer of transformers or Lightning"
+        )
+    if options.worst_of is not None:
+        workload = take_longest(workload, options.worst_of, share)
+    return LiveObjects.of_workload(workload, options)
+
+
 def _usage(verb: str) -> str:
-    ways = '{0}("model.py", ...), {0}(Workload(...), ...), or {0}(model=..., batch=..., loss=..., ...)'
+    ways = (
+        '{0}("model.py", ...), {0}(Workload(...), ...), {0}(trainer=...), or {0}(model=..., batch=..., loss=..., ...)'
+    )
     return f"give one: {ways.format(verb)}"
 
 

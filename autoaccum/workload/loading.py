@@ -26,6 +26,7 @@ from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.workload.module_names import split_reference
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload
+from autoaccum.workload.trainers import check_import, workload_of
 
 _SPECIAL = {
     *("model", "batch", "split", "size", "batchnorm", "coupled", "outputs", "coupled_loss"),
@@ -40,9 +41,9 @@ def load_workload(reference: str, command: str = "plan") -> Workload:
     """Load the workload that `reference` names.
 
     A file or module defines `workload = autoaccum.Workload(...)`, or the fields of a Workload by their names. `:name`
-    names a Workload, or a model (function, class or instance) to be used instead of `model`. `batch` may be missing if
-    there is a `dataset` (see `samples`). A `batchnorm` that is not a string, and a `split` or `size` without the other,
-    are ignored.
+    names a Workload, a Trainer (see `trainers`), or a model (function, class or instance) to be used in place of
+    `model`. `batch` may be missing if there is a `dataset` (see `samples`). A `batchnorm` that is not a string, and a
+    `split` or `size` without the other, are ignored.
 
     Args:
         reference: The file or module, and the name.
@@ -54,6 +55,8 @@ def load_workload(reference: str, command: str = "plan") -> Workload:
     target, name = _parse_reference(reference)
     if _is_path(target):
         path = _find_file(target)
+        if name is not None:
+            check_import(path, name)
         module = import_file(path)
         _check_named(module, name, reference, command)
         return _read(module, name, path.name, path.stem, path)
@@ -110,6 +113,8 @@ def _read(module: ModuleType, name: str | None, label: str, title: str, path: Pa
     if isinstance(chosen, Workload):
         title = title if chosen.name == "workload" else chosen.name
         return dataclasses.replace(chosen, name=title, **origin)
+    if (trained := workload_of(chosen)) is not None:
+        return dataclasses.replace(trained, name=title, **origin)
     if name is None and chosen is not None:
         raise WorkloadError(
             f"workload in {label} is {describe_type(chosen)}",
@@ -119,7 +124,8 @@ def _read(module: ModuleType, name: str | None, label: str, title: str, path: Pa
         description = f"the class {chosen.__name__}" if isinstance(chosen, type) else describe_type(chosen)
         raise WorkloadError(
             f"{name} in {label} is {description}, neither a workload nor a model",
-            hint="name an autoaccum.Workload, an nn.Module, its class, or a function that returns one",
+            hint="name an autoaccum.Workload, an nn.Module, its class, a function that returns one, or a Trainer of"
+            " transformers or Lightning",
         )
     model = _require(module, "model", label) if chosen is None else chosen
     found = {key: value for key in _OPTIONAL if (value := getattr(module, key, None)) is not None}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.checks import describe_type, type_name
-from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.errors import AutoaccumError, UsageError, WorkloadError
 
 _FACTORY = "write def optimizer(params): return torch.optim.AdamW(params, lr=1e-3)"
 
@@ -121,6 +123,47 @@ def closure_refusal(name: str, error: type[AutoaccumError] = WorkloadError) -> A
         f"{name} needs a closure, which would run the model again within the update",
         hint="use an optimizer whose step() needs none, such as AdamW or SGD",
     )
+
+
+@dataclass(frozen=True)
+class OptimizerLike:
+    """Makes an optimizer with the class, the groups and the settings of a live one, and an empty state.
+
+    Attributes:
+        kind: The class.
+        kept: The attributes that it pickles, without its state and its groups.
+        groups: The settings of each group.
+        places: The parameters of each group, by their index among the model's trainable ones.
+    """
+
+    kind: type[Optimizer]
+    kept: dict[str, Any]
+    groups: tuple[dict[str, Any], ...]
+    places: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> OptimizerLike:
+        """Describe `optimizer` without frozen parameters; raise UsageError unless the others are among `trained`."""
+        at = {id(parameter): place for place, parameter in enumerate(trained)}
+        held = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+        if any(id(parameter) not in at for group in held for parameter in group):
+            raise UsageError(
+                f"the {type_name(optimizer)} holds parameters that are not the model's, which no simulation has",
+                hint="make them part of the model; or write model, batch and loss into a file and plan that",
+            )
+        kept = {name: value for name, value in optimizer.__getstate__().items() if name != "state"}
+        groups = tuple({k: v for k, v in group.items() if k != "params"} for group in kept.pop("param_groups"))
+        return cls(type(optimizer), kept, groups, tuple(tuple(at[id(p)] for p in group) for group in held))
+
+    def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
+        """Make an optimizer of `params`, the trainable parameters of a model."""
+        made = self.kind.__new__(self.kind)
+        groups = [
+            {"params": [params[place] for place in places], **settings}
+            for settings, places in zip(self.groups, self.places, strict=True)
+        ]
+        made.__setstate__({**self.kept, "state": defaultdict(dict), "param_groups": groups})
+        return made
 
 
 def get_learning_rate(optimizer: Optimizer) -> float:

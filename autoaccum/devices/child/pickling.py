@@ -7,8 +7,7 @@ import dataclasses
 import io
 import pickle
 import sys
-from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.argument_checks import unwrap_model, unwrap_optimizer
-from autoaccum.checks import type_name
 from autoaccum.errors import UsageError, first_line
+from autoaccum.workload.optimizers import OptimizerLike
 from autoaccum.workload.spec import Workload
 
 _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(
@@ -87,47 +86,6 @@ class PackedModel:
         """Make a new model; in a simulation that builds lazily, its weights take no memory."""
         model: nn.Module = pickle.loads(self.content)
         return model
-
-
-@dataclass(frozen=True)
-class OptimizerLike:
-    """Makes an optimizer with the class, the groups and the settings of a live one, and an empty state.
-
-    Attributes:
-        kind: The class.
-        kept: The attributes that it pickles, without its state and its groups.
-        groups: The settings of each group.
-        places: The parameters of each group, by their index among the model's trainable ones.
-    """
-
-    kind: type[Optimizer]
-    kept: dict[str, Any]
-    groups: tuple[dict[str, Any], ...]
-    places: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    def of(cls, optimizer: Optimizer, trained: Sequence[nn.Parameter]) -> OptimizerLike:
-        """Describe `optimizer` without frozen parameters; raise UsageError unless the others are among `trained`."""
-        at = {id(parameter): place for place, parameter in enumerate(trained)}
-        held = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-        if any(id(parameter) not in at for group in held for parameter in group):
-            raise UsageError(
-                f"the {type_name(optimizer)} holds parameters that are not the model's, which no simulation has",
-                hint=f"make them part of the model; or {_HINT}",
-            )
-        kept = {name: value for name, value in optimizer.__getstate__().items() if name != "state"}
-        groups = tuple({k: v for k, v in group.items() if k != "params"} for group in kept.pop("param_groups"))
-        return cls(type(optimizer), kept, groups, tuple(tuple(at[id(p)] for p in group) for group in held))
-
-    def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
-        """Make an optimizer of `params`, the trainable parameters of a model."""
-        made = self.kind.__new__(self.kind)
-        groups = [
-            {"params": [params[place] for place in places], **settings}
-            for settings, places in zip(self.groups, self.places, strict=True)
-        ]
-        made.__setstate__({**self.kept, "state": defaultdict(dict), "param_groups": groups})
-        return made
 
 
 def _pack(name: str, part: Any, known: Collection[int], *, with_values: bool = False) -> bytes:

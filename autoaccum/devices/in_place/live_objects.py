@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from autoaccum.accumulation.rng_state import Generator, module_generators
 from autoaccum.checks import check_alone
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.errors import UsageError
-from autoaccum.options import Options
+from autoaccum.options import WORKLOAD_OPTIONS, Options
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.spec import Workload
 
@@ -33,6 +34,8 @@ class LiveObjects:
             each trial.
         evaluate: As `Workload.evaluate`.
         name: The name in reports.
+        modules: As `Workload.modules`.
+        worst_of: As `Workload.worst_of`.
 
     Raises:
         UsageError: Trials of the model are not possible in place, or the optimizer is not the model's.
@@ -45,6 +48,26 @@ class LiveObjects:
     options: Options = Options()
     evaluate: Callable[[nn.Module, Any], Any] | None = None
     name: str = "model"
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    worst_of: int | None = None
+
+    @classmethod
+    def of_workload(cls, workload: Workload, options: Options) -> LiveObjects:
+        """Return the live objects of a Workload whose `model()` shares its tensors with a live model.
+
+        Options that are not given are the Workload's own.
+        """
+        own = {name: getattr(workload, name) for name in WORKLOAD_OPTIONS if getattr(options, name) is None}
+        return cls(
+            model=workload.make_model(),
+            batch=workload.batch,
+            objective=workload.objective,
+            options=dataclasses.replace(options, worst_of=None, **own),
+            evaluate=workload.evaluate,
+            name=workload.name,
+            modules=workload.modules,
+            worst_of=workload.worst_of,
+        )
 
     def __post_init__(self) -> None:
         check_unsharded(check_model(self.model))
@@ -74,6 +97,8 @@ class LiveObjects:
             weight=self.objective.weight_function,
             reduction=self.objective.reduction,
             evaluate=self.evaluate,
+            modules=self.modules,
+            worst_of=self.worst_of,
             split=None if batching is None else batching.split,
             size=None if batching is None else batching.size,
             name=self.name,
@@ -125,7 +150,7 @@ def prepare(given: Workload | LiveObjects, device: str) -> TrialTarget:
     else:
         workload, on, optimizer = given, _choose_device(device), None
         model, functions = given.model, (given.batch, given.optimizer, given.model, given.evaluate)
-    roots, generators = _find_roots(model, optimizer, workload.objective, functions)
+    roots, generators = _find_roots(model, optimizer, workload.objective, functions, workload.modules)
     live = isinstance(given, LiveObjects)
     return TrialTarget(
         workload=workload, device=on, roots=roots, generators=generators, optimizer=optimizer, is_live=live
@@ -157,7 +182,11 @@ def _choose_device(requested: str) -> torch.device:
 
 
 def _find_roots(
-    model: Any, optimizer: Optimizer | None, objective: Objective, functions: tuple[Any, ...]
+    model: Any,
+    optimizer: Optimizer | None,
+    objective: Objective,
+    functions: tuple[Any, ...],
+    listed: Mapping[str, nn.Module],
 ) -> tuple[dict[str, nn.Module], list[Generator]]:
     """Find the model, the criterion, and modules that the user's functions and hooks refer to, such as a teacher."""
     roots: dict[str, nn.Module] = {"": model} if isinstance(model, nn.Module) else {}
@@ -166,7 +195,7 @@ def _find_roots(
     used: tuple[Callable[..., Any] | None, ...] = (objective.loss_function, objective.weight_function, criterion)
     held = find_python_attributes(model, optimizer) if isinstance(model, nn.Module) else ()
     modules, generators = find_reachable([*used, *functions], held)
-    for name, module in modules.items():
+    for name, module in (modules | dict(listed)).items():
         if id(module) not in known:
             roots[f"<{name}>"] = module
             known.update(id(inner) for inner in module.modules())

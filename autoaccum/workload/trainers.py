@@ -1,0 +1,85 @@
+"""Recognise a Trainer of transformers or Lightning, and make a Workload of it without importing its library."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.spec import Workload
+
+_ADAPTERS = {("transformers.trainer", "Trainer"): "transformers_trainer"}
+"""The module and the name of a class, and the module beside this one that has `make_workload(trainer, live=...)`."""
+
+
+def is_trainer(given: Any) -> bool:
+    """Return whether `given` is a Trainer that `workload_of` can read."""
+    return _find_adapter(given) is not None
+
+
+def workload_of(trainer: Any, *, live: bool = False) -> Workload | None:
+    """Return the Workload of a Trainer; None if it is no Trainer.
+
+    Args:
+        trainer: The Trainer, which is not changed.
+        live: Whether `model()` of the Workload shares the parameters and buffers of the Trainer's model, for trials in
+            place, which restore them; if not, it returns a copy.
+
+    Raises:
+        WorkloadError: The Trainer trains in a way that no trial can run.
+    """
+    adapter = _find_adapter(trainer)
+    if adapter is None:
+        return None
+    made: Workload = import_module(f"autoaccum.workload.{adapter}").make_workload(trainer, live=live)
+    return made
+
+
+def _find_adapter(given: Any) -> str | None:
+    for (module, name), adapter in _ADAPTERS.items():
+        kind = getattr(sys.modules.get(module), name, None)  # An object of a class has the module of the class loaded.
+        if isinstance(kind, type) and isinstance(given, kind):
+            return adapter
+    return None
+
+
+def check_import(path: Path, name: str) -> None:
+    """Check, before a file is imported, that the import does not train by the Trainer that it calls `name`.
+
+    Raises:
+        WorkloadError: The file calls `name.train()` or `name.fit()` outside of functions and `if __name__ == ...`.
+    """
+    try:
+        statements = list(_run_by_import(ast.parse(path.read_bytes()).body))
+    except (SyntaxError, ValueError):
+        return  # The import will say so.
+    calls = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    makes = any(
+        isinstance(one, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == name for target in one.targets)
+        and isinstance(one.value, ast.Call)
+        and ast.unparse(one.value.func).endswith("Trainer")
+        for one in statements
+    )
+    for call in calls if makes else ():
+        if ast.unparse(call.func) in (f"{name}.train", f"{name}.fit"):
+            raise WorkloadError(
+                f"importing {path.name} trains: line {call.lineno} calls {ast.unparse(call.func)}()",
+                hint='put that line under if __name__ == "__main__":',
+            )
+
+
+def _run_by_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the simple statements that an import of the module runs."""
+    for statement in body:
+        if isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test):
+            yield from _run_by_import(statement.orelse)
+        elif isinstance(statement, (ast.If, ast.For, ast.While, ast.With, ast.Try)):
+            for field in ("body", "orelse", "finalbody"):
+                yield from _run_by_import(getattr(statement, field, []))
+        elif not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield statement

@@ -1,0 +1,276 @@
+"""Make a Workload of a `transformers.Trainer`: what its `train()` would run, without the Trainer being changed.
+
+The loss is the Trainer's own `compute_loss` with `num_items_in_batch`, the number of labels that count, which is also
+the weight of a micro-batch: parts add up to the loss of the effective batch. The calls are made on a copy of the
+Trainer that has neither its model nor its data.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autoaccum.checks import type_name
+from autoaccum.errors import WorkloadError
+from autoaccum.options import AccumulateIn, Precision
+from autoaccum.workload.model_copies import copy_module, fixed_seeds
+from autoaccum.workload.model_loss import ModelLoss
+from autoaccum.workload.optimizers import OptimizerLike
+from autoaccum.workload.pytree import map_tensors
+from autoaccum.workload.samples import take_longest
+from autoaccum.workload.spec import Workload
+from autoaccum.workload.tracebacks import user_code
+
+SAMPLES = 256
+"""Samples of the dataset of which the longest make the batches, unless `worst_of` says otherwise."""
+
+_PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+_LEFT_OUT = (
+    *("model", "model_wrapped", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset", "callback_handler"),
+    *("data_collator", "_memory_tracker", "model_init", "_eval_dataloaders"),
+)
+_WRITE = "write model, batch and loss into a file, as in examples/workload_file.md"
+
+
+def make_workload(trainer: Any, *, live: bool = False) -> Workload:
+    """Return the Workload of a Trainer (see `trainers.workload_of`).
+
+    Raises:
+        WorkloadError: The Trainer trains in a way that no trial can run, or has no dataset that can be read.
+    """
+    _check_supported(trainer)
+    args, model = trainer.args, trainer.model
+    shadow = _shadow(trainer)
+    dataset, collate = _read_data(trainer)
+    evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
+    half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
+    accumulate_in: AccumulateIn = "parameters" if half else "fp32"
+    given = trainer.optimizer
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    items = _Items(shadow, model)
+    workload = Workload(
+        model=_Builder(trainer, live=live),
+        loss=_Loss(shadow, items),
+        weight=items.weight,
+        optimizer=_OptimizerFactory(shadow, model) if given is None else OptimizerLike.of(_bare(given), trained),
+        precision=_PRECISIONS[args.mixed_precision],
+        accumulate_in=accumulate_in,
+        dataset=dataset,
+        collate=collate,
+        evaluation_batch=args.per_device_eval_batch_size if evaluates else None,
+        evaluate=_Evaluation(shadow, items, _evaluation_passes(trainer)) if evaluates else None,
+        modules={name: value for name, value in vars(trainer).items() if _is_auxiliary(name, value, model)},
+        name=type_name(model),
+    )
+    return take_longest(workload, SAMPLES)
+
+
+def _check_supported(trainer: Any) -> None:
+    args = trainer.args
+    reasons = {
+        "trains by DeepSpeed": getattr(trainer, "is_deepspeed_enabled", False),
+        "shards the model by FSDP": getattr(trainer, "is_fsdp_enabled", False),
+        "splits the model over devices": getattr(trainer, "is_model_parallel", False),
+        f"computes in {args.mixed_precision}": args.mixed_precision not in _PRECISIONS,
+        "puts Liger kernels into the model when it trains": getattr(args, "use_liger_kernel", False),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise WorkloadError(f"the Trainer {reason}, which no trial of a Trainer runs", hint=_WRITE)
+    if args.n_gpu > 1:
+        raise WorkloadError(
+            f"the Trainer would split each batch over {args.n_gpu} cards by DataParallel",
+            hint="let it see one: CUDA_VISIBLE_DEVICES=0; on several, train by torchrun",
+        )
+    if trainer.train_dataset is None:
+        raise WorkloadError("the Trainer has no train_dataset", hint="give it one: its longest samples make the trials")
+
+
+def _is_auxiliary(name: str, value: Any, model: nn.Module) -> bool:
+    """Return whether an attribute of a Trainer is a module beside its model, such as the reference of DPO."""
+    return isinstance(value, nn.Module) and name not in _LEFT_OUT and value not in set(model.modules())
+
+
+def _shadow(trainer: Any) -> Any:
+    """Return a copy of a Trainer without its model and its data; containers are copied, too."""
+    made = copy.copy(trainer)
+    for name, value in vars(trainer).items():
+        if name in _LEFT_OUT:
+            setattr(made, name, None)
+        elif isinstance(value, (dict, list, set)):
+            setattr(made, name, copy.deepcopy(value))
+    made._prepare_inputs = _same  # Batches are where the model is, which in a simulation is not `args.device`.
+    return made
+
+
+def _same(inputs: Any) -> Any:
+    return inputs
+
+
+def _bare(optimizer: Any) -> Optimizer:
+    """Return the optimizer in accelerate's wrapper."""
+    inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return inner
+
+
+def _read_data(trainer: Any) -> tuple[Any, Any]:
+    """Return the training dataset and the collate function as the Trainer's own DataLoader has them."""
+    reading = copy.copy(trainer)
+    kept = list(trainer.accelerator._dataloaders)
+    try:
+        with fixed_seeds(), user_code("get_train_dataloader() of the Trainer"):
+            loader = reading.get_train_dataloader()
+    finally:
+        trainer.accelerator._dataloaders[:] = kept
+    return loader.dataset, loader.collate_fn
+
+
+def _evaluation_passes(trainer: Any) -> int:
+    """Return how many batches of predictions an evaluation collects on the device; 0: none, as without metrics."""
+    args = trainer.args
+    if trainer.compute_metrics is None or args.prediction_loss_only or args.batch_eval_metrics:
+        return 0
+    datasets = trainer.eval_dataset.values() if isinstance(trainer.eval_dataset, dict) else [trainer.eval_dataset]
+    sizes = [len(dataset) for dataset in datasets if hasattr(dataset, "__len__")]
+    passes: int = math.ceil(max(sizes, default=1) / args.per_device_eval_batch_size)
+    return passes if args.eval_accumulation_steps is None else min(passes, int(args.eval_accumulation_steps))
+
+
+class _Builder:
+    """Makes the model as `train()` would prepare it: in train mode, with gradient checkpointing and NEFTune's noise.
+
+    A live one shares parameters and buffers with the Trainer's model, and nothing else: hooks, modes and attributes
+    that a trial sets are its own.
+    """
+
+    def __init__(self, trainer: Any, *, live: bool) -> None:
+        self._trainer, self._live = trainer, live
+
+    def __call__(self) -> nn.Module:
+        trainer, model = self._trainer, self._trainer.model
+        shared = {id(one): one for one in (*model.parameters(), *model.buffers())} if self._live else {}
+        made: nn.Module = copy_module(model, dict(shared)).train()
+        _enable_checkpointing(made, trainer.args)
+        if getattr(trainer, "neftune_noise_alpha", None) is not None:
+            from transformers.integrations.neftune import activate_neftune
+
+            activate_neftune(made, trainer.neftune_noise_alpha, trainer.accelerator)
+        return made
+
+
+def _enable_checkpointing(model: Any, args: Any) -> None:
+    """Turn gradient checkpointing on as `Trainer.train` does, which has had two names for it."""
+    if not args.gradient_checkpointing:
+        return
+    settings = dict(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {})
+    if hasattr(model, "activation_checkpointing_enable"):
+        further = {name: settings.pop(name) for name in ("every_n_layers", "offload") if name in settings}
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=settings or None, **further)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings or None)
+
+
+class _Items:
+    """Counts what the mean of the Trainer's loss divides by, as the Trainer does, else as the model's class tells."""
+
+    def __init__(self, shadow: Any, model: nn.Module) -> None:
+        self._shadow = shadow
+        self._inferred = ModelLoss()
+        self._inferred.read_model(model)
+
+    def count(self, batch: Any) -> Any:
+        """Return `num_items_in_batch` of one batch; None where the Trainer passes none."""
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
+        return self._shadow._get_num_items_in_batch([batch], device)
+
+    def weight(self, batch: Any) -> float:
+        """Return that number, or the number that the model's class implies."""
+        counted = self.count(batch)
+        return self._inferred.weight(batch) if counted is None else float(counted)
+
+
+class _Loss:
+    """The Trainer's `compute_loss` of one micro-batch: the mean over its own items."""
+
+    def __init__(self, shadow: Any, items: _Items) -> None:
+        self._shadow, self._items = shadow, items
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        with _as_prepared(self._shadow, model):
+            # `compute_loss` may take the labels out of the batch.
+            return self._shadow.compute_loss(model, copy.copy(batch), num_items_in_batch=self._items.count(batch))
+
+
+class _Evaluation:
+    """One pass of the Trainer's evaluation; its result takes the room of all predictions that an evaluation collects.
+
+    The Trainer appends them to one tensor, so that the last pass holds nearly all of them twice.
+    """
+
+    def __init__(self, shadow: Any, items: _Items, passes: int) -> None:
+        self._shadow, self._items, self._passes = shadow, items, passes
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        shadow = self._shadow
+        with _as_prepared(shadow, model):
+            loss, logits, labels = shadow.prediction_step(model, copy.copy(batch), self._passes == 0)
+        if self._passes == 0:
+            return loss
+        if shadow.preprocess_logits_for_metrics is not None:
+            logits = shadow.preprocess_logits_for_metrics(logits, labels)
+        copies = 2 * self._passes - 1
+        return loss, map_tensors((logits, labels), lambda one: one.new_empty((copies * len(one), *one.shape[1:])))
+
+
+@contextmanager
+def _as_prepared(shadow: Any, model: nn.Module) -> Iterator[None]:
+    """Lend `model` to the Trainer's methods; under autocast its outputs are float32, as accelerate prepares it."""
+    from accelerate.utils.operations import convert_to_fp32
+
+    def convert(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        device = next(module.parameters()).device.type
+        return convert_to_fp32(outputs) if torch.is_autocast_enabled(device) else outputs
+
+    shadow.model = shadow.model_wrapped = model
+    try:
+        with model.register_forward_hook(convert):
+            yield
+    finally:
+        shadow.model = shadow.model_wrapped = None
+
+
+class _OptimizerFactory:
+    """Makes an optimizer of a list of parameters by the Trainer's own `create_optimizer`, which asks for their names.
+
+    The names are those of a copy of the model whose parameters are empty until the given ones take their places.
+    """
+
+    def __init__(self, shadow: Any, model: nn.Module) -> None:
+        empty: dict[int, Any] = {id(one): one.new_empty(0) for one in model.buffers()}
+        for one in model.parameters():
+            empty[id(one)] = nn.Parameter(torch.empty(0), requires_grad=one.requires_grad)
+        self._shadow, self._names = shadow, copy_module(model, empty)
+
+    def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
+        empty = [one for one in self._names.parameters() if one.requires_grad]
+        if len(empty) != len(params):
+            raise WorkloadError(
+                f"the model has {len(params)} trainable parameters, the Trainer's had {len(empty)}",
+                hint="freeze and unfreeze parameters before the Trainer is made",
+            )
+        shadow = self._shadow
+        shadow.model = copy_module(self._names, {id(old): new for old, new in zip(empty, params, strict=True)})
+        try:
+            with user_code("create_optimizer() of the Trainer"):
+                shadow.create_optimizer()
+            return _bare(shadow.optimizer)
+        finally:
+            shadow.model = shadow.optimizer = None
