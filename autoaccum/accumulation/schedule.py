@@ -235,16 +235,21 @@ def format_parts(parts: Sequence[int]) -> str:
 def equal_parts_cost(schedule: Schedule, ceiling: int, multiple_of: int = 1) -> str | None:
     """Return a sentence on the cost of equal parts, or None if they need less than twice as many micro-batches.
 
-    >>> equal_parts_cost(make_schedule(257, 100, equal=True), 100)
-    'equal parts of 257 take 257 micro-batches per update where uneven ones take 3: without --equal it is 86 + 86 + 85'
+    >>> print(equal_parts_cost(make_schedule(257, 100, equal=True), 100))
+    equal parts of 257 take 257 micro-batches per update where uneven ones take 3: a target batch of 258 is 3 x 86, and\
+ 257 in uneven parts (without --equal or --for) is 86 + 86 + 85
     >>> equal_parts_cost(make_schedule(256, 100, equal=True), 100)
     """
     uneven = make_schedule(schedule.target_batch, ceiling, world_size=schedule.world_size, multiple_of=multiple_of)
     if schedule.iter_size < 2 * uneven.iter_size:
         return None
+    share, even = sum(schedule.micro_batches), uneven.iter_size * uneven.micro_batch
+    each = f" on each of {schedule.world_size} ranks" if schedule.world_size > 1 else ""
     return (
-        f"equal parts of {sum(schedule.micro_batches)} take {schedule.iter_size} micro-batches per update where "
-        f"uneven ones take {uneven.iter_size}: without --equal it is {format_parts(uneven.micro_batches)}"
+        f"equal parts of {share} take {schedule.iter_size} micro-batches per update where uneven ones take"
+        f" {uneven.iter_size}: a target batch of {even * schedule.world_size} is {uneven.iter_size} x"
+        f" {uneven.micro_batch}{each}, and {share} in uneven parts (without --equal or --for) is"
+        f" {format_parts(uneven.micro_batches)}"
     )
 
 

@@ -39,15 +39,16 @@ class Outputs:
 
     Args:
         files: The file of each option; None: none.
+        framework: The framework whose arguments the plan is to have; None: none.
         force: Overwrite what is there.
 
     Attributes:
         written: What there is now, by what `print_plan` calls it.
     """
 
-    def __init__(self, files: Mapping[str, str | None], *, force: bool) -> None:
+    def __init__(self, files: Mapping[str, str | None], *, framework: str | None = None, force: bool) -> None:
         self._asked = {option: file for option, file in files.items() if file is not None}
-        self._force = force
+        self._framework, self._force = framework, force
         self._account: MemoryReport | None = None
         self.written: dict[str, Path] = {}
 
@@ -77,10 +78,15 @@ class Outputs:
             picture_format(self._asked["--plot"])
 
     def listen(self, event: Event) -> None:
-        """Keep what is drawn; before any trial, raise UsageError where the workload's step cannot be emitted."""
+        """Keep what is drawn; before any trial, raise UsageError where the workload's step cannot be given out."""
+        from autoaccum.planning.framework_arguments import check_framework
         from autoaccum.planning.plan_events import Explained, Inspected
+        from autoaccum.planning.plan_messages import describe_workload
         from autoaccum.reporting.emit import check_emittable
 
+        if isinstance(event, Inspected) and self._framework is not None:
+            workload = describe_workload(event.inspection, "")
+            check_framework(self._framework, workload, parallel=event.inspection.parallel)
         if isinstance(event, Inspected) and "--emit" in self._asked:
             seen = event.inspection
             joins = bool(seen.coupled or seen.joining)

@@ -15,6 +15,13 @@ from click.core import ParameterSource
 from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options, report_option
 from autoaccum.cli.outputs import Outputs, running_words
 from autoaccum.errors import AutoaccumError, DoesNotFitError, RankLostError, UsageError
+from autoaccum.planning.framework_arguments import (
+    FRAMEWORKS,
+    check_framework,
+    check_shares,
+    for_framework,
+    has_coarse_parts,
+)
 
 if TYPE_CHECKING:
     from autoaccum.options import Options
@@ -109,6 +116,14 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", 
 @click.option("-o", "--output", metavar="FILE", help="Write the plan to a file, for `fit --plan` and Plan.load.")
 @click.option("--emit", metavar="FILE", help="Write the training step as plain PyTorch that needs no autoaccum.")
 @click.option(
+    "--for",
+    "framework",
+    type=click.Choice(FRAMEWORKS),
+    metavar="FRAMEWORK",
+    help=f"Plan for the loop of a framework: equal micro-batches, and the arguments that make it train so. "
+    f"{', '.join(FRAMEWORKS)}.",
+)
+@click.option(
     "--plot",
     metavar="FILE",
     help="Draw the memory of a card over one update, or the trials on a CPU: .svg or .png. With --savers show, "
@@ -131,6 +146,7 @@ def command(
     plot: str | None,
     snapshot: str | None,
     report: str | None,
+    framework: str | None,
     force: bool,
     verbose: bool,
     quiet: bool,
@@ -183,6 +199,7 @@ def command(
       autoaccum plan model.py --target-batch 256                          on this machine
       autoaccum plan model.py --target-batch 256 --gpu rtx4090 --explain  for a card that is not here
       autoaccum plan model.py --target-batch 256 -o plan.json --emit train_step.py
+      autoaccum plan model.py --target-batch 256 --for transformers       for a Trainer
       autoaccum plan model.py --target-batch 512 --gpu h100 --world-size 1..64 --parallel fsdp2
       autoaccum plan model.py --target-batch 256 --gpu rtx4090 --savers show --plot savers.svg
       autoaccum plan model.py --target-batch 256 --gpu all --sort speed   which cards would train it
@@ -202,7 +219,7 @@ def command(
     several = _names_several(request["gpu"])
     files = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot, "--report": report}
     chosen: dict[str, Any] = {"--explain": request["explain"], "--prefer fastest": request["prefer"] == "fastest"}
-    chosen["--least"] = request["least"]
+    chosen |= {"--least": request["least"], "--for": framework is not None}
     of_ranks = is_one_of_ranks()
     source = click.get_current_context().get_parameter_source("world_size")
     if request["parallel"] == "fsdp2" and source is ParameterSource.DEFAULT and not of_ranks:
@@ -223,7 +240,15 @@ def command(
         chosen |= {f"--{name.replace('_', '-')}": request[name] for name in ("micro_batch", "max_trials", "time_limit")}
         _show_savers(workload, chosen, plot, as_json=as_json, force=force, quiet=quiet, **request)
         return
-    outputs = Outputs(files, force=force)
+    if framework is not None:
+        request["equal"] = True
+        options = _read_options(request)
+        check_framework(
+            framework, options.overrides | {"savers": options.savers}, parallel=options.parallel, mesh=options.mesh
+        )
+        check_shares(framework, request["target_batch"], request["world_size"])
+        request["ceiling"] |= has_coarse_parts(request["target_batch"] // request["world_size"])
+    outputs = Outputs(files, framework=framework, force=force)
     request |= {"picture": plot is not None, "snapshot": snapshot is not None, "report": report is not None}
     outputs.check(workload, 2 if of_ranks else request["world_size"])
     if of_ranks and os.environ.get("RANK", "0") != "0":
@@ -241,6 +266,8 @@ def command(
         on_output = progress.print_output if stderr.can_redraw else None
         began = time.monotonic()
         found = plan(workload, on_event=listen, on_output=on_output, **request)
+    if framework is not None:
+        found = for_framework(found, framework)
     offer: dict[str, Any] = {
         "command": running_words(without=_OUTPUTS),
         "name": _free_name(),

@@ -19,6 +19,7 @@ from autoaccum.devices.explanation import Explanation
 from autoaccum.errors import PlanFileError, UsageError
 from autoaccum.files import read_text, write_text
 from autoaccum.options import Parallel, Reduce
+from autoaccum.planning.framework_arguments import framework_arguments
 from autoaccum.planning.throughput import Throughput
 from autoaccum.serialization import RecordError, freeze, read_record, to_plain
 
@@ -71,6 +72,8 @@ class Plan:
         learning_rate: The tuned rate of the first parameter group, used by `fit` but not by an Accumulator, which
             takes the optimizer as it is. None: the workload's own.
         throughput: Samples per second by micro-batch, where the fastest was preferred; else None.
+        arguments: By the name of a framework, the arguments that make it train by this plan (`autoaccum plan --for`);
+            None where none was named.
         schema: Version of the record.
 
     Raises:
@@ -108,10 +111,11 @@ class Plan:
     explanation: Explanation | None = None
     learning_rate: float | None = None
     throughput: Throughput | None = None
+    arguments: Mapping[str, Any] | None = None
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:
-        for name in ("device", "devices", "environment", "workload", "explanation", "reduce_peaks"):
+        for name in ("device", "devices", "environment", "workload", "explanation", "reduce_peaks", "arguments"):
             object.__setattr__(self, name, freeze(getattr(self, name)))
         for text in self._contradictions():
             raise UsageError(f"a plan that contradicts itself: {text}")
@@ -145,6 +149,31 @@ class Plan:
         """The budget less the peak, negative where the peak exceeds it; None where the peak was not measured."""
         return None if self.peak_bytes is None else self.limit_bytes - self.peak_bytes
 
+    def training_arguments(self) -> dict[str, Any]:
+        """Return keyword arguments of transformers' `TrainingArguments` that make its Trainer train by this plan.
+
+        Raises:
+            UsageError: It cannot do what the plan does, or would train with another number of samples; as for the
+                methods below.
+        """
+        return framework_arguments(self, "transformers")
+
+    def lightning_arguments(self) -> dict[str, dict[str, Any]]:
+        """Return keyword arguments of Lightning's `trainer` and of the training data's `dataloader`."""
+        return framework_arguments(self, "lightning")
+
+    def accelerate_arguments(self) -> dict[str, dict[str, Any]]:
+        """Return keyword arguments of the `accelerator`, its GradientAccumulation`plugin`, and the `dataloader`."""
+        return framework_arguments(self, "accelerate")
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        """Return the part of DeepSpeed's configuration that makes an engine train by this plan."""
+        return framework_arguments(self, "deepspeed")
+
+    def torchtitan_arguments(self) -> dict[str, dict[str, Any]]:
+        """Return fields of torchtitan's configuration, `training` and `parallelism`, to train by this plan."""
+        return framework_arguments(self, "torchtitan")
+
     def to_json(self) -> str:
         """Return the record as indented JSON, with its fields in order."""
         return json.dumps(_record(self), indent=2, allow_nan=False) + "\n"
@@ -153,7 +182,7 @@ class Plan:
         """Return the SHA-256 of the record in hex: equal for equal decisions from equal trials.
 
         Left out are all times and the fields that decide nothing: warnings, notes, the coupling (its experiment
-        has a time limit) and the explanation. A learning rate counts if there is one.
+        has a time limit), the explanation and the arguments of a framework. A learning rate counts if there is one.
         """
         record = _record(self)
         if self.learning_rate is None:
@@ -165,7 +194,7 @@ class Plan:
                 del record[name]
         if not self.reduce_peaks:
             del record["reduce_peaks"]
-        for name in ("coupling", "explanation", "notes", "throughput", "warnings"):
+        for name in ("arguments", "coupling", "explanation", "notes", "throughput", "warnings"):
             del record[name]
         for held in (record, *record["trials"]):
             if held["host_bytes"] is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 
 from rich.console import Console
@@ -16,12 +17,14 @@ from autoaccum.checks import counted
 from autoaccum.devices.base import Trial
 from autoaccum.options import OFFLOADS, mesh_word
 from autoaccum.planning import plan_events
+from autoaccum.planning.framework_arguments import code_lines
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.saver_choice import format_savers
 from autoaccum.planning.throughput import Speed, Throughput, format_rate
 from autoaccum.reporting.console import make_table, one_line, path_value, print_messages, print_rows, print_table
 from autoaccum.reporting.explain_report import print_explanation
 from autoaccum.reporting.progress import Progress
+from autoaccum.serialization import to_plain
 from autoaccum.units import MIB, format_bytes
 
 _MANY_PARTS = 60
@@ -93,7 +96,10 @@ def print_plan(
 
 
 def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Text]]:
-    """Yield the six rows of the answer, and one on host memory where some is taken: name and value."""
+    """Yield the rows of the answer, at least six: name and value.
+
+    What to train with are the lines of a framework, if the plan has its arguments.
+    """
     yield "micro-batch", Text(str(plan.micro_batch), "bold green")
     yield "iter_size", Text(f"{plan.iter_size}{_ranks(plan)}")
     yield "parts", Text(_parts(plan))
@@ -108,7 +114,9 @@ def answer_rows(plan: Plan, kept: Path | None = None) -> Iterator[tuple[str, Tex
         rate = format_rate(plan.throughput.at_knee.samples_per_second)
         yield "speed", Text(f"{rate} samples/s, {plan.throughput.kind} for updates of {plan.throughput.target_batch}")
     yield "device", Text(_device(plan))
-    yield "train with", path_value(accumulator_line(plan, kept), "cyan")
+    lines = [line for each, found in (to_plain(plan.arguments) or {}).items() for line in code_lines(each, found)]
+    for name, line in zip_longest(["train with"], lines or [accumulator_line(plan, kept)], fillvalue=""):
+        yield name, path_value(line, "cyan")
 
 
 def detail_rows(plan: Plan, seconds: float | None = None) -> Iterator[tuple[str, Text]]:

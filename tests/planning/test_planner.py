@@ -138,7 +138,7 @@ def test_the_longest_share_decides() -> None:
 def test_equal_parts_and_their_cost() -> None:
     found = run(ScriptedDevice(), 254, equal=True, ceiling=True)
     assert found.micro_batches == (2,) * 127
-    assert any("without --equal it is 85 + 85 + 84" in note for note in found.notes)
+    assert any("255 is 3 x 85, and 254 in uneven parts (without --equal" in note for note in found.notes)
     assert not any("--equal" in note for note in run(ScriptedDevice(), 256, equal=True).notes)
 
 

@@ -1,0 +1,290 @@
+"""The arguments that make a training framework train by a plan, or the reason why it cannot.
+
+The names and meanings are those of transformers 5.23, Lightning 2.6, accelerate 1.15, DeepSpeed 0.19 and torchtitan
+0.3; `tests/libraries/test_framework_arguments.py` trains with each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+from autoaccum.accumulation.schedule import format_parts, make_schedule, part_sizes
+from autoaccum.checks import check_word, join_words
+from autoaccum.errors import UsageError
+from autoaccum.options import mesh_word
+from autoaccum.units import format_bytes
+
+if TYPE_CHECKING:
+    from autoaccum.planning.plan_record import Plan
+
+Framework = Literal["transformers", "lightning", "accelerate", "deepspeed", "torchtitan"]
+FRAMEWORKS: Final[tuple[Framework, ...]] = get_args(Framework)
+
+_NAMES: Final[Mapping[str, str]] = {"lightning": "Lightning", "deepspeed": "DeepSpeed"}
+_AVERAGING: Final = ("lightning", "accelerate", "deepspeed")
+"""Frameworks in which each micro-batch's mean counts alike, whatever it divides by."""
+_OWN_STEP: Final = "train with autoaccum.Accumulator"
+_DTYPES: Final = {"bf16": "bfloat16", "fp32": "float32"}
+_SHARDING: Final[Mapping[str, str]] = {
+    "lightning": "strategy=ModelParallelStrategy(data_parallel_size={ranks}, tensor_parallel_size=1), with fully_shard "
+    "in configure_model",
+    "accelerate": "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) of the Accelerator",
+}
+
+
+def check_framework(
+    framework: str,
+    workload: Mapping[str, Any],
+    *,
+    parallel: str | None = None,
+    mesh: tuple[int, ...] | None = None,
+) -> None:
+    """Refuse what the framework cannot do, as early as it is known.
+
+    Args:
+        framework: One of `FRAMEWORKS`.
+        workload: What is known of the workload, by the names that a plan records it with (`Plan.workload`).
+        parallel: How ranks train one model, as far as it is known.
+        mesh: The ranks in one or two dimensions, if a mesh was given.
+
+    Raises:
+        UsageError: It has no arguments for this.
+    """
+    check_word(framework, "framework", FRAMEWORKS)
+    name = _name(framework)
+    if savers := workload.get("savers"):
+        raise UsageError(
+            f"{name} does not know autoaccum's savers ({', '.join(savers)})",
+            hint=f"plan a model with the framework's own gradient checkpointing, without --savers, or {_OWN_STEP}",
+        )
+    if workload.get("batchnorm") not in (None, "micro"):
+        raise UsageError(
+            f'{name} has no batchnorm mode "{workload["batchnorm"]}", its BatchNorms see single micro-batches',
+            hint=f"plan with --batchnorm micro, or {_OWN_STEP}",
+        )
+    if workload.get("coupled") or workload.get("joining"):
+        raise UsageError(
+            f"{name} computes the loss of each micro-batch by itself, and this one needs the whole batch",
+            hint=_OWN_STEP,
+        )
+    if workload.get("reduction") == "sum" and framework != "torchtitan":
+        raise UsageError(
+            f"the loss is a sum, and {name} divides it by the number of micro-batches",
+            hint=f"take a mean, or {_OWN_STEP}",
+        )
+    if framework == "torchtitan" and workload.get("precision") == "fp16":
+        raise UsageError("torchtitan trains in fp32 or bf16, and the precision is fp16", hint="plan with bf16")
+    if framework == "deepspeed" and parallel == "fsdp2":
+        raise UsageError(
+            "DeepSpeed shards by ZeRO, which takes other memory than fsdp2",
+            hint="plan with --parallel ddp, or for another framework",
+        )
+    if len(mesh or ()) > 1 and framework != "torchtitan":
+        raise UsageError(
+            f"autoaccum knows no arguments that make {name} train on a mesh of {mesh_word(mesh or ())}",
+            hint="leave --mesh out, or plan for torchtitan",
+        )
+
+
+def check_shares(framework: str, target_batch: int, world_size: int) -> None:
+    """Raise UsageError unless all ranks get as many samples of the target."""
+    share, left_over = divmod(target_batch, world_size)
+    if left_over:
+        near = [f"{each * world_size}" for each in (share, share + 1) if each]
+        raise UsageError(
+            f"{_name(framework)} gives each of {world_size} ranks as many samples, and would train with"
+            f" {' or '.join(near)} per update, not {target_batch}",
+            hint=f"take one of these as --target-batch, or {_OWN_STEP}",
+        )
+
+
+def has_coarse_parts(share: int) -> bool:
+    """Return whether equal parts of `share` samples leave such gaps that the largest size that fits is worth knowing.
+
+    >>> has_coarse_parts(256), has_coarse_parts(257)
+    (False, True)
+    """
+    return any(large > 2 * small for small, large in pairwise(part_sizes(share, share, equal=True)))
+
+
+def framework_arguments(plan: Plan, framework: str) -> dict[str, Any]:
+    """Return the arguments that make a framework train by the plan, in the form of `Plan`'s method for it.
+
+    Raises:
+        UsageError: The framework cannot do what the plan does, or would train with another number of samples.
+    """
+    check_framework(framework, plan.workload, parallel=plan.parallel, mesh=plan.mesh)
+    check_shares(framework, plan.target_batch, plan.world_size)
+    if {part for parts in plan.schedule.ranks for part in parts} != {plan.micro_batch}:
+        ranks = f" x {plan.world_size} ranks" if plan.world_size > 1 else ""
+        trained = plan.iter_size * plan.micro_batch * plan.world_size
+        equal = make_schedule(plan.target_batch, plan.micro_batch, world_size=plan.world_size, equal=True)
+        raise UsageError(
+            f"{_name(framework)} takes equal micro-batches, and would train with {plan.iter_size} x"
+            f" {plan.micro_batch}{ranks} = {trained} samples per update, not {plan.target_batch}",
+            hint=f"plan with equal=True (--for {framework}), which gives {format_parts(equal.micro_batches)}{ranks}",
+        )
+    return _MAKERS[framework](plan)
+
+
+def for_framework(plan: Plan, framework: str) -> Plan:
+    """Return the plan with the framework's arguments, and notes on what it does otherwise than the trials did."""
+    arguments = {framework: framework_arguments(plan, framework)}
+    return dataclasses.replace(plan, arguments=arguments, notes=(*framework_notes(plan, framework), *plan.notes))
+
+
+def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
+    """Return the notes on what a framework does otherwise than the plan's trials, the most important first."""
+    name, workload, notes = _name(framework), plan.workload, []
+    recipe = workload.get("recipe") or {}
+    if framework in _AVERAGING and plan.iter_size > 1 and recipe.get("divisor") in ("weight", "class weights"):
+        notes.append(
+            f"{name} counts the mean of each micro-batch alike, and this loss divides by {workload['weight']}: where"
+            " that differs between micro-batches, the gradient is not the full batch's"
+        )
+    if plan.parallel == "fsdp2" and framework in _SHARDING:
+        notes.append(f"to shard the model in {name}: {_SHARDING[framework].format(ranks=plan.world_size)}")
+    elif plan.world_size > 1 and framework not in ("deepspeed", "torchtitan"):
+        held = format_bytes(workload.get("parameter_bytes") or 0)
+        notes.append(
+            f"DistributedDataParallel, which {name} uses, holds another copy of the gradients, up to {held}, which the"
+            " trials did not: leave room for it (--reserve), or set its gradient_as_bucket_view"
+        )
+    if plan.iter_size > 1 and recipe.get("half") and workload.get("accumulate_in") == "fp32":
+        kinds = join_words(recipe["half"])
+        notes.append(
+            f"{name} sums the gradients of {kinds} parameters in {kinds}, which takes less memory than the trials, in"
+            " fp32, and rounds with each micro-batch: plan with --accumulate-in parameters"
+        )
+    return tuple(notes)
+
+
+def code_lines(framework: str, arguments: Mapping[str, Any]) -> list[str]:
+    """Return arguments as lines to be pasted: calls of Python, flags, or a configuration as JSON.
+
+    >>> code_lines("torchtitan", {"training": {"local_batch_size": 4, "global_batch_size": 8}})
+    ['--training.local_batch_size 4 --training.global_batch_size 8']
+    >>> code_lines("lightning", {"trainer": {"precision": "bf16-mixed"}, "dataloader": {"batch_size": 4}})
+    ['Trainer(precision="bf16-mixed")', 'DataLoader(..., batch_size=4)']
+    """
+    if framework == "transformers":
+        return [_call("TrainingArguments", arguments), _flags(arguments)]
+    if framework == "torchtitan":
+        named = {f"{group}.{name}": value for group, held in arguments.items() for name, value in held.items()}
+        return [_flags(named)]
+    if framework == "deepspeed":
+        return [json.dumps(arguments)]
+    loader = _call("DataLoader", arguments["dataloader"], "...")
+    if framework == "lightning":
+        return [_call("Trainer", arguments["trainer"]), loader]
+    plugin = f"gradient_accumulation_plugin={_call('GradientAccumulationPlugin', arguments['plugin'])}"
+    return [_call("Accelerator", arguments["accelerator"], last=plugin), loader]
+
+
+def _transformers(plan: Plan) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": plan.micro_batch,
+        "gradient_accumulation_steps": plan.iter_size,
+        "average_tokens_across_devices": True,
+    }
+    if plan.workload.get("precision") in ("bf16", "fp16"):
+        arguments[plan.workload["precision"]] = True
+    if plan.parallel == "fsdp2":
+        arguments["fsdp"] = True
+    if plan.reduce == "each":
+        arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    if plan.workload.get("evaluation_batch") is not None:
+        arguments["per_device_eval_batch_size"] = plan.workload["evaluation_batch"]
+    if plan.multiple_of > 1:
+        arguments["dataloader_drop_last"] = True
+    if plan.learning_rate is not None:
+        arguments["learning_rate"] = plan.learning_rate
+    return arguments | ({"use_cpu": True} if plan.device.get("kind") == "cpu" else {})
+
+
+def _lightning(plan: Plan) -> dict[str, Any]:
+    precision = plan.workload.get("precision")
+    trainer: dict[str, Any] = {
+        "accumulate_grad_batches": plan.iter_size,
+        "precision": {"bf16": "bf16-mixed", "fp16": "16-mixed"}.get(str(precision), "32-true"),
+        "accelerator": "cpu" if plan.device.get("kind") == "cpu" else "gpu",
+        "devices": plan.world_size,
+    }
+    if plan.world_size > 1 and plan.parallel != "fsdp2":
+        trainer["strategy"] = "ddp"
+    return {"trainer": trainer, "dataloader": _loader(plan)}
+
+
+def _accelerate(plan: Plan) -> dict[str, Any]:
+    precision = plan.workload.get("precision")
+    accelerator: dict[str, Any] = {"mixed_precision": precision if precision in ("bf16", "fp16") else "no"}
+    if plan.device.get("kind") == "cpu":
+        accelerator["cpu"] = True
+    # A window that ends with the loader's last batch would be divided by `num_steps` all the same.
+    plugin = {
+        "num_steps": plan.iter_size,
+        "sync_each_batch": plan.reduce == "each",
+        "sync_with_dataloader": False,
+    }
+    return {"accelerator": accelerator, "plugin": plugin, "dataloader": _loader(plan)}
+
+
+def _deepspeed(plan: Plan) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_batch_size": plan.target_batch,
+        "train_micro_batch_size_per_gpu": plan.micro_batch,
+        "gradient_accumulation_steps": plan.iter_size,
+        "dataloader_drop_last": True,
+    }
+    # Its own "bf16" converts the parameters, which the trials did not.
+    dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(str(plan.workload.get("precision")))
+    return config | ({} if dtype is None else {"torch_autocast": {"enabled": True, "dtype": dtype}})
+
+
+def _torchtitan(plan: Plan) -> dict[str, Any]:
+    replicas, shards = plan.world_size, 1
+    if plan.parallel == "fsdp2":
+        replicas, shards = plan.mesh if plan.mesh is not None and len(plan.mesh) > 1 else (1, plan.world_size)
+    return {
+        "training": {
+            "local_batch_size": plan.micro_batch,
+            "global_batch_size": plan.target_batch,
+            "mixed_precision_param": _DTYPES[str(plan.workload.get("precision", "fp32"))],
+        },
+        "parallelism": {"data_parallel_replicate_degree": replicas, "data_parallel_shard_degree": shards},
+    }
+
+
+_MAKERS: Final[Mapping[str, Callable[[Plan], dict[str, Any]]]] = {
+    "transformers": _transformers,
+    "lightning": _lightning,
+    "accelerate": _accelerate,
+    "deepspeed": _deepspeed,
+    "torchtitan": _torchtitan,
+}
+
+
+def _loader(plan: Plan) -> dict[str, Any]:
+    # A smaller last micro-batch would count as much as the others.
+    return {"batch_size": plan.micro_batch, "drop_last": True}
+
+
+def _name(framework: str) -> str:
+    return _NAMES.get(framework, framework)
+
+
+def _call(function: str, arguments: Mapping[str, Any], first: str = "", last: str = "") -> str:
+    given = [f"{name}={value!r}".replace("'", '"') for name, value in arguments.items()]
+    return f"{function}({', '.join(filter(None, (first, *given, last)))})"
+
+
+def _flags(arguments: Mapping[str, Any]) -> str:
+    words = []
+    for name, value in arguments.items():
+        plain = f"'{json.dumps(value)}'" if isinstance(value, Mapping) else str(value)
+        words.append(f"--{name}" if value is True else f"--{name} {plain}")
+    return " ".join(words)
