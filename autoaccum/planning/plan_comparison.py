@@ -69,6 +69,8 @@ class PlanRow:
 
 PlanCards = Callable[[int, Sequence[str]], Iterable[PlanRow]]
 """Plans for so many ranks of each of these cards, and returns their rows in any order."""
+PlanCard = Callable[["Card", Device], Callable[[], PlanRow]]
+"""Plans for a card, and returns what makes its row of the plan and of the estimated time of an update."""
 
 
 def choose_world_sizes(within: range) -> list[int]:
@@ -131,20 +133,27 @@ def find_least(rows: Iterable[PlanRow]) -> dict[str, int]:
     return least
 
 
-def plan_each(fleet: CardFleet, cards: Sequence[Card], plan: Callable[[Card, Device], PlanRow]) -> Iterator[PlanRow]:
+def plan_each(fleet: CardFleet, cards: Sequence[Card], plan: PlanCard) -> Iterator[PlanRow]:
     """Plan on the device of each card; those that traces cannot tell from one another come together."""
-    waiting = list(cards)
+    waiting, group = list(cards), None
     while waiting:
-        fleet.use(waiting[0], waiting[1:])
-        later = []
-        for card in waiting:
-            row = plan(card, fleet.device(card)) if fleet.is_alike(card) else None
-            # What was traced for this card may have told it from the one that is traced on.
-            if row is not None and fleet.is_alike(card):
+        group = group or fleet.group(waiting[0], waiting[1:])
+        # The first plan makes the traces of the group; the others replay them while the next ones are made.
+        planned = [(group.card, plan(group.card, fleet.device(group.card, group)))]
+        others = [card for card in waiting if card != group.card]
+        following, ahead = fleet.work_ahead(group, others) if others else (None, None)
+        for card in others:
+            if group.is_alike(card):
+                planned.append((card, plan(card, fleet.device(card, group))))
+        if ahead is not None:
+            ahead.result()
+        for card, finish in planned:
+            row = finish()
+            # What was traced for this card may have told it from that of the group.
+            if group.is_alike(card):
+                waiting.remove(card)
                 yield row
-            else:
-                later.append(card)
-        waiting = later
+        group = following
 
 
 class CardPlans:
@@ -185,12 +194,11 @@ class CardPlans:
 
         def make_first(settings: TrialSettings) -> Device:
             fleets.append(make_fleet(settings, confirms=len(self._cards) == 1))
-            fleets[0].use(cards[0], cards[1:])
-            return fleets[0].device(cards[0])
+            return fleets[0].device(cards[0], fleets[0].group(cards[0], ()))
 
         reference = make_setup(self._workload, request, on_output=self._on_output, device_maker=make_first).reference
 
-        def plan(card: Card, device: Device) -> PlanRow:
+        def plan(card: Card, device: Device) -> Callable[[], PlanRow]:
             self._on_start(card.name, world_size)
             setup = PlanSetup(device, reference, isolated=False)
             price, estimates = self._prices.get(card.name), len(self._cards) > 1
@@ -205,8 +213,8 @@ class CardPlans:
 
 def plan_row(
     setup: PlanSetup, request: PlanRequest, card: str, *, price: float | None = None, estimates: bool = True
-) -> PlanRow:
-    """Plan on a simulated card, which is closed, and return the row.
+) -> Callable[[], PlanRow]:
+    """Plan on a simulated card, which is closed; return a function that estimates the time, and returns the row.
 
     Args:
         setup: The device of the card.
@@ -224,7 +232,7 @@ def plan_row(
             plan = plan_on_device(setup, request, on_event=_keep_trials(trials))
         except DoesNotFitError as error:
             peaks = [peak for trial in trials if (peak := peak_bytes(trial)) is not None]
-            return PlanRow(
+            row = PlanRow(
                 card=card,
                 world_size=request.options.world_size,
                 fits=False,
@@ -232,7 +240,11 @@ def plan_row(
                 limit_bytes=device.limit_bytes,
                 message=error.message,
             )
-        update = _estimate(device, plan) if estimates else None
+            return lambda: row
+        return lambda: _row_of_plan(plan, card, _estimate(device, plan) if estimates else None, price)
+
+
+def _row_of_plan(plan: Plan, card: str, update: SpeedEstimate | None, price: float | None) -> PlanRow:
     rate = None if update is None else plan.target_batch / update.seconds
     cost = None if price is None or rate is None else price * plan.world_size * _MILLION / (3600 * rate)
     return PlanRow(

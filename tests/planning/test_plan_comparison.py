@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -69,7 +69,7 @@ class Planner:
         with SimulatedDevice(
             find_card(card), lambda: tracer, share=request.share, torch_version=(2, 13), memory=memory, environment={}
         ) as device:
-            yield plan_row(PlanSetup(device, "model.py", isolated=False), request, card, estimates=False)
+            yield plan_row(PlanSetup(device, "model.py", isolated=False), request, card, estimates=False)()
 
 
 def test_the_least_number_of_ranks_is_found_between_powers_of_two() -> None:
@@ -205,7 +205,7 @@ def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
         made.append(Telling(card, others, keeps))
         return made[-1]
 
-    def plan(card: Card, device: Device) -> PlanRow:
+    def plan(card: Card, device: Device) -> Callable[[], PlanRow]:
         request = make_request(64, gpu=card.name)
         return plan_row(PlanSetup(device, "model.py", isolated=False), request, card.name, price=2.0)
 

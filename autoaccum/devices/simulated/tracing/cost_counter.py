@@ -59,10 +59,12 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._parts: list[_Tally] = []
         self._rest = _Tally()
         self._in_backward = True
+        self._updates = 0
 
     def begin_update(self) -> None:
-        """Forget all that was counted before."""
+        """Count from here; but not the first update of a trial, which another one follows (`TrialRun.run`)."""
         self._parts, self._rest, self._in_backward = [], _Tally(), True
+        self._updates += 1
 
     def cost(self, parts: Sequence[int]) -> UpdateCost:
         """Return the cost of the last update, which had `parts`.
@@ -97,7 +99,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is DEVICE_QUERY:
+        if func is DEVICE_QUERY or self._updates < 2:
             return out
         tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         made = [one for one in tree_leaves(out) if isinstance(one, Tensor)]

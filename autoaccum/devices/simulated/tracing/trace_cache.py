@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.devices.simulated.cards import Card
-from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts, Tracer, UseCard
+from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import (
     AffineTrace,
@@ -32,6 +31,18 @@ traced: it often runs other operators, since its dimension is squeezed or broadc
 Choose = Callable[[Callable[[int], Trace]], tuple[int, ...]]
 """Plans by a function that extrapolates the trace of a size; returns the parts that would confirm the plan, or raises.
 """
+
+
+class Tracer(Protocol):
+    """What traces a workload on a card by requests, such as `simulation_requests.Tracer`."""
+
+    def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
+        """Return the reply to a request."""
+        ...
+
+    def close(self) -> None:
+        """End its process."""
+        ...
 
 
 @dataclass
@@ -66,11 +77,10 @@ class TraceCache:
         savers: tuple[str, ...] | None = None,
         *,
         confirms: bool = True,
-        tracer: Tracer | None = None,
     ) -> None:
         self._make_tracer, self.share, self.confirms = make_tracer, share, confirms
         self.choose: Choose | None = None
-        self._tracer = tracer
+        self._tracer: Tracer | None = None
         self._sizes: tuple[int, ...] = _SIZES
         self.step = 1
         self.joined = False
@@ -255,14 +265,6 @@ class TraceCache:
         if parts not in self._traces.extrapolated:
             self._traces.extrapolated[parts] = affine.at(*parts)
         return self._traces.extrapolated[parts]
-
-    def hand_over(self, card: Card, others: Sequence[Card]) -> Tracer | None:
-        """Return the tracer for another card, if nothing that it keeps depends on this one; else end it."""
-        tracer, self._tracer = self._tracer, None
-        if tracer is not None and not tracer.call(UseCard(card=card, others=tuple(others))):
-            tracer.close()
-            return None
-        return tracer
 
     def close(self) -> None:
         """End the tracer's process."""
