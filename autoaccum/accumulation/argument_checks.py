@@ -297,6 +297,18 @@ def current_facts(
     savers: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """Return the facts of this training, by the names that a plan uses."""
+    return {
+        **model_facts(model, optimizer, precision),
+        "loss": _loss_phrase(objective.reduction, objective.source),
+        "batchnorm": batchnorm,
+        "coupled": bool(objective.coupled),
+        "accumulate_in": accumulate_in,
+        "savers": None if savers is None else " and ".join(savers),
+    }
+
+
+def model_facts(model: nn.Module, optimizer: Optimizer | None, precision: str | None) -> dict[str, Any]:
+    """Return the facts of a model and its device; what is not known is None."""
     inner, device = unwrap_model(model), model_device(model)
     parameters = list(inner.parameters())
     # Sharded and quantised tensors have their storage elsewhere.
@@ -305,15 +317,10 @@ def current_facts(
         "model": model_class(inner).__name__,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storage_bytes(parameters) if is_dense else None,
-        "optimizer": type(unwrap_optimizer(optimizer)).__name__,
+        "optimizer": None if optimizer is None else type(unwrap_optimizer(optimizer)).__name__,
         "precision": precision,
-        "loss": _loss_phrase(objective.reduction, objective.source),
         "kind": device.type,
         "card": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "batchnorm": batchnorm,
-        "coupled": bool(objective.coupled),
-        "accumulate_in": accumulate_in,
-        "savers": None if savers is None else " and ".join(savers),
     }
 
 

@@ -142,7 +142,12 @@ def describe_blocks(model: nn.Module) -> dict[str, Any]:
     """Return what the recipe of a step has to know of the blocks that it may recompute."""
     blocks = trained_blocks(model)
     norms = batchnorms_updated_twice(model, blocks)
-    return {"blocks": blocks, "counted_twice": list_modules(norms) if norms else ""}
+    own = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    return {
+        "blocks": blocks,
+        "counted_twice": list_modules(norms) if norms else "",
+        **({"checkpointing": True} if own else {}),  # As models of transformers do it.
+    }
 
 
 def probe_size(workload: Workload, count: int, share: int) -> int:

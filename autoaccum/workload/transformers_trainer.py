@@ -31,7 +31,7 @@ from autoaccum.workload.tracebacks import user_code
 SAMPLES = 256
 """Samples of the dataset of which the longest make the batches, unless `worst_of` says otherwise."""
 
-_PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
+PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _LEFT_OUT = (
     *("model", "model_wrapped", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset", "callback_handler"),
     *("data_collator", "_memory_tracker", "model_init", "_eval_dataloaders"),
@@ -45,7 +45,7 @@ def make_workload(trainer: Any, *, live: bool = False) -> Workload:
     Raises:
         WorkloadError: The Trainer trains in a way that no trial can run, or has no dataset that can be read.
     """
-    _check_supported(trainer)
+    check_supported(trainer)
     args, model = trainer.args, trainer.model
     shadow = _shadow(trainer)
     dataset, collate = _read_data(trainer)
@@ -54,13 +54,13 @@ def make_workload(trainer: Any, *, live: bool = False) -> Workload:
     accumulate_in: AccumulateIn = "parameters" if half else "fp32"
     given = trainer.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    items = _Items(shadow, model)
+    items = LossItems(shadow, model)
     workload = Workload(
         model=_Builder(trainer, live=live),
         loss=_Loss(shadow, items),
-        weight=items.weight,
+        **items.divides,
         optimizer=_OptimizerFactory(shadow, model) if given is None else OptimizerLike.of(_bare(given), trained),
-        precision=_PRECISIONS[args.mixed_precision],
+        precision=PRECISIONS[args.mixed_precision],
         accumulate_in=accumulate_in,
         dataset=dataset,
         collate=collate,
@@ -72,13 +72,15 @@ def make_workload(trainer: Any, *, live: bool = False) -> Workload:
     return take_longest(workload, SAMPLES)
 
 
-def _check_supported(trainer: Any) -> None:
+def check_supported(trainer: Any) -> None:
+    """Raise WorkloadError for a Trainer that trains in a way that no trial can run."""
     args = trainer.args
     reasons = {
         "trains by DeepSpeed": getattr(trainer, "is_deepspeed_enabled", False),
         "shards the model by FSDP": getattr(trainer, "is_fsdp_enabled", False),
-        "splits the model over devices": getattr(trainer, "is_model_parallel", False),
-        f"computes in {args.mixed_precision}": args.mixed_precision not in _PRECISIONS,
+        "splits the model or its sequences over devices": getattr(trainer, "is_model_parallel", False)
+        or getattr(trainer.accelerator, "parallelism_config", None) is not None,
+        f"computes in {args.mixed_precision}": args.mixed_precision not in PRECISIONS,
         "puts Liger kernels into the model when it trains": getattr(args, "use_liger_kernel", False),
     }
     for reason, holds in reasons.items():
@@ -106,6 +108,8 @@ def _shadow(trainer: Any) -> Any:
             setattr(made, name, None)
         elif isinstance(value, (dict, list, set)):
             setattr(made, name, copy.deepcopy(value))
+    made.args = copy.copy(trainer.args)
+    made.args.average_tokens_across_devices = False  # Weights are summed over ranks by the Accumulator.
     made._prepare_inputs = _same  # Batches are where the model is, which in a simulation is not `args.device`.
     return made
 
@@ -177,13 +181,17 @@ def _enable_checkpointing(model: Any, args: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings or None)
 
 
-class _Items:
+class LossItems:
     """Counts what the mean of the Trainer's loss divides by, as the Trainer does, else as the model's class tells."""
 
     def __init__(self, shadow: Any, model: nn.Module) -> None:
         self._shadow = shadow
         self._inferred = ModelLoss()
         self._inferred.read_model(model)
+        self.divides: dict[str, Any] = {"weight": self.weight}
+        """The weight for a Workload or an Accumulator; a sum has none."""
+        if self._inferred.reduction == "sum":
+            self.divides = {"reduction": "sum"}
 
     def count(self, batch: Any) -> Any:
         """Return `num_items_in_batch` of one batch; None where the Trainer passes none."""
@@ -200,7 +208,7 @@ class _Items:
 class _Loss:
     """The Trainer's `compute_loss` of one micro-batch: the mean over its own items."""
 
-    def __init__(self, shadow: Any, items: _Items) -> None:
+    def __init__(self, shadow: Any, items: LossItems) -> None:
         self._shadow, self._items = shadow, items
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
@@ -215,7 +223,7 @@ class _Evaluation:
     The Trainer appends them to one tensor, so that the last pass holds nearly all of them twice.
     """
 
-    def __init__(self, shadow: Any, items: _Items, passes: int) -> None:
+    def __init__(self, shadow: Any, items: LossItems, passes: int) -> None:
         self._shadow, self._items, self._passes = shadow, items, passes
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:

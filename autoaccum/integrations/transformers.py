@@ -1,0 +1,192 @@
+"""Within the loop of a `transformers.Trainer`: a callback that watches the plan, and exact accumulation.
+
+trainer = Trainer(..., callbacks=[PlanCallback("plan.json")])
+trainer = AccumulatorTrainer(..., plan="plan.json")
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback
+
+from autoaccum.accumulation.accumulator import Accumulator
+from autoaccum.accumulation.argument_checks import checked_micro_batch, unwrap_optimizer
+from autoaccum.errors import UsageError
+from autoaccum.integrations.plan_watch import PlanWatch, Running
+from autoaccum.options import RECOMPUTE
+from autoaccum.planning.plan_record import Plan
+from autoaccum.workload.transformers_trainer import PRECISIONS, LossItems, check_supported
+
+_KEPT = ("offload-gradients", "offload-optimizer")
+"""Savers that take the update from the framework's own optimizer."""
+
+
+class PlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types.
+    """Watches a plan: warns of what differs at the start and of a higher peak in the run; prints a line at the end.
+
+    Args:
+        plan: The plan, or its file.
+        runs_parts: Whether the Trainer runs the plan's own parts and savers, as `AccumulatorTrainer` does.
+    """
+
+    def __init__(self, plan: Plan | str | Path, *, runs_parts: bool = False) -> None:
+        self._watch = PlanWatch(_read(plan))
+        self._runs_parts = runs_parts
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Compare the plan with the training."""
+        ran = state.train_batch_size or args.train_batch_size
+        self._watch.begin(
+            Running(
+                model=objects["model"],
+                optimizer=objects.get("optimizer"),
+                precision=PRECISIONS.get(args.mixed_precision, args.mixed_precision),
+                micro_batch=None if self._runs_parts else ran,
+                batch=ran * args.gradient_accumulation_steps * args.world_size,
+                world_size=args.world_size,
+                checkpointing=bool(args.gradient_checkpointing),
+                takes_savers=self._runs_parts,
+                micro_batch_name="per_device_train_batch_size",
+                batch_names="per_device_train_batch_size x gradient_accumulation_steps x ranks",
+            )
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Compare the peak with the plan's after an update."""
+        self._watch.update()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        """Print the line."""
+        if state.is_world_process_zero:
+            print(self._watch.summary())
+
+
+class AccumulatorMixin:
+    """Makes a Trainer accumulate by the Accumulator: put it before the Trainer's class among the bases.
+
+    The samples of an update, `per_device_train_batch_size` x `gradient_accumulation_steps` on each rank, are one
+    effective batch. It is split into parts of at most the plan's micro-batch, whose sizes may differ; each counts by
+    its labels (`num_items_in_batch`), or as the model's class divides its loss. A short last window, padding of any
+    length, and memory that runs out (the update is repeated in smaller parts) leave the gradient the full batch's.
+    Clipping, the optimizer, the scheduler, callbacks, logging and checkpoints are the Trainer's own. The logged loss is
+    that of the effective batch. Callbacks see one gradient per update, and `on_substep_end` before it is there.
+
+    Args:
+        args: Those of the Trainer.
+        plan: A plan, or its file: its micro-batch, multiple, savers and way to sum gradients are used, and a
+            `PlanCallback` watches it.
+        micro_batch: The most samples to run at once, in place of a plan.
+        kwargs: Those of the Trainer.
+
+    Raises:
+        UsageError: Neither or both are given, or the plan has a saver that takes the Trainer's update over, or the
+            Trainer computes in fp16, whose scaler belongs to the Trainer.
+        WorkloadError: The Trainer trains by DeepSpeed, FSDP, DataParallel or parts of the model.
+    """
+
+    args: Any
+    accelerator: Any
+    optimizer: Any
+
+    def __init__(
+        self, *args: Any, plan: Plan | str | Path | None = None, micro_batch: int | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if (plan is None) == (micro_batch is None):
+            seen = "neither plan nor micro_batch is given" if plan is None else "both plan and micro_batch are given"
+            raise UsageError(seen, hint="give one: plan=Plan.load('plan.json'), or micro_batch=8")
+        check_supported(self)
+        if self.args.mixed_precision == "fp16":
+            raise UsageError(
+                "the Trainer computes in fp16, whose gradient scaler would count each part as an update",
+                hint="take bf16=True, or autoaccum.fit(precision='fp16')",
+            )
+        # The Accumulator sums weights over ranks itself.
+        self.args.average_tokens_across_devices = False
+        self._settings: dict[str, Any] = {"micro_batch": micro_batch}
+        if plan is not None:
+            plan = _read(plan)
+            savers = tuple(plan.workload.get("savers") or ())
+            if taken := [word for word in savers if word in _KEPT]:
+                raise UsageError(
+                    f"the plan has {' and '.join(taken)}, and the update is the Trainer's",
+                    hint=f"plan with --savers {RECOMPUTE}, or train by autoaccum.fit",
+                )
+            self._settings = {
+                "micro_batch": plan.micro_batch,
+                "multiple_of": plan.multiple_of,
+                "savers": savers,
+                "accumulate_in": plan.workload.get("accumulate_in"),
+            }
+            self.add_callback(PlanCallback(plan, runs_parts=True))  # type: ignore[attr-defined]
+        checked_micro_batch(self._settings["micro_batch"])
+        self._window: list[Any] = []
+        self._gradients: _Gradients | None = None
+        self._accumulator: Accumulator | None = None
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Keep the batch; with the last one of the update, leave the full batch's gradient and return its loss."""
+        if self.accelerator.gradient_state.sync_gradients is False:
+            self._window.append(inputs)
+            return torch.zeros((), device=self.args.device)
+        window, self._window = [*self._window, inputs], []
+        model.train()
+        if callable(switch := getattr(self.optimizer, "train", None)):
+            switch()
+        accumulator, gradients = self._made_for(model)
+        result = accumulator.step_parts([self._prepare_inputs(batch) for batch in window])  # type: ignore[attr-defined]
+        gradients.restore()
+        return torch.tensor(result.loss, device=self.args.device)
+
+    def _made_for(self, model: nn.Module) -> tuple[Accumulator, _Gradients]:
+        """Return the Accumulator of this call of `train`, which has an optimizer and a prepared model of its own."""
+        optimizer = unwrap_optimizer(self.optimizer)
+        if self._accumulator is None or self._gradients is None or self._gradients.of != (model, optimizer):
+            loss = _Loss(self)
+            self._gradients = _Gradients(model, optimizer)
+            self._accumulator = Accumulator(model, self._gradients, loss, **loss.items.divides, **self._settings)
+        return self._accumulator, self._gradients
+
+
+class AccumulatorTrainer(AccumulatorMixin, Trainer):  # type: ignore[misc]
+    """A Trainer whose update has the full batch's gradient; see `AccumulatorMixin`."""
+
+
+class _Loss:
+    """The Trainer's `compute_loss` of one part: the mean over its own items."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self.items = trainer, LossItems(trainer, trainer.model)
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        inputs = copy.copy(batch)  # `compute_loss` may take the labels out of it.
+        return self._trainer.compute_loss(model, inputs, num_items_in_batch=self.items.count(batch))
+
+
+class _Gradients(Optimizer):
+    """Stands for an optimizer in an Accumulator: an update keeps the gradients, which `restore` hands over."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.of = model, optimizer
+        self._kept: list[tuple[Tensor, Tensor | None]] = []
+        super().__init__([one for group in optimizer.param_groups for one in group["params"]], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Keep the gradients."""
+        self._kept = [(one, one.grad) for group in self.param_groups for one in group["params"]]
+
+    def restore(self) -> None:
+        """Put the gradients where the framework's own optimizer looks for them."""
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
+        self._kept = []
+
+
+def _read(plan: Plan | str | Path) -> Plan:
+    return plan if isinstance(plan, Plan) else Plan.load(plan)
