@@ -141,7 +141,20 @@ class Fixture:
 
     def _on_device(self, model: nn.Module) -> nn.Module:
         model = model.to(self.device)
-        return to_float64(model) if self.precision == "fp64" else model
+        if self.precision == "fp64":
+            _check_not_packed(model)
+            return to_float64(model)
+        return model
+
+
+def _check_not_packed(model: nn.Module) -> None:
+    """Raise `WorkloadError` if a library packs weights, as into 4 bits: its kernels leave results in float64 unset."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() and not parameter.is_complex():
+            raise WorkloadError(
+                f"{name} holds packed weights (of {parameter.dtype}), whose kernels know no float64",
+                hint="verify it in float32: --precision fp32",
+            )
 
 
 def _find_outside(workload: Workload, model: nn.Module) -> tuple[dict[str, nn.Module], list[Generator]]:

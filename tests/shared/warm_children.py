@@ -37,13 +37,16 @@ _PASSED = "@"
 
 
 class Nursery:
-    """A process that copies itself on request; `measured` has the settings of malloc that a measured child has."""
+    """A process that copies itself on request; `measured` has the settings of malloc that a measured child has.
 
-    def __init__(self, environment: Mapping[str, str], *, measured: bool) -> None:
+    Its copies have imported the modules `imports` as a simulation's child does: with a card, which is simulated.
+    """
+
+    def __init__(self, environment: Mapping[str, str], *, measured: bool, imports: Sequence[str] = ()) -> None:
         self._lock = threading.Lock()
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            words = [sys.executable, __file__, str(theirs.fileno()), "measured" if measured else "simulated"]
+            words = [sys.executable, __file__, str(theirs.fileno()), "measured" if measured else "simulated", *imports]
             how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
             self._process = subprocess.Popen(words, env=dict(environment), pass_fds=[theirs.fileno()], **how)
         self.pid = self._process.pid
@@ -108,14 +111,15 @@ def wait(pid: int, timeout: float) -> int:
 class Nurseries(dict[bool, Nursery]):
     """By whether their copies are measured; each is started when it is first needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, imports: Sequence[str] = ()) -> None:
         from autoaccum.devices.child.process import child_environment
 
         super().__init__()
+        self._imports = imports
         self._environments = {measured: child_environment(measured=measured) for measured in (False, True)}
 
     def __missing__(self, measured: bool) -> Nursery:
-        self[measured] = Nursery(self._environments[measured], measured=measured)
+        self[measured] = Nursery(self._environments[measured], measured=measured, imports=self._imports)
         return self[measured]
 
 
@@ -191,10 +195,10 @@ def warm_ranks(warm_python: WarmPython, nurseries: Nurseries) -> WarmRanks:
     return run
 
 
-def main(descriptor: int, kind: str) -> None:
+def main(descriptor: int, kind: str, imports: Sequence[str]) -> None:
     """Import what children of that kind need; then be copied until the other end is closed, as by the tests' end."""
     sys.path[0] = str(Path(__file__).parents[2])
-    _import(kind)
+    _import(kind, imports)
     requests = socket.socket(fileno=descriptor)
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 3)
@@ -211,7 +215,7 @@ def main(descriptor: int, kind: str) -> None:
     _become(requests, json.loads(message), descriptors)
 
 
-def _import(kind: str) -> None:
+def _import(kind: str, imports: Sequence[str]) -> None:
     import torch
 
     from autoaccum.devices.trial_child import TrialChild
@@ -225,6 +229,8 @@ def _import(kind: str) -> None:
 
         with simulate(find_card("t4")):  # As SimulatedChild.prepare, without its backward, which may start threads.
             torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
+            for name in imports:
+                import_module(name)
     gc.collect()
     gc.freeze()
 
@@ -262,4 +268,4 @@ def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[in
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

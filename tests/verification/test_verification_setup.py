@@ -169,6 +169,28 @@ def test_what_does_not_run_in_float64_is_verified_in_float32() -> None:
         verify(workload, precision="fp64")
 
 
+def test_packed_weights_are_verified_in_float32() -> None:
+    """Kernels that unpack weights to a narrow dtype leave memory unset where one asks for float64."""
+
+    class Packed(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.codes = nn.Parameter(torch.randint(-8, 8, (4, 4), dtype=torch.int8), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.weight.dtype == torch.float32
+            return super().forward(x) @ self.codes.to(x.dtype)
+
+    workload = Workload(
+        model=Packed,
+        batch=lambda size: (torch.randn(size, 4), torch.randn(size, 4)),
+        loss=functional.mse_loss,
+    )
+    found = verify(workload)
+    assert (found.equivalent, found.precision) == (True, "fp32")
+    assert "codes holds packed weights (of torch.int8), whose kernels know no float64" in found.notes[0]
+
+
 def _live() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, Any]:
     """A model in training, its optimizer with state, and a loss that holds a teacher with a buffer of its own."""
     torch.manual_seed(0)

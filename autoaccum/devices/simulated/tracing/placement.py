@@ -23,6 +23,7 @@ from autoaccum.devices.simulated.torch_patches import patched
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index
 from autoaccum.devices.simulated.tracing.known_values import mark_not_materialised
+from autoaccum.devices.simulated.tracing.parameter_classes import fake_parameter
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.pytree import tensors
@@ -58,15 +59,19 @@ def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) 
         replacement = _replacement(parameter)
         if replacement is not None:
             return replacement
+        was_meta = parameter.is_meta
         applied = fn(parameter)
         if applied is parameter:
-            return parameter
+            if was_meta or not parameter.is_meta:
+                return parameter
+            applied = fake_parameter(parameter)
         if not isinstance(applied, FakeTensor) and not isinstance(parameter, FakeTensor):
             parameter.data = applied
             if parameter.grad is not None:
                 parameter.grad.data = fn(parameter.grad)
             return parameter
-        made = nn.Parameter(applied, requires_grad=parameter.requires_grad)
+        own_class = isinstance(applied, FakeTensor) and type(applied) is not FakeTensor
+        made: Any = applied if own_class else nn.Parameter(applied, requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
             made.grad = fn(parameter.grad)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):

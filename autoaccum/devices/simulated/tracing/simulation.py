@@ -26,6 +26,7 @@ from autoaccum.devices.simulated.torch_patches import Patches, compiler_unloaded
 from autoaccum.devices.simulated.tracing import autocast
 from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
+from autoaccum.devices.simulated.tracing.parameter_classes import patch_parameter_classes
 from autoaccum.devices.simulated.tracing.placement import convert_module, patch_torch_load
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.value_reads import (
@@ -84,6 +85,7 @@ def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterat
         patch_functions(mode.notices, stack)
         _hear_resizes(mode.recorder, stack)
         patch_torch_load(stack)
+        patch_parameter_classes(stack)
         patch_hashes(mode.numbering, stack)
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         stack.callback(library._destroy)
