@@ -72,7 +72,7 @@ WORKLOAD_OPTIONS: Final = (
 
 _CHOOSING: Final = ("plan", "fit")
 """Commands that choose savers."""
-_SEARCHING: Final = frozenset({"world_size", "equal", "gpu", "time_limit", "trial_limit"})
+_SEARCHING: Final = frozenset({"world_size", "equal", "gpu", "values", "time_limit", "trial_limit"})
 _SHARDING: Final = frozenset({"parallel", "mesh"})
 _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "plan": frozenset(),
@@ -80,7 +80,8 @@ _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "verify": (_SEARCHING - {"world_size"})
     | _SHARDING
     | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
-    "tune": _SHARDING | {"world_size", "equal", "gpu", "accumulate_in", "keeps", "evaluation_batch", "worst_of"},
+    "tune": _SHARDING
+    | {"world_size", "equal", "gpu", "values", "accumulate_in", "keeps", "evaluation_batch", "worst_of"},
     "guard": frozenset({"trial_limit", "accumulate_in", "multiple_of"}),
     "explain": _SHARDING | {"device", "memory", "reserve", "world_size", "equal", "time_limit", "trial_limit"},
 }
@@ -101,6 +102,7 @@ class OptionArguments(TypedDict, total=False):
     multiple_of: int | None
     device: str
     gpu: str | None
+    values: str | None
     memory: str | MemorySize | None
     reserve: str | MemorySize | None
     world_size: int
@@ -130,6 +132,8 @@ class Options:
         multiple_of: Every micro-batch, and the target, is a multiple of this many samples.
         device: `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`.
         gpu: The card to simulate, instead of `device`: `rtx3090`, or a size such as `24GiB`.
+        values: `cpu`: where the step reads values on a simulated card (`.item()`, a boolean mask, `nonzero`), they are
+            computed on the CPU; None: a step that reads them is refused.
         memory: The budget: `10GiB`, `24GB`, or `80%` of the total; by default the free memory.
         reserve: The part of the budget to keep free.
         world_size: Ranks that share the target; the largest share decides.
@@ -157,6 +161,7 @@ class Options:
     multiple_of: int | None = None
     device: str = "auto"
     gpu: str | None = None
+    values: Literal["cpu"] | None = None
     memory: MemorySize | None = None
     reserve: MemorySize | None = None
     world_size: int = 1
@@ -188,6 +193,8 @@ class Options:
                 read_seconds(getattr(self, name), f"the {name.replace('_', ' ')}")
         if self.parallel is not None:
             check_word(self.parallel, "parallel", get_args(Parallel))
+        if self.values is not None:
+            check_word(self.values, "values", ("cpu",))
         if self.mesh is not None:
             object.__setattr__(self, "mesh", _read_mesh(self.mesh, self.parallel))
             if len(self.mesh) > 1:  # HSDP.

@@ -20,6 +20,7 @@ _CODE_DIFFERENT = 1
 )
 @options(
     "gpu",
+    "values",
     "precision",
     "batchnorm",
     "coupled",

@@ -40,6 +40,11 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "metavar": "NAME",
         "help": "Predict for this card instead, without a GPU: a name of `autoaccum gpus`, or a size such as 24GiB.",
     },
+    "values": {
+        "metavar": "cpu",
+        "help": "With --gpu: also run each step that is traced on the CPU, on the same samples, and answer code that "
+        "reads values (.item(), a boolean mask, nonzero, unique, nms) as the CPU does. It takes as long as there.",
+    },
     "memory": {"metavar": "SIZE", "help": "Memory budget: 10GiB, 24GB, or 80% of the total.  [default: what is free]"},
     "reserve": {"metavar": "SIZE", "help": "Leave this much of the budget free."},
     "precision": {"metavar": "fp32|bf16|fp16", "help": "Precision (by autocast), in place of the workload's."},

@@ -45,6 +45,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", 
 @options(
     "device",
     "gpu",
+    "values",
     "memory",
     "reserve",
     "precision",

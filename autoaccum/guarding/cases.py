@@ -95,6 +95,7 @@ def case_name(case: Case) -> str:
     details = [
         ("target {}", case.target_batch),
         ("micro-batch {}", case.micro_batch),
+        ("values by the {}", options.values),
         ("{}", options.precision),
         ("optimizer {}", options.optimizer),
         ("memory {}", options.memory),

@@ -32,6 +32,8 @@ def make_device(settings: TrialSettings) -> Device:
     """
     if settings.options.gpu is not None:
         return _make_simulated(settings.options.gpu, settings)
+    if settings.options.values is not None:
+        raise UsageError("--values is for a simulated card", hint="name one (--gpu NAME), or leave --values out")
     check_device(settings.options.device)
     index = card_index(settings.options.device)
     if index is None:

@@ -159,6 +159,8 @@ def _run_traced(
         finally:
             mode.phase = trial_run.phase
             trace = mode.recorder.trace(parts)
+    if mode.cpu_values is not None:
+        trace = replace(trace, batch=sum(parts) if joined else max(parts))
     return replace(trace, host_bytes=trial_run.host_bytes), result
 
 
@@ -252,6 +254,9 @@ class SimulatedChild:
             if self._options.world_size > 1:
                 prepare_ranks()
             self._mode = self._stack.enter_context(simulate(self._in_use))
+            if self._options.values is not None:
+                self._mode.compute_values()
+                self._lazy = ()
             if self._options.world_size > 1:
                 simulate_ranks(self._options.world_size, self._mode, self._stack)
             seed_everything()
@@ -389,4 +394,5 @@ class SimulatedChild:
             self._mode.recorder.forget_all_but(live)
             return self._run(job, about, silent=silent)
         doing = f"{about}, in {self._mode.phase}"
-        return describe_failure(as_workload_error(failure, doing) or failure, doing)
+        lost = self._mode.cpu_values.lost if self._mode.cpu_values is not None else None
+        return describe_failure(as_workload_error(failure, doing, lost=lost) or failure, doing)

@@ -5,19 +5,20 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
-from autoaccum.checks import join_words
+from autoaccum.checks import counted, join_words
 from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
 from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, card_rates, context_memory
 from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts, Tracer
+from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
 from autoaccum.devices.update_cost import CardRates, UpdateCost
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
@@ -258,7 +259,7 @@ class SimulatedDevice(Device):
             least_bytes=least_bytes,
             band_bytes=band.bytes,
             warnings=(*cautions, *self._traces.warnings),
-            notes=(band.note(), *self._traces.notes, *assumed, band.causes()),
+            notes=(band.note(), *_notes_on_values(traces), *self._traces.notes, *assumed, band.causes()),
         )
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
@@ -312,6 +313,17 @@ class SimulatedDevice(Device):
             return None
         known = None if self._replays is None else self._replays.unlimited(trace)
         return self._replayer.peak_bytes(trace) if known is None else known.peak_reserved_bytes
+
+
+def _notes_on_values(traces: Sequence[Trace]) -> Iterator[str]:
+    """Yield a sentence for the plan on values that the step read and the CPU computed."""
+    trace = max(traces, key=lambda trace: trace.reads)
+    if trace.reads:
+        times, samples = ("once" if trace.reads == 1 else f"{trace.reads} times"), counted(trace.batch, "sample")
+        yield (
+            f"values were read {times}, as the batch of {samples} answered on the CPU: other samples, or random numbers"
+            " of the card, may take another amount"
+        )
 
 
 def _changes(settings: AllocatorSettings) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Trace:
         host_bytes: As `Trial.host_bytes`.
         streams: The stream of each block, numbered from 1 in the order of their first blocks; 0 is the default stream,
             on which all blocks are if this is empty.
+        reads: How often the last update read values that were computed for it (`Options.values`).
+        batch: The samples of the batch that values were computed of; 0 if none were.
     """
 
     parts: tuple[int, ...]
@@ -46,6 +48,8 @@ class Trace:
     last_update: int
     host_bytes: int | None = None
     streams: tuple[int, ...] = ()
+    reads: int = 0
+    batch: int = 0
 
 
 @dataclass(frozen=True)

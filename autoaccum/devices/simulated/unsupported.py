@@ -16,8 +16,8 @@ from autoaccum.workload.tracebacks import user_line
 
 _ELSEWHERE = "plan where it can run: --device cuda on a card, or --device cpu here"
 _NO_VALUES = (
-    "a simulated card computes no values: write it without them (torch.where, multiplying by a mask, logging after the"
-    f" update), or {_ELSEWHERE}"
+    "a simulated card computes no values: have the CPU compute them (--values cpu), write it without them (torch.where,"
+    f" multiplying by a mask, logging after the update), or {_ELSEWHERE}"
 )
 _CUSTOM_KERNEL = (
     f"give a custom kernel an implementation for fake tensors (torch.library.register_fake), or {_ELSEWHERE}"
@@ -47,12 +47,17 @@ class NotMaterialisedError(Exception):
     """Code reads a value that depends on a CPU tensor built without values to save memory."""
 
 
-def as_workload_error(error: BaseException, doing: str) -> WorkloadError | None:
-    """Return the error to show if `error`, or one of its causes, is a limit of the simulation; otherwise None."""
+def as_workload_error(error: BaseException, doing: str, *, lost: str | None = None) -> WorkloadError | None:
+    """Return the error to show if `error`, or one of its causes, is a limit of the simulation; otherwise None.
+
+    `lost`: where values were computed, a sentence on the first operator that could not be; None where they were not.
+    """
     for cause in _chain(error):
         description = _describe(cause)
         if description is not None:
             message, hint = description
+            if hint == _NO_VALUES and lost is not None:
+                hint = f"{lost or 'its value was not computed'}: {_ELSEWHERE}"
             line = user_line(error, library=True)
             location = f", at {line}" if line else ""
             return WorkloadError(f"{doing}: {message}{location}", hint=hint)

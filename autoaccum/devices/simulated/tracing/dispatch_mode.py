@@ -15,9 +15,11 @@ from autoaccum.devices.simulated.operators.registry import OperatorMemory, Works
 from autoaccum.devices.simulated.operators.sharded_lists import can_run_on_shards, run_on_shards
 from autoaccum.devices.simulated.operators.sparse_gradients import MAKES_SPARSE, has_parts, run_sparse
 from autoaccum.devices.simulated.torch_patches import ObjectNumbers, torch_release
+from autoaccum.devices.simulated.tracing.cpu_values import CpuValues
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, ONE_CARD
 from autoaccum.devices.simulated.tracing.known_values import (
     compute,
+    find_tensors,
     load_host_copy,
     propagate_values,
     save_host_copy,
@@ -26,7 +28,7 @@ from autoaccum.devices.simulated.tracing.known_values import (
 )
 from autoaccum.devices.simulated.tracing.operator_cache import OperatorCache
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.value_reads import read_scalar
+from autoaccum.devices.simulated.tracing.value_reads import read_scalar, reads_for_user
 from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -49,6 +51,8 @@ _DYNAMIC_SHAPES = _operators(
     "nonzero masked_select repeat_interleave.Tensor bincount _unique _unique2 unique_dim unique_consecutive"
     " unique_dim_consecutive"
 )
+_NMS = "torchvision.nms.default"
+"""A kernel of a library whose output has as many rows as the values say, which its fake implementation cannot make."""
 _VALUE_DEPENDENT = _READS | _INDEXING | _DYNAMIC_SHAPES
 _GATHERS = _operators("index.Tensor _unsafe_index.Tensor")
 _LAZY_ELEMENTS = 1 << 14
@@ -68,6 +72,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
         sharded_type: DTensor, while ranks are simulated.
+        cpu_values: Computes the values of all tensors (`compute_values`); None: only some are known.
         beside: A mode for what PyTorch computes of shapes alone, which is not the card's.
     """
 
@@ -90,12 +95,19 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
         self.sharded_type: type | None = None
+        self.cpu_values: CpuValues | None = None
+        self._keep_values = propagate_values
         self._depth = 0
         self._has_sparse = False
         self._cache = OperatorCache(self._make)
         self._observer = WorkspaceObserver(torch_release())
         self._memory: dict[Any, OperatorMemory] = {}
         self._attributes: dict[str, Any] | None = None
+
+    def compute_values(self) -> None:
+        """From now on, compute the values of all tensors on the CPU."""
+        self.cpu_values = CpuValues()
+        self._keep_values = self.cpu_values.keep
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -113,7 +125,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         if not self._is_simulated(func, args, kwargs):
             return func(*args, **kwargs)
-        if func in _VALUE_DEPENDENT:
+        if func in _VALUE_DEPENDENT or (self.cpu_values is not None and str(func) == _NMS):
             if func in _READS:
                 return self._read(func, args, kwargs)
             if func in _INDEXING:
@@ -129,14 +141,14 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return run_sparse(func, args, kwargs, self._make_sparse, lambda one: self.recorder.record_steps([one]))
         if self._depth > 0:
             return self.dispatch(func, types, args, kwargs)
-        if func is _TO_COPY and (host_copy := load_host_copy(args[0], kwargs)) is not None:
+        if func is _TO_COPY and (host_copy := self._host_copy(args[0], kwargs)) is not None:
             return host_copy
         self.recorder.op = func
         if func is _TO_COPY and _only_moves(args[0], kwargs):
             moved = self._make(args[0].shape, args[0].stride(), kwargs.get("dtype") or args[0].dtype)
             save_host_copy(moved, args[0])
             self.recorder.record_outputs(moved)
-            propagate_values(func, args, kwargs, moved)
+            self._keep_values(func, args, kwargs, moved)
             return moved
         key = self._cache.key(func, args, kwargs)
         make_result = self._cache.makers.get(key)
@@ -146,36 +158,61 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._depth = 1
             try:
                 out = self.dispatch(func, types, args, kwargs)
+            except Exception:
+                if self.cpu_values is None or (out := self._run_known(func, args, kwargs)) is None:
+                    raise
+                key = None
             finally:
                 self._depth = 0
             if key is not None:
                 self._cache.add(key, func, args, out)
         self._record(key, func, args, kwargs, out)
-        propagate_values(func, args, kwargs, out)
+        self._keep_values(func, args, kwargs, out)
         return out
 
     def _read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the value of a tensor, or whether two tensors are equal."""
         if func is _aten._local_scalar_dense.default:
-            return read_scalar(args[0], self.checks)
+            if self.cpu_values is not None and reads_for_user():
+                self.count_read()
+            return read_scalar(args[0], self.checks, computed=self.cpu_values is not None)
         known = compute(func, args, kwargs)
+        self.count_read()
         try:
             return read_scalar(args[0], self.checks, is_truth=True) if known is None else known
         except UnknownValueError as error:
             raise fake_tensor.DataDependentOutputException(func) from error
+
+    def _host_copy(self, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the values of `tensor` for a copy to the host; None if they are not known, or it is no such copy."""
+        if self.cpu_values is None:
+            return load_host_copy(tensor, kwargs)
+        to_host = torch.device(kwargs.get("device") or "cuda").type == "cpu"
+        values = values_of(tensor) if to_host and isinstance(tensor, FakeTensor) else None
+        if values is None:
+            return None
+        if reads_for_user():
+            self.count_read()
+        return values.to(kwargs.get("dtype") or values.dtype, copy=True)
+
+    def count_read(self) -> None:
+        """Count a read of values, where they are computed."""
+        self.recorder.reads += self.cpu_values is not None
 
     def _run_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator with a value-dependent shape; None if the values are not known."""
         if func is _aten.masked_select.default and values_of(args[1]) is not None:
             tensor, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
             return tensor[mask]
-        made = compute(func, args, kwargs)
+        made = (compute if self.cpu_values is None else self.cpu_values.compute)(func, args, kwargs)
         if made is None:
             return None
+        self.count_read()
+        device = next(one.fake_device for one in find_tensors(args) if isinstance(one, FakeTensor))
         known = []
         for values in made if isinstance(made, list | tuple) else [made]:
-            known.append(self._make(tuple(values.shape), values.stride(), values.dtype))
-            set_values(known[-1], values)
+            known.append(self._make(tuple(values.shape), values.stride(), values.dtype, device=device))
+            set_values(known[-1], values, limited=self.cpu_values is None)
         return tuple(known) if isinstance(made, list | tuple) else known[0]
 
     def _masks_to_indices(self, func: Any, args: Sequence[Any]) -> list[torch.Tensor | None]:

@@ -54,7 +54,7 @@ def assumed_check(tensor: Tensor) -> bool | None:
 
 def propagate_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
     """Update the known values of `out`, which the operator returned, and of the tensors it wrote to."""
-    written = _written_arguments(func)
+    written = written_arguments(func)
     if written:
         targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in written]
         _propagate_write(func, args, kwargs, targets)
@@ -81,7 +81,7 @@ def _set_results(new: Sequence[tuple[int, FakeTensor]], func: Any, args: Sequenc
     """Compute the results of an operator on the CPU; if it fails there, they stay unknown."""
     with suppress(Exception), _disable_current_modes(), torch.no_grad():
         try:
-            out = _run(func, args, kwargs)
+            out = run_on_cpu(func, args, kwargs)
             results = [out[index] if isinstance(out, list | tuple) else out for index, _ in new]
             known = [_Known(_filled(one, values)) for (_, one), values in zip(new, results, strict=True)]
         except NotMaterialisedError:
@@ -96,12 +96,24 @@ def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if isinstance(tensor, FakeTensor) and (_known_storage(tensor) is None or values_of(tensor) is None):
             return None
     with _disable_current_modes(), torch.no_grad():
-        return _run(func, args, kwargs)
+        return run_on_cpu(func, args, kwargs)
 
 
-def set_values(tensor: FakeTensor, values: Tensor) -> None:
-    """Make `values` the known values of `tensor`, unless it is too large."""
-    if not _too_large(tensor):
+def has_values(tensor: FakeTensor) -> bool:
+    """Return whether the values of `tensor` are known."""
+    known = _known_storage(tensor)
+    return known is not None and known.storage.nbytes() == tensor.untyped_storage().nbytes()
+
+
+def forget_values(tensor: FakeTensor) -> None:
+    """Let the values of `tensor` be unknown from now on."""
+    if _attribute(tensor) is not None:
+        setattr(tensor.untyped_storage(), _ATTRIBUTE, None)
+
+
+def set_values(tensor: FakeTensor, values: Tensor, *, limited: bool = True) -> None:
+    """Make `values` the known values of `tensor`, unless their number is `limited` and it is too large."""
+    if not (limited and _too_large(tensor)):
         with _disable_current_modes(), torch.no_grad():
             setattr(tensor.untyped_storage(), _ATTRIBUTE, _Known(_filled(tensor, values)))
 
@@ -141,7 +153,7 @@ def _filled(tensor: Tensor, values: Tensor) -> torch.UntypedStorage:
     return storage
 
 
-def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def run_on_cpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operator on the CPU with known values as its arguments."""
     return func(*tree_map(_read, list(args)), **tree_map(_read, dict(kwargs)))
 
@@ -267,7 +279,8 @@ def find_tensors(values: Any) -> Iterator[Tensor]:
 
 
 @cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the place and the name of each argument that an operator writes to."""
     schema = func._schema
     arguments = enumerate(schema.arguments) if schema.is_mutable else ()
     return tuple((at, each.name) for at, each in arguments if each.alias_info and each.alias_info.is_write)

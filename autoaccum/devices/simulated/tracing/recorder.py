@@ -31,6 +31,7 @@ class Recorder:
     Attributes:
         op: The operator that is running, if known.
         stream: The number of the stream that is current; 0 is the default stream.
+        reads: How often code has read values in the current update, where all are computed.
     """
 
     def __init__(self, device_type: str = "cuda") -> None:
@@ -46,7 +47,7 @@ class Recorder:
         self.events: list[int] = []
         self.sizes: list[int | Workspace] = []
         self.phases: list[tuple[int, Phase]] = []
-        self.last_update = 0
+        self.last_update = self.reads = 0
 
     @property
     def live_bytes(self) -> int:
@@ -109,7 +110,7 @@ class Recorder:
     def begin(self, phase: Callable[[], Phase], on_allocation: OnAllocation | None = None) -> None:
         """Begin a trace, which first allocates all storages that are alive."""
         live = sorted(self._live.items(), key=lambda item: item[1][1])
-        self.events, self.sizes, self.phases, self.last_update = [], [], [], 0
+        self.events, self.sizes, self.phases, self.last_update, self.reads = [], [], [], 0, 0
         self._phase, self._on_allocation, self.op = phase, on_allocation, None
         self._resident.clear()
         self._streams, self._other_streams = {}, {}
@@ -118,7 +119,7 @@ class Recorder:
 
     def mark_update(self) -> None:
         """Mark the start of an update."""
-        self.last_update = len(self.events)
+        self.last_update, self.reads = len(self.events), 0
 
     def trace(self, parts: Sequence[int]) -> Trace:
         """Return the trace since `begin`; neither callback of `begin` is called any more."""
@@ -130,6 +131,7 @@ class Recorder:
             sizes=tuple(self.sizes),
             phases=tuple(self.phases),
             last_update=self.last_update,
+            reads=self.reads,
             streams=tuple(others.get(block, 0) for block in range(len(self.sizes))) if others else (),
         )
 

@@ -38,20 +38,24 @@ _INTERNAL_MODULES = (
 )
 
 
-def read_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = False) -> float | int | bool:
+def read_scalar(
+    tensor: Tensor, checks: dict[str, None], *, is_truth: bool = False, computed: bool = False
+) -> float | int | bool:
     """Return the value of `tensor` if it is known, or the answer to a check for finite losses, gradients and the like.
 
     Such checks are assumed to pass, and `checks` gets a sentence on each. With `is_truth` the caller asks a yes-or-no
-    question about the tensor, not for its value.
+    question about the tensor, not for its value. Where all values are `computed`, some are assumed all the same:
+    a step that overflows is planned too.
 
     Raises:
         UnknownValueError: The value is not known, and it is no such check.
     """
-    known = None if is_truth else values_of(tensor)
+    frame = _calling_frame()
+    assumed = _assumed_value(frame)
+    known = None if is_truth or (computed and assumed is not None) else values_of(tensor)
     if known is not None:
         return known.item()
-    frame = _calling_frame()
-    value = _assumed_value(frame)
+    value = assumed
     is_bool = is_truth or str(tensor.dtype) == "torch.bool"
     is_float = not is_truth and tensor.is_floating_point()
     if value is None and tensor.device.type != "cpu" and frame is not None:
@@ -63,6 +67,13 @@ def read_scalar(tensor: Tensor, checks: dict[str, None], *, is_truth: bool = Fal
     if is_float:
         return float(value)
     return bool(value) if is_bool else int(value)
+
+
+def reads_for_user() -> bool:
+    """Return whether a value is read by the user's code or a library, not for a check whose outcome is assumed."""
+    frame = _calling_frame()
+    is_own = frame is not None and frame.f_globals.get("__name__", "").startswith("autoaccum.")
+    return not is_own and _assumed_value(frame) is None
 
 
 def unknown_value_error(tensor: Tensor) -> UnknownValueError:
@@ -79,10 +90,14 @@ def calling_torch_module() -> str | None:
 
 def read_list(tensor: Tensor) -> Any:
     """Return `tensor.tolist()` if the values are known, or are assumed for the caller."""
-    known = values_of(tensor)
-    if known is not None:
-        return known.tolist()
+    mode: Any = getattr(tensor, "fake_mode", None)
+    computed = getattr(mode, "cpu_values", None) is not None
     value = _assumed_value(_calling_frame())
+    known = None if computed and value is not None else values_of(tensor)
+    if known is not None:
+        if computed:
+            mode.count_read()
+        return known.tolist()
     if value is None:
         raise unknown_value_error(tensor)
     nested: Any = value if tensor.is_floating_point() else int(value)

@@ -86,7 +86,7 @@ class DigestingTracer(InProcessTracer):
         made = reply.trace if isinstance(reply, LabelledTrace | ChangedTrace) else reply
         if isinstance(made, Trace):
             trace = dataclasses.asdict(made)
-            for name in ("host_bytes", "streams"):
+            for name in ("host_bytes", "streams", "reads", "batch"):
                 if not trace[name]:
                     del trace[name]
             trace["sizes"] = [size if isinstance(size, int) else size._asdict() for size in trace["sizes"]]

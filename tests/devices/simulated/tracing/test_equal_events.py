@@ -121,6 +121,20 @@ def offloaded(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(model(x), y)
 
 
+def reading(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The shapes and the branches of this step follow from its values, which change with the weights."""
+    outputs = model(x)
+    wrong = (outputs.argmax(-1) != y).nonzero()[:, 0]
+    hard, labels = outputs.index_select(0, wrong), y[wrong]
+    limit = outputs.detach().abs().mean().item()
+    large = outputs.flatten().index_select(0, (outputs.flatten() > limit).nonzero()[:, 0])
+    groups = (outputs.detach() * 4).round().unique()
+    repeated = hard.repeat_interleave(labels % 3, 0)
+    if float(hard.detach().std()) > limit:
+        repeated = repeated * torch.ones_like(groups)[:, None, None]
+    return torch.as_tensor(F.cross_entropy(hard, labels) + large.square().mean() + repeated.sum() / 100)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], Step, tuple[int, ...]]] = {
     "mlp": (mlp, classes, (12,)),
     "frozen": (frozen, classes, (12,)),
@@ -128,6 +142,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, tuple[int, ...]]] = {
     "half": (half, classes, (12,)),
     "several losses": (mlp, several, (12,)),
     "saved-tensor hooks": (mlp, offloaded, (12,)),
+    "values": (mlp, reading, (12,)),
     "conv": (conv_net, classes, (3, 8, 8)),
     "transformer": (transformer, tokens, (1,)),
     "checkpointed": (lambda: transformer(checkpointed=False), tokens, (1,)),
@@ -186,7 +201,9 @@ def test_a_fake_step_has_the_events_of_a_real_one(name: str, optimizer: str) -> 
     real, fake = Recorder("cpu"), Recorder()
     with Watching(real):
         expected = record(name, optimizer, real, "cpu")
-    with simulate(make_card(), fake):
+    with simulate(make_card(), fake) as mode:
+        if name == "values":
+            mode.compute_values()
         found = record(name, optimizer, fake, "cuda")
     assert found == expected
     assert len(found) > 100

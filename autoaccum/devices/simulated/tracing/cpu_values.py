@@ -1,0 +1,148 @@
+"""Values of all tensors on the simulated card: each operator of the step also runs for real, on the CPU.
+
+They are kept with the storages of fake tensors, as known values are (`known_values`). Operators that only CUDA has run
+as what they compute; what the CPU cannot compute stays unknown, and so does what follows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autoaccum.devices.simulated.tracing.known_values import (
+    find_tensors,
+    forget_values,
+    has_values,
+    run_on_cpu,
+    set_values,
+    values_of,
+    written_arguments,
+)
+from autoaccum.errors import first_line
+
+_aten = torch.ops.aten
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class CpuValues:
+    """Computes the values of one simulation.
+
+    Attributes:
+        lost: A sentence on the first operator that the CPU could not run; empty if there is none.
+    """
+
+    def __init__(self) -> None:
+        self.lost = ""
+
+    def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Run an operator, and keep what it returns for `out`; what it writes goes to the values of its arguments."""
+        if torch.Tag.inplace_view in func.tags and func is not _aten.resize_.default:
+            return
+        made = self.compute(func, args, kwargs)
+        if made is None:
+            for written in _written(func, args, kwargs):
+                if not isinstance(written, nn.Parameter):  # A weight keeps its value, as if it had not been updated.
+                    forget_values(written)
+            return
+        with _disable_current_modes(), torch.no_grad():
+            for one, values in zip(tree_leaves(out), tree_leaves(made), strict=False):
+                if isinstance(one, FakeTensor) and isinstance(values, Tensor) and not has_values(one):
+                    set_values(one, values, limited=False)
+
+    def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator, `()` in place of None; None if the CPU cannot compute it."""
+        tensors = [one for one in find_tensors((*args, *kwargs.values())) if isinstance(one, FakeTensor)]
+        if not all(map(has_values, tensors)):
+            return None
+        with _disable_current_modes(), torch.no_grad():
+            try:
+                made = _run(func, args, kwargs)
+            except Exception as error:
+                self.lost = self.lost or f"the CPU cannot run {func} ({first_line(error)})"
+                return None
+        return () if made is None else made
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if func in _EQUIVALENTS:
+        return run_on_cpu(_EQUIVALENTS[func], args, kwargs)
+    try:
+        made = run_on_cpu(func, args, kwargs)
+    except RuntimeError:
+        tensors = list(find_tensors((*args, *kwargs.values())))
+        if written_arguments(func) or not any(one.dtype in _HALVES for one in tensors):
+            raise
+        read = [tree_map(_in_fp32, each) for each in (list(args), dict(kwargs))]
+        made = run_on_cpu(func, *read)  # No kernel of the CPU's for half precision.
+    if func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+        made.zero_()  # What memory holds by chance would differ from trace to trace.
+    return made
+
+
+def _in_fp32(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dtype not in _HALVES:
+        return torch.float32 if value in _HALVES else value
+    values = values_of(value)
+    return None if values is None else values.float()
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[FakeTensor]:
+    targets = [args[at] if at < len(args) else kwargs.get(name) for at, name in written_arguments(func)]
+    return (one for one in find_tensors(targets) if isinstance(one, FakeTensor))
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple[Tensor]:
+    grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
+    attended = nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped, **options)
+    return (attended,)
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, _: bool = False, **scale: Any
+) -> tuple[Tensor]:
+    return _attend(query, key, value, None, dropout_p=dropout, is_causal=causal, **scale)
+
+
+def _masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    _: bool = False,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *__: bool,
+    **scale: Any,
+) -> tuple[Tensor]:
+    mask = None if mask is None else mask[..., : key.shape[-2]]
+    return _attend(query, key, value, mask, dropout_p=dropout, is_causal=causal, **scale)
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor, bias: Any, mean: Any, var: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    return _aten.native_batch_norm.default(x, weight, bias, mean, var, training, momentum, eps)
+
+
+def _batch_norm_backward(
+    x: Tensor, grad: Tensor, weight: Any, mean: Any, var: Any, saved: Any, inverse: Any, eps: float, _: Any
+) -> Any:
+    return _aten.native_batch_norm_backward.default(
+        grad, x, weight, mean, var, saved, inverse, True, eps, [True, True, True]
+    )
+
+
+_EQUIVALENTS: Mapping[Any, Callable[..., Any]] = {
+    _aten._scaled_dot_product_flash_attention.default: _flash,
+    _aten._scaled_dot_product_efficient_attention.default: _masked,
+    _aten._scaled_dot_product_cudnn_attention.default: _masked,
+    _aten.cudnn_batch_norm.default: _batch_norm,
+    _aten.cudnn_batch_norm_backward.default: _batch_norm_backward,
+}
+"""Operators that only CUDA has, and what the CPU computes for them; outputs that are left out stay unknown."""
