@@ -35,6 +35,7 @@ def plan(
     *,
     target_batch: int,
     trainer: Any = None,
+    data: Any = None,
     model: nn.Module | None = None,
     batch: Any = None,
     loss: Any = None,
@@ -78,6 +79,8 @@ def plan(
         target_batch: Samples per update, over all ranks.
         trainer: A Trainer of transformers or Lightning, in place of a workload: trials run its model, batches of the
             longest of 256 samples of its dataset, its loss, optimizer, precision and evaluation, and leave it as it is.
+            With one of Lightning goes what `trainer.fit` takes: the `model`, and `data` if the model has no loader.
+        data: A LightningDataModule or the DataLoader for training.
         model: A live model, on the device it is to be trained on. The arguments up to `evaluate` go with it.
         batch: `batch(size)`; or a batch, which is repeated and cut to size.
         loss: `loss(model, batch)`, or a criterion.
@@ -142,7 +145,14 @@ def plan(
         snapshot=snapshot,
     )
     live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
-    live |= {"trainer": trainer, "reduction": reduction, "evaluate": evaluate, "split": split, "size": size}
+    live |= {
+        "trainer": trainer,
+        "data": data,
+        "reduction": reduction,
+        "evaluate": evaluate,
+        "split": split,
+        "size": size,
+    }
     live |= {"outputs": outputs, "coupled_loss": coupled_loss}
     return make_plan(workload, request, live=live, on_event=on_event, on_output=on_output)
 
@@ -286,6 +296,7 @@ def verify(
     target_batch: int = 16,
     micro_batch: int | None = None,
     trainer: Any = None,
+    data: Any = None,
     model: nn.Module | None = None,
     batch: Any = None,
     loss: Any = None,
@@ -314,7 +325,8 @@ def verify(
         workload: `model.py`, `model.py:name` or `package.module:name`; or a `Workload`.
         target_batch: Samples of the full batch.
         micro_batch: The most samples to run at once; a quarter of the target when None.
-        trainer: A Trainer of transformers or Lightning, in place of a workload.
+        trainer: A Trainer of transformers or Lightning (with `model` and `data`), in place of a workload.
+        data: A LightningDataModule or the DataLoader for training.
         model: A live model, in place of a workload. The arguments up to `reduction` go with it.
         batch: `batch(size)`; or a batch, which is repeated and cut to size.
         loss: `loss(model, batch)`, or a criterion.
@@ -344,7 +356,7 @@ def verify(
 
     live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
     live |= {"split": split, "size": size, "reduction": reduction, "outputs": outputs, "coupled_loss": coupled_loss}
-    live |= {"trainer": trainer}
+    live |= {"trainer": trainer, "data": data}
     return run_verification(
         workload,
         Options.of("verify", {"device": "cpu", **options}),

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from autoaccum.devices.in_place.live_objects import LiveObjects
     from autoaccum.workload.spec import Workload
 
+_BESIDE_TRAINER = ("model", "data", "weight")
+
 
 @dataclass(frozen=True)
 class PlanSetup:
@@ -52,7 +54,8 @@ def make_setup(
         workload: A reference, a Workload, or None where live objects are given.
         request: The target batch, the options, and the limits of the search.
         live: A `trainer`, or live objects: `model`, `batch`, `loss`, `criterion`, `outputs`, `coupled_loss`, `weight`,
-            `reduction`, `evaluate`, `split` and `size`; those not given are None or left out.
+            `reduction`, `evaluate`, `split` and `size`; those not given are None or left out. With a Trainer of
+            Lightning go `model`, `data` and `weight`.
         checkout: The folder the workload's modules are imported from; None: this process's import path.
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
         verb: The command named in messages.
@@ -101,7 +104,9 @@ def resolve_workload(
     given = [name for name, value in live.items() if value is not None]
     if workload is None:
         if live.get("trainer") is not None:
-            return _read_trainer(live["trainer"], given, options, share, verb)
+            return _read_trainer(live, given, options, share, verb)
+        if "data" in given:
+            raise UsageError("data is given without a trainer", hint="give the Trainer, too: trainer=trainer")
         return _read_live_objects(live, given, options, verb)
     if given:
         raise UsageError(f"a workload is given, and {join_words(given)} too", hint=_usage(verb))
@@ -115,20 +120,28 @@ def resolve_workload(
     return os.fspath(workload)
 
 
-def _read_trainer(trainer: Any, given: list[str], options: Options, share: int, verb: str) -> LiveObjects:
-    """Return a Trainer's model, which shares its tensors, with the Trainer's own way to train it."""
+def _read_trainer(
+    live: Mapping[str, Any], given: list[str], options: Options, share: int, verb: str
+) -> Workload | LiveObjects:
+    """Return what a Trainer trains: live objects that share its model's tensors, or for Lightning a Workload."""
+    from torch import nn
+
     from autoaccum.devices.in_place import LiveObjects
     from autoaccum.workload.samples import take_longest
     from autoaccum.workload.trainers import workload_of
 
-    if given != ["trainer"]:
-        others = join_words(name for name in given if name != "trainer")
-        raise UsageError(f"a trainer is given, and {others} too", hint="the trainer has its own: leave them out")
-    workload = workload_of(trainer, live=True)
+    trainer, parts = live["trainer"], {name: live[name] for name in given if name in _BESIDE_TRAINER}
+    if others := [name for name in given if name not in ("trainer", *parts)]:
+        raise UsageError(
+            f"a trainer is given, and {join_words(others)} too", hint="the trainer has its own: leave them out"
+        )
+    workload = workload_of(trainer, live=True, **parts)
     if workload is None:
         raise UsageError(
             f"trainer is of type {type(trainer).__name__}", hint="give a Trainer of transformers or Lightning"
         )
+    if isinstance(workload.model, nn.Module):
+        return _with_options(workload, options, share, verb)
     if options.worst_of is not None:
         workload = take_longest(workload, options.worst_of, share)
     return LiveObjects.of_workload(workload, options)

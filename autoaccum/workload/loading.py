@@ -113,7 +113,7 @@ def _read(module: ModuleType, name: str | None, label: str, title: str, path: Pa
     if isinstance(chosen, Workload):
         title = title if chosen.name == "workload" else chosen.name
         return dataclasses.replace(chosen, name=title, **origin)
-    if (trained := workload_of(chosen)) is not None:
+    if (trained := workload_of(chosen, names=vars(module))) is not None:
         return dataclasses.replace(trained, name=title, **origin)
     if name is None and chosen is not None:
         raise WorkloadError(

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from autoaccum.checks import join_words
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.spec import Workload
 
-_ADAPTERS = {("transformers.trainer", "Trainer"): "transformers_trainer"}
-"""The module and the name of a class, and the module beside this one that has `make_workload(trainer, live=...)`."""
+SAMPLES = 256
+"""Samples of the dataset of which the longest make the batches, unless `worst_of` says otherwise."""
+
+_LIGHTNING = "lightning_module"
+_ADAPTERS = {
+    ("transformers.trainer", "Trainer"): "transformers_trainer",
+    ("lightning.pytorch.trainer.trainer", "Trainer"): _LIGHTNING,
+    ("pytorch_lightning.trainer.trainer", "Trainer"): _LIGHTNING,
+}
+"""The module and the name of a class, and the module beside this one that has `make_workload(trainer, ...)`."""
 
 
 def is_trainer(given: Any) -> bool:
@@ -21,21 +30,33 @@ def is_trainer(given: Any) -> bool:
     return _find_adapter(given) is not None
 
 
-def workload_of(trainer: Any, *, live: bool = False) -> Workload | None:
+def workload_of(
+    trainer: Any, *, live: bool = False, names: Mapping[str, Any] | None = None, **parts: Any
+) -> Workload | None:
     """Return the Workload of a Trainer; None if it is no Trainer.
 
     Args:
         trainer: The Trainer, which is not changed.
         live: Whether `model()` of the Workload shares the parameters and buffers of the Trainer's model, for trials in
-            place, which restore them; if not, it returns a copy.
+            place, which restore them; if not, it returns a copy. A module of Lightning has its device only when its
+            Trainer fits, so that it is always copied.
+        names: The names of the file that defines the Trainer, where the parts of Lightning are looked for.
+        parts: The parts that a Trainer of Lightning does not hold before it fits: `model`, `data` and `weight`.
 
     Raises:
-        WorkloadError: The Trainer trains in a way that no trial can run.
+        WorkloadError: The Trainer trains in a way that no trial can run, or has such parts itself.
     """
     adapter = _find_adapter(trainer)
     if adapter is None:
         return None
-    made: Workload = import_module(f"autoaccum.workload.{adapter}").make_workload(trainer, live=live)
+    module = import_module(f"autoaccum.workload.{adapter}")
+    if adapter == _LIGHTNING and names is not None:
+        parts = module.find_parts(names)
+    elif adapter != _LIGHTNING and parts:
+        raise WorkloadError(
+            f"a trainer is given, and {join_words(parts)} too", hint="the trainer has its own: leave them out"
+        )
+    made: Workload = module.make_workload(trainer, **parts if adapter == _LIGHTNING else {"live": live})
     return made
 
 

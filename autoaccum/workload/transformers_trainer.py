@@ -27,9 +27,7 @@ from autoaccum.workload.pytree import map_tensors
 from autoaccum.workload.samples import take_longest
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import user_code
-
-SAMPLES = 256
-"""Samples of the dataset of which the longest make the batches, unless `worst_of` says otherwise."""
+from autoaccum.workload.trainers import SAMPLES
 
 PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _LEFT_OUT = (
