@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,6 +21,11 @@ from autoaccum.units import format_bytes
 
 class PlanWarning(UserWarning):
     """A warning that a training differs from its plan."""
+
+
+def read_plan(plan: Plan | str | Path) -> Plan:
+    """Return the plan, or read it from its file; raise PlanFileError if that has none."""
+    return plan if isinstance(plan, Plan) else Plan.load(plan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from transformers import Trainer, TrainerCallback
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.argument_checks import checked_micro_batch, unwrap_optimizer
 from autoaccum.errors import UsageError
-from autoaccum.integrations.plan_watch import PlanWatch, Running
+from autoaccum.integrations.plan_watch import PlanWatch, Running, read_plan
 from autoaccum.options import RECOMPUTE
 from autoaccum.planning.plan_record import Plan
 from autoaccum.workload.transformers_trainer import PRECISIONS, LossItems, check_supported
@@ -36,7 +36,7 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     """
 
     def __init__(self, plan: Plan | str | Path, *, runs_parts: bool = False) -> None:
-        self._watch = PlanWatch(_read(plan))
+        self._watch = PlanWatch(read_plan(plan))
         self._runs_parts = runs_parts
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
@@ -111,7 +111,7 @@ class AccumulatorMixin:
         self.args.average_tokens_across_devices = False
         self._settings: dict[str, Any] = {"micro_batch": micro_batch}
         if plan is not None:
-            plan = _read(plan)
+            plan = read_plan(plan)
             savers = tuple(plan.workload.get("savers") or ())
             if taken := [word for word in savers if word in _KEPT]:
                 raise UsageError(
@@ -186,7 +186,3 @@ class _Gradients(Optimizer):
         for parameter, gradient in self._kept:
             parameter.grad = gradient
         self._kept = []
-
-
-def _read(plan: Plan | str | Path) -> Plan:
-    return plan if isinstance(plan, Plan) else Plan.load(plan)

@@ -28,7 +28,8 @@ from autoaccum.workload.tracebacks import user_code
 from autoaccum.workload.trainers import SAMPLES
 
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
-_MIXED: Mapping[str, Precision] = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+PRECISIONS: Mapping[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", "16-mixed": "fp16"}
+"""Precisions of a Trainer in which parameters stay in float32."""
 _AVERAGES = {"WeightAveraging", "StochasticWeightAveraging"}
 _PREPARING = ("prepare_data", "setup", "configure_model", "train_dataloader", "val_dataloader")
 _STARTING = ("on_fit_start", "on_train_start", "on_train_epoch_start")
@@ -104,7 +105,7 @@ def make_workload(
         stand_in.train_dataloader, stand_in.datamodule = data, datamodule
     loader = _check_loader(data, "train_dataloader")
     precision = str(trainer.precision_plugin.precision)
-    plugin = None if precision == "32-true" or precision in _MIXED else trainer.precision_plugin
+    plugin = None if precision in PRECISIONS else trainer.precision_plugin
     if plugin is not None:
         module = plugin.convert_module(copy_module(module))
     step = TrainingStep(stand_in, datamodule, plugin)
@@ -114,7 +115,7 @@ def make_workload(
         loss=step,
         optimizer=ConfiguredOptimizer(stand_in, module),
         weight=weight,
-        precision=_MIXED.get(precision, "fp32"),
+        precision=PRECISIONS.get(precision, "fp32"),
         dataset=loader.dataset,
         collate=loader.collate_fn,
         keeps=("ema",) if any(map(_averages_on_device, trainer.callbacks)) else (),

@@ -28,7 +28,7 @@ pytestmark = [
 WORDS = 20
 
 
-def words(count: int = 64) -> list[dict[str, Tensor]]:
+def words(count: int = 64) -> Any:
     """Sentences of 2 to 14 words."""
     return [{"ids": torch.arange(2 + index % 13), "label": torch.tensor(index % 3)} for index in range(count)]
 
@@ -89,7 +89,8 @@ class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
 
 def make_trainer(folder: Path, **settings: Any) -> Any:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    return pl.Trainer(accelerator="cpu", devices=1, default_root_dir=folder, max_epochs=2, **(quiet | settings))
+    usual = quiet | {"accelerator": "cpu", "devices": 1, "default_root_dir": folder, "max_epochs": 2}
+    return pl.Trainer(**(usual | settings))
 
 
 def test_a_module_is_planned_as_it_trains_and_left_as_it_is(tmp_path: Path) -> None:

@@ -1,0 +1,182 @@
+"""Callbacks within Lightning's loop: a plan is watched, and accumulated updates are those of the full batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autoaccum
+from autoaccum.errors import UsageError
+
+pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: nothing of it is tested")
+pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="its other package is not installed")
+
+# Lightning warns of loaders without workers, and uses what torch deprecates.
+pytestmark = [
+    *(pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("lightning", "pytorch_lightning", "torch.jit")),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+WORDS, MICRO_BATCH, PARTS, EPOCHS = 20, 4, 4, 2
+CLIP = 0.3
+
+
+def sentences() -> TensorDataset:
+    """22 sentences, of which 1 to 7 words count: an epoch has 4 + 4 + 4 + 4 and 4 + 2 of them."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, WORDS, (22, 7))
+    counts = torch.arange(22)[:, None] % 7 + 1
+    return TensorDataset(ids, ids.where(torch.arange(7) < counts, -100))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Embedding(WORDS, 8), nn.Tanh(), nn.Linear(8, WORDS)).double()
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def sgd(model: nn.Module) -> Any:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+
+def counted_words(batch: Any) -> Tensor:
+    return (batch[1] != -100).sum()
+
+
+def full_batches() -> nn.Module:
+    """The model after updates from whole batches, in plain PyTorch."""
+    model = net()
+    optimizer = sgd(model)
+    for _ in range(EPOCHS):
+        for batch in DataLoader(sentences(), batch_size=MICRO_BATCH * PARTS):
+            optimizer.zero_grad()
+            loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            optimizer.step()
+    return model
+
+
+def module_of(package: ModuleType) -> Any:
+    class Sentences(package.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, batch: Any) -> Tensor:
+            return loss(self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            return sgd(self.net)
+
+    return Sentences()
+
+
+def train(folder: Path, callbacks: list[Any], package: ModuleType = pl, **settings: Any) -> nn.Module:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    usual = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, "accumulate_grad_batches": PARTS}
+    trainer = package.Trainer(**(quiet | usual | settings), default_root_dir=folder, callbacks=callbacks)
+    module = module_of(package)
+    trainer.fit(module, DataLoader(sentences(), batch_size=MICRO_BATCH))
+    assert trainer.global_step == 2 * EPOCHS
+    trained: nn.Module = module.net
+    return trained
+
+
+def difference(model: nn.Module, other: nn.Module) -> float:
+    largest = max(float(tensor.abs().max()) for tensor in other.state_dict().values())
+    return max(float((model.state_dict()[k] - v).abs().max()) for k, v in other.state_dict().items()) / largest
+
+
+@pytest.mark.parametrize("package", [pl, pytorch_lightning])
+def test_accumulated_updates_are_those_of_the_full_batch(tmp_path: Path, package: ModuleType) -> None:
+    from autoaccum.integrations.lightning import ExactAccumulation
+
+    expected = full_batches()
+    callbacks = [ExactAccumulation(weight=counted_words)]
+    assert difference(train(tmp_path, callbacks, package, gradient_clip_val=CLIP), expected) <= 1e-10
+
+
+def test_lightnings_own_are_not(tmp_path: Path) -> None:
+    """So the test above could fail: neither words nor the short last window are counted."""
+    from autoaccum.integrations.lightning import ExactAccumulation
+
+    expected = full_batches()
+    for callbacks in ([], [ExactAccumulation()]):
+        assert difference(train(tmp_path, callbacks, gradient_clip_val=CLIP), expected) > 1e-3
+
+
+def plan(folder: Path, **settings: Any) -> autoaccum.Plan:
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **settings)
+    data = DataLoader(sentences(), batch_size=MICRO_BATCH)
+    given = {"trainer": trainer, "model": module_of(pl), "data": data, "weight": counted_words}
+    return autoaccum.plan(**given, target_batch=16, max_micro_batch=4, memory="2GiB", device="cpu")
+
+
+def test_a_training_by_its_plan_is_watched_in_silence_and_ends_with_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    from autoaccum.integrations.lightning import ExactAccumulation, PlanCallback
+    from autoaccum.integrations.plan_watch import PlanWarning
+
+    plan(tmp_path).save(tmp_path / "plan.json")
+    train(tmp_path, [PlanCallback(tmp_path / "plan.json"), ExactAccumulation(counted_words)])
+    assert not [one for one in recwarn if issubclass(one.category, PlanWarning)]
+    assert "autoaccum: 4 updates of 16 samples planned; peak not measured on this device" in capsys.readouterr().out
+
+
+def test_differences_from_the_plan_are_told(tmp_path: Path) -> None:
+    from autoaccum.integrations.lightning import PlanCallback
+    from autoaccum.integrations.plan_watch import PlanWarning
+
+    with pytest.warns(PlanWarning) as caught:
+        train(tmp_path, [PlanCallback(plan(tmp_path, precision="bf16-mixed"))], accumulate_grad_batches=5)
+    said = [str(one.message) for one in caught if one.category is PlanWarning]
+    assert [sentence.partition(":")[0] for sentence in said] == [
+        "here is fp32, the plan is for bf16",
+        "an update has 20 samples (batch_size x accumulate_grad_batches x ranks), the plan's has 16",
+        "the last update of an epoch has 1 micro-batch, and the Trainer divides its gradient by 5",
+    ]
+
+
+class Manual(pl.LightningModule):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def own_accumulation(trainer: Any) -> Any:
+    trainer.strategy.__class__ = type("Engine", (type(trainer.strategy),), {"handles_gradient_accumulation": True})
+    return module_of(pl)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "said"),
+    [
+        (lambda trainer: Manual(), "the module optimises by hand: use an Accumulator"),
+        (own_accumulation, "Engine accumulates by itself"),
+    ],
+)
+def test_exact_accumulation_is_refused_where_the_loop_is_not_the_trainers(
+    tmp_path: Path, prepare: Callable[[Any], Any], said: str
+) -> None:
+    from autoaccum.integrations.lightning import ExactAccumulation
+
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    module = prepare(trainer)
+    with pytest.raises(UsageError, match=said):
+        ExactAccumulation().on_fit_start(trainer, module)
