@@ -1,0 +1,275 @@
+"""Each framework trains by the arguments of a plan: samples per update are the plan's, also in a short last window.
+
+`Updates` recomputes each update's gradient from all of its samples at once, so that what examples/frameworks.md says of
+the short window is what happens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from command_line import environment
+from on_ranks import on_ranks
+from tiny_transformers import WORDS, llama
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import autoaccum
+from autoaccum import Plan, Workload
+from autoaccum.planning.framework_arguments import code_lines
+
+TARGET, MICRO_BATCH = 12, 4
+RUNS = Path(__file__).parents[1] / "shared" / "framework_runs.py"
+
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("lightning", "accelerate", "torch", "transformers")
+] + [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+class Net(nn.Module):
+    """A model that computes its loss, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.mse_loss(self.layer(x).squeeze(1).float(), labels)}
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Samples as dicts."""
+
+    def __init__(self, columns: dict[str, Tensor]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: column[index] for name, column in self.columns.items()}
+
+
+def numbers(size: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(size, 3), "labels": torch.randn(size)}
+
+
+def texts(size: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, WORDS, (size, 8))
+    kept = torch.arange(8) < torch.arange(size)[:, None] % 7 + 2
+    return {"input_ids": ids, "labels": ids.where(kept, -100)}
+
+
+class Updates:
+    """The samples of each update, and its gradient in units of the gradient of the mean over them."""
+
+    def __init__(self, model: nn.Module, layer: nn.Module) -> None:
+        self.samples: list[int] = []
+        self.ratios: list[float | None] = []
+        self.dtypes: set[torch.dtype] = set()
+        self._model, self._seen, self._recording = model, list[dict[str, Tensor]](), True
+        model.register_forward_pre_hook(self._see, with_kwargs=True)
+        layer.register_forward_hook(self._keep)
+
+    def _see(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        if self._recording and torch.is_grad_enabled():
+            columns = dict(zip(("x", "labels"), args, strict=False)) | given
+            self._seen.append({name: value for name, value in columns.items() if isinstance(value, Tensor)})
+
+    def _keep(self, layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if self._recording:
+            self.dtypes.add(output.dtype)
+
+    @property
+    def left_over(self) -> int:
+        return sum(len(part["labels"]) for part in self._seen)
+
+    def end(self, *_: Any) -> None:
+        """Called by an optimizer before its step, on every rank."""
+        ranks = [self._seen]
+        if dist.is_initialized():
+            ranks = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(ranks, self._seen)
+        parts = [part for rank in ranks for part in rank]
+        whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name in COLUMNS}
+        self.samples.append(len(whole["labels"]))
+        self._seen, self._recording = [], False
+        weights = [weight for weight in self._model.parameters() if weight.grad is not None]
+        loss = self._model(**whole)["loss"]
+        full = torch.cat([each.flatten() for each in torch.autograd.grad(loss, weights)])
+        taken = torch.cat([weight.grad.flatten() for weight in weights if weight.grad is not None])
+        self._recording = True
+        ratio = float(taken @ full / (full @ full))
+        off = float((taken - ratio * full).abs().max() / full.abs().max())
+        self.ratios.append(round(ratio, 4) if off < 1e-3 else None)
+
+
+COLUMNS = ("x", "input_ids", "labels")
+
+
+def watched(model: nn.Module) -> tuple[Updates, torch.optim.Optimizer]:
+    """Return what is seen of the model's updates, which change nothing: all gradients are of the same weights."""
+    layers = (module for module in model.modules() if isinstance(module, nn.Linear))
+    updates, optimizer = Updates(model, next(layers)), torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(updates.end)
+    return updates, optimizer
+
+
+def make_plan(precision: str, **options: Any) -> Plan:
+    workload = Workload(model=Net, batch=numbers, loss=lambda model, batch: model(**batch)["loss"])
+    options |= {"device": "cpu", "memory": "200MiB", "precision": precision, "equal": True}
+    return autoaccum.plan(workload, target_batch=TARGET, max_micro_batch=MICRO_BATCH, **options)
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return make_plan(request.param)
+
+
+def train_with_transformers(plan: Plan, model: nn.Module, data: Dataset[Any], folder: Path) -> Updates:
+    from transformers import Trainer, TrainingArguments
+
+    updates, optimizer = watched(model)
+    quiet: Any = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
+    arguments = TrainingArguments(
+        str(folder), num_train_epochs=1, max_grad_norm=0, **quiet, **plan.training_arguments()
+    )
+    Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None)).train()
+    return updates
+
+
+def train_with_lightning(plan: Plan, data: Dataset[Any]) -> Updates:
+    import lightning
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.updates = Updates(self.net, self.net.layer)
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            loss: Tensor = self.net(**batch)["loss"]
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.updates.end()  # The optimizer's own hook runs before the last micro-batch, which its step computes.
+
+    module, given = Module(), plan.lightning_arguments()
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_epochs=1, enable_model_summary=False, **quiet, **given["trainer"])
+    trainer.fit(module, DataLoader(data, **given["dataloader"]))
+    return module.updates
+
+
+def train_with_accelerate(plan: Plan, data: Dataset[Any]) -> Updates:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import GradientAccumulationPlugin
+
+    given, model = plan.accelerate_arguments(), Net()
+    updates, optimizer = watched(model)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    plugin = GradientAccumulationPlugin(**given["plugin"])
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin, **given["accelerator"])
+    ready, stepper, loader = accelerator.prepare(model, optimizer, DataLoader(data, **given["dataloader"]))
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(ready):
+                accelerator.backward(ready(**batch)["loss"])
+                stepper.step()
+                stepper.zero_grad()
+    return updates
+
+
+def dtype_of(plan: Plan) -> torch.dtype:
+    return torch.bfloat16 if plan.workload["precision"] == "bf16" else torch.float32
+
+
+def test_transformers(plan: Plan, tmp_path: Path) -> None:
+    """The short window is divided by its own micro-batches; a smaller last one counts as much as the others."""
+    even = train_with_transformers(plan, Net(), Rows(numbers(32)), tmp_path)
+    assert (even.samples, even.dtypes) == ([12, 12, 8], {dtype_of(plan)})
+    uneven = train_with_transformers(plan, Net(), Rows(numbers(30)), tmp_path)
+    assert uneven.samples == [12, 12, 6]
+    if plan.workload["precision"] == "fp32":
+        assert even.ratios == [1, 1, 1]
+        assert uneven.ratios == [1, 1, None]
+
+
+def test_transformers_counts_tokens(tmp_path: Path, plan: Plan) -> None:
+    """A model that takes the number of tokens is right in the short window, too."""
+    updates = train_with_transformers(plan, llama(), Rows(texts(30)), tmp_path)
+    assert updates.samples == [12, 12, 6]
+    if plan.workload["precision"] == "fp32":
+        assert updates.ratios == [1, 1, 1]
+
+
+def test_transformers_counts_tokens_on_all_ranks(tmp_path: Path) -> None:
+    """Of 30 samples each rank takes 15, in micro-batches of 3: 2 + 2 + 1 of them."""
+    found = make_plan("fp32", world_size=2)
+    for samples, ratios in on_ranks(2, train_on_rank, found, texts(30), tmp_path, timeout=200):
+        assert (samples, ratios) == ([12, 12, 6], [1, 1, 1])
+
+
+def train_on_rank(plan: Plan, columns: dict[str, Tensor], folder: Path) -> tuple[list[int], list[float | None]]:
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # They are asked for; the ranks have met already.
+    updates = train_with_transformers(plan, llama(), Rows(columns), folder)
+    return updates.samples, updates.ratios
+
+
+def test_lightning(plan: Plan) -> None:
+    """The short window is divided by the plan's number of micro-batches: its gradient is too small."""
+    updates = train_with_lightning(plan, Rows(numbers(32)))
+    assert (updates.samples, updates.dtypes) == ([12, 12, 8], {dtype_of(plan)})
+    assert train_with_lightning(plan, Rows(numbers(30))).samples == [12, 12, 4]  # The loader left out two.
+    if plan.workload["precision"] == "fp32":
+        assert updates.ratios == [1, 1, 0.6667]
+
+
+def test_accelerate(plan: Plan) -> None:
+    """A window goes on in the next epoch: each update has all of its samples, and the last ones have none."""
+    updates = train_with_accelerate(plan, Rows(numbers(30)))
+    assert (updates.samples, updates.left_over, updates.dtypes) == ([12, 12, 12, 12], 8, {dtype_of(plan)})
+    if plan.workload["precision"] == "fp32":
+        assert updates.ratios == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("plan", ["bf16"], indirect=True)
+def test_deepspeed(plan: Plan) -> None:
+    """As accelerate."""
+    found = run_alone("deepspeed", json.dumps(plan.deepspeed_config()))
+    assert found == {"updates": [12, 12, 12, 12], "left_over": 8, "dtype": str(dtype_of(plan))}
+
+
+@pytest.mark.parametrize("plan", ["fp32"], indirect=True)
+def test_torchtitan(plan: Plan) -> None:
+    """The short window at the end of the data is left out: its batches are read and not trained on."""
+    (flags,) = code_lines("torchtitan", plan.torchtitan_arguments())
+    found = run_alone("torchtitan", *shlex.split(flags))
+    assert found == {"updates": [12, 12, 12, 12, 12], "left_over": 0, "dtype": str(dtype_of(plan))}
+
+
+def run_alone(*words: str) -> Any:
+    """Run it in a process of its own: what it prints last."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    done = subprocess.run(
+        [sys.executable, str(RUNS), port, *words], env=environment(), capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
