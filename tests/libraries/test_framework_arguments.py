@@ -12,6 +12,7 @@ import shlex
 import socket
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,8 @@ def train_with_transformers(plan: Plan, model: nn.Module, data: Dataset[Any], fo
     return updates
 
 
-def train_with_lightning(plan: Plan, data: Dataset[Any]) -> Updates:
-    import lightning
+def train_with_lightning(plan: Plan, data: Dataset[Any], **changes: Any) -> Updates:
+    lightning: Any = import_module("lightning")  # Typed where it is installed, and mypy is to say the same elsewhere.
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -169,12 +170,13 @@ def train_with_lightning(plan: Plan, data: Dataset[Any]) -> Updates:
 
     module, given = Module(), plan.lightning_arguments()
     quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = lightning.Trainer(max_epochs=1, enable_model_summary=False, **quiet, **given["trainer"])
+    quiet |= {"enable_model_summary": False, "max_epochs": 1}
+    trainer = lightning.Trainer(**quiet, **given["trainer"], **changes)
     trainer.fit(module, DataLoader(data, **given["dataloader"]))
     return module.updates
 
 
-def train_with_accelerate(plan: Plan, data: Dataset[Any]) -> Updates:
+def train_with_accelerate(plan: Plan, data: Dataset[Any], **changes: Any) -> Updates:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import GradientAccumulationPlugin
@@ -183,7 +185,7 @@ def train_with_accelerate(plan: Plan, data: Dataset[Any]) -> Updates:
     updates, optimizer = watched(model)
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    plugin = GradientAccumulationPlugin(**given["plugin"])
+    plugin = GradientAccumulationPlugin(**given["plugin"] | changes)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin, **given["accelerator"])
     ready, stepper, loader = accelerator.prepare(model, optimizer, DataLoader(data, **given["dataloader"]))
     for _ in range(2):
@@ -238,6 +240,8 @@ def test_lightning(plan: Plan) -> None:
     assert train_with_lightning(plan, Rows(numbers(30))).samples == [12, 12, 4]  # The loader left out two.
     if plan.workload["precision"] == "fp32":
         assert updates.ratios == [1, 1, 0.6667]
+        whole = train_with_lightning(plan, Rows(numbers(32)), limit_train_batches=6)
+        assert (whole.samples, whole.ratios) == ([12, 12], [1, 1])
 
 
 def test_accelerate(plan: Plan) -> None:
@@ -246,11 +250,13 @@ def test_accelerate(plan: Plan) -> None:
     assert (updates.samples, updates.left_over, updates.dtypes) == ([12, 12, 12, 12], 8, {dtype_of(plan)})
     if plan.workload["precision"] == "fp32":
         assert updates.ratios == [1, 1, 1, 1]
+        short = train_with_accelerate(plan, Rows(numbers(32)), sync_with_dataloader=True)
+        assert (short.samples, short.ratios) == ([12, 12, 8] * 2, [1, 1, 0.6667] * 2), "as Lightning"
 
 
 @pytest.mark.parametrize("plan", ["bf16"], indirect=True)
 def test_deepspeed(plan: Plan) -> None:
-    """As accelerate."""
+    """A window goes on in the next epoch, as with accelerate."""
     found = run_alone("deepspeed", json.dumps(plan.deepspeed_config()))
     assert found == {"updates": [12, 12, 12, 12], "left_over": 8, "dtype": str(dtype_of(plan))}
 
