@@ -122,7 +122,8 @@ def framework_arguments(plan: Plan, framework: str) -> dict[str, Any]:
     if {part for parts in plan.schedule.ranks for part in parts} != {plan.micro_batch}:
         ranks = f" x {plan.world_size} ranks" if plan.world_size > 1 else ""
         trained = plan.iter_size * plan.micro_batch * plan.world_size
-        equal = make_schedule(plan.target_batch, plan.micro_batch, world_size=plan.world_size, equal=True)
+        known: dict[str, int] = {"world_size": plan.world_size, "multiple_of": plan.multiple_of}
+        equal = make_schedule(plan.target_batch, plan.micro_batch, equal=True, **known)
         raise UsageError(
             f"{_name(framework)} takes equal micro-batches, and would train with {plan.iter_size} x"
             f" {plan.micro_batch}{ranks} = {trained} samples per update, not {plan.target_batch}",
@@ -144,7 +145,7 @@ def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
     if framework in _AVERAGING and plan.iter_size > 1 and recipe.get("divisor") in ("weight", "class weights"):
         notes.append(
             f"{name} counts the mean of each micro-batch alike, and this loss divides by {workload['weight']}: where"
-            " that differs between micro-batches, the gradient is not the full batch's"
+            " that differs between micro-batches, the gradient is not the full batch's, as autoaccum.Accumulator's is"
         )
     if plan.parallel == "fsdp2" and framework in _SHARDING:
         notes.append(f"to shard the model in {name}: {_SHARDING[framework].format(ranks=plan.world_size)}")
@@ -154,6 +155,9 @@ def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
             f"DistributedDataParallel, which {name} uses, holds another copy of the gradients, up to {held}, which the"
             " trials did not: leave room for it (--reserve), or set its gradient_as_bucket_view"
         )
+    if plan.reduce == "last" and framework in ("lightning", "torchtitan"):
+        peak = format_bytes(plan.reduce_peaks.get("each", 0))
+        notes.append(f"{name} sums gradients over ranks with each micro-batch, not the last: its peak is {peak}")
     if plan.iter_size > 1 and recipe.get("half") and workload.get("accumulate_in") == "fp32":
         kinds = join_words(recipe["half"])
         notes.append(

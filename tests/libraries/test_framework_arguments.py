@@ -221,16 +221,17 @@ def test_transformers_counts_tokens(tmp_path: Path, plan: Plan) -> None:
 
 
 def test_transformers_counts_tokens_on_all_ranks(tmp_path: Path) -> None:
-    """Of 30 samples each rank takes 15, in micro-batches of 3: 2 + 2 + 1 of them."""
+    """In micro-batches of 3, of which each rank gets as many: of 32 samples the first four are taken twice."""
     found = make_plan("fp32", world_size=2)
-    for samples, ratios in on_ranks(2, train_on_rank, found, texts(30), tmp_path, timeout=200):
-        assert (samples, ratios) == ([12, 12, 6], [1, 1, 1])
+    for even, filled in on_ranks(2, train_on_rank, found, [texts(30), texts(32)], tmp_path, timeout=200):
+        assert even == ([12, 12, 6], [1, 1, 1])
+        assert filled == ([12, 12, 12], [1, 1, 1])
 
 
-def train_on_rank(plan: Plan, columns: dict[str, Tensor], folder: Path) -> tuple[list[int], list[float | None]]:
+def train_on_rank(plan: Plan, data: list[dict[str, Tensor]], folder: Path) -> list[tuple[list[int], list[Any]]]:
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # They are asked for; the ranks have met already.
-    updates = train_with_transformers(plan, llama(), Rows(columns), folder)
-    return updates.samples, updates.ratios
+    runs = [train_with_transformers(plan, llama(), Rows(columns), folder) for columns in data]
+    return [(updates.samples, updates.ratios) for updates in runs]
 
 
 def test_lightning(plan: Plan) -> None:

@@ -131,7 +131,10 @@ def test_differences_are_noted() -> None:
     assert framework_notes(replicated, "deepspeed") == ()
     halves = make_plan(8, 4, workload={"recipe": {"half": ["bfloat16"]}})
     assert "sums the gradients of bfloat16 parameters in bfloat16" in framework_notes(halves, "deepspeed")[0]
-    sharded = make_plan(8, 2, 2, parallel="fsdp2")
+    sharded = make_plan(8, 2, 2, parallel="fsdp2", reduce="last", reduce_peaks={"each": GIB, "last": GIB // 2})
+    assert framework_notes(sharded, "torchtitan") == (
+        "torchtitan sums gradients over ranks with each micro-batch, not the last: its peak is 1.0 GiB",
+    )
     assert "ModelParallelStrategy(data_parallel_size=2" in framework_notes(sharded, "lightning")[0]
 
 
