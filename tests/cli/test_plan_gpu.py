@@ -25,6 +25,22 @@ def loss(model, batch):
     return nn.functional.cross_entropy(outputs.flatten(0, 1), batch[1].flatten())
 """
 
+MASKED = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+def batch(size):
+    return torch.randn(size, 32, 64), torch.randint(0, 10, (size, 32))
+
+def loss(model, batch):
+    inputs, labels = batch[0].flatten(0, 1), batch[1].flatten()
+    outputs = model(inputs)
+    wrong = outputs.argmax(1) != labels
+    return nn.functional.cross_entropy(outputs, labels) + model(inputs[wrong]).square().sum() / (1 + int(wrong.sum()))
+"""
+
 
 def test_a_table_a_plan_and_a_step(folder: Path, command: Command) -> None:
     words = ["--target-batch", "256", "--gpu", "RTX 3090", "--memory", "1GiB", "-o", "plan.json", "--emit", "step.py"]
@@ -73,3 +89,20 @@ def test_a_card_too_small_for_the_model(folder: Path, command: Command) -> None:
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: micro-batch 1 does not fit: it would take ")
     assert "where nothing limits it, 20.0 MiB are available: take a smaller model" in last
+
+
+def test_a_model_that_reads_values_is_planned_with_those_of_the_cpu(folder: Path, command: Command) -> None:
+    """The rows that a mask lets through do not grow evenly with the batch, so each size is traced by itself."""
+    (folder / "model.py").write_text(MASKED)
+    words = ["plan", "model.py", "--target-batch", "48", "--max-micro-batch", "24", "--gpu", "rtx3090"]
+    refused = command(folder, *words)
+    assert refused.returncode == 2
+    assert "have the CPU compute them (--values cpu)" in refused.stderr
+    done = command(folder, *words, "--values", "cpu", "-o", "plan.json")
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(folder / "plan.json")
+    assert plan.micro_batch == 24
+    note = next(note for note in plan.notes if note.startswith("values were read "))
+    assert "as the batch of 24 samples answered on the CPU" in note
+    elsewhere = command(folder, *words[:6], "--device", "cpu", "--values", "cpu")
+    assert (elsewhere.returncode, "--values is for a simulated card" in elsewhere.stderr) == (2, True)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from asking import make_request
+from in_process_tracer import InProcessTracer
 from synthetic_traces import Sizes, SyntheticTracer, linear
 
+from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
@@ -150,3 +154,29 @@ def test_a_size_that_is_requested_and_does_not_fit_is_refused(monkeypatch: pytes
     assert re.fullmatch(
         r"take [1-9]\d*, the largest that fits, or give no size to have it planned", told.value.hint or ""
     )
+
+
+READING = """
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+def batch(size):
+    return torch.randn(size, 8), torch.randint(0, 4, (size,))
+def loss(model, batch):
+    outputs = model(batch[0])
+    return nn.functional.cross_entropy(outputs, batch[1]) + outputs[outputs.argmax(1) == batch[1]].square().sum()
+"""
+
+
+def test_a_case_that_reads_values_has_the_same_figures_each_time(tmp_path: Path) -> None:
+    (path := tmp_path / "model.py").write_text(READING)
+    case = make_case(workload=str(path), gpu="rtx3090", values="cpu", target_batch=48, micro_batch=16)
+    request, card, found = request_of(case), find_card("rtx3090"), []
+    settings = TrialSettings(reference=str(path), share=request.share, options=case.options)
+    for _ in range(2):
+        tracer = partial(InProcessTracer, settings, card)
+        device = SimulatedDevice(card, tracer, share=request.share, torch_version=read_torch_release(), environment={})
+        with device:
+            found.append(measure_simulated(Task(PlanSetup(device, str(path), isolated=False), request, None)))
+    assert found[0] == found[1]
+    assert found[0].micro_batches == (16, 16, 16)

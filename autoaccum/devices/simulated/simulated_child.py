@@ -264,6 +264,11 @@ class SimulatedChild:
         except BaseException as error:
             return describe_failure(as_workload_error(error, doing) or error, doing)
         self._workload = with_host_batches(workload)
+        if self._mode.cpu_values is not None and self._mesh is not None:
+            return Loaded(
+                refused="ranks shard the model, and the CPU computes values of a whole one: take --parallel ddp, or"
+                " leave --values out"
+            )
         gc.collect()
         gc.freeze()
         return Loaded()

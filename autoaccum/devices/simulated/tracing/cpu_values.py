@@ -6,7 +6,9 @@ as what they compute; what the CPU cannot compute stays unknown, and so does wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -51,9 +53,9 @@ class CpuValues:
                     forget_values(written)
             return
         with _disable_current_modes(), torch.no_grad():
-            for one, values in zip(tree_leaves(out), tree_leaves(made), strict=False):
-                if isinstance(one, FakeTensor) and isinstance(values, Tensor) and not has_values(one):
-                    set_values(one, values, limited=False)
+            for one, values in zip_longest(tree_leaves(out), tree_leaves(made)):
+                if isinstance(one, FakeTensor) and not has_values(one):
+                    set_values(one, torch.zeros(()) if values is None else values, limited=False)
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator, `()` in place of None; None if the CPU cannot compute it."""
@@ -64,7 +66,7 @@ class CpuValues:
             try:
                 made = _run(func, args, kwargs)
             except Exception as error:
-                self.lost = self.lost or f"the CPU cannot run {func} ({first_line(error)})"
+                self.lost = self.lost or f"the CPU cannot run {func} ({first_line(error).partition('. ')[0]})"
                 return None
         return () if made is None else made
 
@@ -98,9 +100,10 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> tuple[Tensor]:
-    grouped = query.dim() == 4 and query.shape[1] != key.shape[1]
-    attended = nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=grouped, **options)
-    return (attended,)
+    grouped = query.shape[1] != key.shape[1]
+    mask = None if mask is None else mask[..., : key.shape[-2]]  # Its rows are padded.
+    attention = nn.functional.scaled_dot_product_attention
+    return (attention(query, key, value, mask, enable_gqa=grouped, **options),)
 
 
 def _flash(
@@ -120,8 +123,42 @@ def _masked(
     *__: bool,
     **scale: Any,
 ) -> tuple[Tensor]:
-    mask = None if mask is None else mask[..., : key.shape[-2]]
     return _attend(query, key, value, mask, dropout_p=dropout, is_causal=causal, **scale)
+
+
+def _attend_backward(
+    grad: Tensor, *inputs: Tensor, mask: Tensor | None, causal: bool, scale: float | None = None
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key, value and mask, as without dropout."""
+    heads = inputs[0].shape[1] // inputs[1].shape[1]
+    query, key, value = (each.float() for each in inputs)
+    key, value = (each.repeat_interleave(heads, 1) for each in (key, value))
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = query @ key.mT * scale
+    if causal:
+        scores = scores + torch.full_like(scores[0, 0], -math.inf).triu(1)
+    if mask is not None:
+        mask = mask[..., : key.shape[-2]]
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1).nan_to_num()
+    products = grad.float() @ value.mT
+    inner = weights * (products - (weights * products).sum(-1, keepdim=True))
+    of_both = [(inner.mT @ query) * scale, weights.mT @ grad.float()]
+    of_key, of_value = (torch.unflatten(each, 1, (-1, heads)).sum(2) for each in of_both)
+    of_mask = () if mask is None else (inner.sum_to_size(mask.shape),)
+    return ((inner @ key) * scale, of_key, of_value, *of_mask)
+
+
+def _flash_backward(grad: Tensor, *args: Any, **scale: Any) -> tuple[Tensor, ...]:
+    return _attend_backward(grad, *args[:3], mask=None, causal=args[10], **scale)
+
+
+def _efficient_backward(grad: Tensor, *args: Any, **scale: Any) -> tuple[Tensor, ...]:
+    return _attend_backward(grad, *args[:3], mask=args[3], causal=len(args) > 10 and args[10], **scale)
+
+
+def _cudnn_backward(grad: Tensor, *args: Any, **scale: Any) -> tuple[Tensor, ...]:
+    return _attend_backward(grad, *args[:3], mask=args[7], causal=args[13], **scale)[:3]
 
 
 def _batch_norm(
@@ -142,7 +179,11 @@ _EQUIVALENTS: Mapping[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_flash_attention.default: _flash,
     _aten._scaled_dot_product_efficient_attention.default: _masked,
     _aten._scaled_dot_product_cudnn_attention.default: _masked,
+    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     _aten.cudnn_batch_norm.default: _batch_norm,
     _aten.cudnn_batch_norm_backward.default: _batch_norm_backward,
 }
-"""Operators that only CUDA has, and what the CPU computes for them; outputs that are left out stay unknown."""
+"""Operators that only CUDA has, and what the CPU computes for them. Outputs that are left out are zero: only the
+backward of the same operator reads them, and does not here."""

@@ -159,9 +159,12 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             try:
                 out = self.dispatch(func, types, args, kwargs)
             except Exception:
-                if self.cpu_values is None or (out := self._run_known(func, args, kwargs)) is None:
+                computes = self.cpu_values is not None and not func._schema.is_mutable
+                out = self._run_known(func, args, kwargs) if computes else None
+                if out is None:
                     raise
-                key = None
+                self._record(None, func, args, kwargs, out)
+                return out
             finally:
                 self._depth = 0
             if key is not None:

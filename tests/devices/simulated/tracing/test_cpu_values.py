@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 from torch.nn import functional as F
 
 from autoaccum.devices.child.failures import Failure
-from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts
+from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.simulated_child import SimulatedChild
+from autoaccum.devices.simulated.simulation_requests import LabelParts, LoadOnCard, TraceParts
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
-from autoaccum.devices.trial_record import Inspect
+from autoaccum.devices.trial_record import Inspect, Loaded
 
 MODEL = "del criterion\nmodel = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))\n"
 MASK = f"""{MODEL}
@@ -66,20 +70,27 @@ def test_values_follow_writes_views_and_gradients(computing: FakeCudaMode) -> No
     assert not computing.cpu_values.lost
 
 
-def test_operators_that_only_cuda_has(computing: FakeCudaMode) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_operators_that_only_cuda_has(computing: FakeCudaMode, dtype: torch.dtype) -> None:
+    """Efficient attention with a mask; in fp16 flash attention, with fewer heads of keys; and batch norm."""
     torch.manual_seed(0)
-    x, (q, k, v) = torch.randn(4, 3, 5, 5), torch.randn(3, 2, 2, 16, 64).unbind()
-    norm = torch.nn.BatchNorm2d(3)
-    expected = norm(x), norm.get_buffer("running_mean").clone(), F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    norm.reset_running_stats()
-    norm.cuda()
-    for dtype, kernel in ((torch.float32, "efficient"), (torch.float16, "flash")):
-        query, key, value = (one.to("cuda", dtype) for one in (q, k, v))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        found = norm(x.cuda()), norm.get_buffer("running_mean"), attended
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one.float().cpu(), other, atol=2e-3, rtol=1e-3, msg=kernel)
-        norm.reset_running_stats()
+    half = dtype == torch.float16
+    made = torch.randn(2, 4, 16, 8), *torch.randn(2, 2, 2 if half else 4, 16, 8), torch.randn(4, 4, 3, 3)
+    mask = None if half else torch.randn(16, 16)
+    found = []
+    for device, of in (("cpu", torch.float32), ("cuda", dtype)):
+        leaves = [one.to(device, of).requires_grad_() for one in made]
+        bias = None if mask is None else mask.to(device)
+        norm = torch.nn.BatchNorm2d(4).to(device)
+        query, key, value, images = leaves
+        attended = F.scaled_dot_product_attention(query, key, value, bias, is_causal=half, enable_gqa=half)
+        out = norm(images.float()).relu()
+        gradients = torch.autograd.grad(attended.square().sum() + out.square().sum(), leaves)
+        found.append([one.float().cpu() for one in (attended, out, norm.get_buffer("running_var"), *gradients)])
+    for real, computed in zip(*found, strict=True):
+        torch.testing.assert_close(computed, real, atol=2e-2 if half else 1e-4, rtol=1e-3)
+    assert computing.cpu_values is not None
+    assert not computing.cpu_values.lost
 
 
 def traced(ask: Any, *parts: int) -> Trace:
@@ -112,3 +123,20 @@ def test_a_value_that_the_cpu_cannot_compute_ends_the_step_at_the_line_that_read
     assert isinstance(failure, Failure)
     for words in ("sum().item()`", "the CPU cannot run test.only_cuda.default (", "plan where it can run"):
         assert words in failure.message
+
+
+def test_ranks_that_shard_a_model_are_refused(tmp_path: Path) -> None:
+    (path := tmp_path / "model.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(8, 4)\ncriterion = torch.nn.MSELoss()\n"
+        "def batch(n): return torch.randn(n, 8), torch.randn(n, 4)\n"
+    )
+    child, card = SimulatedChild(), find_card("rtx3090")
+    asked = {"values": "cpu", "world_size": 2, "parallel": "fsdp2"}
+    try:
+        loaded = child.handle(
+            LoadOnCard(card=card, device="", paths=ImportPaths.of(), reference=str(path), share=8, options=asked)
+        )
+    finally:
+        child.close()
+    assert isinstance(loaded, Loaded), loaded
+    assert str(loaded.refused).startswith("ranks shard the model, and the CPU computes values of a whole one")
