@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +153,15 @@ def test_the_record_keeps_them_and_they_decide_nothing(framework: str) -> None:
     for line in code_lines(framework, arguments[framework]):
         assert line.startswith(("--", "{")) or compile(line, "pasted", "eval")
     assert dataclasses.replace(plan, arguments=None, notes=()) == plain
+
+
+def test_the_guide_shows_what_is_printed() -> None:
+    guide = (Path(__file__).parents[2] / "examples" / "frameworks.md").read_text(encoding="utf-8")
+    lines = code_lines("transformers", make_plan(256, 16).training_arguments())
+    assert f"train with   {lines[0]}\n             {lines[1]}\n" in guide
+    methods = re.findall(r"plan\.(\w+)\(\)", guide)
+    assert len(methods) >= len(FRAMEWORKS)
+    assert [name for name in methods if not hasattr(Plan, name)] == []
 
 
 def test_flags_hold_what_a_shell_reads() -> None:
