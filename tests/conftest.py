@@ -99,10 +99,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "no_table: needs measurements on cards, and is left out if there are none")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Have each worker begin with other folders, since what one has compiled another need not compile."""
+    config = session.config
+    worker = getattr(config, "workerinput", None)
+    if worker is not None and config.args_source == pytest.Config.ArgsSource.TESTPATHS:
+        folders = sorted(str(path) for path in Path(__file__).parent.iterdir() if path.name[0] not in "._")
+        first = int(worker["workerid"][2:]) * len(folders) // worker["workercount"]
+        config.args = [*folders[first:], *folders[:first]]
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with slow files; deselect `gpu` without a card, `browser` without Chromium, and others that cannot run."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)  # What runs last is short, so that all workers end together.
+    # What runs last is short, so that all workers end together. All have the same order, wherever they began.
+    items.sort(key=lambda item: (item.path not in slow, item.path))
     unmeasured = [item for item in items if item.get_closest_marker("no_table")]
     if unmeasured:
         items[:] = [item for item in items if item not in unmeasured]

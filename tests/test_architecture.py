@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,12 @@ WITHOUT_TORCH = (
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def modules_imported(path: Path) -> Iterator[str]:
+@cache
+def modules_imported(path: Path) -> tuple[str, ...]:
+    return tuple(_modules_imported(path))
+
+
+def _modules_imported(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

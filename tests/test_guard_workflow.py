@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from command_line import Command
+from served_command import with_program
 from small_repository import commit, git
 
 from autoaccum.cli import guard as guard_command
@@ -70,61 +71,62 @@ criterion = nn.CrossEntropyLoss()
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with the table of the workflow's own comment, and `autoaccum` on the path beside it."""
+    """A folder with a repository, which has the table of the workflow's own comment."""
     folder = tmp_path_factory.mktemp("project")
     table = [line[1:].strip() for line in TEXT.splitlines() if line.startswith("#   ")]
     (folder / "repository").mkdir()
     commit(folder / "repository", {"train.py": MODEL, "pyproject.toml": "\n".join(table)})
-    program = folder / "autoaccum"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m autoaccum "$@"\n')
-    program.chmod(0o755)
     return folder
 
 
-def run(project: Path, name: str, **further: str) -> subprocess.CompletedProcess[str]:
-    """A step as the runner runs it (`bash --noprofile --norc -eo pipefail`)."""
+def run(project: Path, command: Command, name: str, **further: str) -> subprocess.CompletedProcess[str]:
+    """A step as the runner runs it (`bash --noprofile --norc -eo pipefail`), with `autoaccum` on the path."""
     repository = project / "repository"
     environment = {
         "PATH": f"{project}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "PYTHONDONTWRITEBYTECODE": "1",
         "GITHUB_ACTIONS": "true",
         "GITHUB_WORKSPACE": str(repository),
         "GITHUB_STEP_SUMMARY": str(project / "summary.md"),
         **further,
     }
-    return subprocess.run(
-        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", SCRIPTS[name]],
-        cwd=repository,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
+    return with_program(
+        project,
+        command,
+        lambda program: subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", SCRIPTS[name]],
+            cwd=repository,
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        ),
     )
 
 
 @pytest.mark.slow
-def test_the_steps_lock_and_fail(project: Path) -> None:
-    locked = run(project, "Lock anew")
+def test_the_steps_lock_and_fail(project: Path, command: Command) -> None:
+    locked = run(project, command, "Lock anew")
     assert locked.returncode == 0, locked.stderr
     path = project / "repository" / step("actions/upload-artifact@v4")["with"]["path"]
     assert path.is_file()
     model = project / "repository" / "train.py"
     model.write_text(MODEL.replace("512", "262144"))
-    failed = run(project, "Compare with the lock")
+    failed = run(project, command, "Compare with the lock")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "::error file=train.py,line=5,title=autoaccum guard%3A regressed" in failed.stdout
     assert "**regressed**" in (project / "summary.md").read_text()
 
 
 @pytest.mark.slow
-def test_what_a_branch_adds_is_reported_without_a_lock_and_nothing_is_left_behind(project: Path) -> None:
+def test_what_a_branch_adds_is_reported_without_a_lock_and_nothing_is_left_behind(
+    project: Path, command: Command
+) -> None:
     repository = project / "repository"
     (repository / "train.py").write_text(MODEL.replace("512", "262144"))
     (repository / "autoaccum.lock").unlink(missing_ok=True)
     before = git(repository, "status", "--porcelain")
-    failed = run(project, "Compare with the base branch", BASE="HEAD")
+    failed = run(project, command, "Compare with the base branch", BASE="HEAD")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "::error file=train.py,line=5,title=autoaccum guard%3A regressed" in failed.stdout
     assert "against HEAD" in failed.stdout

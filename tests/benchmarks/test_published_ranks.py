@@ -9,6 +9,6 @@ from published_ranks import PUBLISHED, read_gib, words_of
 
 @pytest.mark.slow
 def test_a_published_peak_is_predicted_within_3_percent(command: Command) -> None:
-    """That of 128 ranks; what fewer hold more of follows from arithmetic, as test_rank_truth.py shows."""
-    run = PUBLISHED[1]
+    """That of 8 ranks; what more hold less of follows from arithmetic, as test_rank_truth.py shows."""
+    run = PUBLISHED[0]
     assert read_gib(run, command(ROOT, *words_of(run)).stdout) == pytest.approx(float(run.published_gib), rel=0.03)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from command_line import Command, environment, wait_for
+from warm_children import Nurseries, wait
 
 from autoaccum import api
 from autoaccum.cli import main
@@ -160,28 +161,28 @@ def test_a_plan_that_cannot_be_kept_is_shown(
     assert result.stderr.endswith("cannot be written (no space left)\n")
 
 
-def test_colours_and_a_live_line_on_a_terminal(folder: Path) -> None:
-    text = on_a_terminal(folder)
+def test_colours_and_a_live_line_on_a_terminal(folder: Path, nurseries: Nurseries) -> None:
+    text = on_a_terminal(folder, nurseries)
     assert "\x1b[32m" in text
     assert "trial 1: micro-batch " in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h")
 
 
-def on_a_terminal(folder: Path) -> str:
-    words = [sys.executable, "-m", "autoaccum", "plan", "model.py", "--memory", "200MiB", "--target-batch", "1"]
+def on_a_terminal(folder: Path, nurseries: Nurseries) -> str:
+    words = ["-m", "autoaccum", "plan", "model.py", "--memory", "200MiB", "--target-batch", "1"]
     ours, theirs = pty.openpty()
-    settings = environment(TERM="xterm-256color")
-    with subprocess.Popen(words, cwd=folder, env=settings, stdout=theirs, stderr=theirs, stdin=theirs) as process:
-        os.close(theirs)
-        chunks = []
-        try:
-            while chunk := os.read(ours, 65536):
-                chunks.append(chunk)
-        except OSError:
-            pass  # Linux answers EIO when the last writer has gone.
-        finally:
-            os.close(ours)
-    assert process.returncode == 0
+    about = {"cwd": str(folder), "environment": environment(TERM="xterm-256color")}
+    process = nurseries[True].copy(words, about, [theirs, theirs])
+    os.close(theirs)
+    chunks = []
+    try:
+        while chunk := os.read(ours, 65536):
+            chunks.append(chunk)
+    except OSError:
+        pass  # Linux answers EIO when the last writer has gone.
+    finally:
+        os.close(ours)
+    assert wait(process, 120) == 0
     return b"".join(chunks).decode()
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from command_line import Command
 from small_blocks import blocks_source
 
+from autoaccum.planning import throughput
 from autoaccum.planning.plan_record import Plan
 
 MODEL = """
@@ -46,9 +48,12 @@ def test_the_knee_is_planned_and_told(folder: Path, command: Command) -> None:
     assert any("samples/s" in note and f"micro-batch {plan.micro_batch} makes" in note for note in plan.notes)
 
 
-def test_savers_are_chosen_by_timed_updates_of_each(folder: Path, command: Command) -> None:
-    (folder / "blocks.py").write_text(blocks_source(2, hidden=1024, length=256))
-    asked = ("--device", "cpu", "--memory", "60MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
+def test_savers_are_chosen_by_timed_updates_of_each(
+    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(throughput, "_ENOUGH_SECONDS", 0.02)
+    (folder / "blocks.py").write_text(blocks_source(2, hidden=1024, length=128, width=16))
+    asked = ("--device", "cpu", "--memory", "28MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
     done = command(folder, "plan", "blocks.py", "--target-batch", "8", *asked)
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
@@ -60,8 +65,8 @@ def test_savers_are_chosen_by_timed_updates_of_each(folder: Path, command: Comma
 
 
 def test_savers_for_a_card_that_is_not_here_are_chosen_by_an_estimate(folder: Path, command: Command) -> None:
-    (folder / "blocks.py").write_text(blocks_source(2, hidden=1024, length=256))
-    asked = ("--gpu", "24GiB", "--memory", "27MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
+    (folder / "blocks.py").write_text(blocks_source(2, hidden=1024, length=256, width=16))
+    asked = ("--gpu", "24GiB", "--memory", "24MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
     done = command(folder, "plan", "blocks.py", "--target-batch", "8", *asked)
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")

@@ -28,7 +28,7 @@ criterion = nn.CrossEntropyLoss()
 """
 ASKED = ("--target-batch", "4", "--device", "cpu", "--memory")
 BUDGET = "60MiB"
-LONG = MODEL.replace("randn(size, 64), torch.randint(0, 8, (size,))", "randn(size, 64), torch.randn(size, 8)")
+LONG = MODEL.replace("64", "4").replace("torch.randint(0, 8, (size,))", "torch.randn(size, 8)")
 LONG = LONG.replace("(size, ", "(size, 1024, ").replace("CrossEntropyLoss", "MSELoss")
 """Of which each sample takes 16 MiB for what the ReLU makes."""
 
@@ -65,7 +65,7 @@ def test_the_command_starts_itself_on_a_rank_for_each_budget(
 def test_ranks_plan_together_and_the_first_tells(folder: Path, warm_ranks: WarmRanks) -> None:
     (folder / "model.py").write_text(LONG)
     words = "-m", "autoaccum", "plan", "model.py", *ASKED, BUDGET, "-o", "plan.json"
-    first, second = warm_ranks(folder, *words, environment=environment())
+    first, second = warm_ranks(folder, *words, environment=environment(), measured=True)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     check(Plan.load(folder / "plan.json"))
     assert "where the least fits of 2 that were tried at once" in " ".join(first.stdout.split())

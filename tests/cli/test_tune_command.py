@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -66,22 +67,24 @@ def test_two_tuners_are_stopped_and_the_same_command_goes_on(
     (tmp_path / "slow").touch()
     more = ("--trials", "2", "--confirm", "0")
 
-    def start(file: Path) -> int:
+    with (tmp_path / "killed.txt").open("w") as told:
         words = ("-m", "autoaccum", "tune", *WORDS, *more)
-        with file.open("w") as told:
-            about = {"cwd": str(tmp_path), "environment": environment()}
-            return nurseries[False].copy(words, about, [told.fileno(), told.fileno()])
-
-    killed = start(tmp_path / "killed.txt")
+        about = {"cwd": str(tmp_path), "environment": environment()}
+        killed = nurseries[True].copy(words, about, [told.fileno(), told.fileno()])
     wait_until(tmp_path / "tune.db", BEGUN.format(1))
-    interrupted = start(tmp_path / "interrupted.txt")
-    wait_until(tmp_path / "tune.db", BEGUN.format(2))
-    os.kill(killed, signal.SIGKILL)
-    os.kill(interrupted, signal.SIGINT)
-    assert (wait(killed, 120), wait(interrupted, 120)) == (-signal.SIGKILL, 130)
-    stderr = (tmp_path / "interrupted.txt").read_text()
-    assert "throughput was measured for this study before" in stderr
-    assert stderr.endswith("interrupted: finished trials are kept, and the same command goes on\n")
+
+    def end_both() -> None:
+        wait_until(tmp_path / "tune.db", BEGUN.format(2))
+        os.kill(killed, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as pool:
+        ending = pool.submit(end_both)
+        interrupted = command(tmp_path, "tune", *WORDS, *more)
+        ending.result()
+    assert (wait(killed, 120), interrupted.returncode) == (-signal.SIGKILL, 130)
+    assert "throughput was measured for this study before" in interrupted.stderr
+    assert interrupted.stderr.endswith("interrupted: finished trials are kept, and the same command goes on\n")
     (tmp_path / "slow").unlink()
     wait_until(tmp_path / "tune.db", SILENT)
     files = ["-o", "best.json", "--plot", "pics", "--report", "best.html"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from command_line import Command
+from served_command import with_program
 from small_repository import commit, git
 
 MODEL = """{first_line}
@@ -39,14 +39,14 @@ def test_a_planted_commit_is_found_in_a_history_of_40(tmp_path: Path, command: C
         width, first_line = 512 if revision < PLANTED else 1024, "import gone" if revision == BROKEN else ""
         text = MODEL.format(first_line=first_line, width=width, revision=revision)
         commits.append(commit(repository, {"train.py": text}, f"revision {revision}"))
-    # git runs a shell, from which this Python's command is not in reach.
-    guard = f"{sys.executable} -m autoaccum guard -q"
     git(repository, "checkout", "-q", commits[0])
     locked = ("train.py", "--gpu", "rtx3090", "--target-batch", "4096", "--lock", "../good.lock", "--update")
     assert command(repository, "guard", *locked).returncode == 0
     git(repository, "bisect", "start", commits[-1], commits[0])
-    words = [*guard.split(), "--bisect", "--lock", "../good.lock"]
-    told = git(repository, "bisect", "run", *words, seconds=500)
+    words = ("guard", "-q", "--bisect", "--lock", "../good.lock")
+    told = with_program(
+        tmp_path, command, lambda program: git(repository, "bisect", "run", str(program), *words, seconds=500)
+    )
     assert f"{commits[PLANTED]} is the first bad commit" in told
     log = git(repository, "bisect", "log")
     assert f"# skip: [{commits[BROKEN]}]" in log

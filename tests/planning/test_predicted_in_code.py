@@ -33,7 +33,7 @@ TWICE = 2.0
 def model():
     return Net()
 def batch(size):
-    return torch.randint(0, 1000, (size, 128)), torch.randint(0, 1000, (size, 128))
+    return torch.randint(0, 1000, (size, 32)), torch.randint(0, 1000, (size, 32))
 def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()) * TWICE
 def optimizer(params):
@@ -46,7 +46,7 @@ import json, sys
 import autoaccum
 from autoaccum.accumulation.state_hash import StateHasher
 
-asked = dict(target_batch=512, gpu="rtx3090", memory="1GiB")
+asked = dict(target_batch=512, gpu="rtx3090", memory="256MiB")
 net = Net()
 live = optimizer(net.parameters())
 torch.manual_seed(3)
@@ -74,7 +74,7 @@ def test_what_a_script_holds_is_predicted_as_its_file(tmp_path: Path, warm_pytho
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     assert seen.pop("unchanged") == [True] * 4
-    made = plan(tmp_path / "net.py", target_batch=512, gpu="rtx3090", memory="1GiB")
+    made = plan(tmp_path / "net.py", target_batch=512, gpu="rtx3090", memory="256MiB")
     assert 1 < made.micro_batch < 512, "the budget binds"
     for name, (kind, *figures, parameters, optimizer, explained) in seen.items():
         assert (kind, optimizer, explained) == ("predicted", "SGD", name == "live")

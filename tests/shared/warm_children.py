@@ -6,6 +6,7 @@ imports, and the limits on it, are then its own. Tests of the start itself, and 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import json
@@ -40,12 +41,21 @@ class Nursery:
     """A process that copies itself on request; `measured` has the settings of malloc that a measured child has.
 
     Its copies have imported the modules `imports` as a simulation's child does: with a card, which is simulated.
+    Without an environment it is a fork of this process, which must not have threads.
     """
 
-    def __init__(self, environment: Mapping[str, str], *, measured: bool, imports: Sequence[str] = ()) -> None:
+    def __init__(self, environment: Mapping[str, str] | None, *, measured: bool, imports: Sequence[str] = ()) -> None:
         self._lock = threading.Lock()
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
+            if environment is None:
+                self.pid = os.fork()
+                if self.pid == 0:
+                    self._ours.close()
+                    os.setsid()
+                    _serve(theirs, measured=measured)
+                    os._exit(0)
+                return
             words = [sys.executable, __file__, str(theirs.fileno()), "measured" if measured else "simulated", *imports]
             how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
             self._process = subprocess.Popen(words, env=dict(environment), pass_fds=[theirs.fileno()], **how)
@@ -133,12 +143,14 @@ def nurseries() -> Iterator[Nurseries]:
 
 
 @contextmanager
-def warmed(nurseries: Nurseries) -> Iterator[None]:
-    """Have every child that is started in this process be a copy."""
+def warmed(nurseries: Mapping[bool, Nursery]) -> Iterator[None]:
+    """Have every child that is started in this process be a copy, if there is a nursery for its kind."""
     from autoaccum.devices.child import process
 
-    def start(command: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Copy:
+    def start(command: Sequence[str], *, env: Mapping[str, str], **how: Any) -> Any:
         measured = "MALLOC_ARENA_MAX" in env
+        if not isinstance(nurseries, Nurseries) and measured not in nurseries:
+            return subprocess.Popen(command, env=env, **how)
         assert command[:2] == [sys.executable, "-m"]
         (descriptor,) = how["pass_fds"]
         return Copy(nurseries[measured], command[1:], stdout=how["stdout"], cwd=how["cwd"], env=env, fd=descriptor)
@@ -179,16 +191,18 @@ def warm_python(nurseries: Nurseries) -> WarmPython:
 def warm_ranks(warm_python: WarmPython, nurseries: Nurseries) -> WarmRanks:
     """Run what `warm_python` runs as two ranks at once, each with the variables that torchrun sets."""
 
-    def run(folder: Path, *words: str, environment: Mapping[str, str]) -> list[subprocess.CompletedProcess[str]]:
+    def run(
+        folder: Path, *words: str, environment: Mapping[str, str], measured: bool = False
+    ) -> list[subprocess.CompletedProcess[str]]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
 
         def run_rank(rank: str) -> subprocess.CompletedProcess[str]:
             own = {"RANK": rank, "LOCAL_RANK": rank}
-            return warm_python(folder, *words, environment={**environment, **meeting, **own})
+            return warm_python(folder, *words, environment={**environment, **meeting, **own}, measured=measured)
 
-        nurseries[False]  # One for both, before there are threads.
+        nurseries[measured]  # One for both, before there are threads.
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(run_rank, "01"))
 
@@ -199,7 +213,11 @@ def main(descriptor: int, kind: str, imports: Sequence[str]) -> None:
     """Import what children of that kind need; then be copied until the other end is closed, as by the tests' end."""
     sys.path[0] = str(Path(__file__).parents[2])
     _import(kind, imports)
-    requests = socket.socket(fileno=descriptor)
+    _serve(socket.socket(fileno=descriptor), measured=kind == "measured")
+
+
+def _serve(requests: socket.socket, *, measured: bool) -> None:
+    """Be copied until the other end is closed."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, _MOST_BYTES, 3)
         if not message:
@@ -212,7 +230,7 @@ def main(descriptor: int, kind: str, imports: Sequence[str]) -> None:
         os.waitpid(between, 0)
         for number in descriptors:
             os.close(number)
-    _become(requests, json.loads(message), descriptors)
+    _become(requests, json.loads(message), descriptors, measured=measured)
 
 
 def _import(kind: str, imports: Sequence[str]) -> None:
@@ -235,7 +253,7 @@ def _import(kind: str, imports: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[int]) -> None:
+def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[int], *, measured: bool) -> None:
     """Be what was requested, once the copy between is gone."""
     while os.getppid() != about["parent"]:
         time.sleep(0.001)
@@ -247,12 +265,38 @@ def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[in
     os.dup2(stderr, 2)
     os.close(stdout)
     os.close(stderr)
+    # What the first process wrote to may have been no terminal, or one.
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     os.environ.clear()
     os.environ.update(about["environment"])
     os.chdir(about["cwd"])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [path for path in paths if path and path not in sys.path]
     first, *rest = (str(passed[0]) if word == _PASSED else word for word in about["words"])
+    code: Any = 0
+    try:
+        if rest[:1] == ["autoaccum.devices.child"]:
+            _run(first, rest)
+        else:  # Its own children are copies, too.
+            own = Nursery(None, measured=measured)
+            with warmed({True: own, False: own} if measured else {False: own}):
+                _run(first, rest)
+    except SystemExit as leaving:
+        code = leaving.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    # As Python ends, but for taking down every module, which takes half a second of a processor.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
+def _run(first: str, rest: list[str]) -> None:
+    """Run a module, code or a script with its words."""
     if first == "-m":
         sys.argv = rest
         sys.modules.pop(rest[0], None)  # As in a fresh process; it would run twice.

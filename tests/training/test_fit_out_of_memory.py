@@ -29,7 +29,7 @@ warnings.simplefilter("error")
 torch.set_num_threads(1)
 MIB = 2**20
 torch.manual_seed(0)
-x = torch.randn(1024, 256, dtype=torch.float64)
+x = torch.randn(1024, 16, dtype=torch.float64)
 data = torch.utils.data.TensorDataset(x, x.roll(1, 1))
 
 def limit(extra):
@@ -39,7 +39,8 @@ def limit(extra):
 
 def run(limited, folder):
     torch.manual_seed(0)
-    model = nn.Sequential(*[layer for _ in range(2) for layer in (nn.Linear(256, 256), nn.Tanh())]).double()
+    wide = [(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(2)]
+    model = nn.Sequential(*wide[0], *wide[1]).double()
     events = []
     def listen(event):
         events.append(event)

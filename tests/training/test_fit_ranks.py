@@ -38,7 +38,7 @@ def data_of(kind: str) -> Any:
     return [tuple(one[first : first + 7] for one in Rows().tensors) for first in range(0, SAMPLES, 7)]
 
 
-KINDS = {"dataset": EPOCHS, "loader": 2, "stream": 2, "batches": 2}
+KINDS = {"dataset": EPOCHS, "loader": 2, "stream": 1, "batches": 1}
 
 
 def train(kind: str = "dataset", **options: Any) -> Any:
@@ -208,7 +208,7 @@ def test_the_command_under_torchrun(tmp_path: Path, warm_python: WarmPython, war
     (tmp_path / "model.py").write_text(FILE)
 
     words = "-m", "autoaccum", "fit", "model.py", "--target-batch", "16", "--run-dir", "a", "--epochs"
-    first, second = warm_ranks(tmp_path, *words, "2", environment=environment())
+    first, second = warm_ranks(tmp_path, *words, "2", environment=environment(), measured=True)
     assert first.returncode == second.returncode == 0, first.stderr + second.stderr
     assert (first.stdout + second.stdout).count("updates      8 in 2 epochs") == 1
     assert "torchrun --nproc-per-node 2 -m autoaccum fit model.py --target-batch 16 --run-dir a" in first.stdout

@@ -63,7 +63,8 @@ def test_one_worker_s_study_is_the_same_for_the_same_seed(tmp_path: Path) -> Non
     assert len({row.setting for row in gone_on}) == 9
 
 
-def test_an_interrupted_trial_does_not_count_and_the_study_resumes(file: Path) -> None:
+def test_an_interrupted_trial_does_not_count_and_the_study_resumes(tmp_path: Path) -> None:
+    file = tmp_path / "tune.journal"
     with pytest.raises(KeyboardInterrupt):
         search_in(file, request_of(), before=fails_above(OWN_RATE * 0.9))
     with study_in(file, request_of()) as study:
@@ -150,7 +151,8 @@ def test_batches_and_coupled_micro_batches_are_searched(tmp_path: Path) -> None:
     assert all(one.micro_batch <= min(16, one.target_batch) for one in settings)
 
 
-def test_a_study_with_other_settings_is_refused(file: Path) -> None:
+def test_a_study_with_other_settings_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tune.journal"
     rows, _ = search_in(file, request_of(trials=1))
     with pytest.raises(UsageError, match=r"made with other settings \(seed 0, now 1; pruner halving, now none\)"):
         search_in(file, request_of(seed=1, pruner="none"))

@@ -52,8 +52,8 @@ def out_of_memory_in(phase: str, number: int, first_update: bool) -> Any:
 PLACES = (("batch", 0), ("forward", 2), ("backward", 5), ("clip", 0), ("clip", 3), ("update", 0))
 
 
-def out_of_memory_everywhere(first_update: bool) -> Any:
-    return [out_of_memory_in(phase, number, first_update) for phase, number in PLACES]
+def out_of_memory_everywhere(places: Any, first_update: bool) -> Any:
+    return [out_of_memory_in(phase, number, first_update) for phase, number in places]
 
 
 @pytest.mark.parametrize("first_update", [True, False], ids=["first", "later"])
@@ -61,7 +61,8 @@ def test_memory_that_runs_out_on_one_rank_makes_all_repeat(first_update: bool) -
     alone, model, _ = make(clip_norm=0.1)
     for _ in range(1 if first_update else 2):
         loss = alone.step(batch(16)).loss
-    for place, first, second in zip(PLACES, *on_ranks(2, out_of_memory_everywhere, first_update), strict=True):
+    places = PLACES if first_update else PLACES[2::2] + PLACES[-1:]  # Where an update that has been made differs.
+    for place, first, second in zip(places, *on_ranks(2, out_of_memory_everywhere, places, first_update), strict=True):
         assert not first[0]
         assert second[0], f"nothing was injected in {place}"
         assert first[1:3] == second[1:3] == (1, 3), place
@@ -97,20 +98,26 @@ def without_recovery(fail: str) -> Any:
     return seen, unchanged, after
 
 
-@pytest.mark.parametrize("fail", ["error", "no recovery", "one sample"])
-def test_a_rank_that_cannot_go_on_ends_the_step_on_all(fail: str) -> None:
-    (first, *unchanged), (second, *too) = on_ranks(2, without_recovery, fail)
-    after = None if fail == "error" else True
-    assert unchanged == too == [True, after]
-    if fail == "one sample":
-        message = "not even one sample at a time fits: out of memory (forward on rank 1): "
-        assert first[0] is second[0] is DoesNotFitError
-        assert first[1].startswith(message)
-        assert second[1].startswith(message)
-    else:
-        assert first[0] is RankFailedError
-        assert first[1].startswith("rank 1 failed: ")
-        assert second[0] is (ValueError if fail == "error" else torch.OutOfMemoryError)
+def without_recovery_of_each(faults: tuple[str, ...]) -> Any:
+    return {fail: without_recovery(fail) for fail in faults}
+
+
+def test_a_rank_that_cannot_go_on_ends_the_step_on_all() -> None:
+    faults = ("error", "no recovery", "one sample")
+    on_first, on_second = on_ranks(2, without_recovery_of_each, faults)
+    for fail in faults:
+        (first, *unchanged), (second, *too) = on_first[fail], on_second[fail]
+        after = None if fail == "error" else True
+        assert unchanged == too == [True, after], fail
+        if fail == "one sample":
+            message = "not even one sample at a time fits: out of memory (forward on rank 1): "
+            assert first[0] is second[0] is DoesNotFitError
+            assert first[1].startswith(message)
+            assert second[1].startswith(message)
+        else:
+            assert first[0] is RankFailedError
+            assert first[1].startswith("rank 1 failed: ")
+            assert second[0] is (ValueError if fail == "error" else torch.OutOfMemoryError)
 
 
 def die_in_forward() -> Any:
@@ -236,27 +243,28 @@ def told(fail: str) -> Any:
     return found, float(model.weight.sum())
 
 
-def test_an_update_that_all_made_is_told_of_no_more_when_the_scheduler_raises() -> None:
-    (first, total), (second, same) = on_ranks(2, told, "scheduler")
-    assert first == ["updated"] * 4
-    assert second == ["updated", "OutOfMemoryError: CUDA out of memory", "updated", "updated"]
-    assert total == same
+def told_of_all(faults: tuple[str, ...]) -> Any:
+    return {fail: told(fail) for fail in faults}
 
 
-def test_an_observer_that_raises_between_attempts_ends_the_step_on_all() -> None:
-    (first, total), (second, same) = on_ranks(2, told, "observer")
-    assert first[0].startswith("RankFailedError: rank 1 failed: ValueError: a bug of the observer's: ")
-    assert second[0] == "ValueError: a bug of the observer's"
-    assert first[1:] == second[1:] == ["updated"] * 3
-    assert total == same
-
-
-def test_a_rank_with_half_an_update_ends_each_further_step_on_all() -> None:
-    first, second = (found for found, _ in on_ranks(2, told, "optimizer"))
-    assert first[:2] == ["updated", "updated"]
-    assert all(text.startswith("RankFailedError: rank 1 failed: UpdateInterrupted: ") for text in first[2:])
-    assert second[1].startswith("UpdateInterrupted: ValueError within the update")
-    assert all(text.startswith("UpdateInterrupted: an earlier update was interrupted") for text in second[2:])
+def test_what_raises_beside_the_loss_on_one_rank_leaves_all_alike() -> None:
+    first, second = on_ranks(2, told_of_all, ("scheduler", "observer", "optimizer"))
+    for fail in ("scheduler", "observer"):
+        assert first[fail][1] == second[fail][1], "the same weights"
+    # An update that all made is told of no more when the scheduler raises.
+    assert first["scheduler"][0] == ["updated"] * 4
+    assert second["scheduler"][0] == ["updated", "OutOfMemoryError: CUDA out of memory", "updated", "updated"]
+    # An observer that raises between attempts ends the step on all.
+    mine, theirs = first["observer"][0], second["observer"][0]
+    assert mine[0].startswith("RankFailedError: rank 1 failed: ValueError: a bug of the observer's: ")
+    assert theirs[0] == "ValueError: a bug of the observer's"
+    assert mine[1:] == theirs[1:] == ["updated"] * 3
+    # A rank with half an update ends each further step on all.
+    mine, theirs = first["optimizer"][0], second["optimizer"][0]
+    assert mine[:2] == ["updated", "updated"]
+    assert all(text.startswith("RankFailedError: rank 1 failed: UpdateInterrupted: ") for text in mine[2:])
+    assert theirs[1].startswith("UpdateInterrupted: ValueError within the update")
+    assert all(text.startswith("UpdateInterrupted: an earlier update was interrupted") for text in theirs[2:])
 
 
 def die_while_another_is_busy() -> Any:

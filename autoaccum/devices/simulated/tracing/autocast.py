@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -186,6 +186,7 @@ def _patch_nesting(stack: ExitStack) -> None:
     stack.enter_context(patched(torch, "autocast_decrement_nesting", lambda: count(-1, leave)))
 
 
+@cache
 def cast_operators() -> list[str]:
     """Return the sorted names, without `aten::`, of operators that this PyTorch casts on CUDA by a policy."""
     names = (name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))

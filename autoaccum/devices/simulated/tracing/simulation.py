@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -53,12 +53,18 @@ _NATIVE_GENERATOR: Any = torch.Generator
 def _register_cuda_kernels(library: torch.library.Library, stack: ExitStack) -> None:
     """Register CUDA kernels, which are never called, so that their operators are not decomposed."""
     register: Any = library.impl
-    for name in CUDA_KERNELS:
-        exists = f"aten::{name}" in torch._C._dispatch_get_all_op_names()
-        if exists and not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
-            register(name, _never_called, "CUDA")
+    for name in _lacking_cuda_kernels():
+        register(name, _never_called, "CUDA")
     if torch_release() < (2, 15):
         stack.enter_context(patched(_METAS, "_meta_grouped_mm_common", _grouped_mm))
+
+
+@cache
+def _lacking_cuda_kernels() -> list[str]:
+    """Return those of `CUDA_KERNELS` that this PyTorch knows and has no kernel of; to ask takes 50 ms."""
+    known = set(torch._C._dispatch_get_all_op_names())
+    here = [name for name in CUDA_KERNELS if f"aten::{name}" in known]
+    return [name for name in here if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")]
 
 
 def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -61,16 +61,26 @@ BACKWARD = {
 
 
 @pytest.mark.parametrize(
-    "run",
+    ("run", "roles"),
     [
-        "",
-        "Net.run = lambda net, x: checkpoint(net.outer, x, use_reentrant=False)\n",
-        "Net.run = lambda net, x: checkpoint(net.outer, x, use_reentrant=True)\n",
+        ("", [("aten.exp", "plain")]),
+        *(
+            (
+                f"Net.run = lambda net, x: checkpoint(net.outer, x, use_reentrant={reentrant})\n",
+                [("aten.exp", "plain"), ("aten.exp", "recomputed")],
+            )
+            for reentrant in (False, True)
+        ),
     ],
     ids=["plain", "checkpointed", "checkpointed-reentrant"],
 )
-def test_an_operator_runs_for_the_innermost_module(explained: Callable[..., Any], run: str) -> None:
+def test_an_operator_runs_for_the_innermost_module(
+    explained: Callable[..., Any], run: str, roles: list[tuple[str, str]]
+) -> None:
     found = explained(HEAD + run)
+    ran = {(origin.op, origin.role) for origin in found.labelled.origins}
+    assert sorted(one for one in ran if one[0] == "aten.exp") == roles
+    assert {role for op, role in ran if op in ("aten.cosh", "aten.tanh_backward")} == {"plain"}
     operators: dict[str, set[str]] = {}
     for origin in found.labelled.origins:
         operators.setdefault(origin.op, set()).add(found.path(origin.module))
@@ -79,6 +89,11 @@ def test_an_operator_runs_for_the_innermost_module(explained: Callable[..., Any]
             assert operators[op] == {path}, op
     assert "" in operators["aten.sum"]
     assert "Net" in {found.labelled.modules[origin.module].kind for origin in found.labelled.origins}
+
+
+def test_a_function_that_runs_again_in_backward_is_told_apart(explained: Callable[..., Any]) -> None:
+    found = explained(f"{HEAD}Net.run = lambda net, x: checkpoint(torch.tan, x, use_reentrant=False)\n")
+    assert {one.role for one in found.labelled.origins if one.op == "aten.tan"} == {"plain", "recomputed"}
 
 
 def test_a_module_that_the_model_does_not_know_counts_as_who_calls_it(explained: Callable[..., Any]) -> None:
