@@ -30,6 +30,7 @@ from autoaccum.devices.meters import Meter, make_meter
 from autoaccum.devices.trial_run import make_accumulator, move_model, seed_everything
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload.batches import move_batch
+from autoaccum.workload.model_loss import ignores_items
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.step_recipe import describe_recipe
 from autoaccum.workload.weight_check import Advice, check_weighting
@@ -146,7 +147,9 @@ def describe_blocks(model: nn.Module) -> dict[str, Any]:
     return {
         "blocks": blocks,
         "counted_twice": list_modules(norms) if norms else "",
-        **({"checkpointing": True} if own else {}),  # As models of transformers do it.
+        # Of models of transformers only, which a Trainer trains.
+        **({"checkpointing": True} if own else {}),
+        **({"ignores_items": True} if ignores_items(model) else {}),
     }
 
 

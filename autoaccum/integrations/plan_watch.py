@@ -43,6 +43,7 @@ class Running:
         takes_savers: Whether the plan's savers are in use.
         micro_batch_name: The framework's name of the micro-batch.
         batch_names: The framework's names of what makes up the batch.
+        cautions: What else the framework does otherwise than the plan, in sentences.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class Running:
     takes_savers: bool
     micro_batch_name: str
     batch_names: str
+    cautions: tuple[str, ...] = ()
 
 
 def find_differences(plan: Plan, running: Running) -> list[str]:
@@ -80,7 +82,7 @@ def find_differences(plan: Plan, running: Running) -> list[str]:
             f"{counted(running.world_size, 'rank')} train, the plan is for {plan.world_size}: plan with"
             f" --world-size {running.world_size}"
         )
-    return found + _saver_differences(plan, running)
+    return [*found, *_saver_differences(plan, running), *running.cautions]
 
 
 def _saver_differences(plan: Plan, running: Running) -> list[str]:
@@ -89,8 +91,8 @@ def _saver_differences(plan: Plan, running: Running) -> list[str]:
         recomputes = any(word.startswith(RECOMPUTE) for word in savers)
         if recomputes and not running.checkpointing:
             found.append(
-                "the plan recomputes blocks (--savers recompute), and this training keeps all activations: set"
-                " gradient_checkpointing=True"
+                "the plan recomputes blocks (--savers recompute), and this training keeps all activations: turn its"
+                " gradient checkpointing on"
             )
         others = [word for word in savers if not word.startswith(RECOMPUTE)]
         if others:

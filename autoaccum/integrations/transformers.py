@@ -16,11 +16,13 @@ from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.argument_checks import checked_micro_batch, unwrap_optimizer
+from autoaccum.accumulation.argument_checks import checked_micro_batch, unwrap_model, unwrap_optimizer
 from autoaccum.errors import UsageError
 from autoaccum.integrations.plan_watch import PlanWatch, Running, read_plan
 from autoaccum.options import RECOMPUTE
+from autoaccum.planning.framework_arguments import ADDS_MEANS
 from autoaccum.planning.plan_record import Plan
+from autoaccum.workload.model_loss import ignores_items
 from autoaccum.workload.transformers_trainer import PRECISIONS, LossItems, check_supported
 
 _KEPT = ("offload-gradients", "offload-optimizer")
@@ -41,19 +43,22 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         """Compare the plan with the training."""
-        ran = state.train_batch_size or args.train_batch_size
+        ran, steps = state.train_batch_size or args.train_batch_size, args.gradient_accumulation_steps
+        model = unwrap_model(objects["model"])
+        adds = steps > 1 and not self._runs_parts and ignores_items(model)
         self._watch.begin(
             Running(
-                model=objects["model"],
+                model=model,
                 optimizer=objects.get("optimizer"),
                 precision=PRECISIONS.get(args.mixed_precision, args.mixed_precision),
                 micro_batch=None if self._runs_parts else ran,
-                batch=ran * args.gradient_accumulation_steps * args.world_size,
+                batch=ran * steps * args.world_size,
                 world_size=args.world_size,
                 checkpointing=bool(args.gradient_checkpointing),
                 takes_savers=self._runs_parts,
                 micro_batch_name="per_device_train_batch_size",
                 batch_names="per_device_train_batch_size x gradient_accumulation_steps x ranks",
+                cautions=(ADDS_MEANS.format(model=type(model).__name__, parts=steps),) if adds else (),
             )
         )
 

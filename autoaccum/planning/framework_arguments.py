@@ -35,6 +35,12 @@ _SHARDING: Final[Mapping[str, str]] = {
     "accelerate": "fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) of the Accelerator",
 }
 
+ADDS_MEANS: Final = (
+    "{model} ignores num_items_in_batch: a Trainer of transformers adds the means of {parts} micro-batches up,"
+    " {parts} times the batch's gradient, unless its class sets loss_is_scaled_for_ga = False;"
+    " autoaccum.integrations.transformers.AccumulatorTrainer does not"
+)
+
 
 def check_framework(
     framework: str,
@@ -147,6 +153,8 @@ def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
             f"{name} counts the mean of each micro-batch alike, and this loss divides by {workload['weight']}: where"
             " that differs between micro-batches, the gradient is not the full batch's, as autoaccum.Accumulator's is"
         )
+    if framework == "transformers" and plan.iter_size > 1 and recipe.get("ignores_items"):
+        notes.append(ADDS_MEANS.format(model=workload["model"], parts=plan.iter_size))
     if plan.parallel == "fsdp2" and framework in _SHARDING:
         notes.append(f"to shard the model in {name}: {_SHARDING[framework].format(ranks=plan.world_size)}")
     elif plan.world_size > 1 and framework not in ("deepspeed", "torchtitan"):

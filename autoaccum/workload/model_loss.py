@@ -119,6 +119,18 @@ def _divisor_of_class(model: nn.Module) -> str | None:
     return f"labels{'[..., 1:]' if shifts else ''} != {IGNORED}" if is_known else None
 
 
+def ignores_items(model: nn.Module) -> bool:
+    """Return whether `forward` takes a `num_items_in_batch` (`**kwargs`) but computes the mean of its own batch.
+
+    A Trainer of transformers then takes the loss for one that is divided by the items of all micro-batches.
+    """
+    computing = find_loss_module(model)
+    if computing is None or not getattr(computing, "accepts_loss_kwargs", True):
+        return False
+    forward = _forward_code(computing)
+    return bool(forward.co_flags & inspect.CO_VARKEYWORDS) and "loss_function" not in forward.co_names
+
+
 def label_code(path: str, divisor: str) -> str:
     """Return the expression that counts the labels.
 

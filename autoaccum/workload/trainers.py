@@ -83,7 +83,7 @@ def check_import(path: Path, name: str) -> None:
         isinstance(one, ast.Assign)
         and any(isinstance(target, ast.Name) and target.id == name for target in one.targets)
         and isinstance(one.value, ast.Call)
-        and ast.unparse(one.value.func).endswith("Trainer")
+        and "trainer" in ast.unparse(one.value.func).lower()
         for one in statements
     )
     for call in calls if makes else ():

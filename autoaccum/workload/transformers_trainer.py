@@ -32,7 +32,7 @@ from autoaccum.workload.trainers import SAMPLES
 PRECISIONS: Mapping[str, Precision] = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
 _LEFT_OUT = (
     *("model", "model_wrapped", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset", "callback_handler"),
-    *("data_collator", "_memory_tracker", "model_init", "_eval_dataloaders"),
+    *("data_collator", "_memory_tracker", "model_init", "_eval_dataloaders", "gather_function"),
 )
 _WRITE = "write model, batch and loss into a file, as in examples/workload_file.md"
 
@@ -106,9 +106,21 @@ def _shadow(trainer: Any) -> Any:
             setattr(made, name, None)
         elif isinstance(value, (dict, list, set)):
             setattr(made, name, copy.deepcopy(value))
+    made.accelerator = _at_rest(trainer.accelerator)
     made.args = copy.copy(trainer.args)
     made.args.average_tokens_across_devices = False  # Weights are summed over ranks by the Accumulator.
     made._prepare_inputs = _same  # Batches are where the model is, which in a simulation is not `args.device`.
+    return made
+
+
+def _at_rest(accelerator: Any) -> Any:
+    """Return a copy of an Accelerator of accelerate that refers to no model, optimizer or loader."""
+    made, state = copy.copy(accelerator), accelerator.gradient_state
+    for name in ("_models", "_optimizers", "_schedulers", "_dataloaders"):
+        setattr(made, name, [])
+    made.gradient_state = object.__new__(type(state))  # All of its instances share their attributes otherwise.
+    vars(made.gradient_state).update(vars(state))
+    made.gradient_state.dataloader_references = [None]
     return made
 
 

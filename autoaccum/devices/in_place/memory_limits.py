@@ -72,12 +72,17 @@ def _from_environment(variable: str) -> int | None:
 def check_single_thread() -> None:
     """Check that no other Python threads run, since they would run out of memory under a trial's limit, too.
 
-    Threads of torch, OpenMP and the like do not count: their work is part of the trial.
+    Threads of torch, OpenMP and the like do not count: their work is part of the trial. Nor does tqdm's, which only
+    looks at progress bars every ten seconds and stays once there was one.
 
     Raises:
         UsageError: There are other threads; the message names them.
     """
-    others = [thread for thread in threading.enumerate() if thread is not threading.current_thread() and _runs(thread)]
+    others = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.current_thread() and type(thread).__name__ != "TMonitor" and _runs(thread)
+    ]
     if not others:
         return
     named = ", ".join(f"{thread.name} ({type(thread).__name__})" for thread in others)

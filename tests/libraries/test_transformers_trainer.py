@@ -1,0 +1,280 @@
+"""A Trainer of transformers is planned as it trains and stays as it was; within its loop the plan is watched."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import Command
+from small_trainers import LONGEST, Texts, make_trainer, wide_loss
+from tiny_transformers import NO_DROPOUT, bert, hf, llama
+from torch import Tensor, nn
+
+import autoaccum
+from autoaccum import Plan
+from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.devices.base import Trial
+from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.workload.trainers import workload_of
+
+CHECKPOINTED: dict[str, Any] = {"bf16": True, "activation_checkpointing": True}
+EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "per_device_eval_batch_size": 8}
+
+
+def metrics(predictions: Any) -> dict[str, float]:
+    return {"count": float(len(predictions.predictions))}
+
+
+def picture(trainer: Any) -> tuple[Any, ...]:
+    """All of a Trainer that a plan could change."""
+    model = trainer.model
+    flags = [(module.training, getattr(module, "gradient_checkpointing", None)) for module in model.modules()]
+    hooks = [(len(module._forward_hooks), "forward" in vars(module)) for module in model.modules()]
+    own = {name: id(value) for name, value in vars(trainer).items()}
+    callbacks = [type(one) for one in trainer.callback_handler.callbacks]
+    held = len(trainer.accelerator._dataloaders), len(trainer.accelerator._models)
+    grads = [parameter.grad is None for parameter in model.parameters()]
+    files = sorted(Path(trainer.args.output_dir).rglob("*"))
+    return (
+        *(
+            state_digest(model, torch.optim.SGD(model.parameters())),
+            flags,
+            hooks,
+            own,
+            callbacks,
+            held,
+            grads,
+            files,
+            trainer.args.to_dict(),
+        ),
+        torch.get_rng_state().tolist(),
+    )
+
+
+def test_a_trainer_is_planned_and_verified_as_it_trains_and_stays_as_it_was(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, further={"eval_dataset": Texts(20)}, **CHECKPOINTED, **EVALUATED)
+    trainer.model.eval()  # As `from_pretrained` returns it.
+    before = picture(trainer)
+    plan = autoaccum.plan(trainer=trainer, target_batch=16, max_micro_batch=4, device="cpu")
+    assert plan.micro_batches == (4, 4, 4, 4)
+    found = {name: plan.workload[name] for name in ("precision", "optimizer", "evaluation_batch", "worst_of")}
+    assert found == {"precision": "bf16", "optimizer": "AdamW", "evaluation_batch": 8, "worst_of": 256}
+    assert plan.workload["recipe"]["checkpointing"]
+    assert autoaccum.verify(trainer=trainer, target_batch=8).equivalent
+    assert picture(trainer) == before
+    trainer.train()
+    assert trainer.state.global_step == 3
+
+
+def test_batches_loss_and_optimizer_are_the_trainers_own(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, weight_decay=0.1, learning_rate=3e-3)
+    workload = workload_of(trainer)
+    assert workload is not None
+    batch = workload.batch(5)
+    assert batch["input_ids"].shape == (5, LONGEST)
+    counted = (batch["labels"][:, 1:] != -100).sum()
+    assert workload.weight is not None
+    assert workload.weight(batch) == counted
+    model = workload.build_model()
+    torch.testing.assert_close(
+        workload.loss(model, dict(batch)), trainer.compute_loss(trainer.model, dict(batch), num_items_in_batch=counted)
+    )
+    made, own = workload.build_optimizer(model), trainer.create_optimizer()
+    names = {id(one): name for each in (model, trainer.model) for name, one in each.named_parameters()}
+    for group, expected in zip(made.param_groups, own.param_groups, strict=True):
+        assert [names[id(one)] for one in group.pop("params")] == [names[id(one)] for one in expected["params"]]
+        assert group == {name: value for name, value in expected.items() if name != "params"}
+
+
+def test_a_plan_for_a_card_holds_the_predictions_that_an_evaluation_collects(tmp_path: Path) -> None:
+    passes = 2000
+    further = {"eval_dataset": Texts(passes * 8), "compute_metrics": metrics}
+    trainer = make_trainer(tmp_path, further=further, **EVALUATED)
+    before = picture(trainer)
+    plan = autoaccum.plan(trainer=trainer, target_batch=16, max_micro_batch=8, gpu="rtx4090")
+    assert plan.micro_batches == (8, 8)
+    assert picture(trainer) == before
+    logits = passes * 8 * LONGEST * 64 * 4
+    assert plan.peak_bytes is not None
+    assert plan.peak_bytes >= 1.9 * logits  # 94 MB; the step alone takes 23 MB.
+
+
+FILE = """
+from pathlib import Path
+from small_trainers import make_trainer
+
+trainer = make_trainer(Path(__file__).parent, bf16=True)
+"""
+
+
+def test_the_command_plans_a_trainer_in_a_file(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "train.py").write_text(FILE)
+    words = ("train.py:trainer", "--gpu", "rtx4090", "--target-batch", "32")
+    done = command(tmp_path, "plan", *words, "-o", "plan.json")
+    assert done.returncode == 0, done.stderr
+    assert Plan.load(tmp_path / "plan.json").workload["model"] == "LlamaForCausalLM"
+    assert "train:trainer: LlamaForCausalLM" in done.stdout + done.stderr
+    (tmp_path / "train.py").write_text(FILE + "trainer.train()\n")
+    done = command(tmp_path, "plan", *words)
+    assert done.returncode == 2
+    assert "importing train.py trains: line 6 calls trainer.train()" in done.stderr
+
+
+def test_what_no_trial_can_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WorkloadError, match="the Trainer has no train_dataset"):
+        workload_of(make_trainer(tmp_path, further={"train_dataset": None}))
+    trainer = make_trainer(tmp_path)
+    with pytest.raises(UsageError, match="a trainer is given, and batch too"):
+        autoaccum.plan(trainer=trainer, batch=[1], target_batch=4)
+    trainer.args._n_gpu = 2
+    with pytest.raises(WorkloadError, match="2 cards by DataParallel"):
+        workload_of(trainer)
+
+
+class Gradients(hf.TrainerCallback):  # type: ignore[misc]
+    """Keeps the gradients of every update, as clipped."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        self.kept.append({name: one.grad.clone() for name, one in objects["model"].named_parameters()})
+
+
+def train(folder: Path, kind: Any, *, size: int, steps: int, resume: str | None = None, **given: Any) -> Any:
+    """Train a Llama in float64 on 22 texts: an epoch of windows of 8, 8 and 6 samples."""
+    torch.manual_seed(0)
+    model, gradients = llama().double(), Gradients()
+    model.loss_function = wide_loss
+    settings: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+    settings |= {"max_steps": -1, "num_train_epochs": 1, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"max_grad_norm": 0.1, "learning_rate": 1e-3, "lr_scheduler_type": "cosine", "warmup_steps": 1}
+    further = {"model": model, "callbacks": [gradients], **given}
+    trainer = make_trainer(folder, kind, samples=22, further=further, **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, gradients.kept
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    largest = max(float(value.abs().max()) for value in other.values())
+    return max(float((one[name] - other[name]).abs().max()) for name in other) / largest
+
+
+def test_the_exact_trainer_has_the_full_batchs_gradient_and_resumes(tmp_path: Path) -> None:
+    from autoaccum.integrations.transformers import AccumulatorTrainer
+
+    whole, truth = train(tmp_path / "whole", hf.Trainer, size=8, steps=1)
+    parts, found = train(tmp_path / "parts", AccumulatorTrainer, size=4, steps=2, micro_batch=3)
+    uneven, others = train(tmp_path / "uneven", AccumulatorTrainer, size=8, steps=1, micro_batch=3)
+    assert len(truth) == len(found) == len(others) == 3
+    for gradients in (found, others):
+        assert max(map(largest_difference, gradients, truth)) <= 1e-10
+    expected = [(log["loss"], log["grad_norm"], log["learning_rate"]) for log in whole.state.log_history[:3]]
+    for trainer in (parts, uneven):
+        logged = [(log["loss"], log["grad_norm"], log["learning_rate"]) for log in trainer.state.log_history[:3]]
+        assert logged == [pytest.approx(each, rel=1e-6) for each in expected]
+        updated = {name: one.detach() for name, one in trainer.model.named_parameters()}
+        assert largest_difference(updated, {name: one.detach() for name, one in whole.model.named_parameters()}) < 1e-10
+    at = str(tmp_path / "parts" / "out" / "checkpoint-1")
+    again, rest = train(tmp_path / "again", AccumulatorTrainer, size=4, steps=2, micro_batch=3, resume=at)
+    assert len(rest) == 2
+    for one, other in zip(again.model.parameters(), parts.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+class Sentences(Texts):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": torch.arange(8) + index % 8, "labels": index % 2}
+
+
+def test_the_exact_trainer_averages_a_loss_that_ignores_the_number_of_items(tmp_path: Path) -> None:
+    """The Trainer itself adds the means of micro-batches up: its gradient is `gradient_accumulation_steps` as large."""
+    from autoaccum.integrations.transformers import AccumulatorTrainer, PlanCallback
+
+    norms = []
+    for kind, size, steps, given in (
+        (hf.Trainer, 8, 1, {}),
+        (hf.Trainer, 2, 4, {"callbacks": [PlanCallback(made_plan(2, 8, "BertForSequenceClassification"))]}),
+        (AccumulatorTrainer, 8, 1, {"micro_batch": 2}),
+    ):
+        torch.manual_seed(0)
+        further = {"model": bert(**NO_DROPOUT), "train_dataset": Sentences(8), "data_collator": None, **given}
+        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps, "max_steps": 1}
+        trainer = make_trainer(tmp_path, kind, further=further, **settings)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+        told = any("BertForSequenceClassification ignores num_items_in_batch" in str(one.message) for one in caught)
+        assert told == (steps > 1)
+    assert norms[1:] == [pytest.approx(4 * norms[0], rel=1e-4), pytest.approx(norms[0], rel=1e-4)]
+
+
+def made_plan(micro_batch: int, target: int, model: str = "LlamaForCausalLM", **workload: Any) -> Plan:
+    from autoaccum.accumulation.schedule import make_schedule
+
+    return Plan.of_schedule(
+        make_schedule(target, micro_batch),
+        kind="measured",
+        largest_fit=micro_batch,
+        capped=True,
+        limit_bytes=2**30,
+        peak_bytes=2**20,
+        device={"name": "cpu", "kind": "cpu"},
+        environment={},
+        workload={"model": model, "precision": "fp32", "optimizer": "AdamW", "savers": (), **workload},
+        trials=(Trial(parts=(micro_batch,), outcome="ok"),),
+    )
+
+
+def test_the_callback_tells_every_difference_and_prints_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from autoaccum.integrations.plan_watch import PlanWarning
+    from autoaccum.integrations.transformers import AccumulatorTrainer, PlanCallback
+
+    made_plan(4, 8).save(tmp_path / "plan.json")
+    for settings, sentences in (
+        ({"gradient_accumulation_steps": 2}, []),
+        (
+            {"per_device_train_batch_size": 6, "bf16": True, "activation_checkpointing": True, "optim": "sgd"},
+            ["SGD", "bf16", "6 may not fit, take 4", "an update has 6 samples", "gradient checkpointing is on here"],
+        ),
+    ):
+        trainer = make_trainer(tmp_path, further={"callbacks": [PlanCallback(tmp_path / "plan.json")]}, **settings)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.train()
+        told = [str(one.message) for one in caught if one.category is PlanWarning]
+        assert len(told) == len(sentences), told
+        assert all(any(sentence in one for one in told) for sentence in sentences), told
+        assert "autoaccum: 3 updates" in capsys.readouterr().out
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanWarning)
+        trainer = make_trainer(
+            tmp_path, AccumulatorTrainer, further={"plan": tmp_path / "plan.json"}, per_device_train_batch_size=8
+        )
+        trainer.train()
+
+
+def test_the_exact_trainer_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+    from autoaccum.integrations.transformers import AccumulatorTrainer
+
+    with pytest.raises(UsageError, match="neither plan nor micro_batch"):
+        make_trainer(tmp_path, AccumulatorTrainer)
+    plan = made_plan(4, 8, savers=("offload-optimizer",))
+    with pytest.raises(UsageError, match="the plan has offload-optimizer"):
+        make_trainer(tmp_path, AccumulatorTrainer, further={"plan": plan})
+    with pytest.raises(UsageError, match="fp16"):
+        make_trainer(tmp_path, AccumulatorTrainer, further={"micro_batch": 2}, fp16=True)
+
+
+def test_a_module_beside_the_model_is_part_of_the_trials(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.ref_model = nn.Linear(64, 64)
+    workload = workload_of(trainer)
+    assert workload is not None
+    assert list(workload.modules) == ["ref_model"]
