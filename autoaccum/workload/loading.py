@@ -26,7 +26,7 @@ from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.workload.module_names import split_reference
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload
-from autoaccum.workload.trainers import check_import, workload_of
+from autoaccum.workload.trainers import check_import, free_card, workload_of
 
 _SPECIAL = {
     *("model", "batch", "split", "size", "batchnorm", "coupled", "outputs", "coupled_loss"),
@@ -59,9 +59,13 @@ def load_workload(reference: str, command: str = "plan") -> Workload:
             check_import(path, name)
         module = import_file(path)
         _check_named(module, name, reference, command)
+        free_card(getattr(module, name or "", None))
         return _read(module, name, path.name, path.stem, path)
+    is_new = target not in sys.modules
     module = import_dotted(target)
     _check_named(module, name, reference, command)
+    if is_new:  # Otherwise its Trainer may be in use.
+        free_card(getattr(module, name or "", None))
     file = getattr(module, "__file__", None)
     return _read(module, name, target, target, None if file is None else Path(file).resolve())
 

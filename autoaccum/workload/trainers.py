@@ -60,6 +60,20 @@ def workload_of(
     return made
 
 
+def free_card(trainer: Any) -> None:
+    """Move the model of a Trainer, which transformers puts on the card when it is made, back to the CPU.
+
+    Each trial moves a copy of its own there. Weights packed by bitsandbytes stay: they cannot be moved.
+    """
+    model = getattr(trainer, "model", None) if _find_adapter(trainer) == "transformers_trainer" else None
+    if (
+        model is not None
+        and next(model.parameters()).device.type != "cpu"
+        and getattr(model, "quantization_method", None) is None
+    ):
+        model.to("cpu")
+
+
 def _find_adapter(given: Any) -> str | None:
     for (module, name), adapter in _ADAPTERS.items():
         kind = getattr(sys.modules.get(module), name, None)  # An object of a class has the module of the class loaded.
