@@ -105,7 +105,8 @@ def pytest_collection(session: pytest.Session) -> None:
     config = session.config
     worker = getattr(config, "workerinput", None)
     if worker is not None and config.args_source == pytest.Config.ArgsSource.TESTPATHS:
-        folders = sorted(str(path) for path in Path(__file__).parent.iterdir() if path.name[0] not in "._")
+        inside = (path for path in Path(__file__).parent.iterdir() if path.name not in collect_ignore)
+        folders = sorted(str(path) for path in inside if path.name[0] not in "._" and path.name != "conftest.py")
         first = int(worker["workerid"][2:]) * len(folders) // worker["workercount"]
         config.args = [*folders[first:], *folders[:first]]
 
