@@ -114,12 +114,12 @@ def plan(
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
         options: Fields of `autoaccum.options.Options`. `optimizer`, `precision`, `batchnorm`, `coupled`,
             `accumulate_in`, `savers`, `keeps`, `evaluation_batch`, `worst_of` and `multiple_of` replace the workload's.
-            `device` or `gpu`, `memory`, `reserve`, `world_size`, `parallel`, `mesh`, `equal`, `time_limit` and
-            `trial_limit` say where and how trials run. For a live model, `optimizer` may be its live optimizer, whose
-            state is restored, or a function that makes one. With a `gpu` nothing runs on a card and the plan's kind is
-            `predicted`; live objects are pickled by `cloudpickle`, weights without their values, into a process of
-            their own. `time_limit` counts from this call; loading and checking the workload may take half a minute
-            whatever the limit is, and the confirmation of the schedule comes on top.
+            `device` or `gpu`, `values`, `memory`, `reserve`, `world_size`, `parallel`, `mesh`, `equal`, `time_limit`
+            and `trial_limit` say where and how trials run. For a live model, `optimizer` may be its live optimizer,
+            whose state is restored, or a function that makes one. With a `gpu` nothing runs on a card and the plan's
+            kind is `predicted`; live objects are pickled by `cloudpickle`, weights without their values unless `values`
+            are computed, into a process of their own. `time_limit` counts from this call; loading and checking the
+            workload may take half a minute whatever the limit is, and the confirmation of the schedule comes on top.
 
     Raises:
         UsageError: An argument cannot be honoured.
@@ -497,7 +497,7 @@ def guard(
         force: With `update`, replace a lock that cannot be read.
         on_event: Called with each event of `autoaccum.guarding.guard_result`.
         on_output: Receives each line that workloads print; stderr otherwise.
-        options: Fields of `autoaccum.options.Options`: `gpu` or `device`, `precision`, `optimizer`, `memory`,
+        options: Fields of `autoaccum.options.Options`: `gpu` or `device`, `values`, `precision`, `optimizer`, `memory`,
             `reserve`, `world_size`, `parallel`, `mesh`, `equal`, `keeps`, `evaluation_batch`, `worst_of`, `batchnorm`,
             `coupled`, and `time_limit` for all cases together.
 

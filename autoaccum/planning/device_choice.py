@@ -32,8 +32,7 @@ def make_device(settings: TrialSettings) -> Device:
     """
     if settings.options.gpu is not None:
         return _make_simulated(settings.options.gpu, settings)
-    if settings.options.values is not None:
-        raise UsageError("--values is for a simulated card", hint="name one (--gpu NAME), or leave --values out")
+    check_values(settings.options)
     check_device(settings.options.device)
     index = card_index(settings.options.device)
     if index is None:
@@ -109,6 +108,12 @@ def has_device_for_each(options: Options) -> bool:
     import torch
 
     return torch.cuda.device_count() >= options.world_size
+
+
+def check_values(options: Options) -> None:
+    """Raise UsageError if values are to be computed for a card that is not simulated."""
+    if options.values is not None and options.gpu is None:
+        raise UsageError("--values is for a simulated card", hint="name one (--gpu NAME), or leave --values out")
 
 
 def check_device(name: str) -> None:

@@ -12,7 +12,7 @@ from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, TrialSettings
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
-from autoaccum.planning.device_choice import check_device, make_device
+from autoaccum.planning.device_choice import check_device, check_values, make_device
 from autoaccum.planning.plan_request import PlanRequest
 
 if TYPE_CHECKING:
@@ -80,6 +80,7 @@ def make_setup(
     elif options.gpu is None:
         from autoaccum.devices.in_place import InPlaceDevice
 
+        check_values(options)
         check_device(options.device)
         device = InPlaceDevice(
             resolved, share=request.share, device=options.device, memory=options.memory, reserve=options.reserve
@@ -88,7 +89,9 @@ def make_setup(
     else:
         options = dataclasses.replace(options, optimizer=None, worst_of=None)  # They are pickled with the workload.
         reference = f"{resolved.name} (made in code)"
-        settings = dataclasses.replace(settings, reference=reference, pickled=_pickle(resolved), options=options)
+        settings = dataclasses.replace(
+            settings, reference=reference, pickled=_pickle(resolved, options), options=options
+        )
     return PlanSetup((device_maker or make_device)(settings), settings.reference, isolated=options.gpu is None)
 
 
@@ -154,14 +157,15 @@ def _usage(verb: str) -> str:
     return f"give one: {ways.format(verb)}"
 
 
-def _pickle(workload: Workload | LiveObjects) -> str:
+def _pickle(workload: Workload | LiveObjects, options: Options) -> str:
     """Pickle the workload for a process of its own: a simulation changes torch for everything in its process."""
     from autoaccum.devices.child.pickling import pack
     from autoaccum.devices.in_place import LiveObjects
 
+    with_values = options.values is not None
     if isinstance(workload, LiveObjects):
-        return pack(workload.as_workload(), workload.model, workload.live_optimizer)
-    return pack(workload)
+        return pack(workload.as_workload(), workload.model, workload.live_optimizer, with_values=with_values)
+    return pack(workload, with_values=with_values)
 
 
 def _read_live_objects(live: Mapping[str, Any], given: list[str], options: Options, verb: str) -> LiveObjects:

@@ -30,13 +30,15 @@ _LEFT_BEHIND: dict[str, Any] = dict.fromkeys(
 _HINT = 'write model, batch and loss into a file and plan that: plan("model.py", gpu=..., ...)'
 
 
-def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimizer | None = None) -> str:
-    """Pickle `workload` as text, for `unpack` in another process; nothing is changed, and no weight is copied.
+def pack(
+    workload: Workload, model: nn.Module | None = None, optimizer: Optimizer | None = None, *, with_values: bool = False
+) -> str:
+    """Pickle `workload` as text, for `unpack` in another process; nothing is changed.
 
     Definitions of `__main__`, of a notebook or of a test that pytest loaded by its path are pickled by value, since no
-    import would find them. Parameters are pickled without their values, which do not matter for sizes; all other
-    tensors with their values, on the CPU. A live `model` replaces the workload's; of a live `optimizer`, the class and
-    the settings are pickled.
+    import would find them. Parameters are pickled without their values, which do not matter for sizes, unless
+    `with_values`; all other tensors with their values, on the CPU. A live `model` replaces the workload's; of a live
+    `optimizer`, the class and the settings are pickled.
 
     Raises:
         UsageError: A part of it cannot be pickled; the message names it.
@@ -47,7 +49,7 @@ def pack(workload: Workload, model: nn.Module | None = None, optimizer: Optimize
     if model is not None:
         model = unwrap_model(model)  # A simulation runs the eager step.
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        workload = dataclasses.replace(workload, model=PackedModel(_pack("model", model, ())))
+        workload = dataclasses.replace(workload, model=PackedModel(_pack("model", model, (), with_values=with_values)))
         known = {id(part): "model" for part in (*model.modules(), *model.parameters())}
         if optimizer is not None:
             workload = dataclasses.replace(workload, optimizer=OptimizerLike.of(unwrap_optimizer(optimizer), trained))

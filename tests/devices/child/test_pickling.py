@@ -66,6 +66,12 @@ def test_forms_ties_attributes_and_small_values_arrive() -> None:
     assert torch.equal(sent.model.first.weight, weights)
 
 
+def test_weights_arrive_with_their_values_where_these_are_computed() -> None:
+    model = nn.Linear(4, 3)
+    made = unpack(pack(workload(), model, with_values=True)).build_model()
+    assert all(torch.equal(*both) for both in zip(model.parameters(), made.parameters(), strict=True))
+
+
 def test_no_weight_is_copied() -> None:
     assert len(pack(workload(model=Tied(8_000)))) < 20_000  # 32 MB of weights.
     assert len(pack(workload(model=Tied().to("meta")))) < 20_000

@@ -1,0 +1,87 @@
+"""Models of transformers that read values are traced on a simulated card with what the CPU computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoaccum.devices.child.failures import Failure
+from autoaccum.devices.child.import_paths import ImportPaths
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.simulated_child import SimulatedChild
+from autoaccum.devices.simulated.simulation_requests import LoadOnCard, TraceParts
+from autoaccum.devices.simulated.trace_records import Trace
+
+DETR = """
+from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+def model():
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    layers = {f"{part}_{name}": value for part in ("encoder", "decoder")
+              for name, value in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))}
+    return DetrForObjectDetection(DetrConfig(
+        backbone_config=backbone, backbone=None, use_timm_backbone=False, use_pretrained_backbone=False, d_model=16,
+        num_queries=6, num_labels=4, **layers))
+
+def batch(n):
+    return torch.randn(n, 3, 32, 32), torch.rand(n, 3, 4) * 0.4 + 0.2, torch.randint(0, 4, (n, 3))
+
+def loss(model, batch):
+    images, boxes, labels = batch
+    return model(images, labels=[{"class_labels": label, "boxes": box} for label, box in zip(labels, boxes)]).loss
+"""
+WAV2VEC2 = """
+from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+def model():
+    return Wav2Vec2ForCTC(Wav2Vec2Config(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        conv_dim=(8, 8), conv_stride=(5, 2), conv_kernel=(10, 3), num_conv_pos_embeddings=16,
+        num_conv_pos_embedding_groups=2, mask_time_prob=0.3, mask_time_length=2))
+
+def batch(n):
+    return {"input_values": torch.randn(n, 800), "attention_mask": (torch.arange(800) < 500).long().repeat(n, 1),
+            "labels": torch.randint(1, 20, (n, 8))}
+
+def loss(model, batch):
+    return model(**batch).loss
+"""
+LONGFORMER = """
+from transformers import LongformerConfig, LongformerForSequenceClassification
+
+def model():
+    return LongformerForSequenceClassification(LongformerConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        attention_window=[8], max_position_embeddings=40, num_labels=3, pad_token_id=1))
+
+def batch(n):
+    return {"input_ids": torch.randint(2, 50, (n, 16)), "labels": torch.randint(0, 3, (n,))}
+
+def loss(model, batch):
+    return model(**batch).loss
+"""
+MODELS = {"detr": DETR, "wav2vec2": WAV2VEC2, "longformer": LONGFORMER}
+
+
+def trace(path: Path) -> Trace | Failure:
+    child, card, options = SimulatedChild(), find_card("rtx3090"), {"values": "cpu"}
+    try:
+        child.handle(
+            LoadOnCard(card=card, device="", paths=ImportPaths.of(), reference=str(path), share=8, options=options)
+        )
+        made: Trace | Failure = child.handle(TraceParts(parts=(2, 2)))
+    finally:
+        child.close()
+    return made
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_traced_with_the_values_that_it_reads(name: str, tmp_path: Path) -> None:
+    (path := tmp_path / f"{name}.py").write_text(f"import torch\n{MODELS[name]}")
+    traced = trace(path)
+    assert isinstance(traced, Trace), traced
+    assert traced.reads > 0
+    assert traced.batch == 2
