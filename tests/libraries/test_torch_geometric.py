@@ -152,12 +152,6 @@ def test_is_planned_and_verified_in_place(graphs: dict[str, Any]) -> None:
     assert (verified.precision, [one.micro_batches for one in verified.comparisons]) == ("fp64", [(3, 2, 2), (3, 2)])
 
 
-@pytest.mark.usefixtures("warm_children")
-def test_a_file_is_planned_for_a_card(home: Path) -> None:
-    predicted = autoaccum.plan(str(home), target_batch=64, max_micro_batch=20, gpu="rtx3090")
-    assert predicted.micro_batches == (16, 16, 16, 16)
-
-
 @pytest.mark.parametrize("form", ["loader", "batches", "stream"])
 def test_is_trained(graphs: dict[str, Any], form: str) -> None:
     from torch_geometric.loader import DataLoader

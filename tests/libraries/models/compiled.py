@@ -1,0 +1,15 @@
+"""A compiled model."""
+
+import torch
+from torch import nn
+
+
+def model():
+    return torch.compile(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)))
+
+
+def batch(size):
+    return torch.randn(size, 64), torch.randint(0, 10, (size,))
+
+
+criterion = nn.CrossEntropyLoss()
