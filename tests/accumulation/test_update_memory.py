@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_errors import OutOfMemoryAt
 from small_training import CRITERION, batch_of, net, sgd
 from torch import nn
 
@@ -53,6 +54,22 @@ def test_an_update_is_protected_again_when(joins: bool) -> None:
     assert len(optimizer.state) == (3 if joins else 0)
     assert accumulator.step(batch_of(8)).updated
     assert before != state_digest(model, optimizer)
+
+
+def test_the_memory_of_a_later_update_is_taken_before_anything_changes() -> None:
+    model = net()
+    accumulator = Accumulator(model, torch.optim.AdamW(model.parameters()), CRITERION, micro_batch=4)
+    batch, seen = batch_of(8), set[str]()
+    accumulator.step(batch)
+
+    def in_update() -> bool:  # Of the second step: until that begins, the phase is the first one's.
+        seen.add(str(accumulator.phase))
+        return "backward" in seen and accumulator.phase == "update"
+
+    with OutOfMemoryAt(0, in_update) as injected, pytest.warns(UserWarning, match=r"out of memory \(update\)"):
+        result = accumulator.step(batch)
+    assert injected.fired
+    assert (result.updated, result.retries) == (True, 1)
 
 
 CPU = torch.device("cpu")

@@ -160,6 +160,12 @@ def test_what_a_cpu_build_lacks_is_what_a_cuda_build_has() -> None:
     assert both == {f"aten::{name}" for name in CUDA_KERNELS}
 
 
+def test_what_has_a_kernel_on_cuda_alone_is_not_taken_apart(mode: FakeCudaMode) -> None:
+    known = [name for name in CUDA_KERNELS if hasattr(torch.ops.aten, name)]
+    assert known
+    assert all(_has(name, "CUDA") for name in known)
+
+
 def _has(name: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
 
