@@ -170,13 +170,24 @@ class _Builder:
     def __call__(self) -> nn.Module:
         trainer, model = self._trainer, self._trainer.model
         shared = {id(one): one for one in (*model.parameters(), *model.buffers())} if self._live else {}
-        made: nn.Module = copy_module(model, dict(shared)).train()
+        made = _copy_unprepared(model, dict(shared)).train()
         _enable_checkpointing(made, trainer.args)
         if getattr(trainer, "neftune_noise_alpha", None) is not None:
             from transformers.integrations.neftune import activate_neftune
 
             activate_neftune(made, trainer.neftune_noise_alpha, trainer.accelerator)
         return made
+
+
+def _copy_unprepared(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy a model without the autocast that accelerate wraps around its `forward` when a Trainer trains."""
+    made = copy_module(model, memo)
+    attributes = vars(made)
+    if "_original_forward" in attributes:
+        attributes["forward"] = attributes.pop("_original_forward")
+        if getattr(attributes["forward"], "__func__", None) is type(made).forward:
+            del attributes["forward"]
+    return made
 
 
 def _enable_checkpointing(model: Any, args: Any) -> None:
@@ -275,7 +286,7 @@ class _OptimizerFactory:
         empty: dict[int, Any] = {id(one): one.new_empty(0) for one in model.buffers()}
         for one in model.parameters():
             empty[id(one)] = nn.Parameter(torch.empty(0), requires_grad=one.requires_grad)
-        self._shadow, self._names = shadow, copy_module(model, empty)
+        self._shadow, self._names = shadow, _copy_unprepared(model, empty)
 
     def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
         empty = [one for one in self._names.parameters() if one.requires_grad]

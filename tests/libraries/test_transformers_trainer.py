@@ -70,6 +70,10 @@ def test_a_trainer_is_planned_and_verified_as_it_trains_and_stays_as_it_was(tmp_
     assert picture(trainer) == before
     trainer.train()
     assert trainer.state.global_step == 3
+    workload = workload_of(trainer)
+    assert workload is not None
+    assert "forward" in vars(trainer.model)  # Training has wrapped it in autocast, which a trial brings itself.
+    assert "forward" not in vars(workload.make_model())
 
 
 def test_batches_loss_and_optimizer_are_the_trainers_own(tmp_path: Path) -> None:
