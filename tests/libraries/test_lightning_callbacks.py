@@ -49,7 +49,7 @@ def sgd(model: nn.Module) -> Any:
     return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
 
 
-def counted_words(batch: Any) -> Tensor:
+def counted_words(batch: Any) -> Any:
     return (batch[1] != -100).sum()
 
 
