@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from io import FileIO
 from pathlib import Path
@@ -73,6 +74,12 @@ class Nursery:
             try:
                 socket.send_fds(self._ours, [request], list(descriptors))
                 return int(self._ours.recv(_MOST_BYTES))
+            except KeyboardInterrupt:  # Of a test; the next answer is to be the next copy's.
+                self._ours.settimeout(5)
+                with suppress(TimeoutError):
+                    os.kill(int(self._ours.recv(_MOST_BYTES)), signal.SIGKILL)
+                self._ours.settimeout(None)
+                raise
             finally:
                 _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
@@ -255,7 +262,10 @@ def _import(kind: str, imports: Sequence[str]) -> None:
 
 def _become(requests: socket.socket, about: dict[str, Any], descriptors: list[int], *, measured: bool) -> None:
     """Be what was requested, once the copy between is gone."""
+    deadline = time.monotonic() + 30
     while os.getppid() != about["parent"]:
+        if time.monotonic() > deadline:  # Whoever asked was interrupted or killed.
+            os._exit(1)
         time.sleep(0.001)
     os.setsid()
     requests.send(str(os.getpid()).encode())
