@@ -216,7 +216,8 @@ def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
     fleet.close()
     assert [row.card for row in rows] == ["t4", "rtx2080-ti", "rtx3090", "a10", "rtx4090"], "by generation"
     assert [tracer.card.name for tracer in made] == (["t4", "rtx3090", "rtx4090"] if keeps else ["rtx4090"])
-    assert made[0].traced == [(2, 2), (5, 5), (5, 3)] * (1 if keeps else 3), "no card's own parts"
+    traced = [parts for parts in made[0].traced if parts != (1, 1)]
+    assert traced == [(2, 2), (5, 5), (5, 3)] * (1 if keeps else 3), "no card's own parts"
     assert all(tracer.closed == 1 for tracer in made)
     with SimulatedDevice(cards[1], lambda: SyntheticTracer(inspection=INSPECTION), **fields) as device:
         alone = plan_on_device(PlanSetup(device, "model.py", isolated=False), make_request(64, gpu="rtx3090"))

@@ -64,10 +64,12 @@ class CardFleet:
 
         def work() -> None:
             with suppress(AutoaccumError):  # Whoever needs it meets it again.
+                group.trace_smallest()
                 self.device(group.card, group).count_cost()
                 if following is not None and self._process.can_switch(following):
                     following.traces.inspect()
                     following.traces.extrapolate(max(following.traces.small_sizes))
+                    following.trace_smallest()
 
         return following, self._thread.submit(work)
 
@@ -99,6 +101,11 @@ class CardGroup:
     def is_alike(self, card: Card) -> bool:
         """Return whether nothing that was traced so far could tell a card from that of the group."""
         return card == self.card or card in self.alike
+
+    def trace_smallest(self) -> None:
+        """Trace the least micro-batch, which no trace of larger ones tells, and which the smallest cards need."""
+        if self.traces.share >= 2 * self.traces.step:
+            self.traces.make((self.traces.step, self.traces.step))
 
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
         """Call the process as this card."""
