@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from command_line import Command
@@ -16,8 +17,6 @@ import autoaccum
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.trainers import workload_of
-
-pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: nothing of it is tested")
 
 # Lightning warns of loaders without workers, and uses what torch deprecates.
 pytestmark = [

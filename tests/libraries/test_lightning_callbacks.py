@@ -7,16 +7,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
+import pytorch_lightning
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
 from autoaccum.errors import UsageError
-
-pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: nothing of it is tested")
-pytorch_lightning = pytest.importorskip("pytorch_lightning", reason="its other package is not installed")
 
 # Lightning warns of loaders without workers, and uses what torch deprecates.
 pytestmark = [
