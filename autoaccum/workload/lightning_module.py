@@ -317,8 +317,8 @@ def _averages_on_device(callback: Any) -> bool:
 
 
 def _absent_gradients(model: nn.Module) -> list[Tensor]:
-    """Return empty tensors like the gradients that trained parameters do not have."""
-    return [torch.empty_like(each) for each in model.parameters() if each.requires_grad and each.grad is None]
+    """Return tensors like the gradients that trained parameters do not have, written to, so that they take memory."""
+    return [torch.full_like(each, 0.0) for each in model.parameters() if each.requires_grad and each.grad is None]
 
 
 def _arguments(step: Callable[..., Any]) -> int:
