@@ -118,7 +118,8 @@ class Lightning(Contender):
 
         with tempfile.TemporaryDirectory() as folder:
             tuner = Tuner(self._trainer(folder, max_epochs=1))
-            return tuner.scale_batch_size(self._module(2), mode="binsearch")
+            size: int | None = tuner.scale_batch_size(self._module(2), mode="binsearch")
+            return size
 
     def train(self, size: int) -> None:
         """Updates of as many micro-batches as go into the target whole: Lightning accumulates by a count."""

@@ -37,7 +37,7 @@ def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"ids": ids, "label": torch.stack([sample["label"] for sample in samples])}
 
 
-class Sentences(pl.LightningDataModule):  # type: ignore[misc, name-defined]
+class Sentences(pl.LightningDataModule):  # type: ignore[misc]
     """Makes its data when the Trainer asks for it, and adds to a batch where it is trained."""
 
     def setup(self, stage: str) -> None:
@@ -53,7 +53,7 @@ class Sentences(pl.LightningDataModule):  # type: ignore[misc, name-defined]
         return batch | {"ones": torch.ones_like(batch["label"], dtype=torch.float32)}
 
 
-class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
+class Net(pl.LightningModule):  # type: ignore[misc]
     """Uses what a module has within a Trainer's loop."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ def test_a_file_is_planned_for_a_card_that_is_not_there(tmp_path: Path, command:
     assert plan["arguments"]["lightning"]["trainer"]["precision"] == "16-mixed"
 
 
-class Plain(pl.LightningModule):  # type: ignore[misc, name-defined]
+class Plain(pl.LightningModule):  # type: ignore[misc]
     """What each test below changes one thing of."""
 
     def __init__(self) -> None:

@@ -152,7 +152,7 @@ def test_differences_from_the_plan_are_told(tmp_path: Path) -> None:
     ]
 
 
-class Manual(pl.LightningModule):  # type: ignore[misc, name-defined]
+class Manual(pl.LightningModule):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
