@@ -103,9 +103,13 @@ def accelerator(accelerate_loop: Any) -> Iterator[Any]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
+    def forget() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    forget()  # What Trainers of other tests left, such as a window that is not over.
     yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget()
 
 
 def test_updates_under_accelerate_are_those_of_the_full_batch(accelerate_loop: Any, accelerator: Any) -> None:
