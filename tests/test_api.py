@@ -39,6 +39,7 @@ def test_it_is_drawn_on_stderr_alone(progress: bool, capfd: pytest.CaptureFixtur
     assert ("training Linear on cpu: 8 samples per update" in told.err) is progress
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_children")
 def test_a_guard_locks_compares_and_refuses_what_contradicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -110,5 +110,6 @@ def test_every_model_gives_peers_the_samples_it_gives_autoaccum_and_a_loss(path:
     assert counter.updates == [(3,)]
 
 
+@pytest.mark.slow
 def test_a_child_that_dies_is_a_failure_with_its_last_words() -> None:
     assert run_child(TASK).failure == "exit status 1: KeyError: 'nobody'"

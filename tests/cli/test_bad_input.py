@@ -108,6 +108,7 @@ def test_bad_input(case: Case, folder: Path, command: Command) -> None:
     assert snapshot(folder) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

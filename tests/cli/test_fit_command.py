@@ -80,6 +80,7 @@ def test_an_average_of_the_weights_is_kept_evaluated_and_saved(folder: Path, run
     assert "ema_decay was 0.9, is None" in other.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_plans_trains_and_is_gone_on_with(folder: Path, run: Command, command: Command) -> None:
     done = run(folder, "--memory", "200MiB", "--seed", "1")
     assert done.returncode == 0, done.stderr

@@ -44,6 +44,7 @@ ASKED = ("plan", "model.py", "--target-batch", "64", "--gpu")
 SAME = ("micro_batch", "iter_size", "peak_bytes", "least_bytes", "limit_bytes", "band_bytes")
 
 
+@pytest.mark.slow
 def test_a_table_of_cards_is_that_of_their_plans(folder: Path, command: Command) -> None:
     (folder / "prices.csv").write_text("name,per_hour\nrtx3090,0.46\nt4,0.35\n")
     within = ("--memory", "0.3%", "--prices", "prices.csv")
@@ -64,6 +65,7 @@ def test_a_table_of_cards_is_that_of_their_plans(folder: Path, command: Command)
         assert {field: rows[name][field] for field in SAME} == {field: alone[field] for field in SAME}, name
 
 
+@pytest.mark.slow
 def test_the_table_is_shown_by_the_column_asked_for(folder: Path, command: Command) -> None:
     words = (*ASKED, "rtx3060,l4", "--sort", "speed", "--world-size", "1..2", "-q", "--memory")
     done = command(folder, *words, "10%")

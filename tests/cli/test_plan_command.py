@@ -186,6 +186,7 @@ def on_a_terminal(folder: Path, nurseries: Nurseries) -> str:
     return b"".join(chunks).decode()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_orphan(folder: Path) -> None:
     (folder / "model.py").write_text(MODEL + SLOW)
     words = [sys.executable, "-m", "autoaccum", "plan", "model.py", "--memory", "200MiB", "--target-batch", "8"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from command_line import Command
 
 from autoaccum.planning.plan_record import Plan
@@ -30,6 +31,7 @@ criterion = nn.MSELoss()
 """
 
 
+@pytest.mark.slow
 def test_a_table_after_the_plans_and_a_file_that_keeps_it(folder: Path, command: Command) -> None:
     words = ["--target-batch", "256", "--gpu", "rtx3090", "--memory", "1GiB", "--explain", "-o", "plan.json"]
     done = command(folder, "plan", "model.py", *words, COLUMNS="80")

@@ -32,6 +32,7 @@ criterion = nn.CrossEntropyLoss()
 WORDS = ("plan", "model.py", "--memory", "200MiB", "--target-batch", "16", "--prefer", "fastest")
 
 
+@pytest.mark.slow
 def test_the_knee_is_planned_and_told(folder: Path, command: Command) -> None:
     done = command(folder, *WORDS, "-o", "plan.json", "-v")
     assert done.returncode == 0, done.stderr
@@ -48,6 +49,7 @@ def test_the_knee_is_planned_and_told(folder: Path, command: Command) -> None:
     assert any("samples/s" in note and f"micro-batch {plan.micro_batch} makes" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 def test_savers_are_chosen_by_timed_updates_of_each(
     folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +66,7 @@ def test_savers_are_chosen_by_timed_updates_of_each(
     assert (plan.trials[-1].parts, plan.trials[-1].fresh) == (plan.schedule.trial_parts, True)
 
 
+@pytest.mark.slow
 def test_savers_for_a_card_that_is_not_here_are_chosen_by_an_estimate(folder: Path, command: Command) -> None:
     (folder / "blocks.py").write_text(blocks_source(2, hidden=1024, length=256, width=16))
     asked = ("--gpu", "24GiB", "--memory", "24MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")

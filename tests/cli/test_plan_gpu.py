@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 from command_line import Command, autoaccum
 
 from autoaccum.planning.plan_record import Plan
@@ -61,6 +62,7 @@ def test_a_table_a_plan_and_a_step(folder: Path, command: Command) -> None:
     assert "predicted: nothing ran there" in " ".join((folder / "step.py").read_text().split())
 
 
+@pytest.mark.slow
 def test_json_alone_and_no_torch_in_this_process(folder: Path) -> None:
     code = """
 import sys

@@ -61,6 +61,7 @@ Path("pids").open("a").write(f"{os.getpid()} ")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "file"),
     [

@@ -84,6 +84,7 @@ def test_an_error_of_ranks_is_said_once(folder: Path, warm_ranks: WarmRanks) -> 
     assert "2 budgets of " in first.stderr
 
 
+@pytest.mark.slow
 def test_a_table_over_numbers_of_ranks(folder: Path, command: Command) -> None:
     words = ["plan", "model.py", "--target-batch", "64", "--gpu", "rtx3090", "--world-size", "1..2"]
     done = command(folder, *words)

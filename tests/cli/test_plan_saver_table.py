@@ -22,6 +22,7 @@ MODEL = blocks_source(3, hidden=512, length=1024, width=128)
 WORDS = ("plan", "model.py", "--target-batch", "8", "--gpu", "rtx3090", "--memory", "126MiB", "--savers", "show")
 
 
+@pytest.mark.slow
 def test_the_sets_that_no_other_beats(folder: Path, command: Command) -> None:
     done = command(folder, *WORDS, "--json", "--plot", "savers.svg")
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from command_line import Command
 from small_blocks import blocks_source
 
@@ -12,6 +13,7 @@ from autoaccum.planning.plan_record import Plan
 MODEL = blocks_source(3, hidden=1024, length=1024, width=16)
 
 
+@pytest.mark.slow
 def test_savers_are_chosen_noted_and_kept(folder: Path, command: Command) -> None:
     """A sample takes 4 MiB in each block for the relu, which recomputed blocks run again: of 4, 16 MiB in each of 3."""
     asked = ["--target-batch", "8", "--gpu", "24GiB", "--memory", "110MiB"]

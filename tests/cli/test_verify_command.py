@@ -48,6 +48,7 @@ def invoke(*words: str) -> Result:
     return CliRunner().invoke(main, ["verify", *words])
 
 
+@pytest.mark.slow
 def test_equivalent_is_zero_and_one_line() -> None:
     result = invoke("model.py", "--optimizer", "SGD", "--micro-batch", "5")
     assert result.exit_code == 0, result.stderr

@@ -69,6 +69,7 @@ def device(reference: str) -> Iterator[CpuDevice]:
         yield made
 
 
+@pytest.mark.slow
 def test_the_trials_peak_is_the_accumulating_peak_above_the_first_steps(
     device: CpuDevice, reference: str, warm_python: WarmPython, tmp_path: Path
 ) -> None:

@@ -76,6 +76,7 @@ def device(write_workload: Any, lines: list[str]) -> Iterator[CpuDevice]:
         yield made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "message"),
     [

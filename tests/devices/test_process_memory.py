@@ -101,6 +101,7 @@ print("granted")
 """
 
 
+@pytest.mark.slow
 def test_the_hosts_meter_sees_what_is_taken_and_refuses_what_is_beyond() -> None:
     """In a process of its own, with a child's settings: a used one takes memory without asking for more."""
     command = [sys.executable, "-c", HOST_METER]

@@ -36,6 +36,7 @@ criterion = nn.MSELoss()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_children")
 def test_resident_memory_falls_by_what_recomputed_blocks_do_not_keep(write_workload: Any) -> None:
     """Backward begins in the last block: where that is recomputed, its own activations are there again by then."""

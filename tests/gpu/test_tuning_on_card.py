@@ -95,6 +95,7 @@ def measured(reference: str, device: str, target: int, ceiling: int, **options: 
     return found, [int(line.split()[1]) for line in lines if line.startswith("micro-batch")]
 
 
+@pytest.mark.slow
 def test_throughput_is_measured_up_to_the_ceiling_and_not_above(place: torch.device, reference: str) -> None:
     found, ran = measured(reference, str(place), TARGET, 24)
     assert max(ran) <= 24

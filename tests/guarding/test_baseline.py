@@ -167,6 +167,7 @@ def test_paths_lead_to_the_checkout_and_an_environments_stay(tmp_path: Path) -> 
     assert Checkout(original).map_entry(str(original / "src")) == str(original / "src")
 
 
+@pytest.mark.slow
 def test_each_side_is_measured_by_its_own_code_and_never_compared_with_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm_children: None
 ) -> None:

@@ -23,6 +23,7 @@ criterion = nn.MSELoss()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_children")
 def test_ranks_are_locked_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

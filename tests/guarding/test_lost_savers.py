@@ -84,6 +84,7 @@ def guarded(project: Project, case: Case = CASE) -> Verdict:
     return verdict
 
 
+@pytest.mark.slow
 def test_a_saver_lost_in_the_workload_is_told_with_what_it_saved(project: Project) -> None:
     write(project)
     guard([CASE], project, update=True)
@@ -102,6 +103,7 @@ def test_a_saver_lost_in_the_workload_is_told_with_what_it_saved(project: Projec
     assert str(verdict.lost) == f"the saver recompute is lost: the peak is {saved} lower with it"
 
 
+@pytest.mark.slow
 def test_a_saver_lost_in_the_command_is_told_though_the_lock_has_no_such_case(project: Project) -> None:
     write(project, (SAVERS, ""))
     with_it = make_case(workload="train.py", gpu="rtx3090", micro_batch=2, savers="recompute")

@@ -168,6 +168,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 def test_a_case_that_reads_values_has_the_same_figures_each_time(tmp_path: Path) -> None:
     (path := tmp_path / "model.py").write_text(READING)
     case = make_case(workload=str(path), gpu="rtx3090", values="cpu", target_batch=48, micro_batch=16)

@@ -101,6 +101,7 @@ def measure(tmp_path_factory: pytest.TempPathFactory) -> Measure:
     return measured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", of_every_push(PLANTED, 3))
 def test_what_takes_more_is_caught_and_reported(names: tuple[str, ...], measure: Measure, tmp_path: Path) -> None:
     planted = [REGRESSIONS[name] for name in names]
@@ -135,6 +136,7 @@ def coupled_loss(outputs, batch): return (outputs[0] @ outputs[1].T).logsumexp(1
 """
 
 
+@pytest.mark.slow
 def test_the_modes_of_what_needs_the_whole_batch_are_locked(tmp_path: Path) -> None:
     case = make_case(workload="train.py", gpu="rtx3090", micro_batch=512)
     plain = COUPLED.replace('"exact", True', '"micro", False')
@@ -167,6 +169,7 @@ def all_edits(names: Iterable[str]) -> Edits:
     return tuple(edit for name in names for edit in REFACTORINGS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", of_every_push(sorted(together(), key=len, reverse=True), 1))
 def test_what_takes_the_same_passes(names: tuple[str, ...], measure: Measure, tmp_path: Path) -> None:
     better = "improved" if IN_PLACE in names else "within"  # Held in fewer segments.

@@ -301,6 +301,7 @@ MODEL = """
 """
 
 
+@pytest.mark.slow
 def test_a_change_is_the_plan_of_the_workload_changed_by_hand(write_workload: Callable[[str], str]) -> None:
     asked: dict[str, Any] = {"target_batch": 64, "max_micro_batch": 32, "gpu": "rtx3090"}
     plain = MODEL.replace("RUN", "block(x)")

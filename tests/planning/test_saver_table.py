@@ -50,6 +50,7 @@ def compare(device: SimulatedDevice, events: list[Event] | None = None, **asked:
     return compare_savers(trials, "blocks.py", **asked)
 
 
+@pytest.mark.slow
 def test_rows_are_what_a_plan_with_these_savers_finds(path: str) -> None:
     events: list[Event] = []
     with device_with(path, 126 * MIB) as device:
@@ -70,6 +71,7 @@ def test_rows_are_what_a_plan_with_these_savers_finds(path: str) -> None:
     assert offloading.moved_bytes > first.moved_bytes
 
 
+@pytest.mark.slow
 def test_costs_of_savers_that_do_not_meet_add_up(path: str) -> None:
     device = device_with(path, 126 * MIB)
 
@@ -86,6 +88,7 @@ def test_costs_of_savers_that_do_not_meet_add_up(path: str) -> None:
             assert add_costs(count(*one), count(*other), count()) == count(*one, *other)
 
 
+@pytest.mark.slow
 def test_nothing_fits(path: str) -> None:
     with (
         device_with(path, 8 * MIB) as small,
@@ -94,6 +97,7 @@ def test_nothing_fits(path: str) -> None:
         compare(small)
 
 
+@pytest.mark.slow
 def test_what_fits_whole_needs_no_savers(path: str) -> None:
     with device_with(path, 8 * 1024 * MIB) as large:
         table = compare(large)

@@ -30,6 +30,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 def test_brute_force_agrees(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     settings = make_settings(str(tmp_path / "model.py"), 64, 38 * MIB)

@@ -180,6 +180,7 @@ print([train_step(net, optimizer, criterion, batch(size), clip_norm=1.0) for siz
 """
 
 
+@pytest.mark.slow
 def test_a_real_plan_s_file_trains_where_there_is_no_autoaccum_and_so_does_the_plan(
     tmp_path: Path, warm_children: None, warm_python: WarmPython
 ) -> None:

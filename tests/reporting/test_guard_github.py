@@ -67,6 +67,7 @@ def test_the_worst_come_first_at_their_lines(folder: Path) -> None:
     assert improved[0] == "notice"
 
 
+@pytest.mark.slow
 @given(st.text(), st.text())
 def test_what_a_command_carries_comes_back(message: str, title: str) -> None:
     line = command("error", message, title=title)

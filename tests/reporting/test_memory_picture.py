@@ -159,6 +159,7 @@ def test_every_colour_is_seen_on_both_panels(name: str) -> None:
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_process_gives_the_same_bytes() -> None:
     code = (
         "import sys; from pictured_plans import usual; "

@@ -117,6 +117,7 @@ def test_pictures_are_drawn_from_the_study(studied: Any) -> None:
     assert "learning_rate" in words["rates.svg"]
 
 
+@pytest.mark.slow
 def test_pictures_of_one_complete_trial_are_drawn_without_a_warning(tmp_path: Path) -> None:
     rows, _ = search_in(tmp_path / "tune.db", request_of(confirm=0, trials=1), notify=lambda event: None, confirm=False)
     assert "rates.svg" in draw_tuning(tuning_of(rows), str(tmp_path / "tune.db"))

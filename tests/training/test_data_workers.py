@@ -114,6 +114,7 @@ def test_workers_may_be_spawned_and_the_users_init_function_runs() -> None:
     assert_same(windows_of(opened(spawned), range(2)), windows_of(opened(DataLoader(DrawingRows(COUNT), 4)), range(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["SIGBUS", "exit"])
 def test_a_dead_worker_is_reported(how: str) -> None:
     source = opened(ordered(Trap(how)), 8)

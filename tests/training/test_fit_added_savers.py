@@ -74,6 +74,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_under_a_real_limit_the_weights_are_those_without_one(tmp_path: Path, warm_python: WarmPython) -> None:
     """Dropout's draws included, and also after a resume: activations of one sample take 13 MiB, and 7 are left."""
     child = warm_python(tmp_path, "-c", SCRIPT, str(tmp_path / "run"), environment=environment(), measured=True)
@@ -110,6 +111,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), *(Block() for _ in range(3)), nn.Linear(8, 4))
 
 
+@pytest.mark.slow
 def test_the_ceiling_rises_again_with_the_saver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def listen(event: Any) -> None:
         if isinstance(event, Updated):
@@ -150,6 +152,7 @@ def train_crowded(folder: str) -> Any:
     return seen, weights
 
 
+@pytest.mark.slow
 def test_all_ranks_add_it_where_one_runs_out_of_memory(tmp_path: Path) -> None:
     (first, weights), (second, _) = on_ranks(2, train_crowded, str(tmp_path))
     assert first[0][1] == second[0][1] == ("recompute",)

@@ -70,6 +70,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 def test_a_limit_lowered_in_mid_run_changes_no_result(tmp_path: Path, warm_python: WarmPython) -> None:
     child = warm_python(tmp_path, "-c", SCRIPT, str(tmp_path), environment=environment(), measured=True)
     assert child.returncode == 0, child.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from command_line import environment
 from warm_children import WarmPython
 
@@ -67,6 +68,7 @@ json.dump(seen, sys.stdout)
 """
 
 
+@pytest.mark.slow
 def test_it_plans_in_this_process_and_uses_plans(tmp_path: Path, warm_python: WarmPython) -> None:
     done = warm_python(tmp_path, "-c", SCRIPT, str(tmp_path), environment=environment())
     assert done.returncode == 0, done.stderr

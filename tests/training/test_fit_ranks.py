@@ -57,6 +57,7 @@ def train_kinds(kinds: dict[str, int]) -> Any:
     return seen
 
 
+@pytest.mark.slow
 def test_several_ranks_train_as_one() -> None:
     alone = train_kinds(KINDS)
     for seen in on_ranks(3, train_kinds, KINDS):
@@ -131,6 +132,7 @@ def train_to(folder: str, steps: int) -> Any:
     return result.updates, weights, result.warnings
 
 
+@pytest.mark.slow
 def test_a_run_of_four_ranks_resumes_on_two_and_on_one(tmp_path: Path) -> None:
     _, weights, _ = train(steps=10, epochs=None)
     assert on_ranks(4, train_to, str(tmp_path), 4)[3][0] == 4
@@ -249,6 +251,7 @@ def train_with_everything(folder: str) -> Any:
     return result.skipped, values, weights | averaged
 
 
+@pytest.mark.slow
 def test_modes_averages_and_skips_are_those_of_one_rank(tmp_path: Path) -> None:
     skipped, values, weights = train_with_everything(str(tmp_path / "alone"))
     assert skipped == 2

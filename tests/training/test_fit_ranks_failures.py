@@ -97,6 +97,7 @@ class Failing(nn.Module):
         return nn.functional.cross_entropy(outputs, targets)
 
 
+@pytest.mark.slow
 def test_what_stops_one_rank_stops_all_at_the_same_update(tmp_path: Path) -> None:
     """The last checkpoint is that of the last whole update, and the run resumes from it."""
     (first, resumed), (second, _) = on_ranks(2, stop_in_all_ways, str(tmp_path))
@@ -158,6 +159,7 @@ def have_trouble(folder: str) -> Any:
     return seen
 
 
+@pytest.mark.slow
 def test_trouble_on_one_rank_is_known_to_all(tmp_path: Path) -> None:
     first, second = on_ranks(2, have_trouble, str(tmp_path))
     assert first["warnings"] == (("rank 1: rank 1 alone sees this",), [])

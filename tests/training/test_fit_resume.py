@@ -156,6 +156,7 @@ DATA: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", DATA)
 def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, kind: str) -> None:
     whole = run(tmp_path / "whole", data=DATA[kind])

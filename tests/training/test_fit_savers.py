@@ -69,6 +69,7 @@ dataset = [torch.randn(4096, 16) for _ in range(4)]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_children")
 def test_a_plan_chooses_savers_and_the_training_has_them(tmp_path: Path) -> None:
     (tmp_path / "many_layers.py").write_text(DEEP)

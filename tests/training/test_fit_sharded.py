@@ -87,6 +87,7 @@ def assert_equal(folder: Path, other: Path) -> None:
         torch.testing.assert_close(others[name], value, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_sharded_model_trains_as_a_whole_one_and_resumes_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     alone, parts = tmp_path / "alone", str(tmp_path / "parts")
     whole = train(str(alone), 9)
@@ -109,6 +110,7 @@ def run_out(folder: str) -> str:
     return "none"
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_ends_all_and_the_next_start_takes_smaller_parts(tmp_path: Path) -> None:
     on_ranks(2, train, str(tmp_path), 2)
     for text in on_ranks(2, run_out, str(tmp_path), patience=5):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from command_line import environment
 from warm_children import WarmPython
 
@@ -66,6 +67,7 @@ print(json.dumps({"later": struck(3), "first": struck(1)}))
 """
 
 
+@pytest.mark.slow
 def test_an_update_is_made_or_undone(tmp_path: Path, warm_python: WarmPython) -> None:
     """The first one is guarded by a copy, later ones are not."""
     done = warm_python(tmp_path, "-c", SCRIPT, environment=environment())

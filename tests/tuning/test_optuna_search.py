@@ -34,6 +34,7 @@ def fails_above(rate: float) -> Any:
     return look
 
 
+@pytest.mark.slow
 def test_a_study_tries_the_default_rate_first_and_repeats_the_best(file: Path) -> None:
     events: list[Any] = []
     rows, ended = search_in(file, request_of(confirm=2), notify=events.append, confirm=True)

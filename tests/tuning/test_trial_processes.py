@@ -72,6 +72,7 @@ def test_a_training_is_that_of_its_setting_whatever_ran_before(processes: TrialP
     assert (pruned.state, pruned.samples) == ("pruned", 32)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: TrialProcesses, reference: str) -> None:
     killed = train(processes, 7.0)
     assert (killed.state, killed.reason) == ("failed", "its process was ended by SIGKILL")
@@ -79,6 +80,7 @@ def test_a_process_that_is_killed_or_hangs_is_a_failed_trial(processes: TrialPro
     assert (hung.state, hung.reason) == ("failed", "it took longer than a trial may (4 s), and was ended")
 
 
+@pytest.mark.slow
 def test_updates_are_timed_and_one_that_runs_out_of_memory_is_a_clear_no(processes: TrialProcesses) -> None:
     with processes.timing() as time_update:
         known = measure_throughput(time_update, 16, (4, 8), "cpu")

@@ -226,6 +226,7 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
 """Causes that no ablation proves."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*PROVED, *CURED, *UNPROVED])
 def test_finds_the_one_cause(case: str) -> None:
     workload, kind, where, change = {**PROVED, **CURED, **UNPROVED}[case]
@@ -278,6 +279,7 @@ def test_notes_terms_without_a_gradient() -> None:
     assert any("b of the loss has no gradient" in note for note in verification.notes)
 
 
+@pytest.mark.slow
 def test_finds_causes_behind_rounding() -> None:
     (cause,) = found(texts(small.token_loss), precision="bf16").causes
     assert cause.kind == "weight"

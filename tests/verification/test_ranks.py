@@ -138,6 +138,7 @@ def dies_on_the_second(model: nn.Module, parts: Any) -> None:
     right(model, parts)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others() -> None:
     with pytest.raises(WorkloadError, match="no such token"):
         found(tokens(accumulate=breaks_on_the_second))

@@ -210,6 +210,7 @@ def _digest(model: nn.Module, optimizer: torch.optim.Optimizer, teacher: nn.Modu
     return state_digest(model, optimizer, criterion=teacher)
 
 
+@pytest.mark.slow
 def test_live_objects_are_verified_and_nothing_of_them_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, teacher, loss = _live()
     monkeypatch.chdir(Path(__file__).parent)

@@ -27,6 +27,7 @@ def test_the_convolutional_one_has_batchnorm() -> None:
     assert verify(EXAMPLES / "digits_cnn.py", target_batch=8, batchnorm="exact").equivalent
 
 
+@pytest.mark.slow
 def test_experts_that_each_micro_batch_balances_are_not() -> None:
     (cause,) = verify(f"{EXAMPLES / 'experts.py'}:usual", target_batch=8).causes
     assert cause.kind == "coupled loss"

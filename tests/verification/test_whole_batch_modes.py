@@ -167,6 +167,7 @@ def test_batchnorm_under_a_coupled_loss_is_cured_by_lock_step() -> None:
     assert (cause.kind, cause.proved, cause.mode) == ("batchnorm", True, 'batchnorm="exact"')
 
 
+@pytest.mark.slow
 def test_both_cures_are_needed_and_proved_together() -> None:
     plain = Workload(model=Towers, batch=couples, loss=lambda model, batch: contrast(model(batch), batch))
     norm, loss = found(plain).causes

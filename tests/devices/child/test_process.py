@@ -93,6 +93,7 @@ def test_without_a_listener_the_child_prints_to_stderr(tmp_path: Path) -> None:
     assert (run.stdout, run.stderr) == ("", "from the child\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "kind", "text"),
     [

@@ -214,6 +214,7 @@ def test_live_objects_count_towards_the_budget() -> None:
     assert plan.workload["worst_of"] is None
 
 
+@pytest.mark.slow
 def test_an_evaluation_too_large_is_reported_as_such() -> None:
     with pytest.raises(DoesNotFitError, match="the evaluation does not fit: .* take a smaller evaluation_batch"):
         plan_wide(evaluation_batch=4096)

@@ -93,6 +93,7 @@ print(json.dumps([within, left()]))
 """
 
 
+@pytest.mark.slow
 @glibc
 def test_what_is_freed_is_given_back_at_once() -> None:
     done = subprocess.run(
