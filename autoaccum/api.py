@@ -145,15 +145,8 @@ def plan(
         snapshot=snapshot,
     )
     live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
-    live |= {
-        "trainer": trainer,
-        "data": data,
-        "reduction": reduction,
-        "evaluate": evaluate,
-        "split": split,
-        "size": size,
-    }
-    live |= {"outputs": outputs, "coupled_loss": coupled_loss}
+    live |= {"reduction": reduction, "evaluate": evaluate, "split": split, "size": size}
+    live |= {"outputs": outputs, "coupled_loss": coupled_loss, "trainer": trainer, "data": data}
     return make_plan(workload, request, live=live, on_event=on_event, on_output=on_output)
 
 

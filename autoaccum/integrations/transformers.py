@@ -6,7 +6,6 @@ trainer = AccumulatorTrainer(..., plan="plan.json")
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from autoaccum.options import RECOMPUTE
 from autoaccum.planning.framework_arguments import ADDS_MEANS
 from autoaccum.planning.plan_record import Plan
 from autoaccum.workload.model_loss import ignores_items
-from autoaccum.workload.transformers_trainer import PRECISIONS, LossItems, check_supported
+from autoaccum.workload.transformers_trainer import PRECISIONS, TrainerLoss, check_supported
 
 _KEPT = ("offload-gradients", "offload-optimizer")
 """Savers that take the update from the framework's own optimizer."""
@@ -96,6 +95,7 @@ class AccumulatorMixin:
     """
 
     args: Any
+    model: Any
     accelerator: Any
     optimizer: Any
 
@@ -153,25 +153,14 @@ class AccumulatorMixin:
         """Return the Accumulator of this call of `train`, which has an optimizer and a prepared model of its own."""
         optimizer = unwrap_optimizer(self.optimizer)
         if self._accumulator is None or self._gradients is None or self._gradients.of != (model, optimizer):
-            loss = _Loss(self)
+            loss = TrainerLoss(self, self.model)
             self._gradients = _Gradients(model, optimizer)
-            self._accumulator = Accumulator(model, self._gradients, loss, **loss.items.divides, **self._settings)
+            self._accumulator = Accumulator(model, self._gradients, loss.compute, **loss.divides, **self._settings)
         return self._accumulator, self._gradients
 
 
 class AccumulatorTrainer(AccumulatorMixin, Trainer):  # type: ignore[misc]
     """A Trainer whose update has the full batch's gradient; see `AccumulatorMixin`."""
-
-
-class _Loss:
-    """The Trainer's `compute_loss` of one part: the mean over its own items."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self.items = trainer, LossItems(trainer, trainer.model)
-
-    def __call__(self, model: nn.Module, batch: Any) -> Any:
-        inputs = copy.copy(batch)  # `compute_loss` may take the labels out of it.
-        return self._trainer.compute_loss(model, inputs, num_items_in_batch=self.items.count(batch))
 
 
 class _Gradients(Optimizer):

@@ -10,7 +10,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 from autoaccum.accumulation.schedule import format_parts, make_schedule, part_sizes
 from autoaccum.checks import check_word, join_words
@@ -21,9 +21,7 @@ from autoaccum.units import format_bytes
 if TYPE_CHECKING:
     from autoaccum.planning.plan_record import Plan
 
-Framework = Literal["transformers", "lightning", "accelerate", "deepspeed", "torchtitan"]
-FRAMEWORKS: Final[tuple[Framework, ...]] = get_args(Framework)
-
+FRAMEWORKS: Final = ("transformers", "lightning", "accelerate", "deepspeed", "torchtitan")
 _NAMES: Final[Mapping[str, str]] = {"lightning": "Lightning", "deepspeed": "DeepSpeed"}
 _AVERAGING: Final = ("lightning", "accelerate", "deepspeed")
 """Frameworks in which each micro-batch's mean counts alike, whatever it divides by."""
@@ -36,9 +34,9 @@ _SHARDING: Final[Mapping[str, str]] = {
 }
 
 ADDS_MEANS: Final = (
-    "{model} ignores num_items_in_batch: a Trainer of transformers adds the means of {parts} micro-batches up,"
-    " {parts} times the batch's gradient, unless its class sets loss_is_scaled_for_ga = False;"
-    " autoaccum.integrations.transformers.AccumulatorTrainer does not"
+    "{model} ignores num_items_in_batch, so that a Trainer of transformers adds up the means of {parts} micro-batches:"
+    " {parts} times the batch's gradient. Set loss_is_scaled_for_ga = False in the Trainer's class, or take"
+    " autoaccum.integrations.transformers.AccumulatorTrainer"
 )
 
 

@@ -70,7 +70,7 @@ class PlanRow:
 PlanCards = Callable[[int, Sequence[str]], Iterable[PlanRow]]
 """Plans for so many ranks of each of these cards, and returns their rows in any order."""
 PlanCard = Callable[["Card", Device], Callable[[], PlanRow]]
-"""Plans for a card, and returns what makes its row of the plan and of the estimated time of an update."""
+"""Plans for a card, and returns a function that estimates the time of an update and makes the row."""
 
 
 def choose_world_sizes(within: range) -> list[int]:

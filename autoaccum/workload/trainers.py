@@ -25,11 +25,6 @@ _ADAPTERS = {
 """The module and the name of a class, and the module beside this one that has `make_workload(trainer, ...)`."""
 
 
-def is_trainer(given: Any) -> bool:
-    """Return whether `given` is a Trainer that `workload_of` can read."""
-    return _find_adapter(given) is not None
-
-
 def workload_of(
     trainer: Any, *, live: bool = False, names: Mapping[str, Any] | None = None, **parts: Any
 ) -> Workload | None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
-from autoaccum.options import AccumulateIn, Precision
+from autoaccum.options import Precision
 from autoaccum.workload.model_copies import copy_module, fixed_seeds
 from autoaccum.workload.model_loss import ModelLoss
 from autoaccum.workload.optimizers import OptimizerLike
@@ -48,22 +48,21 @@ def make_workload(trainer: Any, *, live: bool = False) -> Workload:
     shadow = _shadow(trainer)
     dataset, collate = _read_data(trainer)
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
-    half = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
-    accumulate_in: AccumulateIn = "parameters" if half else "fp32"
     given = trainer.optimizer
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    items = LossItems(shadow, model)
+    half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in trained)
+    loss = TrainerLoss(shadow, model)
     workload = Workload(
         model=_Builder(trainer, live=live),
-        loss=_Loss(shadow, items),
-        **items.divides,
+        loss=_PreparedLoss(shadow, loss),
+        **loss.divides,
         optimizer=_OptimizerFactory(shadow, model) if given is None else OptimizerLike.of(_bare(given), trained),
         precision=PRECISIONS[args.mixed_precision],
-        accumulate_in=accumulate_in,
+        accumulate_in="parameters" if half else "fp32",
         dataset=dataset,
         collate=collate,
         evaluation_batch=args.per_device_eval_batch_size if evaluates else None,
-        evaluate=_Evaluation(shadow, items, _evaluation_passes(trainer)) if evaluates else None,
+        evaluate=_Evaluation(shadow, _evaluation_passes(trainer)) if evaluates else None,
         modules={name: value for name, value in vars(trainer).items() if _is_auxiliary(name, value, model)},
         name=type_name(model),
     )
@@ -202,8 +201,11 @@ def _enable_checkpointing(model: Any, args: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings or None)
 
 
-class LossItems:
-    """Counts what the mean of the Trainer's loss divides by, as the Trainer does, else as the model's class tells."""
+class TrainerLoss:
+    """The Trainer's `compute_loss` of one batch: a mean, and what it divides by.
+
+    The Trainer counts that (`num_items_in_batch`); where it does not, the model's class tells.
+    """
 
     def __init__(self, shadow: Any, model: nn.Module) -> None:
         self._shadow = shadow
@@ -220,22 +222,26 @@ class LossItems:
         device = labels.device if isinstance(labels, Tensor) else torch.device("cpu")
         return self._shadow._get_num_items_in_batch([batch], device)
 
+    def compute(self, model: nn.Module, batch: Any) -> Any:
+        """Return the mean over the batch's own items."""
+        # `compute_loss` may take the labels out of the batch.
+        return self._shadow.compute_loss(model, copy.copy(batch), num_items_in_batch=self.count(batch))
+
     def weight(self, batch: Any) -> float:
-        """Return that number, or the number that the model's class implies."""
+        """Return `num_items_in_batch`, or the number that the model's class implies."""
         counted = self.count(batch)
         return self._inferred.weight(batch) if counted is None else float(counted)
 
 
-class _Loss:
-    """The Trainer's `compute_loss` of one micro-batch: the mean over its own items."""
+class _PreparedLoss:
+    """The loss of a model that is prepared as for the Trainer."""
 
-    def __init__(self, shadow: Any, items: LossItems) -> None:
-        self._shadow, self._items = shadow, items
+    def __init__(self, shadow: Any, loss: TrainerLoss) -> None:
+        self._shadow, self._loss = shadow, loss
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         with _as_prepared(self._shadow, model):
-            # `compute_loss` may take the labels out of the batch.
-            return self._shadow.compute_loss(model, copy.copy(batch), num_items_in_batch=self._items.count(batch))
+            return self._loss.compute(model, batch)
 
 
 class _Evaluation:
@@ -244,8 +250,8 @@ class _Evaluation:
     The Trainer appends them to one tensor, so that the last pass holds nearly all of them twice.
     """
 
-    def __init__(self, shadow: Any, items: LossItems, passes: int) -> None:
-        self._shadow, self._items, self._passes = shadow, items, passes
+    def __init__(self, shadow: Any, passes: int) -> None:
+        self._shadow, self._passes = shadow, passes
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         shadow = self._shadow

@@ -1,7 +1,7 @@
 """Trainings that need a process of their own: a DeepSpeed engine, and torchtitan's Trainer, on a CPU with one rank.
 
-    python framework_runs.py deepspeed JSON      the configuration
-    python framework_runs.py torchtitan FLAGS    as its command line takes them
+    python framework_runs.py PORT deepspeed JSON      the configuration
+    python framework_runs.py PORT torchtitan FLAGS    as its command line takes them
 
 Each prints, as JSON, the samples of every update, the samples that no update had, and the dtype of a layer's outputs.
 """

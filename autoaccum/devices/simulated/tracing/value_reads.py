@@ -51,11 +51,10 @@ def read_scalar(
         UnknownValueError: The value is not known, and it is no such check.
     """
     frame = _calling_frame()
-    assumed = _assumed_value(frame)
-    known = None if is_truth or (computed and assumed is not None) else values_of(tensor)
+    value = _assumed_value(frame)
+    known = None if is_truth or (computed and value is not None) else values_of(tensor)
     if known is not None:
         return known.item()
-    value = assumed
     is_bool = is_truth or str(tensor.dtype) == "torch.bool"
     is_float = not is_truth and tensor.is_floating_point()
     if value is None and tensor.device.type != "cpu" and frame is not None:
