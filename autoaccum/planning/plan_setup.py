@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from autoaccum.devices.in_place.live_objects import LiveObjects
     from autoaccum.workload.spec import Workload
 
-_BESIDE_TRAINER = ("model", "data", "weight")
-
 
 @dataclass(frozen=True)
 class PlanSetup:
@@ -133,12 +131,8 @@ def _read_trainer(
     from autoaccum.workload.samples import take_longest
     from autoaccum.workload.trainers import workload_of
 
-    trainer, parts = live["trainer"], {name: live[name] for name in given if name in _BESIDE_TRAINER}
-    if others := [name for name in given if name not in ("trainer", *parts)]:
-        raise UsageError(
-            f"a trainer is given, and {join_words(others)} too", hint="the trainer has its own: leave them out"
-        )
-    workload = workload_of(trainer, live=True, **parts)
+    trainer = live["trainer"]
+    workload = workload_of(trainer, live=True, **{name: live[name] for name in given if name != "trainer"})
     if workload is None:
         raise UsageError(
             f"trainer is of type {type(trainer).__name__}", hint="give a Trainer of transformers or Lightning"

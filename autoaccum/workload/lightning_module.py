@@ -21,7 +21,7 @@ from autoaccum.checks import describe_type, join_words, type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Precision
 from autoaccum.workload.lightning_trainer import TrialTrainer, is_a, overrides
-from autoaccum.workload.model_copies import copy_module, fixed_seeds
+from autoaccum.workload.model_copies import copy_module, empty_tensors, fixed_seeds
 from autoaccum.workload.samples import take_longest
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import user_code
@@ -159,6 +159,7 @@ class TrainingStep:
                 hint="return the loss, or a dict that has it as loss",
             )
         if loss.requires_grad and loss is not outputs:
+            # As the Trainer does, keep what was returned beside the loss until its backward.
             hold: Any = lambda gradient, kept=outputs: None  # noqa: E731
             loss.register_hook(hold)  # type: ignore[no-untyped-call]
         return loss
@@ -209,10 +210,7 @@ class ConfiguredOptimizer:
     """
 
     def __init__(self, trainer: TrialTrainer, module: nn.Module) -> None:
-        empty: dict[int, Any] = {id(one): one.new_empty(0) for one in module.buffers()}
-        for one in module.parameters():
-            empty[id(one)] = nn.Parameter(torch.empty(0), requires_grad=one.requires_grad)
-        self._trainer, self._module = trainer, copy_module(module, empty)
+        self._trainer, self._module = trainer, copy_module(module, empty_tensors(module))
 
     def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
         """Return the optimizer; raise WorkloadError unless it is exactly one."""

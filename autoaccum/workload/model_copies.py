@@ -69,6 +69,14 @@ def copy_module(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
     return copy.deepcopy(module, copies)
 
 
+def empty_tensors(model: nn.Module) -> dict[int, Any]:
+    """Return a memo for `copy_module` that makes a copy with empty parameters and buffers."""
+    empty: dict[int, Any] = {id(one): one.new_empty(0) for one in model.buffers()}
+    for one in model.parameters():
+        empty[id(one)] = nn.Parameter(torch.empty(0), requires_grad=one.requires_grad)
+    return empty
+
+
 def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:
     """Return a copy of the workload's model, prepared by `prepare_copy`, and True.
 

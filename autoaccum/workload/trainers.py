@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autoaccum.checks import join_words
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.workload.spec import Workload
 
 SAMPLES = 256
@@ -39,18 +39,19 @@ def workload_of(
         parts: The parts that a Trainer of Lightning does not hold before it fits: `model`, `data` and `weight`.
 
     Raises:
-        WorkloadError: The Trainer trains in a way that no trial can run, or has such parts itself.
+        UsageError: Parts are given that the Trainer has itself.
+        WorkloadError: The Trainer trains in a way that no trial can run.
     """
     adapter = _find_adapter(trainer)
     if adapter is None:
         return None
+    if others := [name for name in parts if adapter != _LIGHTNING or name not in ("model", "data", "weight")]:
+        raise UsageError(
+            f"a trainer is given, and {join_words(others)} too", hint="the trainer has its own: leave them out"
+        )
     module = import_module(f"autoaccum.workload.{adapter}")
     if adapter == _LIGHTNING and names is not None:
         parts = module.find_parts(names)
-    elif adapter != _LIGHTNING and parts:
-        raise WorkloadError(
-            f"a trainer is given, and {join_words(parts)} too", hint="the trainer has its own: leave them out"
-        )
     made: Workload = module.make_workload(trainer, **parts if adapter == _LIGHTNING else {"live": live})
     return made
 

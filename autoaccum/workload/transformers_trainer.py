@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Precision
-from autoaccum.workload.model_copies import copy_module, fixed_seeds
+from autoaccum.workload.model_copies import copy_module, empty_tensors, fixed_seeds
 from autoaccum.workload.model_loss import ModelLoss
 from autoaccum.workload.optimizers import OptimizerLike
 from autoaccum.workload.pytree import map_tensors
@@ -289,10 +289,7 @@ class _OptimizerFactory:
     """
 
     def __init__(self, shadow: Any, model: nn.Module) -> None:
-        empty: dict[int, Any] = {id(one): one.new_empty(0) for one in model.buffers()}
-        for one in model.parameters():
-            empty[id(one)] = nn.Parameter(torch.empty(0), requires_grad=one.requires_grad)
-        self._shadow, self._names = shadow, _copy_unprepared(model, empty)
+        self._shadow, self._names = shadow, _copy_unprepared(model, empty_tensors(model))
 
     def __call__(self, params: Sequence[nn.Parameter]) -> Optimizer:
         empty = [one for one in self._names.parameters() if one.requires_grad]

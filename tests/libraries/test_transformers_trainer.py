@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from command_line import Command, environment
+from pictured_plans import MEASURED, plan, trial
 from small_trainers import LONGEST, Texts, make_trainer, wide_loss
 from tiny_transformers import NO_DROPOUT, bert, hf, llama
 from torch import Tensor, nn
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 import autoaccum
 from autoaccum import Plan
 from autoaccum.accumulation.state_hash import state_digest
-from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.units import GIB, MIB
 from autoaccum.workload.trainers import workload_of
 
 CHECKPOINTED: dict[str, Any] = {"bf16": True, "activation_checkpointing": True}
@@ -254,20 +255,9 @@ def test_the_exact_trainer_averages_a_loss_that_ignores_the_number_of_items(tmp_
 
 
 def made_plan(micro_batch: int, target: int, model: str = "LlamaForCausalLM", **workload: Any) -> Plan:
-    from autoaccum.accumulation.schedule import make_schedule
-
-    return Plan.of_schedule(
-        make_schedule(target, micro_batch),
-        kind="measured",
-        largest_fit=micro_batch,
-        capped=True,
-        limit_bytes=2**30,
-        peak_bytes=2**20,
-        device={"name": "cpu", "kind": "cpu"},
-        environment={},
-        workload={"model": model, "precision": "fp32", "optimizer": "AdamW", "savers": (), **workload},
-        trials=(Trial(parts=(micro_batch,), outcome="ok"),),
-    )
+    facts = {"model": model, "precision": "fp32", "optimizer": "AdamW", "savers": (), **workload}
+    fields = {**MEASURED, "device": {"name": "cpu", "kind": "cpu"}, "workload": facts}
+    return plan(micro_batch, target, GIB, MIB, (trial(micro_batch, "ok", MIB),), **fields)
 
 
 def test_the_callback_tells_every_difference_and_prints_a_line(
