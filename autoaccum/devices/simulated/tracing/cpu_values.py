@@ -45,7 +45,7 @@ class CpuValues:
     def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Run an operator, and keep what it returns for `out`; what it writes goes to the values of its arguments."""
         if torch.Tag.inplace_view in func.tags and func is not _aten.resize_.default:
-            return
+            return  # Another view of the same memory, with which the values are kept.
         made = self.compute(func, args, kwargs)
         if made is None:
             for written in _written(func, args, kwargs):

@@ -158,7 +158,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._depth = 1
             try:
                 out = self.dispatch(func, types, args, kwargs)
-            except Exception:
+            except Exception:  # Where the result's size follows from values, the CPU's result may still tell it.
                 computes = self.cpu_values is not None and not func._schema.is_mutable
                 out = self._run_known(func, args, kwargs) if computes else None
                 if out is None:
