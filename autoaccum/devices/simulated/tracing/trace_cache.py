@@ -33,7 +33,7 @@ Choose = Callable[[Callable[[int], Trace]], tuple[int, ...]]
 """
 
 
-class Tracer(Protocol):
+class TracingProcess(Protocol):
     """What traces a workload on a card by requests, such as `simulation_requests.Tracer`."""
 
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
@@ -72,7 +72,7 @@ class TraceCache:
 
     def __init__(
         self,
-        make_tracer: Callable[[], Tracer],
+        make_tracer: Callable[[], TracingProcess],
         share: int,
         savers: tuple[str, ...] | None = None,
         *,
@@ -80,7 +80,7 @@ class TraceCache:
     ) -> None:
         self._make_tracer, self.share, self.confirms = make_tracer, share, confirms
         self.choose: Choose | None = None
-        self._tracer: Tracer | None = None
+        self._tracer: TracingProcess | None = None
         self._sizes: tuple[int, ...] = _SIZES
         self.step = 1
         self.joined = False
