@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autoaccum.checks import counted
 from autoaccum.errors import UsageError
-from autoaccum.integrations.plan_watch import PlanWarning, PlanWatch, Running, read_plan
+from autoaccum.integrations.plan_watch import PlanWarning, PlanWatch, Running
 from autoaccum.planning.plan_record import Plan
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.lightning_module import PRECISIONS
@@ -42,7 +42,7 @@ class PlanCallback(*_callback_classes()):  # type: ignore[misc]  # Its bases are
     """
 
     def __init__(self, plan: Plan | str | Path) -> None:
-        self._watch = PlanWatch(read_plan(plan))
+        self._watch = PlanWatch(plan)
         self._updates = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -118,31 +119,36 @@ class PlanWatch:
     """Watches a training by its plan: warns of differences at the start and of a higher peak in the run.
 
     Args:
-        plan: The plan.
+        plan: The plan, or its file, which is read when the training begins: what it trains may be planned first.
         read_peak: Returns the peak in bytes on a device since the process began; None where it cannot be told.
     """
 
-    def __init__(self, plan: Plan, read_peak: Callable[[torch.device], int | None] = read_peak) -> None:
-        self._plan, self._read_peak = plan, read_peak
+    def __init__(self, plan: Plan | str | Path, read_peak: Callable[[torch.device], int | None] = read_peak) -> None:
+        self._given, self._read_peak = plan, read_peak
         self._device = torch.device("cpu")
         self._updates, self._exceeded = 0, False
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan."""
+        return read_plan(self._given)
 
     def begin(self, running: Running) -> None:
         """Warn of each difference (`PlanWarning`); count updates from here."""
         self._device, self._updates, self._exceeded = model_device(running.model), 0, False
-        for sentence in find_differences(self._plan, running):
+        for sentence in find_differences(self.plan, running):
             warnings.warn(sentence, PlanWarning, stacklevel=3)
 
     def update(self) -> None:
         """Count an update; warn once if the peak has passed the plan's."""
         self._updates += 1
-        peak, planned = self._read_peak(self._device), self._plan.peak_bytes
-        if self._exceeded or peak is None or planned is None or peak <= planned + (self._plan.band_bytes or 0):
+        peak, planned = self._read_peak(self._device), self.plan.peak_bytes
+        if self._exceeded or peak is None or planned is None or peak <= planned + (self.plan.band_bytes or 0):
             return
         self._exceeded = True
         warnings.warn(
             f"the peak is {format_bytes(peak)} after {counted(self._updates, 'update')}, the plan's"
-            f" {format_bytes(planned)} of {format_bytes(self._plan.limit_bytes)}: plan with the longest samples that"
+            f" {format_bytes(planned)} of {format_bytes(self.plan.limit_bytes)}: plan with the longest samples that"
             " training sees (--worst-of), and with what else the loop holds (--keeps, --evaluation-batch)",
             PlanWarning,
             stacklevel=3,
@@ -150,7 +156,7 @@ class PlanWatch:
 
     def summary(self) -> str:
         """Return the line for the end: updates, and the peak beside the plan's."""
-        plan, peak = self._plan, self._read_peak(self._device)
+        plan, peak = self.plan, self._read_peak(self._device)
         seen = "not measured on this device" if peak is None else format_bytes(peak)
         planned = "not measured" if plan.peak_bytes is None else f"{format_bytes(plan.peak_bytes)} ({plan.kind})"
         return (

@@ -37,7 +37,7 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
     """
 
     def __init__(self, plan: Plan | str | Path, *, runs_parts: bool = False) -> None:
-        self._watch = PlanWatch(read_plan(plan))
+        self._watch = PlanWatch(plan)
         self._runs_parts = runs_parts
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:

@@ -155,7 +155,7 @@ def framework_notes(plan: Plan, framework: str) -> tuple[str, ...]:
         notes.append(ADDS_MEANS.format(model=workload["model"], parts=plan.iter_size))
     if plan.parallel == "fsdp2" and framework in _SHARDING:
         notes.append(f"to shard the model in {name}: {_SHARDING[framework].format(ranks=plan.world_size)}")
-    elif plan.world_size > 1 and framework not in ("deepspeed", "torchtitan"):
+    elif plan.world_size > 1 and plan.parallel != "fsdp2" and framework not in ("deepspeed", "torchtitan"):
         held = format_bytes(workload.get("parameter_bytes") or 0)
         notes.append(
             f"DistributedDataParallel, which {name} uses, holds another copy of the gradients, up to {held}, which the"

@@ -89,12 +89,12 @@ def check_import(path: Path, name: str) -> None:
     except (SyntaxError, ValueError):
         return  # The import will say so.
     calls = [node for statement in statements for node in ast.walk(statement) if isinstance(node, ast.Call)]
+    made = [one for one in statements if isinstance(one, (ast.Assign, ast.AnnAssign))]
     makes = any(
-        isinstance(one, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == name for target in one.targets)
+        any(isinstance(target, ast.Name) and target.id == name for target in _targets(one))
         and isinstance(one.value, ast.Call)
         and "trainer" in ast.unparse(one.value.func).lower()
-        for one in statements
+        for one in made
     )
     for call in calls if makes else ():
         if ast.unparse(call.func) in (f"{name}.train", f"{name}.fit"):
@@ -102,6 +102,10 @@ def check_import(path: Path, name: str) -> None:
                 f"importing {path.name} trains: line {call.lineno} calls {ast.unparse(call.func)}()",
                 hint='put that line under if __name__ == "__main__":',
             )
+
+
+def _targets(statement: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
 
 
 def _run_by_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:

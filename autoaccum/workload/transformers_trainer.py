@@ -8,6 +8,7 @@ Trainer that has neither its model nor its data.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -88,6 +89,13 @@ def check_supported(trainer: Any) -> None:
             f"the Trainer would split each batch over {args.n_gpu} cards by DataParallel",
             hint="let it see one: CUDA_VISIBLE_DEVICES=0; on several, train by torchrun",
         )
+    try:
+        inspect.signature(trainer.compute_loss).bind(trainer.model, {}, num_items_in_batch=None)
+    except TypeError:
+        raise WorkloadError(
+            f"compute_loss of {type_name(trainer)} takes no num_items_in_batch, which train() gives it",
+            hint="write def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None)",
+        ) from None
     if trainer.train_dataset is None:
         raise WorkloadError("the Trainer has no train_dataset", hint="give it one: its longest samples make the trials")
 
@@ -108,6 +116,7 @@ def _shadow(trainer: Any) -> Any:
     made.accelerator = _at_rest(trainer.accelerator)
     made.args = copy.copy(trainer.args)
     made.args.average_tokens_across_devices = False  # Weights are summed over ranks by the Accumulator.
+    made.log = _ignore
     made._prepare_inputs = _same  # Batches are where the model is, which in a simulation is not `args.device`.
     return made
 
@@ -125,6 +134,10 @@ def _at_rest(accelerator: Any) -> Any:
 
 def _same(inputs: Any) -> Any:
     return inputs
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Log nothing."""
 
 
 def _bare(optimizer: Any) -> Optimizer:

@@ -77,8 +77,23 @@ def test_a_trainer_is_planned_and_verified_as_it_trains_and_stays_as_it_was(tmp_
     assert "forward" not in vars(workload.make_model())
 
 
+class Logging(hf.Trainer):  # type: ignore[misc]
+    """Logs from its loss, as many do."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.log({"seen": 1.0})
+        return super().compute_loss(*args, **kwargs)
+
+
+class Old(hf.Trainer):  # type: ignore[misc]
+    """Has the `compute_loss` of transformers 4.45."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+        return super().compute_loss(model, inputs, return_outputs)
+
+
 def test_batches_loss_and_optimizer_are_the_trainers_own(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, weight_decay=0.1, learning_rate=3e-3)
+    trainer = make_trainer(tmp_path, Logging, weight_decay=0.1, learning_rate=3e-3)
     workload = workload_of(trainer)
     assert workload is not None
     batch = workload.batch(5)
@@ -125,10 +140,11 @@ def test_the_command_plans_a_trainer_in_a_file(tmp_path: Path, command: Command)
     assert done.returncode == 0, done.stderr
     assert Plan.load(tmp_path / "plan.json").workload["model"] == "LlamaForCausalLM"
     assert "train:trainer: LlamaForCausalLM" in done.stdout + done.stderr
-    (tmp_path / "train.py").write_text(FILE + "trainer.train()\n")
-    done = command(tmp_path, "plan", *words)
-    assert done.returncode == 2
-    assert "importing train.py trains: line 6 calls trainer.train()" in done.stderr
+    for text in (FILE, FILE.replace("trainer =", "trainer: object =")):
+        (tmp_path / "train.py").write_text(text + "trainer.train()\n")
+        done = command(tmp_path, "plan", *words)
+        assert done.returncode == 2
+        assert "importing train.py trains: line 6 calls trainer.train()" in done.stderr
 
 
 def test_what_no_trial_can_run_is_refused(tmp_path: Path) -> None:
@@ -137,6 +153,8 @@ def test_what_no_trial_can_run_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
     with pytest.raises(UsageError, match="a trainer is given, and batch too"):
         autoaccum.plan(trainer=trainer, batch=[1], target_batch=4)
+    with pytest.raises(WorkloadError, match="compute_loss of Old takes no num_items_in_batch"):
+        workload_of(make_trainer(tmp_path, Old))
     trainer.args._n_gpu = 2
     with pytest.raises(WorkloadError, match="2 cards by DataParallel"):
         workload_of(trainer)
@@ -266,6 +284,7 @@ def test_the_callback_tells_every_difference_and_prints_a_line(
     from autoaccum.integrations.plan_watch import PlanWarning
     from autoaccum.integrations.transformers import AccumulatorTrainer, PlanCallback
 
+    PlanCallback(tmp_path / "plan.json")  # It is read when a training begins.
     made_plan(4, 8).save(tmp_path / "plan.json")
     for settings, sentences in (
         ({"gradient_accumulation_steps": 2}, []),

@@ -131,6 +131,7 @@ def test_differences_are_noted() -> None:
     replicated = make_plan(8, 2, 2, workload={"parameter_bytes": 2 * GIB})
     assert "holds another copy of the gradients, up to 2.0 GiB" in framework_notes(replicated, "lightning")[0]
     assert framework_notes(replicated, "deepspeed") == ()
+    assert framework_notes(make_plan(8, 2, 2, parallel="fsdp2"), "transformers") == ()
     halves = make_plan(8, 4, workload={"recipe": {"half": ["bfloat16"]}})
     assert "sums the gradients of bfloat16 parameters in bfloat16" in framework_notes(halves, "deepspeed")[0]
     sharded = make_plan(8, 2, 2, parallel="fsdp2", reduce="last", reduce_peaks={"each": GIB, "last": GIB // 2})
