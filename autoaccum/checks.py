@@ -87,8 +87,8 @@ def join_words(words: Iterable[str], last: str = "and") -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """Count things: 1 trial, 30 trials."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    """Count things: 1 trial, 30 trials, 3 micro-batches."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('ch') else 's'}"
 
 
 def is_one_of_ranks() -> bool:

@@ -135,6 +135,11 @@ class AccumulatorMixin:
         self._gradients: _Gradients | None = None
         self._accumulator: Accumulator | None = None
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as the Trainer does; what an interrupted update has left is forgotten."""
+        self._window = []
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the batch; with the last one of the update, leave the full batch's gradient and return its loss."""
         if self.accelerator.gradient_state.sync_gradients is False:

@@ -32,6 +32,7 @@ PRECISIONS: Mapping[str, Precision] = {"32-true": "fp32", "bf16-mixed": "bf16", 
 """Precisions of a Trainer in which parameters stay in float32."""
 _AVERAGES = {"WeightAveraging", "StochasticWeightAveraging"}
 _PREPARING = ("prepare_data", "setup", "configure_model", "train_dataloader", "val_dataloader")
+_BEGINNING = {"training_step": "on_train_batch_start", "validation_step": "on_validation_batch_start"}
 _STARTING = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 _BY_HAND = (
     "write model, batch and loss of each optimizer into a workload file, and train as examples/lightning_manual.py does"
@@ -195,6 +196,8 @@ class TrainingStep:
             if overrides(owner, hook):
                 place = (model.device,) if hook == "transfer_batch_to_device" else ()
                 batch = getattr(owner, hook)(batch, *place, 0)
+        if overrides(model, begin := _BEGINNING[name]):
+            getattr(model, begin)(batch, 0)
         step = getattr(model, name)
         return step(*(batch, 0, 0)[: _arguments(step)])
 

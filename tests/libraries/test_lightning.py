@@ -65,7 +65,10 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         return self.head(self.words(ids).mean(1))
 
     def on_train_start(self) -> None:
-        self.scale = torch.ones((), device=self.device)
+        self.scale = torch.zeros((), device=self.device)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.scale = self.scale + torch.ones_like(batch["label"][0], dtype=torch.float32)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = self(batch["ids"]) * self.scale
