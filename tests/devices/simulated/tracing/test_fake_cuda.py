@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.torch_patches import cudnn_version
 from autoaccum.devices.simulated.tracing.simulation import simulate
 from autoaccum.units import MIB
 
@@ -85,3 +86,8 @@ def test_memory_is_told_alike_by_every_name(card: None) -> None:
     assert torch.accelerator.memory_allocated() == torch.cuda.memory.memory_allocated() == 4 * MIB == total - free
     assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == 4 * MIB
     assert torch.cuda.memory_stats()["num_ooms"] == 0
+
+
+def test_cudnn_answers_on_a_card_that_its_build_has_no_kernels_for() -> None:
+    with simulate(find_card("v100-16gb")):
+        assert torch.backends.cudnn.version() == cudnn_version()  # type: ignore[no-untyped-call]
