@@ -88,7 +88,7 @@ def join_words(words: Iterable[str], last: str = "and") -> str:
 
 def counted(number: int, word: str) -> str:
     """Count things: 1 trial, 30 trials, 3 micro-batches."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('ch') else 's'}"
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('batch') else 's'}"
 
 
 def is_one_of_ranks() -> bool:
