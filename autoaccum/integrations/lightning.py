@@ -24,6 +24,7 @@ from autoaccum.integrations.plan_watch import PlanWarning, PlanWatch, Running
 from autoaccum.planning.plan_record import Plan
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.lightning_module import PRECISIONS
+from autoaccum.workload.objective import read_weight
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -117,7 +118,7 @@ class ExactAccumulation(*_callback_classes()):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Weigh a micro-batch; the first one's weight is the unit, so that gradients keep their magnitude in fp16."""
-        self._weight = float(self._weigh(batch))
+        self._weight = read_weight(self._weigh(batch), "weight(batch)")
         if self._unit is None:
             self._unit = float(trainer.strategy.broadcast(self._weight)) or 1.0
 

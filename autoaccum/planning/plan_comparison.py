@@ -186,7 +186,7 @@ class CardPlans:
         self._on_start, self._on_output = on_start, on_output
 
     def __call__(self, world_size: int, names: Sequence[str]) -> Iterator[PlanRow]:
-        """Plan for so many ranks of each card; yield a row as soon as it is found."""
+        """Plan for so many ranks of each card; yield the rows of cards that share traces together."""
         options = dataclasses.replace(self._request.options, world_size=world_size, gpu=names[0])
         request = dataclasses.replace(self._request, options=options)
         cards = [self._cards[name] for name in names]

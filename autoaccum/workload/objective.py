@@ -164,12 +164,12 @@ class Objective:
         if self.weight_function is not None:
             raw = self.weight_function(batch if self.uses_model_weight else unwrap_batch(batch))
             if isinstance(raw, Mapping):
-                return {str(name): _number(value, f"weight(batch)[{name!r}]") for name, value in raw.items()}
-            return _number(raw, "weight(batch)")
+                return {str(name): read_weight(value, f"weight(batch)[{name!r}]") for name, value in raw.items()}
+            return read_weight(raw, "weight(batch)")
         if self.criterion is None or self.reduction == "sum":
             return float(batch_size(batch))
         targets = _inputs_and_targets(unwrap_batch(batch))[1]
-        return _number(self.criterion.weight(batch, targets), f"the weight of {self.criterion.name}")
+        return read_weight(self.criterion.weight(batch, targets), f"the weight of {self.criterion.name}")
 
     def move_criterion(self, device: torch.device | str) -> None:
         """Move a criterion's buffers (class weights) to `device`, in place."""
@@ -363,7 +363,8 @@ def _check_terms(terms: Mapping[str, Any]) -> None:
         )
 
 
-def _number(value: Any, label: str) -> float:
+def read_weight(value: Any, label: str) -> float:
+    """Return a weight as a number; raise WorkloadError if it is none, negative or not finite."""
     try:
         number = float(value.detach() if isinstance(value, Tensor) else value)
     except (TypeError, ValueError, RuntimeError):

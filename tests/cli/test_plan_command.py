@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from command_line import Command, environment, wait_for
+from small_classifier import MODEL
 from warm_children import Nurseries, wait
 
 from autoaccum import api
@@ -22,18 +23,6 @@ from autoaccum.devices.base import Trial
 from autoaccum.errors import UsageError
 from autoaccum.planning.plan_record import Plan
 
-MODEL = """
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-
-def batch(size):
-    return torch.randn(size, 64), torch.randint(0, 10, (size,))
-
-criterion = nn.CrossEntropyLoss()
-"""
 SLOW = """
 import os, time
 from pathlib import Path

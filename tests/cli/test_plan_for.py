@@ -7,21 +7,10 @@ from pathlib import Path
 
 import pytest
 from command_line import Command
+from small_classifier import MODEL
 
 from autoaccum.planning.plan_record import Plan
 
-MODEL = """
-import torch
-from torch import nn
-
-def model():
-    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
-
-def batch(size):
-    return torch.randn(size, 64), torch.randint(0, 10, (size,))
-
-criterion = nn.CrossEntropyLoss()
-"""
 WORDS = ("plan", "model.py", "--memory", "200MiB", "-q", "--for")
 
 

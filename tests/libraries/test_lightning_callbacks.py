@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum.errors import UsageError
+from autoaccum.errors import UsageError, WorkloadError
 
 # Lightning warns of loaders without workers, and uses what torch deprecates.
 pytestmark = [
@@ -179,3 +180,11 @@ def test_exact_accumulation_is_refused_where_the_loop_is_not_the_trainers(
     module = prepare(trainer)
     with pytest.raises(UsageError, match=said):
         ExactAccumulation().on_fit_start(trainer, module)
+
+
+def test_a_weight_that_is_no_number_is_refused_before_it_reaches_a_gradient() -> None:
+    from autoaccum.integrations.lightning import ExactAccumulation
+
+    trainer, callback = pl.Trainer(accelerator="cpu", devices=1, logger=False), ExactAccumulation(lambda _: math.nan)
+    with pytest.raises(WorkloadError, match=r"weight\(batch\) is nan"):
+        callback.on_train_batch_start(trainer, module_of(pl), sentences()[:4], 0)
