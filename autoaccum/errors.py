@@ -67,8 +67,6 @@ class LockFileError(AutoaccumError):
 class MissingLockError(AutoaccumError):
     """There is no lock file to compare with."""
 
-    exit_code = 3
-
 
 class DoesNotFitError(AutoaccumError):
     """Not even the smallest micro-batch fits into the available memory."""
@@ -79,19 +77,13 @@ class DoesNotFitError(AutoaccumError):
 class NotMeasuredError(AutoaccumError):
     """Nothing could be measured: a trial hung or was killed, or the memory of the device cannot be limited here."""
 
-    exit_code = 3
-
 
 class CheckpointError(AutoaccumError):
     """A checkpoint cannot be written, or none can be read; the files in the folder are not changed."""
 
-    exit_code = 3
-
 
 class StudyError(AutoaccumError):
     """A study cannot be read or written: its storage is not Optuna's, damaged, locked or out of reach."""
-
-    exit_code = 3
 
 
 class NonFiniteError(AutoaccumError):
@@ -113,8 +105,6 @@ class NonFiniteError(AutoaccumError):
 class DataWorkerError(AutoaccumError):
     """A DataLoader worker died or hung, or its shared memory ran out."""
 
-    exit_code = 3
-
 
 class UpdateInterrupted(AutoaccumError):
     """An optimizer step failed half-way, and there is no copy of the state before it: load a checkpoint.
@@ -123,17 +113,12 @@ class UpdateInterrupted(AutoaccumError):
         next_micro_batch: The micro-batch to go on with, where memory ran out on a rank that shares a sharded model.
     """
 
-    exit_code = 3
     next_micro_batch: int | None = None
 
 
 class RankLostError(AutoaccumError):
     """Another rank of this run has ended, or does not answer in time."""
 
-    exit_code = 3
-
 
 class RankFailedError(AutoaccumError):
     """Another rank of this run failed with an error of its own; nothing was changed here."""
-
-    exit_code = 3

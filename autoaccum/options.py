@@ -1,7 +1,7 @@
 """The options that the commands have in common: one frozen record, checked once, and part of every request.
 
 To add an option, add a field to `Options` and to `OptionArguments`, a flag to `cli/flags.py`, and the code that uses
-it.
+it; name it in `_NOT_TAKEN` for commands without it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "tune": _SHARDING
     | {"world_size", "equal", "gpu", "values", "accumulate_in", "keeps", "evaluation_batch", "worst_of"},
     "guard": frozenset({"trial_limit", "accumulate_in", "multiple_of"}),
-    "explain": _SHARDING | {"device", "memory", "reserve", "world_size", "equal", "time_limit", "trial_limit"},
+    "explain": _SHARDING
+    | {"device", "memory", "reserve", "world_size", "equal", "time_limit", "trial_limit", "evaluation_batch"}
+    | {"multiple_of"},
 }
 
 
@@ -212,9 +214,8 @@ class Options:
             TypeError: The command has no such argument.
             UsageError: As for `Options`.
         """
-        known = {field.name for field in dataclasses.fields(cls)} - _NOT_TAKEN[command]
         for name in given:
-            if name not in known:
+            if name not in taken_by(command):
                 raise TypeError(f"{command}() got an unexpected keyword argument {name!r}")
         if given.get("precision") is not None:
             finest = ("fp64",) if command == "verify" else ()
@@ -268,6 +269,11 @@ class Options:
                 f"both --device {self.device} and --gpu {self.gpu} are given",
                 hint="choose one: --device measures on this machine, --gpu predicts for a card that need not be here",
             )
+
+
+def taken_by(command: Command) -> set[str]:
+    """Return the names of the options that a command takes."""
+    return {field.name for field in dataclasses.fields(Options)} - _NOT_TAKEN[command]
 
 
 def read_batchnorm_mode(mode: Any, error: type[AutoaccumError] = WorkloadError) -> BatchNormMode:

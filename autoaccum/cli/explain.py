@@ -19,16 +19,7 @@ _CODE_DIFFERENT = 1
     "--target-batch", type=count, metavar="N", help="Samples per update (optimizer step).  [default: one micro-batch]"
 )
 @options(
-    "gpu",
-    "values",
-    "precision",
-    "batchnorm",
-    "coupled",
-    "accumulate_in",
-    "savers",
-    "optimizer",
-    "keeps",
-    "worst_of",
+    "explain",
     gpu={"required": True, "help": "The card that recorded it: a name of `autoaccum gpus`, or a size such as 24GiB."},
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON on stdout, and nothing else there.")

@@ -41,27 +41,16 @@ _CODE_INTERRUPTED = 130
 @click.option("--plan", metavar="FILE", help="Plan of `autoaccum plan -o`.  [default: plan first]")
 @click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once, in place of a plan.")
 @options(
-    "device",
-    "memory",
-    "reserve",
-    "precision",
-    "batchnorm",
-    "coupled",
-    "multiple_of",
-    "accumulate_in",
-    "savers",
-    "optimizer",
-    "keeps",
-    "parallel",
-    "mesh",
+    "fit",
     device="Where to train; auto is the GPU if there is one.",
     keeps="ema: also keep an average of the weights, in checkpoints, in evaluations and as ema.pt; outputs: plan for a "
     "loop that holds outputs for logging. Repeatable.  [default: the workload's]",
+    worst_of="Plan for the longest of N samples of the dataset.",
+    evaluation_batch="The most samples to evaluate at once.  [default: the micro-batch]",
 )
 @click.option(
     "--ema-decay", type=positive, metavar="DECAY", help="Share of the average that each update keeps.  [default: 0.999]"
 )
-@options("worst_of", worst_of="Plan for the longest of N samples of the dataset.")
 @click.option("--clip-norm", type=positive, metavar="NORM", help="Clip the gradient of each update to this 2-norm.")
 @click.option(
     "--learning-rate",
@@ -71,7 +60,6 @@ _CODE_INTERRUPTED = 130
     "[default: the plan's, if it was tuned, else the workload's]",
 )
 @click.option("--eval-every", type=count, metavar="N", help="Updates between evaluations.  [default: one per epoch]")
-@options("evaluation_batch", evaluation_batch="The most samples to evaluate at once.  [default: the micro-batch]")
 @click.option(
     "--checkpoint-every", type=count, default=100, show_default=True, metavar="N", help="Updates between checkpoints."
 )

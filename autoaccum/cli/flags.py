@@ -9,6 +9,8 @@ from typing import Any, Final, TypeVar
 
 import click
 
+from autoaccum.options import Command, taken_by
+
 count, natural = click.IntRange(1), click.IntRange(0)
 positive = seconds = click.FloatRange(0, min_open=True)
 """The request refuses infinity and NaN."""
@@ -122,16 +124,18 @@ report_option = click.option(
 """The flag of each command that writes a page."""
 
 
-def options(*names: str, **changes: Any) -> Callable[[_Command], _Command]:
-    """Return a decorator that gives a command these flags.
+def options(of: Command, **changes: Any) -> Callable[[_Command], _Command]:
+    """Return a decorator that gives a command the flags of the options it takes.
 
     Args:
-        names: Fields of `Options`, in the order of `--help`.
-        changes: By field, a help text of the command's own, or keyword arguments of `click.option`.
+        of: Its name.
+        changes: By option, a help text of the command's own, or keyword arguments of `click.option`; None: the command
+            has a flag of its own for it.
     """
 
     def decorate(command: _Command) -> _Command:
-        for name in reversed(names):
+        own = {name for name, change in changes.items() if change is None}
+        for name in sorted(taken_by(of) - own, key=list(_FLAGS).index, reverse=True):
             change = changes.get(name, {})
             settings = {
                 "show_default": "default" in _FLAGS[name],

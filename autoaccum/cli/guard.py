@@ -33,23 +33,7 @@ _CANNOT_TELL, _END_BISECT = 125, 255
 )
 @click.option("--target-batch", type=count, metavar="N", help="Samples per update (optimizer step), over all ranks.")
 @click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once.  [default: planned]")
-@options(
-    "values",
-    "precision",
-    "optimizer",
-    "memory",
-    "reserve",
-    "world_size",
-    "parallel",
-    "mesh",
-    "equal",
-    "keeps",
-    "evaluation_batch",
-    "worst_of",
-    "batchnorm",
-    "coupled",
-    "savers",
-)
+@options("guard", gpu=None, device=None, time_limit=None)
 @click.option(
     "--tolerance",
     metavar="SHARE|SIZE",

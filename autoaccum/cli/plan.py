@@ -43,25 +43,7 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", 
     help="Samples per update (optimizer step), over all ranks.",
 )
 @options(
-    "device",
-    "gpu",
-    "values",
-    "memory",
-    "reserve",
-    "precision",
-    "batchnorm",
-    "coupled",
-    "accumulate_in",
-    "savers",
-    "optimizer",
-    "keeps",
-    "evaluation_batch",
-    "worst_of",
-    "world_size",
-    "parallel",
-    "mesh",
-    "multiple_of",
-    "equal",
+    "plan",
     gpu={
         "metavar": "NAME[,NAME...]|all",
         "help": "Predict for this card instead, without a GPU: a name of `autoaccum gpus`, or a size such as 24GiB. "
@@ -82,7 +64,6 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", 
     help="With --savers auto: choose savers with which micro-batches of N fit.  [default: with which one sample fits]",
 )
 @click.option("--max-trials", type=count, metavar="N", help="End the search after N trials, as --time-limit does.")
-@options("time_limit", "trial_limit")
 @click.option(
     "--sort",
     type=click.Choice(["card", "ranks", "micro-batch", "iter_size", "needed", "peak", "headroom", "speed", "cost"]),

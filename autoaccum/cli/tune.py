@@ -69,17 +69,7 @@ _OF_THE_STUDY = (
     help="Optuna's pruner: halving ends poor trials at a quarter and at half of the budget.",
 )
 @options(
-    "device",
-    "memory",
-    "reserve",
-    "precision",
-    "batchnorm",
-    "coupled",
-    "savers",
-    "multiple_of",
-    "optimizer",
-    "time_limit",
-    "trial_limit",
+    "tune",
     device="Where to train; auto is the GPU if there is one.",
     time_limit="Start no trial of the search after this time; repetitions still run.",
     trial_limit="End a trial after this time.",

@@ -20,21 +20,13 @@ _OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
     "--target-batch", type=count, metavar="N", default=16, show_default=True, help="Samples of the full batch."
 )
 @click.option("--micro-batch", type=count, metavar="N", help="The most samples to run at once.  [default: a quarter]")
-@click.option(
-    "--precision",
-    metavar="fp64|fp32|bf16|fp16",
-    help="Precision of the comparison.  [default: fp64, whatever the workload trains in]",
-)
 @options(
-    "device",
-    "optimizer",
-    "batchnorm",
-    "coupled",
-    "savers",
-    "multiple_of",
-    "worst_of",
-    "world_size",
+    "verify",
     world_size="Compare an update of N ranks, which are started on this machine, with that of one process.",
+    precision={
+        "metavar": "fp64|fp32|bf16|fp16",
+        "help": "Precision of the comparison.  [default: fp64, whatever the workload trains in]",
+    },
     device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where the comparison runs."},
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON on stdout, and nothing else there.")
