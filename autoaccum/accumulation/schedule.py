@@ -259,7 +259,7 @@ def _equal_schedule(target_batch: int, ceiling: int, world_size: int) -> Schedul
         nearest = [multiple for multiple in (share * world_size, (share + 1) * world_size) if multiple]
         raise UsageError(
             f"a target batch of {target_batch} does not divide equally over {world_size} ranks",
-            hint=f"take {' or '.join(map(str, nearest))}, or allow uneven shares (without --equal)",
+            hint=f"take {' or '.join(map(str, nearest))}, or allow uneven shares (without --equal or --for)",
         )
     small = [n for n in range(1, isqrt(share) + 1) if share % n == 0]
     count = min(n for divisor in small for n in (divisor, share // divisor) if n >= _least_count(share, ceiling))

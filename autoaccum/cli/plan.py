@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import time
@@ -15,16 +14,11 @@ from click.core import ParameterSource
 from autoaccum.cli.flags import CountOrRange, HelpWithHeadings, count, options, report_option
 from autoaccum.cli.outputs import Outputs, running_words
 from autoaccum.errors import AutoaccumError, DoesNotFitError, RankLostError, UsageError
-from autoaccum.planning.framework_arguments import (
-    FRAMEWORKS,
-    check_framework,
-    check_shares,
-    for_framework,
-    has_coarse_parts,
-)
+from autoaccum.options import Options, taken_by
+from autoaccum.planning.framework_arguments import FRAMEWORKS, check_framework, for_framework, has_coarse_parts
 
 if TYPE_CHECKING:
-    from autoaccum.options import Options
+    from autoaccum.planning.plan_comparison import PlanRow
     from autoaccum.planning.plan_events import Event
 
 _CODE_INTERRUPTED = 128 + signal.SIGINT
@@ -208,11 +202,8 @@ def command(
         raise UsageError("--parallel fsdp2 shards over ranks, and there is one", hint="say how many (--world-size N)")
     if several or isinstance(request["world_size"], range):
         chosen = files | chosen | {"--savers show": shows_savers}
-        if isinstance(request["world_size"], range):
-            chosen["--mesh"] = request["mesh"]
-        if not several:
-            chosen |= {"--sort": sort, "--prices": prices}
-        _compare(workload, chosen, sort, prices, as_json=as_json, quiet=quiet, **request)
+        _check_table(chosen, request["gpu"], request["world_size"], request["mesh"], sort, prices)
+        _compare(workload, sort, prices, as_json=as_json, quiet=quiet, **request)
         return
     if sort is not None or prices is not None:
         flag = "--sort" if prices is None else "--prices"
@@ -228,7 +219,6 @@ def command(
         check_framework(
             framework, options.overrides | {"savers": options.savers}, parallel=options.parallel, mesh=options.mesh
         )
-        check_shares(framework, request["target_batch"], request["world_size"])
         request["ceiling"] |= has_coarse_parts(request["target_batch"] // request["world_size"])
     outputs = Outputs(files, framework=framework, force=force)
     request |= {"picture": plot is not None, "snapshot": snapshot is not None, "report": report is not None}
@@ -276,18 +266,36 @@ def _names_several(gpu: str | None) -> bool:
     return gpu is not None and ("," in gpu or gpu.strip().casefold() == "all")
 
 
-def _compare(
-    workload: str,
+def _check_table(
     chosen: dict[str, Any],
+    gpu: str | None,
+    size: int | range,
+    mesh: str | None,
     sort: str | None,
     prices: str | None,
-    *,
-    as_json: bool,
-    quiet: bool,
-    **request: Any,
 ) -> None:
-    """Show what several cards or numbers of ranks would train; `chosen` are flags that go with one plan only."""
+    """Refuse what goes with no table of cards or numbers of ranks; `chosen` are flags that go with one plan only."""
     from autoaccum.checks import check_alone
+
+    one, hint, text = "card", "give one name", f"--gpu {gpu}"
+    given = next((flag for flag, value in chosen.items() if value), None)
+    if isinstance(size, range) and not (_names_several(gpu) and given):
+        one, hint, text = "number of ranks", "give one number", f"--world-size {size[0]}..{size[-1]}"
+        of_cards = {} if _names_several(gpu) else {"--sort": sort, "--prices": prices}
+        given = given or next((flag for flag, value in {"--mesh": mesh, **of_cards}.items() if value), None)
+    if gpu is None:
+        raise UsageError(f"{text} compares numbers of ranks in a simulation", hint="name a card (--gpu NAME)")
+    if given is not None:
+        raise UsageError(f"{text} makes a table, and {given} goes with one {one}", hint=hint)
+    check_alone(text)
+    if sort == "cost" and prices is None:
+        raise UsageError("--sort cost needs the prices of cards", hint="give them (--prices FILE)")
+
+
+def _compare(
+    workload: str, sort: str | None, prices: str | None, *, as_json: bool, quiet: bool, **request: Any
+) -> None:
+    """Show what several cards or numbers of ranks would train; also what was found before an error."""
     from autoaccum.devices.simulated.cards import find_cards
     from autoaccum.planning.plan_comparison import CardPlans, choose_world_sizes, compare_plans, find_least
     from autoaccum.planning.plan_request import PlanRequest
@@ -306,49 +314,45 @@ def _compare(
     gpu, size = request["gpu"], request.pop("world_size")
     within = size if isinstance(size, range) else range(size, size + 1)
     several, ranged = _names_several(gpu), isinstance(size, range)
-    given = next((flag for flag, value in chosen.items() if value), None)
-    of_cards = several and given != "--mesh"
-    text = f"--gpu {gpu}" if of_cards else f"--world-size {within[0]}..{within[-1]}"
-    if gpu is None:
-        raise UsageError(f"{text} compares numbers of ranks in a simulation", hint="name a card (--gpu NAME)")
-    if given is not None:
-        one, hint = ("card", "give one name") if of_cards else ("number of ranks", "give one number")
-        raise UsageError(f"{text} makes a table, and {given} goes with one {one}", hint=hint)
-    check_alone(text)
     cards = {card.name: card for card in find_cards(gpu)}
-    known = {} if prices is None else read_prices(prices)
+    known, unknown = ({}, []) if prices is None else read_prices(prices)
     if prices is not None and not known.keys() & cards.keys():
         raise UsageError(f"{prices} has no price of {gpu}", hint="name a card that it has, or --gpu all")
-    if sort == "cost" and prices is None:
-        raise UsageError("--sort cost needs the prices of cards", hint="give them (--prices FILE)")
     options = _read_options(request | {"gpu": next(iter(cards)), "world_size": within[0]})
     fields = ("max_micro_batch", "max_trials", "ceiling", "micro_batch")
     asked = PlanRequest(request["target_batch"], options, **{name: request[name] for name in fields})
     stderr = make_console(stderr=True)
-    with Progress(stderr, quiet=quiet) as progress:
-        plans = CardPlans(
-            workload,
-            asked,
-            cards,
-            prices=known,
-            on_start=lambda card, ranks: progress.show(f"planning for {f'{ranks} x {card}' if ranged else card} ..."),
-            on_output=progress.print_output if stderr.can_redraw else None,
-        )
-        rows = compare_plans(
-            plans,
-            list(cards),
-            choose_world_sizes(within),
-            lambda row: progress.say(row_line(row, names_card=several, names_ranks=ranged), "dim"),
-        )
-        for text in table_warnings(rows):
-            progress.warn(text)
-    rows = sort_rows(rows, sort or ("cost" if prices is not None else None))
-    if as_json:
-        click.echo(plan_table_json(rows), nl=False)
-    elif several:
-        print_cards_table(make_console(), rows, names_ranks=ranged)
-    else:
-        print_ranks_table(make_console(), rows)
+    rows: list[PlanRow] = []
+
+    def listen(row: PlanRow) -> None:
+        rows.append(row)
+        progress.say(row_line(row, names_card=several, names_ranks=ranged), "dim")
+
+    try:
+        with Progress(stderr, quiet=quiet) as progress:
+            for text in unknown:
+                progress.warn(text)
+            plans = CardPlans(
+                workload,
+                asked,
+                cards,
+                prices=known,
+                on_start=lambda card, ranks: progress.show(
+                    f"planning for {f'{ranks} x {card}' if ranged else card} ..."
+                ),
+                on_output=progress.print_output if stderr.can_redraw else None,
+            )
+            rows = compare_plans(plans, list(cards), choose_world_sizes(within), listen)
+            for text in table_warnings(rows):
+                progress.warn(text)
+    finally:
+        rows = sort_rows(rows, sort or ("cost" if prices is not None else None))
+        if rows and as_json:
+            click.echo(plan_table_json(rows), nl=False)
+        elif rows and several:
+            print_cards_table(make_console(), rows, names_ranks=ranged)
+        elif rows:
+            print_ranks_table(make_console(), rows)
     if not find_least(rows):
         who = f"{within[0]} to {within[-1]} ranks" if ranged else "these cards"
         closest = max(rows, key=lambda row: (row.limit_bytes or 0, row.world_size))
@@ -405,10 +409,7 @@ def _show_savers(
 
 
 def _read_options(request: dict[str, Any]) -> Options:
-    from autoaccum.options import Options
-
-    known = {field.name for field in dataclasses.fields(Options)}
-    return Options.of("plan", {name: value for name, value in request.items() if name in known})
+    return Options.of("plan", {name: value for name, value in request.items() if name in taken_by("plan")})
 
 
 def _run_ranks(request: dict[str, Any]) -> bool:

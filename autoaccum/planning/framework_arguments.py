@@ -94,18 +94,6 @@ def check_framework(
         )
 
 
-def check_shares(framework: str, target_batch: int, world_size: int) -> None:
-    """Raise UsageError unless all ranks get as many samples of the target."""
-    share, left_over = divmod(target_batch, world_size)
-    if left_over:
-        near = [f"{each * world_size}" for each in (share, share + 1) if each]
-        raise UsageError(
-            f"{_name(framework)} gives each of {world_size} ranks as many samples, and would train with"
-            f" {' or '.join(near)} per update, not {target_batch}",
-            hint=f"take one of these as --target-batch, or {_OWN_STEP}",
-        )
-
-
 def has_coarse_parts(share: int) -> bool:
     """Return whether equal parts of `share` samples leave such gaps that the largest size that fits is worth knowing.
 
@@ -122,7 +110,6 @@ def framework_arguments(plan: Plan, framework: str) -> dict[str, Any]:
         UsageError: The framework cannot do what the plan does, or would train with another number of samples.
     """
     check_framework(framework, plan.workload, parallel=plan.parallel, mesh=plan.mesh)
-    check_shares(framework, plan.target_batch, plan.world_size)
     if {part for parts in plan.schedule.ranks for part in parts} != {plan.micro_batch}:
         ranks = f" x {plan.world_size} ranks" if plan.world_size > 1 else ""
         trained = plan.iter_size * plan.micro_batch * plan.world_size

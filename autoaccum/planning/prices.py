@@ -15,16 +15,17 @@ _COLUMNS = ("name", "per_hour")
 _FORM = "write a line `name,per_hour`, then one for each card, such as `rtx4090,0.69`"
 
 
-def read_prices(path: str | os.PathLike[str]) -> dict[str, float]:
-    """Read the price of an hour of each card, by the card's own name.
+def read_prices(path: str | os.PathLike[str]) -> tuple[dict[str, float], list[str]]:
+    """Read the price of an hour of each card, by the card's own name; and warnings of names that are no card's.
 
     Raises:
-        UsageError: The file cannot be read, has other columns, or a line has no card or no price above 0, or a card
+        UsageError: The file cannot be read, has other columns or no card, or a line has no price above 0, or a card
             that was there before.
     """
     from autoaccum.devices.simulated.cards import find_card
 
     prices: dict[str, float] = {}
+    unknown: list[str] = []
     for line, row in _read_rows(Path(path)):
         where = f"{path}, line {line}"
         if None in row or None in row.values():
@@ -32,7 +33,8 @@ def read_prices(path: str | os.PathLike[str]) -> dict[str, float]:
         try:
             name = find_card(row["name"]).name
         except UsageError as error:
-            raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
+            unknown.append(f"{where} is not used, {error}")
+            continue
         try:
             price = float(row["per_hour"])
         except ValueError:
@@ -43,8 +45,8 @@ def read_prices(path: str | os.PathLike[str]) -> dict[str, float]:
             raise UsageError(f"{where} has {name} again", hint="leave one price for each card")
         prices[name] = price
     if not prices:
-        raise UsageError(f"{path} has no prices", hint=_FORM)
-    return prices
+        raise UsageError(f"{path} has no prices of cards", hint=unknown[0] if unknown else _FORM)
+    return prices, unknown
 
 
 def _read_rows(path: Path) -> Iterator[tuple[int, dict[Any, Any]]]:

@@ -81,6 +81,18 @@ def test_the_table_is_shown_by_the_column_asked_for(folder: Path, command: Comma
     assert "error: none of 1 to 2 ranks trains the model: on rtx3060, micro-batch 1 does not fit" in done.stderr
 
 
+@pytest.mark.slow
+def test_an_error_comes_after_the_rows_that_are_done(folder: Path, command: Command) -> None:
+    (folder / "prices.csv").write_text("name,per_hour\nl4,1\nmy-card,2\n")
+    asking = 'if x.is_cuda and torch.cuda.get_device_capability() == (8, 6):\n        raise ValueError("not this one")'
+    (folder / "model.py").write_text(MODEL.replace("    return model(x)", f"    {asking}\n    return model(x)"))
+    done = command(folder, *ASKED, "l4,rtx3060", "--prices", "prices.csv", "-q")
+    assert done.returncode == 2
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:2]] == [["l4", "yes"]]
+    assert "warning: prices.csv, line 3 is not used, there is no 'my-card'" in done.stderr
+    assert done.stderr.endswith("in forward raised ValueError: not this one\n")
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -50,10 +50,7 @@ def test_a_target_with_few_divisors_is_exact_and_a_better_one_is_named(folder: P
         (("lightning", "--gpu", "h100", "--savers", "show"), "--savers show makes a table, and --for goes with a plan"),
         (("lightning", "--savers", "auto"), "Lightning does not know autoaccum's savers (auto)"),
         (("accelerate", "--batchnorm", "running"), 'accelerate has no batchnorm mode "running"'),
-        (
-            ("torchtitan", "--world-size", "3"),
-            "torchtitan gives each of 3 ranks as many samples, and would train with 6",
-        ),
+        (("torchtitan", "--world-size", "3"), "a target batch of 8 does not divide equally over 3 ranks: take 6"),
     ],
 )
 def test_refused_before_anything_runs(words: tuple[str, ...], text: str, folder: Path, command: Command) -> None:

@@ -13,7 +13,16 @@ from autoaccum.planning.prices import read_prices
 def test_prices_are_by_the_cards_own_names(tmp_path: Path) -> None:
     path = tmp_path / "prices.csv"
     path.write_bytes(b"\xef\xbb\xbfper_hour, name\r\n0.69, NVIDIA GeForce RTX 4090\r\n2, h100\r\n\r\n")
-    assert read_prices(path) == {"rtx4090": 0.69, "h100": 2.0}
+    assert read_prices(path) == ({"rtx4090": 0.69, "h100": 2.0}, [])
+
+
+def test_other_cards_keep_their_prices_beside_a_name_that_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "prices.csv"
+    path.write_text("name,per_hour\nt4,1\nt4x,1\na100,2\nh100,3\n")
+    prices, (unknown, several) = read_prices(path)
+    assert prices == {"t4": 1.0, "h100": 3.0}
+    assert f"{path}, line 3 is not used, there is no 't4x' among the 97 cards that can be simulated" in unknown
+    assert f"{path}, line 4 is not used, 'a100' is the name of 2 cards: write one of" in several
 
 
 @pytest.mark.parametrize(
@@ -21,9 +30,8 @@ def test_prices_are_by_the_cards_own_names(tmp_path: Path) -> None:
     [
         ("", "line 1 has nothing, and its columns must be name and per_hour: write a line `name,per_hour`"),
         ("name,price\nt4,1\n", "line 1 has name,price, and its columns must be name and per_hour"),
-        ("name,per_hour\n", "has no prices: write a line"),
-        ("name,per_hour\nt4,1\nt4x,1\n", "line 3: there is no 't4x' among the 97 cards that can be simulated"),
-        ("name,per_hour\na100,1\n", "line 2: 'a100' is the name of 2 cards: write one of"),
+        ("name,per_hour\n", "has no prices of cards: write a line"),
+        ("name,per_hour\na100,1\n", "has no prices of cards: "),
         ("name,per_hour\nt4,\n", "line 2: per_hour is '': give a number above 0, such as 0.69"),
         ("name,per_hour\nt4,$0.35\n", "line 2: per_hour is '$0.35'"),
         ("name,per_hour\nt4,-1\n", "line 2: per_hour is '-1'"),
