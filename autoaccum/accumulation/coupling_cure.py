@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from autoaccum.errors import WorkloadError, first_line
 from autoaccum.options import BatchNormMode
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.model_copies import cast_batch, copy_module, copy_objective, fixed_seeds
-from autoaccum.workload.objective import Objective, with_coupling
-from autoaccum.workload.recalled_outputs import take_apart
+from autoaccum.workload.objective import CoupledLoss, Objective, with_coupling
 
 _TOLERANCE, _NARROW_TOLERANCE = 1e-9, 1e-4
 """Differences of gradients due to rounding, relative to the largest entry: in float64, and in other precisions."""
@@ -122,3 +121,33 @@ def _gradients(
     with fixed_seeds(), neutral_rng():
         accumulator.step(cast_batch(batch, None))
     return seen
+
+
+def take_apart(loss: Callable[[nn.Module, Any], Any]) -> CoupledLoss:
+    """Return `loss` as a coupled loss: the outputs are what the model returns where the loss calls it, once."""
+    models: list[nn.Module] = []
+
+    def outputs(model: nn.Module, batch: Any) -> Any:
+        models[:] = [model]
+        called = _Called(model)
+        loss(called, batch)  # type: ignore[arg-type]
+        if len(called.outputs) != 1:
+            raise WorkloadError(f"the loss calls the model {len(called.outputs)} times for a batch, not once")
+        return called.outputs[0]
+
+    return CoupledLoss(outputs, lambda found, batch: loss(_Called(models[0], found), batch))  # type: ignore[arg-type]
+
+
+class _Called:
+    """Stands for a model and keeps what its calls return; with `recalled`, a call returns that and runs nothing."""
+
+    def __init__(self, model: nn.Module, *recalled: Any) -> None:
+        self._model, self._recalled = model, recalled
+        self.outputs: list[Any] = []
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        self.outputs.append(self._recalled[0] if self._recalled else self._model(*inputs, **named))
+        return self.outputs[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)

@@ -297,9 +297,8 @@ def _compare(
 ) -> None:
     """Show what several cards or numbers of ranks would train; also what was found before an error."""
     from autoaccum.devices.simulated.cards import find_cards
-    from autoaccum.planning.plan_comparison import CardPlans, choose_world_sizes, compare_plans, find_least
+    from autoaccum.planning.plan_comparison import CardPlans, choose_world_sizes, compare_plans, find_least, read_prices
     from autoaccum.planning.plan_request import PlanRequest
-    from autoaccum.planning.prices import read_prices
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.plan_table import (
         plan_table_json,
@@ -381,7 +380,7 @@ def _show_savers(
     from autoaccum.reporting.console import make_console
     from autoaccum.reporting.figures.file_format import picture_format
     from autoaccum.reporting.plan_report import PlanProgress
-    from autoaccum.reporting.savers_report import print_savers, savers_json
+    from autoaccum.reporting.plan_table import print_savers, savers_json
 
     if request["gpu"] is None:
         raise UsageError("--savers show compares sets of savers in a simulation", hint="name a card (--gpu NAME)")

@@ -19,8 +19,11 @@ from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
-from autoaccum.accumulation.savers.activation_checkpointing import batchnorms_updated_twice, list_modules
-from autoaccum.accumulation.savers.recompute import trained_blocks
+from autoaccum.accumulation.savers.activation_checkpointing import (
+    batchnorms_updated_twice,
+    list_modules,
+    trained_blocks,
+)
 from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.update import StorageRecorder

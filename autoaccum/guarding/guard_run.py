@@ -35,10 +35,9 @@ from autoaccum.guarding.guard_result import (
     Verdict,
 )
 from autoaccum.guarding.lock import read_lock, write_lock
-from autoaccum.guarding.lost_savers import find_lost
 from autoaccum.guarding.measuring import measure
 from autoaccum.guarding.project import Project, select_cases
-from autoaccum.guarding.verdict import compare
+from autoaccum.guarding.verdict import compare, find_lost
 
 
 def guard(

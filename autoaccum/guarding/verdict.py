@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autoaccum.devices.simulated.allocator.caching_allocator import LARGE_SEGMENT_BYTES
@@ -12,9 +12,10 @@ from autoaccum.errors import NotMeasuredError
 from autoaccum.guarding.cases import Case
 from autoaccum.guarding.growth import find_growths
 from autoaccum.guarding.guard_result import Growth, LostSavers, Measurement, Outcome, Tolerance, Verdict
-from autoaccum.guarding.lost_savers import find_lost
 from autoaccum.guarding.measuring import describe_shortfall
+from autoaccum.options import RECOMPUTE
 from autoaccum.units import percent, precise_bytes, signed_bytes
+from autoaccum.workload.module_names import compact_names, expand_name
 
 _ROUNDING = 1e-9
 _MOST_CAUSES, _LITTLE = 3, 0.1
@@ -257,3 +258,23 @@ def _cause_phrases(before: Measurement, now: Measurement, growths: Sequence[Grow
 
 def _change(grown: int, before: int) -> str:
     return f"{signed_bytes(grown)} ({percent(grown, before, sign=True)})"
+
+
+def find_lost(before: Measurement, now: Measurement) -> LostSavers | None:
+    """Return what took less memory before and is not in use now, or for fewer blocks; None if nothing is lost."""
+    savers = [word for word in before.savers if word not in now.savers]
+    if _recomputed_blocks(before.savers) <= _recomputed_blocks(now.savers):
+        savers = [word for word in savers if not word.startswith(RECOMPUTE)]
+    were, are = ([name for one in each.recomputed for name in expand_name(one)] for each in (before, now))
+    # Where as many run again as before, they have other names.
+    is_own = len(are) < len(were) and not any(word.startswith(RECOMPUTE) for word in savers)
+    modules = [name for name in were if name not in are] if is_own else []
+    if not savers and not modules:
+        return None
+    return LostSavers(savers=tuple(savers), modules=tuple(pattern for pattern, _ in compact_names(modules)))
+
+
+def _recomputed_blocks(savers: Iterable[str]) -> float:
+    """Return how many blocks are recomputed: 0 for none, infinity for all."""
+    numbers = [word.partition("=")[2] for word in savers if word.startswith(RECOMPUTE)]
+    return max((int(number) if number else math.inf for number in numbers), default=0)

@@ -213,7 +213,7 @@ def _wrapped(text: str, first: str = "", later: str = "") -> str:
 
 
 def _recomputed(plan: Plan, recipe: Mapping[str, Any]) -> str:
-    """Return code for the list of the blocks to recompute, evenly spread as `savers.recompute` takes them; or none."""
+    """Return code for the list of the blocks to recompute, evenly spread as `Recompute` takes them; or none."""
     words = [word for word in plan.workload.get("savers") or () if word.startswith(RECOMPUTE)]
     if not words:
         return ""

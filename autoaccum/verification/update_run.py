@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import add_up, autocast, has_weight
 from autoaccum.accumulation.batchnorm import find_batchnorms
+from autoaccum.accumulation.coupling_cure import take_apart
 from autoaccum.accumulation.first_step_checks import disable_load_balancing
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import tensor_hooks
@@ -34,7 +35,6 @@ from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.objective import Objective, match_weights, with_coupling
 from autoaccum.workload.pytree import unwrap_batch
-from autoaccum.workload.recalled_outputs import take_apart
 from autoaccum.workload.tracebacks import user_code
 
 Begin: TypeAlias = Callable[[int, Iterable[Generator]], None]

@@ -15,7 +15,7 @@ from autoaccum.cli import main
 from autoaccum.planning.saver_choice import format_savers
 from autoaccum.planning.saver_table import SaverTable
 from autoaccum.reporting.console import make_console
-from autoaccum.reporting.savers_report import print_savers
+from autoaccum.reporting.plan_table import print_savers
 from autoaccum.serialization import read_record
 
 MODEL = blocks_source(3, hidden=512, length=1024, width=128)

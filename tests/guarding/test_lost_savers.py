@@ -13,9 +13,8 @@ from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import LostSavers, Tolerance, Verdict
 from autoaccum.guarding.guard_run import guard
 from autoaccum.guarding.lock import read_lock
-from autoaccum.guarding.lost_savers import find_lost
 from autoaccum.guarding.project import Project
-from autoaccum.guarding.verdict import compare
+from autoaccum.guarding.verdict import compare, find_lost
 from autoaccum.reporting.guard_github import report_markdown
 from autoaccum.reporting.guard_report import report_text
 from autoaccum.units import precise_bytes

@@ -21,8 +21,7 @@ from autoaccum.accumulation.whole_batch.host_storage import HostStorage
 from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
 from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
 from autoaccum.accumulation.whole_batch.lockstep import Lockstep
-from autoaccum.accumulation.whole_batch.rank_meetings import RankMeetings
-from autoaccum.accumulation.whole_batch.rank_outputs import RankOutputs
+from autoaccum.accumulation.whole_batch.rank_meetings import RankMeetings, RankOutputs
 from autoaccum.errors import UsageError
 from autoaccum.options import BatchNormMode
 from autoaccum.workload import pytree

@@ -1,17 +1,24 @@
-"""Meetings of one update's parts with those of other ranks: the tensors of all ranks, forward and backward."""
+"""Meetings of one update's parts with those of other ranks: tensors, forward and backward, and outputs for a loss."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from autoaccum.accumulation.ranks.group import Ranks
-from autoaccum.errors import WorkloadError
+from autoaccum.accumulation.ranks.group import Ranks, TensorPickler
+from autoaccum.accumulation.rng_state import RngState, capture_rng_state, initialized_cuda_devices, restore_rng_state
+from autoaccum.errors import WorkloadError, first_line
+from autoaccum.workload import pytree
+from autoaccum.workload.pytree import CustomBatch
 
 Shares: TypeAlias = list[tuple[Any, list[Tensor]]]
 """The note and the tensors of each rank that has parts."""
@@ -102,3 +109,103 @@ def check_places(places: Sequence[str]) -> None:
             f"a part of the batch is at {places[0]} while another is at {other}, so that they cannot be joined",
             hint="let every part run the same layers in the same order",
         )
+
+
+class RankOutputs:
+    """Sends outputs of parts of the batch to all ranks, and takes theirs.
+
+    A view of a parameter or buffer arrives as that of the receiver's own, so that it is known for one.
+    """
+
+    def __init__(self, ranks: Ranks, model: nn.Module, device: torch.device) -> None:
+        self._ranks, self._device = ranks, device
+        self._kept = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
+
+    def gather(
+        self, outputs: Sequence[Any], sizes: Sequence[int], batches: Sequence[Any]
+    ) -> tuple[list[Any], list[int], list[Any]]:
+        """Return the outputs and sizes of all ranks' parts, and what the loss reads of their batches, in order.
+
+        This rank's outputs are those given.
+
+        Raises:
+            WorkloadError: The outputs cannot be sent, or the workload splits its batches itself.
+        """
+        if any(isinstance(batch, CustomBatch) for batch in batches):
+            raise WorkloadError(
+                "the loss reads batches with a split(batch, sizes) of their own, which cannot be joined over ranks",
+                hint="return what it reads of them from outputs(model, batch)",
+            )
+        self.check_constants(outputs)
+        rows = self._ranks.gather((self._pack((list(outputs), list(batches))), list(sizes)))
+        outputs_of, batches_of = zip(*(self._unpack(packed) for packed, _ in rows), strict=True)
+        all_outputs = [
+            one for rank, each in enumerate(outputs_of) for one in (outputs if rank == self._ranks.rank else each)
+        ]
+        return all_outputs, [size for _, each in rows for size in each], [one for each in batches_of for one in each]
+
+    def from_first(self, run: Callable[[], Any] | None) -> Any:
+        """Return what `run` returns on the first rank that can run it."""
+        rows = self._ranks.gather(None if run is None else self._pack(run()))
+        return self._unpack(next(row for row in rows if row is not None))
+
+    @contextmanager
+    def same_random_numbers(self) -> Iterator[None]:
+        """Draw rank 0's random numbers within, and leave the generators of the others as they were."""
+        devices, is_first = initialized_cuda_devices(), self._ranks.rank == 0
+        states = self._ranks.gather(capture_rng_state(devices) if is_first else None)
+        before = None if is_first else RngState(devices)
+        try:
+            if not is_first:
+                restore_rng_state(states[0] or {}, devices)
+            yield
+        finally:
+            if before is not None:
+                before.restore()
+
+    def check_constants(self, outputs: Sequence[Any], batch: Any = None) -> None:
+        """Raise WorkloadError if two of the `outputs` share a tensor, as no rows do, not of model or `batch`."""
+        known = {tensor.untyped_storage()._cdata for tensor in (*self._kept, *pytree.tensors(batch))}
+        places = ({_place(one) for one in pytree.tensors(part) if one.ndim} for part in outputs)
+        seen = Counter(place for part in places for place in part if place[0] not in known)
+        if any(count > 1 for count in seen.values()):
+            raise WorkloadError(
+                "an output is one tensor for all parts of the batch, and other ranks do not know it as that",
+                hint="make it a buffer of the model (register_buffer), or use it in the loss without returning it",
+            )
+
+    def _pack(self, structure: Any) -> bytes:
+        stream = io.BytesIO()
+        storages = {tensor.untyped_storage()._cdata: index for index, tensor in enumerate(self._kept)}
+
+        def persistent_id(node: Any) -> Any:
+            if not isinstance(node, Tensor):
+                return None
+            index = storages.get(node.untyped_storage()._cdata) if node.layout is torch.strided else None
+            return node if index is None else (index, node.shape, node.stride(), node.storage_offset())
+
+        pickler = TensorPickler(stream, 5)
+        pickler.persistent_id = persistent_id  # type: ignore[method-assign]
+        try:
+            pickler.dump(structure)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise WorkloadError(
+                f"outputs or a batch cannot be sent to other ranks ({first_line(error)})",
+                hint="give tensors in tuples, lists and dicts",
+            ) from None
+        return stream.getvalue()
+
+    def _unpack(self, data: bytes) -> Any:
+        def persistent_load(one: Any) -> Tensor:
+            if isinstance(one, Tensor):
+                return one.to(self._device)
+            kept, *view = one
+            return torch.as_strided(self._kept[kept], *view)
+
+        unpickler = pickle.Unpickler(io.BytesIO(data))
+        unpickler.persistent_load = persistent_load  # type: ignore[method-assign]
+        return unpickler.load()
+
+
+def _place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape

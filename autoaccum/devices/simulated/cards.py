@@ -11,10 +11,11 @@ from __future__ import annotations
 import csv
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import TypeVar
 
 from autoaccum.devices.card_memory import CardMemory
 from autoaccum.devices.update_cost import CardRates
@@ -299,3 +300,48 @@ def context_memory(card: Card) -> ContextMemory:
         band += start // _ESTIMATE_ERROR_DIVISOR
         source = "estimated: 2 KiB for each thread that can be resident, as reported for three cards"
     return ContextMemory(start_bytes=start, modules_bytes=modules, band_bytes=band, source=source, measured=measured)
+
+
+T = TypeVar("T")
+
+
+class CardInUse:
+    """A card that is asked for what a trace depends on, and the other cards that would have answered alike.
+
+    The traces of all of these are the same: what a kernel takes beside its tensors is a rule in a trace, and worked out
+    for each card when the trace is replayed.
+
+    Attributes:
+        card: The card.
+        alike: The other cards whose answers are the same so far, in order.
+        was_asked_by_code: Whether code has asked that may keep the answer, such as the workload or a library; kernels
+            of the simulation ask with each call.
+
+    Args:
+        card: The card.
+        others: The cards that may share its traces.
+    """
+
+    def __init__(self, card: Card, others: Iterable[Card] = ()) -> None:
+        self.was_asked_by_code = False
+        self.switch(card, others)
+
+    def switch(self, card: Card, others: Iterable[Card]) -> None:
+        """Simulate another card from now on, which code that has asked before would not notice."""
+        self.card, self.alike = card, list(others)
+
+    def answer(self, question: Callable[[Card], T]) -> T:
+        """Answer a question of code, which may keep the answer."""
+        self.was_asked_by_code = True
+        answer = question(self.card)
+        self.alike = [card for card in self.alike if question(card) == answer]
+        return answer
+
+    def choose(self, kernel: Callable[[Card], T]) -> T:
+        """Return the kernel that is chosen by a card's capability, and by nothing else of the card."""
+        chosen = kernel(self.card)
+        by_capability = {card.capability: card for card in self.alike}
+        others = {capability for capability, card in by_capability.items() if kernel(card) != chosen}
+        if others:
+            self.alike = [card for card in self.alike if card.capability not in others]
+        return chosen

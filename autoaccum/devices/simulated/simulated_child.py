@@ -33,8 +33,7 @@ from autoaccum.devices.inspection import (
     find_least_size,
     probe_size,
 )
-from autoaccum.devices.simulated.card_in_use import CardInUse
-from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.cards import Card, CardInUse
 from autoaccum.devices.simulated.explain.suggested_changes import apply_change, suggest_changes
 from autoaccum.devices.simulated.simulation_requests import (
     ChangedTrace,

@@ -107,7 +107,7 @@ def _cure_loss(
 ) -> tuple[Cause, ...]:
     """Try what cures a coupled loss among `causes`: one computation of the loss from the outputs of all parts.
 
-    A `loss(model, batch)` is taken apart for it, where it calls the model once (`recalled_outputs`).
+    A `loss(model, batch)` is taken apart for it, where it calls the model once (`coupling_cure.take_apart`).
     """
     loss = next((cause for cause in causes if cause.kind == "coupled loss" and not cause.proved), None)
     if loss is None or experiment.method == "accumulate" or experiment.is_coupled:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoaccum.devices.simulated.card_in_use import CardInUse
-from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.cards import Card, CardInUse
 from autoaccum.devices.simulated.torch_patches import cudnn_version, is_strictly_deterministic, torch_release
 
 Kernel: TypeAlias = Literal["math", "flash", "efficient", "cudnn"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoaccum.devices.simulated.card_in_use import CardInUse
+from autoaccum.devices.simulated.cards import CardInUse
 from autoaccum.devices.simulated.operators import (
     attention,
     attention_workspace,

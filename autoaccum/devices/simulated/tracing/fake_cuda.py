@@ -14,8 +14,7 @@ from uuid import NAMESPACE_URL, uuid5
 
 import torch
 
-from autoaccum.devices.simulated.card_in_use import CardInUse
-from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.cards import Card, CardInUse
 from autoaccum.devices.simulated.torch_patches import cudnn_version, patched
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.streams import stream_answers

@@ -24,7 +24,7 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
 from autoaccum.devices.simulated.trace_records import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
 from autoaccum.devices.simulated.tracing.call_stacks import CallStacks
-from autoaccum.devices.simulated.tracing.rank_purposes import RankPurposes, unsharded_gradients
+from autoaccum.devices.simulated.tracing.one_rank import RankPurposes, unsharded_gradients
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.trial_run import TrialRun
 

@@ -19,15 +19,13 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.devices.simulated.card_in_use import CardInUse
-from autoaccum.devices.simulated.cards import Card
+from autoaccum.devices.simulated.cards import Card, CardInUse
 from autoaccum.devices.simulated.operators.registry import install_kernels
 from autoaccum.devices.simulated.torch_patches import Patches, compiler_unloaded, patch_hashes, patched, torch_release
 from autoaccum.devices.simulated.tracing import autocast
 from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
-from autoaccum.devices.simulated.tracing.parameter_classes import patch_parameter_classes
-from autoaccum.devices.simulated.tracing.placement import convert_module, patch_torch_load
+from autoaccum.devices.simulated.tracing.placement import convert_module, patch_parameter_classes, patch_torch_load
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.value_reads import (
     calling_torch_module,
