@@ -120,6 +120,21 @@ def test_a_share_is_not_rounded_to_half_precision() -> None:
     assert result.grad_norm == pytest.approx(1.0, abs=1e-6)
 
 
+def test_a_part_in_which_one_of_two_terms_counts_nothing() -> None:
+    model = nn.Linear(1, 1, bias=False).bfloat16()
+    optimizer = sgd(model, 0.0)
+    accumulator = Accumulator(
+        model,
+        optimizer,
+        lambda m, b: {"all": m(b).mean(), "above one": m(b[b > 1.5, None]).mean()},
+        weight=lambda b: {"all": len(b), "above one": int((b > 1.5).sum())},
+        micro_batch=1,
+        clip_norm=math.inf,
+    )
+    batch = torch.tensor([[1.0], [1.0], [2.0]], dtype=torch.bfloat16)
+    assert accumulator.step(batch).grad_norm == pytest.approx(4 / 3 + 2, rel=4e-3)
+
+
 class Tied(nn.Module):
     def __init__(self, use_reentrant: bool | None) -> None:
         super().__init__()

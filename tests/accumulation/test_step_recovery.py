@@ -307,3 +307,25 @@ def test_a_rollback_that_fails_ends_training() -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
     with pytest.raises(UpdateInterrupted, match="load a checkpoint"):
         accumulator.step((torch.ones(4, 3), torch.ones(4, 3)))
+
+
+class Interrupted(torch.amp.GradScaler):
+    interrupts = 1
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.interrupts -= 1
+        if self.interrupts == 0:
+            raise KeyboardInterrupt
+        super().load_state_dict(state_dict)
+
+
+def test_a_rollback_that_is_interrupted_is_made_again() -> None:
+    model = nn.Sequential(nn.Dropout(), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters())
+    scaler = Interrupted("cpu")
+    accumulator = Accumulator(model, optimizer, CRITERION, micro_batch=2, precision="fp16", scaler=scaler)
+    before = state_digest(model, optimizer)
+    with pytest.raises(KeyboardInterrupt):
+        accumulator.step((torch.ones(4, 5), torch.ones(4, 3)))
+    assert state_digest(model, optimizer) == before
+    assert not accumulator.is_interrupted
