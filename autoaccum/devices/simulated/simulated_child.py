@@ -48,11 +48,10 @@ from autoaccum.devices.simulated.simulation_requests import (
     UseCard,
 )
 from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
-from autoaccum.devices.simulated.tracing.call_stacks import CallStacks
 from autoaccum.devices.simulated.tracing.cost_counter import CostCounter
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
-from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
+from autoaccum.devices.simulated.tracing.labelling import BlockLabeller, CallStacks
 from autoaccum.devices.simulated.tracing.one_rank import prepare_ranks, simulate_ranks
 from autoaccum.devices.simulated.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
 from autoaccum.devices.simulated.tracing.recorder import OnAllocation
