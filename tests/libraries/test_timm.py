@@ -22,7 +22,7 @@ MIXUP_AND_LAMB = """
     soft_target = SoftTargetCrossEntropy()
 
     def model():
-        return timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10)
+        return timm.create_model("test_vit", img_size=32, num_classes=10)
 
     def batch(size):
         return torch.randn(size, 3, 32, 32), torch.randint(0, 10, (size,))
@@ -38,11 +38,11 @@ MIXUP_AND_LAMB = """
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_mixup_and_lamb_are_planned_for_a_card_in_even_micro_batches(write_workload: Callable[[str], str]) -> None:
-    plan = autoaccum.plan(write_workload(MIXUP_AND_LAMB), target_batch=64, gpu="rtx3090", max_micro_batch=24)
+    plan = autoaccum.plan(write_workload(MIXUP_AND_LAMB), target_batch=32, gpu="rtx3090", max_micro_batch=12)
 
     assert plan.kind == "predicted"
     assert plan.multiple_of == 2
-    assert sum(plan.micro_batches) == 64
+    assert sum(plan.micro_batches) == 32
     assert all(part % 2 == 0 for part in plan.micro_batches)
 
 
@@ -50,7 +50,7 @@ def test_mixup_and_lamb_are_planned_for_a_card_in_even_micro_batches(write_workl
 def test_a_detector_is_trained_without_a_word_on_what_it_keeps() -> None:
     torch.manual_seed(0)
     detector = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(
-        weights=None, weights_backbone=None, num_classes=3
+        weights=None, weights_backbone=None, num_classes=3, min_size=64, max_size=64, box_batch_size_per_image=16
     ).train()
 
     def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_a_detector_is_trained_without_a_word_on_what_it_keeps() -> None:
 
 def test_a_network_of_timm_is_put_back_by_a_plan_in_place() -> None:
     torch.manual_seed(0)
-    model = timm.create_model("resnet10t", num_classes=4)
+    model = timm.create_model("test_resnet", num_classes=4)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
     def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:

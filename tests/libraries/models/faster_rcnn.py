@@ -3,23 +3,23 @@
 import torch
 from torch import nn
 from torchvision.models.detection import FasterRCNN
+from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
 from torchvision.models.detection.rpn import AnchorGenerator
 from torchvision.ops import MultiScaleRoIAlign
 
 
 def model():
-    features = nn.Sequential(
-        nn.Conv2d(3, 16, 3, 4, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 4, 1), nn.ReLU(), nn.Conv2d(32, 32, 3, 1, 1)
-    )
-    features.out_channels = 32
+    features = nn.Sequential(nn.Conv2d(3, 8, 3, 4, 1), nn.ReLU(), nn.Conv2d(8, 8, 3, 4, 1))
+    features.out_channels = 8
     return FasterRCNN(
         features,
-        num_classes=3,
         min_size=64,
         max_size=64,
         rpn_anchor_generator=AnchorGenerator(((16, 32),), ((0.5, 1.0, 2.0),)),
-        box_roi_pool=MultiScaleRoIAlign(["0"], 7, 2),
-        rpn_post_nms_top_n_train=50,
+        box_roi_pool=MultiScaleRoIAlign(["0"], 3, 2),
+        box_head=TwoMLPHead(8 * 3 * 3, 16),
+        box_predictor=FastRCNNPredictor(16, 3),
+        rpn_post_nms_top_n_train=20,
     )
 
 

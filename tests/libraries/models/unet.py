@@ -10,7 +10,7 @@ noising = DDPMScheduler(num_train_timesteps=100)
 
 def model():
     return UNet2DConditionModel(
-        sample_size=16,
+        sample_size=8,
         block_out_channels=(32,),
         layers_per_block=1,
         down_block_types=("CrossAttnDownBlock2D",),
@@ -21,7 +21,7 @@ def model():
 
 
 def batch(size):
-    return {"latents": torch.randn(size, 4, 16, 16), "text": torch.randn(size, 7, 32)}
+    return {"latents": torch.randn(size, 4, 8, 8), "text": torch.randn(size, 7, 32)}
 
 
 def loss(model, batch):
