@@ -43,7 +43,7 @@ class Outputs:
         force: Overwrite what is there.
 
     Attributes:
-        written: What there is now, by what `print_plan` calls it.
+        written: The files that are there now, by option.
     """
 
     def __init__(self, files: Mapping[str, str | None], *, framework: str | None = None, force: bool) -> None:
@@ -96,26 +96,22 @@ class Outputs:
 
     def write(self, plan: Plan, seconds: float | None = None) -> None:
         """Write all of a plan, which took so many seconds, also where one fails; then raise the first error."""
-        writers: dict[str, tuple[str, Callable[[Plan, Path], None]]] = {
-            "-o": ("kept", self._write_plan),
-            "--emit": ("emitted", self._write_step),
-            "--plot": ("pictured", self._write_picture),
-            "--snapshot": ("snapshot", self._write_snapshot),
-            "--report": ("reported", partial(self._write_page, seconds=seconds)),
+        writers: dict[str, Callable[[Plan, Path], None]] = {
+            "-o": lambda plan, file: plan.save(file, force=self._force),
+            "--emit": self._write_step,
+            "--plot": self._write_picture,
+            "--snapshot": self._write_snapshot,
+            "--report": partial(self._write_page, seconds=seconds),
         }
         failed: list[Exception] = []
         for option, file in self._asked.items():
-            name, write = writers[option]
             try:
-                write(plan, Path(file))
-                self.written[name] = Path(file)
+                writers[option](plan, Path(file))
+                self.written[option] = Path(file)
             except Exception as error:
                 failed.append(error)
         if failed:
             raise failed[0]
-
-    def _write_plan(self, plan: Plan, file: Path) -> None:
-        plan.save(file, force=self._force)
 
     def _write_step(self, plan: Plan, file: Path) -> None:
         from autoaccum.files import write_text

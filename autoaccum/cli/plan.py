@@ -250,7 +250,7 @@ def command(
         outputs.write(found, offer["seconds"])
     except BaseException:
         # The trials took their time: what they found is shown even where it cannot be kept.
-        print_plan(stderr, found, **offer | outputs.written)
+        print_plan(stderr, found, written=outputs.written, **offer)
         raise
     if as_json:
         for warning in found.warnings:
@@ -259,7 +259,7 @@ def command(
         return
     if not quiet:
         stderr.print()
-    print_plan(make_console(), found, **offer | outputs.written)
+    print_plan(make_console(), found, written=outputs.written, **offer)
 
 
 def _names_several(gpu: str | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -34,6 +34,14 @@ _MODES = {
     "exact": "exact: normalises by the whole effective batch",
 }
 _MICRO_BATCHES = {"each": "each micro-batch", "last": "the last micro-batch"}
+_WRITTEN = {
+    "-o": "kept in {}",
+    "--emit": "train without autoaccum: {} is the step in plain PyTorch",
+    "--plot": "picture in {}",
+    "--snapshot": "snapshot in {}: open it at https://pytorch.org/memory_viz",
+    "--report": "report in {}",
+}
+_TRIALS_ONLY = ", of the trials only: where memory goes is known for cards"
 _KEPT = {
     "outputs": "the last micro-batch's outputs and loss, held until the next ones exist",
     "ema": "an average of the weights (EMA)",
@@ -45,11 +53,7 @@ def print_plan(
     plan: Plan,
     *,
     command: Sequence[str],
-    kept: Path | None = None,
-    emitted: Path | None = None,
-    pictured: Path | None = None,
-    snapshot: Path | None = None,
-    reported: Path | None = None,
+    written: Mapping[str, Path],
     name: str = "plan.json",
     seconds: float | None = None,
     verbose: bool = False,
@@ -60,15 +64,12 @@ def print_plan(
         console: The console.
         plan: The plan.
         command: The command that made it, to be suggested again with `-o`.
-        kept: The file of the plan, if it was written.
-        emitted: The file of the training step, if it was written.
-        pictured: The file of the picture, if it was written.
-        snapshot: The file of the snapshot, if it was written.
-        reported: The file of the page, if it was written.
+        written: The files that were written, by the flags that name them.
         name: A new file name to suggest for `-o`.
         seconds: The time that planning took, if it was just made.
         verbose: Print everything.
     """
+    kept = written.get("-o")
     print_rows(console, answer_rows(plan, kept))
     if verbose:
         print_rows(console, detail_rows(plan, seconds))
@@ -76,17 +77,9 @@ def print_plan(
             print_table(console, speeds_table(plan.throughput))
     messages = [*(("warning", text) for text in plan.warnings), *(("note", text) for text in plan.notes)]
     print_messages(console, messages, verbose=verbose)
-    if kept is not None:
-        console.print(f"kept in {kept}", soft_wrap=True)
-    if emitted is not None:
-        console.print(f"train without autoaccum: {emitted} is the step in plain PyTorch", soft_wrap=True)
-    if pictured is not None:
-        alone = ", of the trials only: where memory goes is known for cards" if plan.device.get("kind") == "cpu" else ""
-        console.print(f"picture in {pictured}{alone}", soft_wrap=True)
-    if snapshot is not None:
-        console.print(f"snapshot in {snapshot}: open it at https://pytorch.org/memory_viz", soft_wrap=True)
-    if reported is not None:
-        console.print(f"report in {reported}", soft_wrap=True)
+    for flag, file in written.items():
+        alone = flag == "--plot" and plan.device.get("kind") == "cpu"
+        console.print(_WRITTEN[flag].format(file) + (_TRIALS_ONLY if alone else ""), soft_wrap=True)
     if plan.explanation is not None:
         console.print()
         print_explanation(console, plan.explanation, plan.peak_bytes if plan.kind == "measured" else None)

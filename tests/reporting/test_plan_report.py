@@ -60,10 +60,11 @@ def predicted(**changes: Any) -> Plan:
     return make_plan(**known, **{"device": {"name": "rtx3090 (simulated)", **card}, **changes})
 
 
-def draw(plan: Plan, *, width: int = 100, kept: Path | None = None, color: bool = False, **options: Any) -> str:
+def draw(plan: Plan, *, width: int = 100, kept: str | None = None, color: bool = False, **options: Any) -> str:
     file = io.StringIO()
     console = make_console(file=file, width=width, force_terminal=color, color_system="standard" if color else None)
-    print_plan(console, plan, command=COMMAND, kept=kept, **options)
+    written = ({} if kept is None else {"-o": Path(kept)}) | options.pop("written", {})
+    print_plan(console, plan, command=COMMAND, written=written, **options)
     return file.getvalue()
 
 
@@ -143,11 +144,11 @@ def test_says_how_it_is(plan: Plan, text: str) -> None:
 
 
 def test_names_what_was_written() -> None:
-    text = draw(make_plan(), kept=Path("plan.json"), emitted=Path("train_step.py"), pictured=Path("memory.svg"))
+    text = draw(make_plan(), kept="plan.json", written={"--emit": "train_step.py", "--plot": "memory.svg"})
     assert "kept in plan.json\n" in text
     assert "train without autoaccum: train_step.py is the step in plain PyTorch\n" in text
     assert "\npicture in memory.svg\n" in text
-    of_cpu = draw(make_plan(device={"name": "cpu", "kind": "cpu"}), pictured=Path("memory.svg"))
+    of_cpu = draw(make_plan(device={"name": "cpu", "kind": "cpu"}), written={"--plot": "memory.svg"})
     assert "\npicture in memory.svg, of the trials only: where memory goes is known for cards\n" in of_cpu
 
 
