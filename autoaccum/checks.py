@@ -30,10 +30,14 @@ def read_count(value: Any, name: str, *, least: int = 1, error: type[AutoaccumEr
 
 def read_seconds(value: Any, name: str) -> float:
     """Return `value` as a float; raise UsageError unless it is a finite number of seconds above 0."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value <= 0:
+    if not is_positive(value) or math.isinf(value):
         raise UsageError(f"{name} is {value!r}", hint="give a number of seconds above 0")
     return float(value)
+
+
+def is_positive(value: Any) -> bool:
+    """Return whether `value` is a number above 0, infinity included."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def check_flag(value: Any, name: str) -> None:

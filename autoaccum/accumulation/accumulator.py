@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from autoaccum.accumulation.argument_checks import (
     check_model,
     check_optimizer,
     check_plan,
-    check_precision,
     check_scheduler,
     checked_micro_batch,
     choose_ceiling,
@@ -57,8 +56,9 @@ from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, join_parts
+from autoaccum.checks import check_word
 from autoaccum.errors import UsageError
-from autoaccum.options import AccumulateIn, BatchNormMode, Joining, Reduce, read_accumulate_in, read_savers
+from autoaccum.options import AccumulateIn, BatchNormMode, Joining, Precision, Reduce, read_accumulate_in, read_savers
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
 from autoaccum.workload.objective import Weights, read_coupled_loss, with_coupling
 
@@ -197,7 +197,7 @@ class Accumulator:
             self._multiple_of = checked_micro_batch(multiple_of, what="multiple_of")
         self.micro_batch = choose_ceiling(plan, micro_batch)
         chosen = choose_option(plan, "precision", precision, "fp32")
-        check_precision(chosen)
+        check_word(chosen, "precision", get_args(Precision))
         objective = choose_objective(
             read_coupled_loss(loss, outputs, coupled_loss),
             criterion=criterion,

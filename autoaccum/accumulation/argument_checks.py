@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -16,12 +15,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.ranks.group import world_size
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, model_class, reshard
-from autoaccum.checks import read_count
+from autoaccum.checks import is_positive, read_count
 from autoaccum.errors import UsageError
 from autoaccum.workload.objective import Objective, Reduction, resolve_objective
 from autoaccum.workload.optimizers import closure_refusal, needs_closure
-
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 _FRAMEWORKS = ("accelerate", "lightning", "pytorch_lightning")
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
@@ -119,17 +116,9 @@ def check_scheduler(scheduler: Any, optimizer: Optimizer) -> None:
         raise UsageError("the scheduler belongs to another optimizer", hint="build it from the optimizer given here")
 
 
-def check_precision(precision: Any) -> None:
-    """Raise UsageError for an unknown precision."""
-    if precision not in PRECISIONS:
-        raise UsageError(f"the precision is {precision!r}", hint=f"use one of {', '.join(PRECISIONS)}")
-
-
 def check_clip_norm(clip_norm: Any) -> None:
     """Raise UsageError for a clipping norm that is not a positive number or None."""
-    if clip_norm is None:
-        return
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float) or math.isnan(clip_norm) or clip_norm <= 0:
+    if clip_norm is not None and not is_positive(clip_norm):
         raise UsageError(
             f"clip_norm is {clip_norm!r}", hint='use a number above 0, float("inf") to measure only, or None'
         )

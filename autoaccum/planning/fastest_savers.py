@@ -8,18 +8,17 @@ from typing import Any
 from autoaccum.devices.base import TimingDevice
 from autoaccum.devices.update_cost import SavingDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
-from autoaccum.planning.memory_explanation import check_explainable, explain_memory
 from autoaccum.planning.plan_events import Listener, Loading
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import check_timeable, plan_on_device
+from autoaccum.planning.plan_setup import PlanSetup, check_device_can
+from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.saver_choice import Words, format_savers, list_sets
 from autoaccum.planning.saver_table import compare_savers
 from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.throughput import format_rate
-from autoaccum.planning.trial_runner import SearchLimits
+from autoaccum.planning.trial_runner import SearchLimits, explain_memory
 
 _TIMED = 3
 """So many sets of savers are timed."""
@@ -36,8 +35,7 @@ def plan_fastest_savers(
     Raises:
         UsageError, WorkloadError, DoesNotFitError, NotMeasuredError: As `make_plan`.
     """
-    check_explainable(setup, request)
-    check_timeable(setup, request)
+    check_device_can(setup, request)
     notify = on_event or (lambda event: None)
     limits = SearchLimits(request.max_trials, request.options.time_limit, started=started)
     notify(Loading(setup.reference))

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.checks import join_words
-from autoaccum.devices.base import Device, TrialSettings
+from autoaccum.devices.base import Device, TimingDevice, TrialSettings
+from autoaccum.devices.explanation import ExplainingDevice, PredictingDevice
+from autoaccum.devices.update_cost import CountingDevice
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 from autoaccum.planning.device_choice import check_device, check_values, make_device
@@ -206,3 +208,26 @@ def _with_options(workload: Any, options: Options, share: int, verb: str) -> Wor
     if not isinstance(workload, Workload):
         raise UsageError(f"the workload is of type {type(workload).__name__}", hint=_usage(verb))
     return apply_settings(workload, largest_batch=share, worst_of=options.worst_of, **options.overrides)
+
+
+def check_device_can(setup: PlanSetup, request: PlanRequest) -> None:
+    """Raise UsageError before any trial if the device gives no explanation, snapshot or speed that is requested."""
+    device = setup.device
+    if request.prefer == "fastest" and not isinstance(device, (TimingDevice, CountingDevice)):
+        raise UsageError(
+            'prefer="fastest" (--prefer fastest) times updates in a process of their own, and trials of live objects,'
+            " or of a Workload made in code, run in this one",
+            hint="plan a file, or leave it out",
+        )
+    if not (request.explain or request.snapshot) or isinstance(device, ExplainingDevice):
+        return
+    if setup.isolated or isinstance(device, PredictingDevice):
+        asked = "explain (--explain)" if request.explain else "snapshot (--snapshot)"
+        raise UsageError(
+            f"{asked} shows where the memory of a card goes, and trials run on the {device.name.upper()}",
+            hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
+        )
+    raise UsageError(
+        "explain and snapshot show where the memory of a card goes, which trials in this process cannot tell",
+        hint="predict for a card, which need not be here: gpu=NAME",
+    )

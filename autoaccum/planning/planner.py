@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.checks import is_one_of_ranks
-from autoaccum.devices.base import Device, GrowingDevice, Inspection, TimingDevice, Trial
+from autoaccum.devices.base import Device, GrowingDevice, Inspection, Trial
 from autoaccum.devices.explanation import (
     Forecast,
     ForecastingDevice,
@@ -20,9 +20,8 @@ from autoaccum.devices.explanation import (
     ReducingDevice,
 )
 from autoaccum.devices.update_cost import CountingDevice, SavingDevice
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError, first_line
 from autoaccum.options import Reduce
-from autoaccum.planning.memory_explanation import check_explainable, explain_memory
 from autoaccum.planning.plan_events import Inspected, Listener, Loading, Tracing
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
@@ -38,12 +37,12 @@ from autoaccum.planning.plan_messages import (
 )
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.planning.plan_setup import PlanSetup, make_setup
+from autoaccum.planning.plan_setup import PlanSetup, check_device_can, make_setup
 from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.speed_estimate import estimate_throughput
 from autoaccum.planning.throughput import Throughput, describe_knee
-from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, find_least_budget
+from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, explain_memory, find_least_budget
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks
@@ -116,8 +115,7 @@ def plan_on_device(
     The time limit begins at `started`, by `time.monotonic`, or else now. Several `ranks` plan so at the same time, each
     on its own device.
     """
-    check_explainable(setup, request)
-    check_timeable(setup, request)
+    check_device_can(setup, request)
     planner = _Planner.inspect(setup, request, on_event or (lambda event: None), started)
     planner, forecast, found = planner.find_largest()
     speeds = planner.choose_fastest(found)
@@ -456,13 +454,3 @@ def _use_savers(device: Device, trials: SaverTrials) -> tuple[str, ...]:
     assert isinstance(device, SavingDevice)
     device.use_savers(words)
     return words
-
-
-def check_timeable(setup: PlanSetup, request: PlanRequest) -> None:
-    """Raise UsageError before any trial if the fastest is preferred and the device cannot time updates."""
-    if request.prefer == "fastest" and not isinstance(setup.device, (TimingDevice, CountingDevice)):
-        raise UsageError(
-            'prefer="fastest" (--prefer fastest) times updates in a process of their own, and trials of live objects,'
-            " or of a Workload made in code, run in this one",
-            hint="plan a file, or leave it out",
-        )

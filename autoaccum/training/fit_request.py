@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoaccum.checks import check_flag, check_word, read_count
+from autoaccum.checks import check_flag, check_word, is_positive, read_count
 from autoaccum.errors import UsageError
 from autoaccum.options import Options
 
@@ -126,8 +126,7 @@ class FitRequest:
         value = getattr(self, name)
         if value is None:
             return
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= most or (value == most and name != "clip_norm"):
+        if not is_positive(value) or value > most or (value == most and name != "clip_norm"):
             below = " and below 1" if name == "ema_decay" else ""
             raise UsageError(f"{name} is {value!r}", hint=f"give a number above 0{below}")
         self._set(name, float(value))

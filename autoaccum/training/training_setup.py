@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from torch.utils.data import Dataset, Subset
 from autoaccum.accumulation.argument_checks import (
     check_model,
     check_optimizer,
-    check_precision,
     check_scheduler,
     check_unsharded,
     choose_objective,
@@ -33,11 +32,19 @@ from autoaccum.accumulation.ranks.replicated import copy_from_first
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, find_used_modules
 from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.update import optimizer_parameters
-from autoaccum.checks import describe_type
+from autoaccum.checks import check_word, describe_type
 from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.options import AccumulateIn, BatchNormMode, Options, check_mesh, read_accumulate_in, read_savers
+from autoaccum.options import (
+    AccumulateIn,
+    BatchNormMode,
+    Options,
+    Precision,
+    check_mesh,
+    read_accumulate_in,
+    read_savers,
+)
 from autoaccum.planning.device_choice import card_index, check_device
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF, PlanRequest
@@ -226,7 +233,7 @@ class TrainingSetup:
         scheduler = self._make_scheduler(optimizer)
         check_scheduler(scheduler, optimizer)
         precision = self._resolve_option("precision", "fp32", plan)
-        check_precision(precision)
+        check_word(precision, "precision", get_args(Precision))
         device = model_device(model)
         coupled = self._resolve_option("coupled", self.objective.coupled, plan)
         if coupled and plan is not None and self._request.options.coupled is None:

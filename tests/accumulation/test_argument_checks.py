@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "clip_norm 0": ({"clip_norm": 0}, "clip_norm is 0: use a number above 0"),
     "clip_norm nan": ({"clip_norm": float("nan")}, "clip_norm is nan"),
     "clip_norm text": ({"clip_norm": "1"}, "clip_norm is '1'"),
-    "precision": ({"precision": "int8"}, "the precision is 'int8': use one of fp32, bf16, fp16"),
+    "precision": ({"precision": "int8"}, "there is no precision 'int8': choose fp32, bf16 or fp16"),
     "plateau": ({"scheduler": ReduceLROnPlateau(SGD)}, "ReduceLROnPlateau needs a metric"),
     "scheduler": ({"scheduler": 3}, "scheduler is a int: give one of torch.optim.lr_scheduler"),
     "foreign scheduler": (

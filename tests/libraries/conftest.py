@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+# Lightning warns of loaders without workers, and uses what torch deprecates.
+_THEIR_WARNINGS = (
+    *(f"::{module}" for module in ("lightning", "pytorch_lightning", "accelerate", "transformers", "torch")),
+    *(":DeprecationWarning", ":FutureWarning"),
+)
+
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     return config.getoption("markexpr") == "not slow" or None
@@ -11,3 +17,6 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.slow)
+    if "lightning" in item.path.name or "framework" in item.path.name:
+        for theirs in _THEIR_WARNINGS:
+            item.add_marker(pytest.mark.filterwarnings(f"ignore:{theirs}"))

@@ -32,10 +32,6 @@ from autoaccum.planning.framework_arguments import code_lines
 TARGET, MICRO_BATCH = 12, 4
 RUNS = Path(__file__).parents[1] / "shared" / "framework_runs.py"
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("lightning", "accelerate", "torch", "transformers")
-] + [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
-
 
 class Net(nn.Module):
     """A model that computes its loss, as those of transformers do."""

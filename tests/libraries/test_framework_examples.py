@@ -25,14 +25,6 @@ from autoaccum.workload.objective import resolve_objective
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TARGET, MICRO_BATCH, RATE = 12, 5, 0.1
 
-# Theirs: Lightning warns of loaders without workers, and uses what torch deprecates.
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("lightning", "accelerate", "torch.jit")
-] + [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
-
 
 @pytest.fixture(scope="module")
 def accelerate_loop() -> Any:

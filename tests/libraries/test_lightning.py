@@ -18,12 +18,6 @@ from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.trainers import workload_of
 
-# Lightning warns of loaders without workers, and uses what torch deprecates.
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("lightning", "pytorch_lightning", "torch.jit")),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
 WORDS = 20
 
 

@@ -18,12 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 from autoaccum.errors import UsageError, WorkloadError
 
-# Lightning warns of loaders without workers, and uses what torch deprecates.
-pytestmark = [
-    *(pytest.mark.filterwarnings(f"ignore:::{module}") for module in ("lightning", "pytorch_lightning", "torch.jit")),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
-]
 WORDS, MICRO_BATCH, PARTS, EPOCHS = 20, 4, 4, 2
 CLIP = 0.3
 
