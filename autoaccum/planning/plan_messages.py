@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoaccum.accumulation.schedule import Schedule, equal_parts_cost, format_parts
-from autoaccum.devices.base import Inspection, Trial
+from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.explanation import Prediction
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Parallel
@@ -199,6 +199,20 @@ def all_warnings(
     of_parts = inspection.accumulation_warnings if schedule.iter_size > 1 else ()
     of_prediction = () if prediction is None else prediction.warnings
     return tuple(dict.fromkeys((*inspection.warnings, *of_parts, *of_prediction, *of_sizes, *inspection.cautions)))
+
+
+def ranks_notes(device: Device, *, holds_own: bool) -> list[str]:
+    """Return what several ranks take and trials did not: each `holds_own` outputs of a coupled loss alone."""
+    notes = []
+    if device.describe()["kind"] == "cuda":
+        notes.append(
+            "what NCCL holds on each card, some hundred MiB beside PyTorch's allocator, is not part of the trials"
+        )
+    if holds_own:
+        notes.append(
+            "each rank computes the coupled loss of all ranks' outputs, and trials in lock step held those of one"
+        )
+    return [f"{note}: leave room for it (--reserve)" for note in notes]
 
 
 def all_notes(

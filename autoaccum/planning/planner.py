@@ -31,6 +31,7 @@ from autoaccum.planning.plan_messages import (
     describe_workload,
     does_not_fit_error,
     peak_bytes,
+    ranks_notes,
     refuted_warning,
     too_small_error,
     trial_error,
@@ -49,14 +50,6 @@ if TYPE_CHECKING:
     from autoaccum.workload.spec import Workload
 
 _MIN_SIZES_TO_FORECAST, _MIN_TRIALS_TO_FORECAST = 6, 3
-_NCCL_NOTE = (
-    "what NCCL holds on each card, some hundred MiB beside PyTorch's allocator, is not part of the trials: leave room"
-    " for it (--reserve)"
-)
-_LOSS_OF_ALL_NOTE = (
-    "each rank computes the coupled loss of the outputs of all ranks, and trials in lock step held those of one: leave"
-    " room for it (--reserve)"
-)
 _FORECAST_TIME_SHARE = 0.25
 """The part of a time limit that a forecast may take."""
 
@@ -136,10 +129,8 @@ def plan_on_device(
         why = planner.saver_trials.notes(inspection.savers, schedule.micro_batches)
         inspection = dataclasses.replace(inspection, notes=(*why, *inspection.notes))
     refuted = [refuted_warning(trial, larger, predicted=planner.predicts) for trial, larger in result.refuted]
-    uses_nccl = schedule.world_size > 1 and device.describe()["kind"] == "cuda"
-    of_ranks = (_NCCL_NOTE,) if uses_nccl else ()
-    if schedule.world_size > 1 and inspection.coupled and not planner.runner.of_all_ranks:
-        of_ranks = (*of_ranks, _LOSS_OF_ALL_NOTE)
+    holds_own = bool(inspection.coupled) and not planner.runner.of_all_ranks
+    of_ranks = ranks_notes(device, holds_own=holds_own) if schedule.world_size > 1 else ()
     more_notes = (*speeds.notes, *forecast.notes, *reduction.notes, *of_ranks, *least_notes, *explanation_notes)
     return Plan.of_schedule(
         schedule,

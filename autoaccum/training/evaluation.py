@@ -160,10 +160,10 @@ class EvaluationMetrics:
 
     def values(self) -> dict[str, float]:
         """Return the metrics by name. A term without any weight is NaN, and does not count in `loss`."""
-        found = {name: math.nan for name in self._sums}
-        for name, weight in self._weights.items():
-            if weight != 0:
-                found[name] = self._sums[name] if self._is_sum else self._sums[name] / weight
+        found = {
+            name: self._sums[name] / (1.0 if self._is_sum else weight) if weight else math.nan
+            for name, weight in self._weights.items()
+        }
         if self._evaluate is not None:
             return found
         weighty = [found[name] for name, weight in self._weights.items() if weight > 0]
@@ -353,8 +353,7 @@ def _reason(error: Exception) -> str:
 
     An error of autoaccum's own needs no type.
     """
-    first, where = first_line(error), user_line(error)
-    name = type(error).__name__
+    first, where, name = first_line(error), user_line(error), type(error).__name__
     text = first if isinstance(error, AutoaccumError) else f"{name}: {first}" if first else name
     return text if where is None else f"{text}, at {where}"
 
@@ -395,11 +394,8 @@ class Evaluator:
 
     def run_if_due(self) -> None:
         """Evaluate after an update if that is due."""
-        if self._due is not None:
-            is_due = self._due(self._progress.samples)
-        else:
-            is_due = self._every is not None and self._progress.update % self._every == 0
-        if is_due:
+        every, progress = self._every, self._progress
+        if (every and progress.update % every == 0) if self._due is None else self._due(progress.samples):
             self.run()
 
     def run_after_epoch(self) -> None:
