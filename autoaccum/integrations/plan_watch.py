@@ -87,25 +87,19 @@ def find_differences(plan: Plan, running: Running) -> list[str]:
 
 
 def _saver_differences(plan: Plan, running: Running) -> list[str]:
-    savers, found = tuple(plan.workload.get("savers") or ()), []
-    if not running.takes_savers:
-        recomputes = any(word.startswith(RECOMPUTE) for word in savers)
-        if recomputes and not running.checkpointing:
-            found.append(
-                "the plan recomputes blocks (--savers recompute), and this training keeps all activations: turn its"
-                " gradient checkpointing on"
-            )
-        others = [word for word in savers if not word.startswith(RECOMPUTE)]
-        if others:
-            found.append(
-                f"the plan needs {' and '.join(others)} (--savers), which only the Accumulator does: train by it, or"
-                " plan without"
-            )
-        if recomputes:
-            return found
-    planned = bool((plan.workload.get("recipe") or {}).get("checkpointing"))
-    if running.checkpointing is not None and running.checkpointing != planned:
-        on, off = ("here", "in the plan") if running.checkpointing else ("in the plan", "here")
+    """Return what takes more memory here, or less: savers of the plan, or checkpointing of the model's own."""
+    savers = () if running.takes_savers else tuple(plan.workload.get("savers") or ())
+    recomputes, found = any(word.startswith(RECOMPUTE) for word in savers), []
+    if others := [word for word in savers if not word.startswith(RECOMPUTE)]:
+        found.append(
+            f"the plan needs {' and '.join(others)} (--savers), which only the Accumulator does: train by it, or"
+            " plan without"
+        )
+    planned = recomputes or bool((plan.workload.get("recipe") or {}).get("checkpointing"))
+    here = False if recomputes else planned  # Where it is not known, the framework has none of its own.
+    here = here if running.checkpointing is None else running.checkpointing
+    if here != planned:
+        on, off = ("here", "in the plan") if here else ("in the plan", "here")
         found.append(f"gradient checkpointing is on {on} and off {off}: set it alike, or plan again")
     return found
 
