@@ -64,7 +64,6 @@ WITHOUT_TORCH = (
     "devices/child/import_paths.py",
     "devices/explanation.py",
     "devices/delayed_signals.py",
-    "devices/simulated/explain/curves.py",
     "devices/simulated/explain/explainer.py",
     "devices/simulated/trace_records.py",
     "guarding/",

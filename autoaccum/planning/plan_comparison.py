@@ -22,7 +22,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.planning.speed_estimate import SpeedEstimate, estimate_seconds
+from autoaccum.planning.throughput import SpeedEstimate, estimate_seconds
 
 if TYPE_CHECKING:
     from autoaccum.devices.simulated.card_fleet import CardFleet

@@ -41,8 +41,7 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, check_device_can, make_setup
 from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.search import SearchResult, SearchStopped, search
-from autoaccum.planning.speed_estimate import estimate_throughput
-from autoaccum.planning.throughput import Throughput, describe_knee
+from autoaccum.planning.throughput import Throughput, describe_knee, estimate_throughput
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, explain_memory, find_least_budget
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.planning.saver_choice import Parts, Words, find_front, list_sets
 from autoaccum.planning.saver_trials import SaverTrials
-from autoaccum.planning.speed_estimate import SpeedEstimate
+from autoaccum.planning.throughput import SpeedEstimate
 
 
 @dataclass(frozen=True, kw_only=True)

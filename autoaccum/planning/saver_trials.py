@@ -15,7 +15,7 @@ from autoaccum.planning.plan_messages import peak_bytes, trial_error
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.saver_choice import Words, choose_savers, format_savers
 from autoaccum.planning.search import SearchStopped
-from autoaccum.planning.speed_estimate import SpeedEstimate, estimate_seconds
+from autoaccum.planning.throughput import SpeedEstimate, estimate_seconds
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 from autoaccum.units import format_bytes
 

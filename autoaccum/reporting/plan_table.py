@@ -12,7 +12,7 @@ from autoaccum.checks import join_words
 from autoaccum.planning.plan_comparison import PlanRow, find_least
 from autoaccum.planning.saver_choice import format_savers
 from autoaccum.planning.saver_table import SaverTable
-from autoaccum.planning.speed_estimate import BAND, RATIO_BAND
+from autoaccum.planning.throughput import BAND, RATIO_BAND
 from autoaccum.reporting.console import make_table, print_table, print_wrapped
 from autoaccum.serialization import to_plain
 from autoaccum.units import MIB, format_bytes

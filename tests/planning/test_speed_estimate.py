@@ -11,7 +11,7 @@ from autoaccum.devices.base import TrialSettings
 from autoaccum.devices.simulated.cards import all_cards, card_rates, find_card
 from autoaccum.devices.simulated.simulation_requests import CountCost
 from autoaccum.devices.update_cost import Amount, CardRates, UpdateCost
-from autoaccum.planning.speed_estimate import RATIO_BAND, SpeedEstimate, estimate_seconds, estimate_throughput
+from autoaccum.planning.throughput import RATIO_BAND, SpeedEstimate, estimate_seconds, estimate_throughput
 
 COST = UpdateCost(
     flops=Amount(sample=1e12),

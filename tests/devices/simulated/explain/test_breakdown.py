@@ -28,7 +28,7 @@ from autoaccum.devices.simulated.explain.breakdown import (
     module_shares,
     phase_peaks,
 )
-from autoaccum.devices.simulated.explain.curves import make_timeline
+from autoaccum.devices.simulated.explain.explainer import make_timeline
 from autoaccum.devices.simulated.trace_records import NO_MODULE, LabelledTrace, ModuleName, Origin, Owner, Role, Trace
 from autoaccum.serialization import read_record
 from autoaccum.units import MIB

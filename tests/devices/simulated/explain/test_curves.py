@@ -9,7 +9,7 @@ from synthetic_traces import make_trace
 from autoaccum.devices.simulated.allocator.replayer import Replayer
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
-from autoaccum.devices.simulated.explain.curves import curve_points
+from autoaccum.devices.simulated.explain.explainer import curve_points
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.units import GIB, MIB
 
