@@ -398,7 +398,7 @@ def _show_savers(
             trials = SaverTrials(setup.device, asked, SearchLimits(None, None), progress.notify)
             table = compare_savers(trials, setup.reference)
     if plot is not None:
-        from autoaccum.reporting.figures.savers_figure import draw_savers
+        from autoaccum.reporting.figures.memory_figure import draw_savers
 
         write_bytes(Path(plot), draw_savers(table, picture_format(plot)), force=force)
     if as_json:
