@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from warm_children import Nurseries
 
 # Lightning warns of loaders without workers, and uses what torch deprecates.
 _THEIR_WARNINGS = (
@@ -20,3 +23,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     if "lightning" in item.path.name or "framework" in item.path.name:
         for theirs in _THEIR_WARNINGS:
             item.add_marker(pytest.mark.filterwarnings(f"ignore:{theirs}"))
+
+
+@pytest.fixture(scope="module")
+def nurseries(request: pytest.FixtureRequest) -> Iterator[Nurseries]:
+    """Those whose copies have imported what the module lists as `IMPORTED`, which may take 20 s of a processor."""
+    known = Nurseries(getattr(request.module, "IMPORTED", ()))
+    yield known
+    for nursery in known.values():
+        nursery.close()

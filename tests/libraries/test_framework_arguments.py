@@ -7,7 +7,6 @@ the short window is what happens.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import socket
 import subprocess
@@ -20,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from command_line import environment
-from on_ranks import on_ranks
 from tiny_transformers import WORDS, llama
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -214,20 +212,6 @@ def test_transformers_counts_tokens(tmp_path: Path, plan: Plan) -> None:
     assert updates.samples == [12, 12, 6]
     if plan.workload["precision"] == "fp32":
         assert updates.ratios == [1, 1, 1]
-
-
-def test_transformers_counts_tokens_on_all_ranks(tmp_path: Path) -> None:
-    """In micro-batches of 3, of which each rank gets as many: of 32 samples the first four are taken twice."""
-    found = make_plan("fp32", world_size=2)
-    for even, filled in on_ranks(2, train_on_rank, found, [texts(30), texts(32)], tmp_path, timeout=200):
-        assert even == ([12, 12, 6], [1, 1, 1])
-        assert filled == ([12, 12, 12], [1, 1, 1])
-
-
-def train_on_rank(plan: Plan, data: list[dict[str, Tensor]], folder: Path) -> list[tuple[list[int], list[Any]]]:
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # They are asked for; the ranks have met already.
-    runs = [train_with_transformers(plan, llama(), Rows(columns), folder) for columns in data]
-    return [(updates.samples, updates.ratios) for updates in runs]
 
 
 def test_lightning(plan: Plan) -> None:

@@ -18,6 +18,7 @@ from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.trainers import workload_of
 
+IMPORTED = ("pytorch_lightning",)
 WORDS = 20
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from command_line import ROOT, Command, environment
-from warm_children import Nurseries, WarmPython
+from warm_children import WarmPython
 
 MODELS = Path(__file__).parent / "models"
 IMPORTED = (
@@ -105,15 +104,6 @@ BYTES = {
 }
 COMPARED = ("linear_4bit.py", "adamw8bit.py", "lstm.py")
 """Guarded once more, by other processes, since code of bitsandbytes and cuDNN's layers keep tensors of their own."""
-
-
-@pytest.fixture(scope="module")
-def nurseries() -> Iterator[Nurseries]:
-    """Those whose copies have imported the libraries, which takes 20 s of a processor."""
-    known = Nurseries(IMPORTED)
-    yield known
-    for nursery in known.values():
-        nursery.close()
 
 
 def copy_file(name: str, folder: Path) -> None:

@@ -17,6 +17,8 @@ import autoaccum
 from autoaccum import Accumulator, Workload
 from autoaccum.accumulation.state_hash import state_digest
 
+IMPORTED = ("transformers.models.bert.modeling_bert",)
+
 
 def adapted() -> Any:
     with warnings.catch_warnings():

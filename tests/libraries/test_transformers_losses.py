@@ -20,6 +20,7 @@ from autoaccum import Accumulator, Workload
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.workload.weight_check import check_weighting
 
+IMPORTED = ("transformers.models.llama.modeling_llama",)
 SMALL: dict[str, Any] = {**SIZES, "vocab_size": WORDS}
 HEAD = """
 import torch

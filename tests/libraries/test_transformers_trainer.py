@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -16,6 +16,7 @@ from pictured_plans import MEASURED, plan, trial
 from small_trainers import LONGEST, Texts, make_trainer, wide_loss
 from tiny_transformers import NO_DROPOUT, bert, hf, llama
 from torch import Tensor, nn
+from warm_children import WarmRanks
 
 import autoaccum
 from autoaccum import Plan
@@ -24,6 +25,7 @@ from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
 from autoaccum.workload.trainers import workload_of
 
+IMPORTED = ("transformers.trainer", "transformers.models.llama.modeling_llama")
 CHECKPOINTED: dict[str, Any] = {"bf16": True, "activation_checkpointing": True}
 EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "per_device_eval_batch_size": 8}
 
@@ -112,6 +114,7 @@ def test_batches_loss_and_optimizer_are_the_trainers_own(tmp_path: Path) -> None
         assert group == {name: value for name, value in expected.items() if name != "params"}
 
 
+@pytest.mark.usefixtures("warm_children")
 def test_a_plan_for_a_card_holds_the_predictions_that_an_evaluation_collects(tmp_path: Path) -> None:
     passes = 2000
     further = {"eval_dataset": Texts(passes * 8), "compute_metrics": metrics}
@@ -224,24 +227,54 @@ if trainer.is_world_process_zero():
 """
 
 
-def test_two_ranks_have_the_gradient_of_one(tmp_path: Path) -> None:
-    _, truth = train(tmp_path / "whole", hf.Trainer, size=8, steps=1)
-    (tmp_path / "rank.py").write_text(RANK)
+def run_on_ranks(script: str, folder: Path, warm_ranks: WarmRanks) -> list[str]:
+    (folder / "rank.py").write_text(script)
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "rank.py", "."]
-    done = subprocess.run(
-        launch,
-        cwd=tmp_path,
-        env=environment(PYTHONPATH=paths),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    ranks = warm_ranks(folder, "rank.py", ".", environment=environment(PYTHONPATH=paths))
+    assert not any(done.returncode for done in ranks), ranks
+    return [done.stdout for done in ranks]
+
+
+def test_two_ranks_have_the_gradient_of_one(tmp_path: Path, warm_ranks: WarmRanks) -> None:
+    _, truth = train(tmp_path / "whole", hf.Trainer, size=8, steps=1)
+    run_on_ranks(RANK, tmp_path, warm_ranks)
     # The third window is not compared: accelerate fills the last batches of ranks up with samples from the start.
     found = torch.load(tmp_path / "gradients.pt")[:2]
     assert max(map(largest_difference, found, truth[:2])) <= 1e-10
+
+
+COUNTING = """
+import json, sys
+from pathlib import Path
+import torch
+from test_framework_arguments import Rows, texts, train_with_transformers
+from tiny_transformers import llama
+from autoaccum import Plan
+
+torch.manual_seed(0)
+plan, found = Plan.load("plan.json"), []
+for count in (30, 32):
+    updates = train_with_transformers(plan, llama(), Rows(texts(count)), Path("out"))
+    found.append([updates.samples, updates.ratios])
+print(json.dumps(found))
+"""
+
+
+def test_the_arguments_of_a_plan_count_tokens_on_all_ranks(tmp_path: Path, warm_ranks: WarmRanks) -> None:
+    """In micro-batches of 3, of which each rank gets as many: of 32 samples the first four are taken twice."""
+    plan = autoaccum.plan(
+        model=nn.Linear(3, 1),
+        batch=lambda size: torch.randn(size, 3),
+        loss=lambda model, batch: model(batch).square().mean(),
+        target_batch=12,
+        max_micro_batch=4,
+        equal=True,
+        world_size=2,
+        device="cpu",
+    )
+    plan.save(tmp_path / "plan.json")
+    for printed in run_on_ranks(COUNTING, tmp_path, warm_ranks):
+        assert json.loads(printed.splitlines()[-1]) == [[[12, 12, 6], [1, 1, 1]], [[12, 12, 12], [1, 1, 1]]]
 
 
 class Sentences(Texts):

@@ -41,7 +41,7 @@ _PASSED = "@"
 class Nursery:
     """A process that copies itself on request; `measured` has the settings of malloc that a measured child has.
 
-    Its copies have imported the modules `imports` as a simulation's child does: with a card, which is simulated.
+    Its copies have imported the modules `imports`; a simulation's child does that with a card, which is simulated.
     Without an environment it is a fork of this process, which must not have threads.
     """
 
@@ -256,6 +256,9 @@ def _import(kind: str, imports: Sequence[str]) -> None:
             torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
             for name in imports:
                 import_module(name)
+    else:
+        for name in imports:
+            import_module(name)
     gc.collect()
     gc.freeze()
 
