@@ -209,11 +209,14 @@ class _Runs:
 
     def find(self, batches: Sequence[Any]) -> Coupling:
         """Find out what couples samples; `batches` are the whole batch and its two parts."""
-        first, again = self.run(batches[0]), self.run(batches[0])
-        if any(abs(again[name] - term) > _REPEATABLE * abs(term) for name, term in first.items()):
-            return Coupling(reason="the loss differs from run to run")
+        first = self.run(batches[0])
         self._random_use.clear()
-        plain = [[self.run(batch) for batch in batches] for _ in self._changed_parameters()]
+        plain = []
+        for _ in self._changed_parameters():
+            plain.append([self.run(batch) for batch in batches])
+            again = plain[0][0]
+            if any(abs(again[name] - term) > _REPEATABLE * abs(term) for name, term in first.items()):
+                return Coupling(reason="the loss differs from run to run")
         if reason := self._random_difference():
             return Coupling(reason=reason)
         mixes = self._mixes(plain)

@@ -207,8 +207,11 @@ def neutral_rng() -> Iterator[set[tuple[str, int]]]:
     Yields:
         A set that is filled with the call sites that draw indices, and the range of the indices.
     """
-    state = RngState(initialized_cuda_devices())
-    torch.manual_seed(0)
+    cards = initialized_cuda_devices()
+    state = RngState(cards)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed notes a seed and its stack for each library of cards.
+    if cards:
+        torch.cuda.manual_seed_all(0)
     random.seed(0)
     np.random.seed(0)
     ranges: set[tuple[str, int]] = set()
