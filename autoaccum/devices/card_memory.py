@@ -67,9 +67,8 @@ take one of these, from cuda:0 on
             f"there is no cuda:{index}: no card is visible{hidden}",
             hint="nvidia-smi should list it, and the driver be new enough for this build of PyTorch",
         )
-    raise UsageError(
-        f"there is no cuda:{index}, visible are {', '.join(names)}{hidden}", hint="take one of these, from cuda:0 on"
-    )
+    hint = "take one of these, from cuda:0 on" if len(names) > 1 else "take cuda:0"
+    raise UsageError(f"there is no cuda:{index}, visible are {', '.join(names)}{hidden}", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,10 @@ def describe_setup(
         "reduction": objective.reduction,
         "weight": objective.source,
         "loss": name_loss(workload),
-        "recipe": {**describe_recipe(objective, model, workload.build_batch(size), terms), **describe_blocks(model)},
+        "recipe": {
+            **describe_recipe(objective, model, workload.build_batch(size), terms),
+            **describe_model(workload, model),
+        },
         "keeps": tuple(workload.keeps),
         "evaluation_batch": workload.evaluation_batch,
         "worst_of": workload.worst_of,
@@ -142,17 +145,18 @@ def describe_setup(
     }
 
 
-def describe_blocks(model: nn.Module) -> dict[str, Any]:
-    """Return what the recipe of a step has to know of the blocks that it may recompute."""
+def describe_model(workload: Workload, model: nn.Module) -> dict[str, Any]:
+    """Return what the recipe of a step has to know of the model, such as the blocks that it may recompute."""
     blocks = trained_blocks(model)
     norms = batchnorms_updated_twice(model, blocks)
+    ignores = getattr(workload.loss, "ignores_items", ignores_items)  # A Trainer's knows better.
     own = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     return {
         "blocks": blocks,
         "counted_twice": list_modules(norms) if norms else "",
         # Of models of transformers only, which a Trainer trains.
         **({"checkpointing": True} if own else {}),
-        **({"ignores_items": True} if ignores_items(model) else {}),
+        **({"ignores_items": True} if ignores(model) else {}),
     }
 
 

@@ -69,7 +69,7 @@ def find_differences(plan: Plan, running: Running) -> list[str]:
     ]
     micro, name = running.micro_batch, running.micro_batch_name
     if micro is not None and micro != plan.micro_batch:
-        outcome = "may not fit" if micro > plan.micro_batch else "needs more micro-batches than would fit"
+        outcome = "may not fit" if micro > plan.micro_batch else "takes more micro-batches than needed"
         found.append(
             f"{name} is {micro}, the plan's micro-batch {plan.micro_batch}: {micro} {outcome}, take {plan.micro_batch}"
         )

@@ -44,7 +44,8 @@ class PlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers has n
         """Compare the plan with the training."""
         ran, steps = state.train_batch_size or args.train_batch_size, args.gradient_accumulation_steps
         model = unwrap_model(objects["model"])
-        adds = steps > 1 and not self._runs_parts and ignores_items(model)
+        smooths = bool(args.label_smoothing_factor)  # By a loss of the Trainer, which divides by the items.
+        adds = steps > 1 and not (self._runs_parts or smooths) and ignores_items(model)
         self._watch.begin(
             Running(
                 model=model,
@@ -84,13 +85,12 @@ class AccumulatorMixin:
     Args:
         args: Those of the Trainer.
         plan: A plan, or its file: its micro-batch, multiple, savers and way to sum gradients are used, and a
-            `PlanCallback` watches it.
+            `PlanCallback` watches it. The file is read when training begins: the Trainer may be planned first.
         micro_batch: The most samples to run at once, in place of a plan.
         kwargs: Those of the Trainer.
 
     Raises:
-        UsageError: Neither or both are given, or the plan has a saver that takes the Trainer's update over, or the
-            Trainer computes in fp16, whose scaler belongs to the Trainer.
+        UsageError: Neither or both are given, or the Trainer computes in fp16, whose scaler belongs to it.
         WorkloadError: The Trainer trains by DeepSpeed, FSDP, DataParallel or parts of the model.
     """
 
@@ -114,30 +114,26 @@ class AccumulatorMixin:
             )
         # The Accumulator sums weights over ranks itself.
         self.args.average_tokens_across_devices = False
-        self._settings: dict[str, Any] = {"micro_batch": micro_batch}
-        if plan is not None:
-            plan = read_plan(plan)
-            savers = tuple(plan.workload.get("savers") or ())
-            if taken := [word for word in savers if word in _KEPT]:
-                raise UsageError(
-                    f"the plan has {' and '.join(taken)}, and the update is the Trainer's",
-                    hint=f"plan with --savers {RECOMPUTE}, or train by autoaccum.fit",
-                )
-            self._settings = {
-                "micro_batch": plan.micro_batch,
-                "multiple_of": plan.multiple_of,
-                "savers": savers,
-                "accumulate_in": plan.workload.get("accumulate_in"),
-            }
+        self._plan = plan
+        self._settings: dict[str, Any] = {}
+        if plan is None:
+            self._settings["micro_batch"] = checked_micro_batch(micro_batch)
+        else:
             self.add_callback(PlanCallback(plan, runs_parts=True))  # type: ignore[attr-defined]
-        checked_micro_batch(self._settings["micro_batch"])
         self._window: list[Any] = []
         self._gradients: _Gradients | None = None
         self._accumulator: Accumulator | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does; what an interrupted update has left is forgotten."""
+        """Train as the Trainer does; what an interrupted update has left is forgotten.
+
+        Raises:
+            PlanFileError: There is no plan in the file.
+            UsageError: The plan has a saver that takes the Trainer's update over.
+        """
         self._window = []
+        if self._plan is not None:
+            self._settings = _settings_of(read_plan(self._plan))
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -162,6 +158,18 @@ class AccumulatorMixin:
             self._gradients = _Gradients(model, optimizer)
             self._accumulator = Accumulator(model, self._gradients, loss.compute, **loss.divides, **self._settings)
         return self._accumulator, self._gradients
+
+
+def _settings_of(plan: Plan) -> dict[str, Any]:
+    """Return an Accumulator's arguments; raise UsageError if the plan has a saver that takes the update over."""
+    savers = tuple(plan.workload.get("savers") or ())
+    if taken := [word for word in savers if word in _KEPT]:
+        raise UsageError(
+            f"the plan has {' and '.join(taken)}, and the update is the Trainer's",
+            hint=f"plan with --savers {RECOMPUTE}, or train by autoaccum.fit",
+        )
+    known = {"micro_batch": plan.micro_batch, "multiple_of": plan.multiple_of, "savers": savers}
+    return {**known, "accumulate_in": plan.workload.get("accumulate_in")}
 
 
 class AccumulatorTrainer(AccumulatorMixin, Trainer):  # type: ignore[misc]

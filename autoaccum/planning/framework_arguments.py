@@ -34,9 +34,9 @@ _SHARDING: Final[Mapping[str, str]] = {
 }
 
 ADDS_MEANS: Final = (
-    "{model} ignores num_items_in_batch, so that a Trainer of transformers adds up the means of {parts} micro-batches:"
-    " {parts} times the batch's gradient. Set loss_is_scaled_for_ga = False in the Trainer's class, or take"
-    " autoaccum.integrations.transformers.AccumulatorTrainer"
+    "{model} ignores num_items_in_batch, so that a Trainer of transformers without a compute_loss_func adds up the"
+    " means of {parts} micro-batches: {parts} times the batch's gradient. Set loss_is_scaled_for_ga = False in the"
+    " Trainer's class, or take autoaccum.integrations.transformers.AccumulatorTrainer"
 )
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from autoaccum.checks import describe_type, join_words, type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Precision
-from autoaccum.workload.lightning_trainer import TrialTrainer, is_a, overrides
+from autoaccum.workload.lightning_trainer import TrialTrainer, find_configured, is_a, overrides
 from autoaccum.workload.model_copies import copy_module, empty_tensors, fixed_seeds
 from autoaccum.workload.samples import take_longest
 from autoaccum.workload.spec import Workload
@@ -221,7 +221,7 @@ class ConfiguredOptimizer:
         module: Any = copy_module(self._module, {id(old): new for old, new in zip(empty, params, strict=True)})
         with self._trainer.attached(module), user_code("configure_optimizers"):
             made = module.configure_optimizers()
-        found = list(_optimizers(made))
+        found = [one for one in find_configured(made) if isinstance(one, Optimizer)]
         if len(found) == 1:
             return found[0]
         name = f"configure_optimizers of {type_name(module)}"
@@ -231,17 +231,6 @@ class ConfiguredOptimizer:
                 hint="return an optimizer, or a dict that has it as optimizer",
             )
         raise WorkloadError(f"{name} returned {len(found)} optimizers, and a plan is for one", hint=_BY_HAND)
-
-
-def _optimizers(made: Any) -> Iterator[Optimizer]:
-    """Yield the optimizers in what `configure_optimizers` returned (core/optimizer.py, `_configure_optimizers`)."""
-    if isinstance(made, Optimizer):
-        yield made
-    elif isinstance(made, Mapping):
-        yield from _optimizers(made.get("optimizer"))
-    elif isinstance(made, list | tuple):
-        for one in made:
-            yield from _optimizers(one)
 
 
 def _check(trainer: Any, module: Any) -> None:

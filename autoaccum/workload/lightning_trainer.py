@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 _PACKAGES = ("lightning", "pytorch_lightning")
-_ATTACHED = ("_trainer", "log", "log_dict")
+_ATTACHED = ("_trainer", "log", "log_dict", "optimizers")
 
 
 class TrialTrainer:
@@ -26,6 +28,8 @@ class TrialTrainer:
         self.training, self.validating, self.sanity_checking = True, False, False
         self.train_dataloader: Any = None
         self.datamodule: Any = None
+        self._module: Any = None
+        self._configured: list[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name in ("real", "__setstate__", "__deepcopy__"):  # While it is unpickled, it has no attributes yet.
@@ -64,19 +68,41 @@ class TrialTrainer:
         updates: int = math.ceil(self.num_training_batches / self.real.accumulate_grad_batches) * max(epochs or 1, 1)
         return updates if steps == -1 else min(updates, steps)
 
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that the attached module configures: not those of a trial, so that only rates can be read."""
+        return [one for one in self._configure() if isinstance(one, Optimizer)]
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedules of these optimizers."""
+        return [SimpleNamespace(scheduler=one) for one in self._configure() if not isinstance(one, Optimizer)]
+
+    def _configure(self) -> list[Any]:
+        if self._configured is None:
+            self._configured = []  # What `configure_optimizers` itself sees.
+            self._configured = list(find_configured(self._module.configure_optimizers()))
+        return self._configured
+
+    def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Stand for `optimizers` of a module, which returns an only one by itself."""
+        found = self.optimizers
+        return found[0] if len(found) == 1 else found
+
     @contextmanager
     def attached(self, model: nn.Module, *, training: bool = True) -> Iterator[None]:
         """Be the trainer of `model` and of the Lightning modules in it within; what they log goes nowhere."""
         modules = [part for part in model.modules() if "_trainer" in vars(part)]
         kept = [(part, {name: vars(part)[name] for name in _ATTACHED if name in vars(part)}) for part in modules]
         before = self.training, self.validating
-        self.training, self.validating = training, not training
+        self.training, self.validating, self._module = training, not training, model
         for part in modules:
-            vars(part).update(_trainer=self, log=_ignore, log_dict=_ignore)
+            vars(part).update(_trainer=self, log=_ignore, log_dict=_ignore, optimizers=self._optimizers)
         try:
             yield
         finally:
             self.training, self.validating = before
+            self._module = self._configured = None
             for part, values in kept:
                 for name in _ATTACHED:
                     vars(part).pop(name, None)
@@ -87,6 +113,17 @@ def is_a(value: Any, name: str) -> bool:
     """Return whether `value` is an instance of Lightning's class of this name."""
     kinds = [] if isinstance(value, type) else type(value).__mro__
     return any(kind.__name__ == name and _is_lightnings(kind) for kind in kinds)
+
+
+def find_configured(made: Any) -> Iterator[Any]:
+    """Yield the optimizers and the schedules in what `configure_optimizers` returned (core/optimizer.py)."""
+    if isinstance(made, Mapping):
+        made = list(made.values())
+    if isinstance(made, list | tuple):
+        for one in made:
+            yield from find_configured(one)
+    elif hasattr(made, "state_dict"):
+        yield made
 
 
 def overrides(owner: Any, name: str) -> bool:

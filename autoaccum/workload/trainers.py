@@ -11,6 +11,7 @@ from typing import Any
 
 from autoaccum.checks import join_words
 from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.workload.pytree import current
 from autoaccum.workload.spec import Workload
 
 SAMPLES = 256
@@ -62,12 +63,18 @@ def free_card(trainer: Any) -> None:
     Each trial moves a copy of its own there. Weights packed by bitsandbytes stay: they cannot be moved.
     """
     model = getattr(trainer, "model", None) if _find_adapter(trainer) == "transformers_trainer" else None
-    if (
-        model is not None
-        and next(model.parameters()).device.type != "cpu"
-        and getattr(model, "quantization_method", None) is None
-    ):
+    if model is None:
+        return
+    _follow_parameters(trainer.optimizer)
+    if next(model.parameters()).device.type != "cpu" and getattr(model, "quantization_method", None) is None:
         model.to("cpu")
+        _follow_parameters(trainer.optimizer)
+
+
+def _follow_parameters(optimizer: Any) -> None:
+    """Let an optimizer, if there is one, hold the parameters that took the places of its own on a simulated card."""
+    for group in () if optimizer is None else optimizer.param_groups:
+        group["params"] = [current(one) for one in group["params"]]
 
 
 def _find_adapter(given: Any) -> str | None:

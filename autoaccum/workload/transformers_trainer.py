@@ -22,7 +22,7 @@ from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Precision
 from autoaccum.workload.model_copies import copy_module, empty_tensors, fixed_seeds
-from autoaccum.workload.model_loss import ModelLoss
+from autoaccum.workload.model_loss import ModelLoss, ignores_items
 from autoaccum.workload.optimizers import OptimizerLike
 from autoaccum.workload.pytree import map_tensors
 from autoaccum.workload.samples import take_longest
@@ -251,6 +251,12 @@ class _PreparedLoss:
 
     def __init__(self, shadow: Any, loss: TrainerLoss) -> None:
         self._shadow, self._loss = shadow, loss
+
+    def ignores_items(self, model: nn.Module) -> bool:
+        """Return whether the Trainer adds up means of micro-batches (`model_loss.ignores_items`)."""
+        shadow = self._shadow
+        divides = (shadow.label_smoother, shadow.compute_loss_func, getattr(shadow, "loss_is_scaled_for_ga", None))
+        return divides == (None, None, None) and ignores_items(model)
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
         with _as_prepared(self._shadow, model):

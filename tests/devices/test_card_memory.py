@@ -97,7 +97,7 @@ def test_available_memory_is_held_plus_free_memory() -> None:
     ("names", "visible", "message"),
     [
         (["A100", "T4"], None, "there is no cuda:99, visible are A100, T4: take one of these"),
-        (["A100"], "3", r"visible are A100 \(CUDA_VISIBLE_DEVICES=3\): "),
+        (["A100"], "3", r"visible are A100 \(CUDA_VISIBLE_DEVICES=3\): take cuda:0"),
         ([], "", r"no card is visible \(CUDA_VISIBLE_DEVICES=\): nvidia-smi should list it"),
     ],
 )

@@ -35,7 +35,7 @@ def running(**changes: Any) -> Running:
         ({}, {"precision": "fp32"}, "here is fp32, the plan is for bf16"),
         ({"optimizer": "SGD"}, {}, "here is AdamW, the plan is for SGD"),
         ({}, {"micro_batch": 128}, "batch_size is 128, the plan's micro-batch 86: 128 may not fit, take 86"),
-        ({}, {"micro_batch": 64}, "64 needs more micro-batches than would fit"),
+        ({}, {"micro_batch": 64}, "64 takes more micro-batches than needed"),
         ({}, {"batch": 258}, r"an update has 258 samples \(batch_size x steps\), the plan's has 256"),
         ({}, {"world_size": 2}, "2 ranks train, the plan is for 1: plan with --world-size 2"),
         ({"savers": ("recompute",)}, {}, "gradient checkpointing is on in the plan and off here"),

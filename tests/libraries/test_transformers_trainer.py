@@ -21,7 +21,7 @@ from warm_children import WarmRanks
 import autoaccum
 from autoaccum import Plan
 from autoaccum.accumulation.state_hash import state_digest
-from autoaccum.errors import UsageError, WorkloadError
+from autoaccum.errors import PlanFileError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
 from autoaccum.workload.trainers import workload_of
 
@@ -130,9 +130,14 @@ def test_a_plan_for_a_card_holds_the_predictions_that_an_evaluation_collects(tmp
 
 FILE = """
 from pathlib import Path
+import torch
 from small_trainers import make_trainer
+from tiny_transformers import llama
 
-trainer = make_trainer(Path(__file__).parent, bf16=True)
+model = llama()
+optimizers = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0), None
+given = {"model": model, "optimizers": optimizers}
+trainer = make_trainer(Path(__file__).parent, further=given, bf16=True, use_cpu=False)  # Moves the model.
 """
 
 
@@ -141,13 +146,16 @@ def test_the_command_plans_a_trainer_in_a_file(tmp_path: Path, command: Command)
     words = ("train.py:trainer", "--gpu", "rtx4090", "--target-batch", "32")
     done = command(tmp_path, "plan", *words, "-o", "plan.json")
     assert done.returncode == 0, done.stderr
-    assert Plan.load(tmp_path / "plan.json").workload["model"] == "LlamaForCausalLM"
     assert "train:trainer: LlamaForCausalLM" in done.stdout + done.stderr
-    for text in (FILE, FILE.replace("trainer =", "trainer: object =")):
-        (tmp_path / "train.py").write_text(text + "trainer.train()\n")
-        done = command(tmp_path, "plan", *words)
-        assert done.returncode == 2
-        assert "importing train.py trains: line 6 calls trainer.train()" in done.stderr
+    found = Plan.load(tmp_path / "plan.json")
+    own = autoaccum.plan(trainer=make_trainer(tmp_path, bf16=True), target_batch=32, gpu="rtx4090")
+    for name in ("micro_batches", "largest_fit", "peak_bytes", "least_bytes"):
+        assert getattr(found, name) == getattr(own, name)
+    assert found.workload["optimizer"] == own.workload["optimizer"] == "AdamW"
+    (tmp_path / "train.py").write_text(FILE + "trainer.train()\n")
+    done = command(tmp_path, "plan", *words)
+    assert done.returncode == 2
+    assert "importing train.py trains: line 11 calls trainer.train()" in done.stderr
 
 
 def test_what_no_trial_can_run_is_refused(tmp_path: Path) -> None:
@@ -349,7 +357,11 @@ def test_the_exact_trainer_refuses_what_it_cannot_do(tmp_path: Path) -> None:
         make_trainer(tmp_path, AccumulatorTrainer)
     plan = made_plan(4, 8, savers=("offload-optimizer",))
     with pytest.raises(UsageError, match="the plan has offload-optimizer"):
-        make_trainer(tmp_path, AccumulatorTrainer, further={"plan": plan})
+        make_trainer(tmp_path, AccumulatorTrainer, further={"plan": plan}).train()
+    trainer = make_trainer(tmp_path, AccumulatorTrainer, further={"plan": "plan.json"})
+    assert workload_of(trainer) is not None  # Its plan is made from it.
+    with pytest.raises(PlanFileError, match="there is no file plan.json: make one with `autoaccum plan"):
+        trainer.train()
     with pytest.raises(UsageError, match="fp16"):
         make_trainer(tmp_path, AccumulatorTrainer, further={"micro_batch": 2}, fp16=True)
 

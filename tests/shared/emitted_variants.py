@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autoaccum.accumulation.schedule import make_schedule
 from autoaccum.devices.base import Trial
-from autoaccum.devices.inspection import describe_blocks
+from autoaccum.devices.inspection import describe_model
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.emit import emit_wrapper
 from autoaccum.units import MIB
@@ -47,7 +47,7 @@ def plan_by_hand(workload: Workload, target: int, ceiling: int, **changes: Any) 
             "batchnorm": workload.batchnorm,
             "loss": "loss" if workload.criterion is None else "criterion",
             "savers": workload.savers,
-            "recipe": {**describe_recipe(workload.objective, model, batch, terms), **describe_blocks(model)},
+            "recipe": {**describe_recipe(workload.objective, model, batch, terms), **describe_model(workload, model)},
         },
         "trials": (Trial(parts=(schedule.micro_batch, schedule.smallest_part), outcome="ok"),),
     }

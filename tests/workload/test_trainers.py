@@ -22,6 +22,7 @@ def test_an_object_of_another_kind_is_no_trainer_and_loads_no_library() -> None:
     [
         ("trainer = hf.Trainer(model)\ntrainer.train()", 2),
         ("trainer = make_trainer()\nif long:\n    result = trainer.train(resume_from_checkpoint=True)", 3),
+        ("trainer: object = Trainer()\ntrainer.train()", 2),
         ("trainer = L.Trainer()\ntry:\n    trainer.fit(module)\nfinally:\n    pass", 3),
     ],
 )

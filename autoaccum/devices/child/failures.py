@@ -87,7 +87,7 @@ def describe_failure(error: BaseException, doing: str, *, at: str = "") -> Failu
     if isinstance(error, WorkloadError):
         return Failure(outcome="error", message=f"{at}{error}", traceback=error.user_traceback, blames="user")
     if isinstance(error, AutoaccumError):
-        blames: Literal["user", "measurement"] = "user" if isinstance(error, UsageError) else "measurement"
+        blames: Literal["user", "measurement"] = "user" if error.exit_code == UsageError.exit_code else "measurement"
         return Failure(outcome="error", message=f"{at}{error}", blames=blames)
     if raised_by_autoaccum(error):
         whole = "".join(traceback.format_exception(error)).rstrip()

@@ -25,11 +25,10 @@ from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index
 from autoaccum.devices.simulated.tracing.known_values import mark_not_materialised
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.pytree import tensors
+from autoaccum.workload.pytree import REPLACED_BY, current, tensors
 from autoaccum.workload.spec import Workload
 
 _INITIALISE = "run one sample through the model in model(), before it is returned"
-_REPLACED_BY = "_autoaccum_replaced_by"
 T = TypeVar("T")
 _ZIP = b"PK\x03\x04"
 
@@ -55,8 +54,7 @@ def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) 
     if is_lazy(parameter):
         raise UnsupportedError("a lazy module's parameter is moved to the card before it has a shape", hint=_INITIALISE)
     with torch.no_grad():
-        replacement = _replacement(parameter)
-        if replacement is not None:
+        if (replacement := current(parameter)) is not parameter:
             return replacement
         was_meta = parameter.is_meta
         applied = fn(parameter)
@@ -77,26 +75,20 @@ def _convert_parameter(parameter: nn.Parameter, fn: Callable[[Tensor], Tensor]) 
         if getattr(parameter, hooks):
             setattr(made, hooks, getattr(parameter, hooks))
     for name, value in vars(parameter).items():
-        if name not in vars(made) and name != _REPLACED_BY:
+        if name not in vars(made) and name != REPLACED_BY:
             setattr(made, name, value)
-    setattr(parameter, _REPLACED_BY, weakref.ref(made))
+    setattr(parameter, REPLACED_BY, weakref.ref(made))
     return made
 
 
 def _convert_buffer(buffer: Tensor, fn: Callable[[Tensor], Tensor]) -> Any:
-    replacement = _replacement(buffer)
-    if replacement is not None:
+    if (replacement := current(buffer)) is not buffer:
         return replacement
     with torch.no_grad():
         applied = fn(buffer)
     if applied is not buffer:
-        setattr(buffer, _REPLACED_BY, weakref.ref(applied))
+        setattr(buffer, REPLACED_BY, weakref.ref(applied))
     return applied
-
-
-def _replacement(tensor: Tensor) -> Any:
-    reference = vars(tensor).get(_REPLACED_BY)
-    return None if reference is None else reference()
 
 
 def with_host_batches(workload: Workload) -> Workload:
