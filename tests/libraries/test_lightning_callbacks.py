@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +16,9 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 import torch
+from command_line import environment
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import autoaccum
 from autoaccum.errors import UsageError, WorkloadError
@@ -85,7 +90,9 @@ def train(folder: Path, callbacks: list[Any], package: ModuleType = pl, **settin
     usual = {"accelerator": "cpu", "devices": 1, "max_epochs": EPOCHS, "accumulate_grad_batches": PARTS}
     trainer = package.Trainer(**(quiet | usual | settings), default_root_dir=folder, callbacks=callbacks)
     module = module_of(package)
-    trainer.fit(module, DataLoader(sentences(), batch_size=MICRO_BATCH))
+    data, ranks = sentences(), trainer.world_size
+    share = Subset(data, range(trainer.global_rank, len(data), ranks))  # The Trainer's own sampler would shuffle.
+    trainer.fit(module, DataLoader(share, batch_size=MICRO_BATCH // ranks))
     assert trainer.global_step == 2 * EPOCHS
     trained: nn.Module = module.net
     return trained
@@ -103,6 +110,43 @@ def test_accumulated_updates_are_those_of_the_full_batch(tmp_path: Path, package
     expected = full_batches()
     callbacks = [ExactAccumulation(weight=counted_words)]
     assert difference(train(tmp_path, callbacks, package, gradient_clip_val=CLIP), expected) <= 1e-10
+
+
+RANK = """
+import sys
+from pathlib import Path
+import torch
+from test_lightning_callbacks import CLIP, counted_words, train
+from autoaccum.integrations.lightning import ExactAccumulation
+
+folder, rank = map(Path, sys.argv[1:])
+ddp = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False, "gradient_clip_val": CLIP}
+torch.save(train(folder, [ExactAccumulation(counted_words)], **ddp).state_dict(), folder / f"{rank}.pt")
+"""
+
+
+def test_two_ranks_have_the_updates_of_one(tmp_path: Path) -> None:
+    expected, started = full_batches(), []
+    (tmp_path / "rank.py").write_text(RANK)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    for rank in ("0", "1"):
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
+        given = environment(PYTHONPATH=paths, **meeting)
+        command = [sys.executable, "rank.py", str(tmp_path), rank]
+        started.append(subprocess.Popen(command, cwd=tmp_path, env=given, stderr=subprocess.PIPE, text=True))
+    try:
+        for one in started:
+            said = one.communicate(timeout=120)[1]
+            assert one.returncode == 0, said
+    finally:
+        for one in started:
+            one.kill()
+    for rank in ("0", "1"):
+        found = net()
+        found.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
+        assert difference(found, expected) <= 1e-10
 
 
 def test_lightnings_own_are_not(tmp_path: Path) -> None:

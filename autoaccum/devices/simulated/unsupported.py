@@ -19,10 +19,15 @@ _NO_VALUES = (
     "a simulated card computes no values: have the CPU compute them (--values cpu), write it without them (torch.where,"
     f" multiplying by a mask, logging after the update), or {_ELSEWHERE}"
 )
+_GENERATION = (
+    "leave generation out of the evaluation (predict_with_generate=False), have the CPU compute it, which takes minutes"
+    f" (--values cpu), or {_ELSEWHERE}"
+)
 _CUSTOM_KERNEL = (
     f"give a custom kernel an implementation for fake tensors (torch.library.register_fake), or {_ELSEWHERE}"
 )
 _POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
+_TRITON = re.compile(r"libcuda\.so|\d active drivers")
 _GENERATOR = "Cannot get CUDA generator"
 _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
 
@@ -60,6 +65,8 @@ def as_workload_error(error: BaseException, doing: str, *, lost: str | None = No
                 hint = f"{lost or 'its value was not computed'}: {_ELSEWHERE}"
             line = user_line(error, library=True)
             location = f", at {line}" if line else ""
+            if "transformers/generation/" in location and hint == _NO_VALUES:
+                message, hint = f"text is generated, where {message}", _GENERATION
             return WorkloadError(f"{doing}: {message}{location}", hint=hint)
     return None
 
@@ -86,6 +93,8 @@ def _describe(error: BaseException) -> tuple[str, str] | None:
         name = _name(error)
         return f"{name} cannot be simulated", _ELSEWHERE if name.startswith("aten.") else _CUSTOM_KERNEL
     text = str(error)
+    if _TRITON.search(text):
+        return "a kernel of Triton is tuned or compiled, which needs a real card", _CUSTOM_KERNEL
     if _GENERATOR in text:
         return (
             "a random generator is made on the card, which needs a real card",

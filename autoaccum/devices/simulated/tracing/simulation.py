@@ -8,6 +8,7 @@ supports. Python still sees `cuda:0`, and the dispatch keys stay CUDA's, so CUDA
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
@@ -19,12 +20,14 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from autoaccum.devices.child.compiler_import import AroundImport
 from autoaccum.devices.simulated.cards import Card, CardInUse
 from autoaccum.devices.simulated.operators.registry import install_kernels
 from autoaccum.devices.simulated.torch_patches import Patches, compiler_unloaded, patch_hashes, patched, torch_release
 from autoaccum.devices.simulated.tracing import autocast
 from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
+from autoaccum.devices.simulated.tracing.known_values import find_tensors, forget_values
 from autoaccum.devices.simulated.tracing.placement import convert_module, patch_parameter_classes, patch_torch_load
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.simulated.tracing.value_reads import (
@@ -44,6 +47,7 @@ COMPILED = (
     "the model is compiled (torch.compile), but its eager step is predicted: compiled, it usually takes less memory"
 )
 _META = torch.device("meta")
+_TRITON = "triton.runtime.jit"
 _AS_TENSOR, _TENSOR = torch.as_tensor, torch.tensor
 _NATIVE_GENERATOR: Any = torch.Generator
 
@@ -89,6 +93,7 @@ def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterat
         patch_functions(mode.notices, stack)
         _hear_resizes(mode.recorder, stack)
         patch_torch_load(stack)
+        _patch_triton(stack)
         patch_parameter_classes(stack)
         patch_hashes(mode.numbering, stack)
         library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -98,6 +103,32 @@ def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterat
         install_kernels(library, in_use, stack)
         stack.enter_context(mode)
         yield mode
+
+
+def _patch_triton(stack: ExitStack) -> None:
+    """Patch Triton where it is imported, which PyTorch does only to compile."""
+
+    def patch(module: Any) -> None:
+        stack.enter_context(patched(module.JITFunction, "run", _launch_nothing))
+
+    @contextmanager
+    def importing(module: Any) -> Iterator[None]:
+        yield
+        patch(module)
+
+    if (imported := sys.modules.get(_TRITON)) is not None:
+        patch(imported)
+    else:
+        finder = AroundImport(_TRITON, importing)
+        sys.meta_path.insert(0, finder)
+        stack.callback(sys.meta_path.remove, finder)
+
+
+def _launch_nothing(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    """Stand for a launch of a kernel of Triton: it writes to tensors that are there, and takes no memory itself."""
+    for tensor in find_tensors((*args, *kwargs.values())):
+        if isinstance(tensor, FakeTensor):
+            forget_values(tensor)
 
 
 def _patch_device_queries(stack: ExitStack) -> None:

@@ -1,0 +1,31 @@
+"""A Trainer of TRL, whose loss runs kernels of Triton and logs values of the card, is planned on a simulated card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from command_line import Command
+
+from autoaccum import Plan
+
+FILE = """
+from datasets import Dataset
+from tiny_transformers import llama
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+data = Dataset.from_list([{"input_ids": [2 + number % 60] * (4 + number)} for number in range(16)])
+arguments = SFTConfig(output_dir="out", report_to=[], disable_tqdm=True)
+trainer = SFTTrainer(llama(), arguments, train_dataset=data, processing_class=tokenizer)
+"""
+
+
+def test_a_fine_tuning_by_trl_is_planned(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "train.py").write_text(FILE)
+    words = ("--gpu", "rtx4090", "--target-batch", "8", "--max-micro-batch", "4", "-o", "plan.json")
+    done = command(tmp_path, "plan", "train.py:trainer", *words)
+    assert done.returncode == 0, done.stderr
+    assert Plan.load(tmp_path / "plan.json").micro_batches == (4, 4)
