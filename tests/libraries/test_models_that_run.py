@@ -61,10 +61,7 @@ RUN = {
     "faster_rcnn.py": Expected(
         values=True, cause="coupled loss", change="autoaccum.whole_batch(x) of what is compared"
     ),
-    # Of its traces, some take the same memory in other pieces: `guard` then says that it could not measure.
-    "yolo.py": Expected(
-        values=True, cause="weight", change="no usual count of the batch gives these shares", guarded=False
-    ),
+    "yolo.py": Expected(values=True, cause="weight", change="no usual count of the batch gives these shares"),
     "gnn.py": Expected(),
     "lstm.py": Expected(),
     "gan.py:generator": Expected(),

@@ -59,8 +59,7 @@ class CpuValues:
 
     def compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator, `()` in place of None; None if the CPU cannot compute it."""
-        tensors = [one for one in find_tensors((*args, *kwargs.values())) if isinstance(one, FakeTensor)]
-        if not all(map(has_values, tensors)):
+        if not all(map(has_values, find_tensors((*args, *kwargs.values())))):
             return None
         with _disable_current_modes(), torch.no_grad():
             try:

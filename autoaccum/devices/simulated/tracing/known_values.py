@@ -38,7 +38,7 @@ def values_of(tensor: Tensor) -> Tensor | None:
         NotMaterialisedError: They would be known if the batch had been built with values.
     """
     if not isinstance(tensor, FakeTensor):
-        return tensor
+        return None if tensor.is_meta else tensor
     known = _known_storage(tensor)
     if known is None:
         return None
@@ -92,15 +92,16 @@ def _set_results(new: Sequence[tuple[int, FakeTensor]], func: Any, args: Sequenc
 
 def compute(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the result of an operator on the CPU; None if values of its arguments are not known."""
-    for tensor in (*find_tensors(args), *find_tensors(kwargs.values())):
-        if isinstance(tensor, FakeTensor) and (_known_storage(tensor) is None or values_of(tensor) is None):
-            return None
+    if not all(map(has_values, find_tensors((*args, *kwargs.values())))):
+        return None
     with _disable_current_modes(), torch.no_grad():
         return run_on_cpu(func, args, kwargs)
 
 
-def has_values(tensor: FakeTensor) -> bool:
+def has_values(tensor: Tensor) -> bool:
     """Return whether the values of `tensor` are known."""
+    if not isinstance(tensor, FakeTensor):
+        return not tensor.is_meta
     known = _known_storage(tensor)
     return known is not None and known.storage.nbytes() == tensor.untyped_storage().nbytes()
 
@@ -161,12 +162,12 @@ def run_on_cpu(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 def _read(value: Any) -> Any:
     if isinstance(value, torch.device):
         return _CPU
-    if not isinstance(value, FakeTensor):
+    if not isinstance(value, Tensor):
         return value
-    known = _known_storage(value)
-    if known is None or known.storage.nbytes() != value.untyped_storage().nbytes():
+    values = values_of(value)
+    if values is None:
         raise ValueError("the values are not known")
-    return _view_as(value, known.storage)
+    return values
 
 
 def _propagate_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], targets: Sequence[Any]) -> None:

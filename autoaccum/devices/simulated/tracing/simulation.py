@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any, NoReturn
@@ -192,6 +192,8 @@ def patch_functions(notices: dict[str, None], stack: ExitStack) -> None:
         (torch.Tensor, "to", _to),
         (torch.Tensor, "cuda", lambda tensor, device=None, *_, **__: _to(tensor, DEVICE if device is None else device)),
         (torch, "Generator", Generator),
+        (FakeTensor, "__getitem__", _indexed(torch.Tensor.__getitem__)),
+        (FakeTensor, "__setitem__", _indexed(torch.Tensor.__setitem__)),
         (FakeTensor, "tolist", read_list),
         (torch, "tensor", lambda data, *args, **kwargs: _TENSOR(_read_scalars(data), *args, **kwargs)),
         (torch, "as_tensor", _as_tensor),
@@ -241,6 +243,25 @@ def _read_scalars(data: Any) -> Any:
     if not isinstance(data, list | tuple) or not any(isinstance(one, FakeTensor | list | tuple) for one in data):
         return data
     return [one.tolist() if isinstance(one, FakeTensor) else _read_scalars(one) for one in data]
+
+
+def _indexed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `__getitem__` or `__setitem__` with lists of the index moved to the card, as C++ would without values."""
+
+    def run(tensor: Tensor, index: Any, *value: Any) -> Any:
+        if isinstance(index, tuple):
+            index = tuple(_move_list(one, tree_leaves(one), tensor.device) for one in index)
+        elif isinstance(index, list | range):  # One with lists in it is a tuple for C++.
+            index = _move_list(index, index, tensor.device)
+        return function(tensor, index, *value)
+
+    return run
+
+
+def _move_list(index: Any, numbers: Sequence[Any], device: torch.device) -> Any:
+    if not isinstance(index, list | tuple | range) or not all(isinstance(one, int | range) for one in numbers):
+        return index
+    return _to(torch.tensor(index, dtype=None if numbers else torch.int64), device)
 
 
 class _Generators(type(_NATIVE_GENERATOR)):  # type: ignore[misc]

@@ -40,6 +40,13 @@ def counted(ids: Tensor) -> Tensor:
     return count
 
 
+def written_by_lists(ids: Tensor) -> Tensor:
+    copy = ids.clone()
+    copy[:, [3, 1]] = 9
+    copy[[2, 0], range(2)] = ids[[0, 1], (2, 3)]
+    return copy
+
+
 def filled(ids: Tensor) -> Tensor:
     return torch.empty(3, dtype=torch.long, device=ids.device).fill_(2)
 
@@ -52,6 +59,11 @@ SAME: dict[str, Callable[[Tensor], Tensor]] = {
     "triangle": lambda ids: torch.ones(4, 4, dtype=torch.bool, device=ids.device).tril() & (ids[:, None] > 0),
     "views": lambda ids: ids.T[1:].reshape(1, 3, 3).flip(-1),
     "writing": written,
+    "columns by a list": lambda ids: ids[:, [3, 0, 3]] + ids[0][[2]],
+    "rows by a list of truths": lambda ids: ids[[True, False, True]],
+    "blocks by nested lists": lambda ids: ids[[[0, 1], [1, 0]], ...],
+    "none by an empty list": lambda ids: ids[[]],
+    "writing by lists": written_by_lists,
     "a mask of fractions": lambda ids: torch.ones(3, 4, device=ids.device) * (torch.eye(3, 4).to(ids.device) == 0),
     "a counter": counted,
     "filling": filled,
@@ -85,6 +97,13 @@ def test_the_gradient_comes_back_through_a_known_mask(mode: FakeCudaMode) -> Non
     torch.autograd.backward(chosen.sum())
     assert x.grad is not None
     assert x.grad.shape == x.shape
+
+
+def test_a_list_of_an_index_is_moved_to_the_card(mode: FakeCudaMode) -> None:
+    x = torch.randn(3, 4, device="cuda")
+    before = len(mode.recorder.sizes)
+    made = x[:, [2, 0, 1]]
+    assert (made.shape, mode.recorder.sizes[before:]) == ((3, 3), [3 * 8, 9 * 4])
 
 
 @pytest.mark.parametrize("mask", ["torch.ones(n, 6000)", "(torch.rand(n, 6000) > -1).float()"])
