@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +17,12 @@ import torch
 from command_line import environment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
+from warm_children import WarmRanks
 
 import autoaccum
 from autoaccum.errors import UsageError, WorkloadError
 
+IMPORTED = ("lightning.pytorch", "pytorch_lightning")
 WORDS, MICRO_BATCH, PARTS, EPOCHS = 20, 4, 4, 2
 CLIP = 0.3
 
@@ -113,40 +113,26 @@ def test_accumulated_updates_are_those_of_the_full_batch(tmp_path: Path, package
 
 
 RANK = """
-import sys
+import os
 from pathlib import Path
 import torch
 from test_lightning_callbacks import CLIP, counted_words, train
 from autoaccum.integrations.lightning import ExactAccumulation
 
-folder, rank = map(Path, sys.argv[1:])
 ddp = {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False, "gradient_clip_val": CLIP}
-torch.save(train(folder, [ExactAccumulation(counted_words)], **ddp).state_dict(), folder / f"{rank}.pt")
+torch.save(train(Path(), [ExactAccumulation(counted_words)], **ddp).state_dict(), os.environ["RANK"] + ".pt")
 """
 
 
-def test_two_ranks_have_the_updates_of_one(tmp_path: Path) -> None:
-    expected, started = full_batches(), []
+def test_two_ranks_have_the_updates_of_one(tmp_path: Path, warm_ranks: WarmRanks) -> None:
     (tmp_path / "rank.py").write_text(RANK)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    for rank in ("0", "1"):
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
-        given = environment(PYTHONPATH=paths, **meeting)
-        command = [sys.executable, "rank.py", str(tmp_path), rank]
-        started.append(subprocess.Popen(command, cwd=tmp_path, env=given, stderr=subprocess.PIPE, text=True))
-    try:
-        for one in started:
-            said = one.communicate(timeout=120)[1]
-            assert one.returncode == 0, said
-    finally:
-        for one in started:
-            one.kill()
-    for rank in ("0", "1"):
+    given = environment(PYTHONPATH=paths, OMP_NUM_THREADS="1")
+    for rank, done in enumerate(warm_ranks(tmp_path, "rank.py", environment=given, measured=True)):
+        assert done.returncode == 0, done.stderr
         found = net()
         found.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
-        assert difference(found, expected) <= 1e-10
+        assert difference(found, full_batches()) <= 1e-10
 
 
 def test_lightnings_own_are_not(tmp_path: Path) -> None:
