@@ -46,7 +46,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if id(storage) not in existing and id(storage) not in self._alive:
-                self._watch(storage)
+                self._watch(storage, tensor.device)
         return out
 
     @property
@@ -68,9 +68,9 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 del alive[index]
         return list(alive.values())
 
-    def _watch(self, storage: torch.UntypedStorage) -> None:
+    def _watch(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         index, key = len(self._blocks), id(storage)
-        self._blocks.append((storage.device, storage.nbytes()))
+        self._blocks.append((device, storage.nbytes()))
         self._events.append((index, True))
 
         def record_end(_: Any) -> None:
