@@ -223,7 +223,7 @@ def test_a_plan_of_this_card() -> None:
         ({"plan": "plan.json"}, r"plan is a str: give a Plan, such as Plan\.load"),
         ({"plan": {"micro_batch": 3}}, "plan is a dict"),
         ({"plan": Planned(micro_batch=0)}, "micro_batch is 0"),
-        ({"plan": Planned(workload={"precision": "fp4"})}, "the precision is 'fp4'"),
+        ({"plan": Planned(workload={"precision": "fp4"})}, "no precision 'fp4'"),
     ],
 )
 def test_unusable_plans_are_refused(arguments: dict[str, Any], text: str) -> None:
