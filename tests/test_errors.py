@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 from autoaccum import errors
 
 CODES = {
@@ -16,7 +18,7 @@ CODES = {
 
 def test_scripts_can_rely_on_the_exit_codes() -> None:
     found: dict[int, set[str]] = {}
-    for kind in errors.AutoaccumError.__subclasses__():
-        if kind.__module__ == errors.__name__:
+    for _, kind in inspect.getmembers(errors, inspect.isclass):
+        if issubclass(kind, errors.AutoaccumError) and kind is not errors.AutoaccumError:
             found.setdefault(kind.exit_code, set()).add(kind.__name__)
     assert found == CODES

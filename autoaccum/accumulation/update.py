@@ -46,7 +46,7 @@ class StorageRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in _tensors(out):
             storage = tensor.untyped_storage()
             if id(storage) not in existing and id(storage) not in self._alive:
-                self._watch(storage, tensor.device)
+                self._watch(storage, tensor.device)  # A simulated card's storage is on meta.
         return out
 
     @property

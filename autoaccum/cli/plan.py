@@ -277,12 +277,13 @@ def _check_table(
     """Refuse what goes with no table of cards or numbers of ranks; `chosen` are flags that go with one plan only."""
     from autoaccum.checks import check_alone
 
-    one, hint, text = "card", "give one name", f"--gpu {gpu}"
     given = next((flag for flag, value in chosen.items() if value), None)
     if isinstance(size, range) and not (_names_several(gpu) and given):
         one, hint, text = "number of ranks", "give one number", f"--world-size {size[0]}..{size[-1]}"
         of_cards = {} if _names_several(gpu) else {"--sort": sort, "--prices": prices}
         given = given or next((flag for flag, value in {"--mesh": mesh, **of_cards}.items() if value), None)
+    else:
+        one, hint, text = "card", "give one name", f"--gpu {gpu}"
     if gpu is None:
         raise UsageError(f"{text} compares numbers of ranks in a simulation", hint="name a card (--gpu NAME)")
     if given is not None:
@@ -327,6 +328,15 @@ def _compare(
         rows.append(row)
         progress.say(row_line(row, names_card=several, names_ranks=ranged), "dim")
 
+    def show(found: list[PlanRow], *, is_whole: bool) -> None:
+        found = sort_rows(found, sort or ("cost" if prices is not None else None))
+        if found and as_json:
+            click.echo(plan_table_json(found, is_whole=is_whole), nl=False)
+        elif found and several:
+            print_cards_table(make_console(), found, names_ranks=ranged)
+        elif found:
+            print_ranks_table(make_console(), found, is_whole=is_whole)
+
     try:
         with Progress(stderr, quiet=quiet) as progress:
             for text in unknown:
@@ -344,14 +354,11 @@ def _compare(
             rows = compare_plans(plans, list(cards), choose_world_sizes(within), listen)
             for text in table_warnings(rows):
                 progress.warn(text)
-    finally:
-        rows = sort_rows(rows, sort or ("cost" if prices is not None else None))
-        if rows and as_json:
-            click.echo(plan_table_json(rows), nl=False)
-        elif rows and several:
-            print_cards_table(make_console(), rows, names_ranks=ranged)
-        elif rows:
-            print_ranks_table(make_console(), rows)
+    except BaseException:
+        # Their traces took their time. What ranks or cards are the least is not known, since some are missing.
+        show(sorted(rows, key=lambda row: (list(cards).index(row.card), row.world_size)), is_whole=False)
+        raise
+    show(rows, is_whole=True)
     if not find_least(rows):
         who = f"{within[0]} to {within[-1]} ranks" if ranged else "these cards"
         closest = max(rows, key=lambda row: (row.limit_bytes or 0, row.world_size))

@@ -110,6 +110,12 @@ def framework_arguments(plan: Plan, framework: str) -> dict[str, Any]:
         UsageError: The framework cannot do what the plan does, or would train with another number of samples.
     """
     check_framework(framework, plan.workload, parallel=plan.parallel, mesh=plan.mesh)
+    if plan.target_batch % plan.world_size:
+        raise UsageError(
+            f"{_name(framework)} gives each of {plan.world_size} ranks as many samples, and a target batch of"
+            f" {plan.target_batch} does not divide equally over them",
+            hint=f"plan a target batch that does, or {_OWN_STEP}",
+        )
     if {part for parts in plan.schedule.ranks for part in parts} != {plan.micro_batch}:
         ranks = f" x {plan.world_size} ranks" if plan.world_size > 1 else ""
         trained = plan.iter_size * plan.micro_batch * plan.world_size

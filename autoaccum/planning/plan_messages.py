@@ -202,7 +202,10 @@ def all_warnings(
 
 
 def ranks_notes(device: Device, *, holds_own: bool) -> list[str]:
-    """Return what several ranks take and trials did not: each `holds_own` outputs of a coupled loss alone."""
+    """Return what several ranks take and trials did not.
+
+    With `holds_own`, trials held the outputs of one rank, where each will hold those of all for a coupled loss.
+    """
     notes = []
     if device.describe()["kind"] == "cuda":
         notes.append(

@@ -90,14 +90,14 @@ def print_cards_table(console: Console, rows: Sequence[PlanRow], *, names_ranks:
         print_wrapped(console, note)
 
 
-def print_ranks_table(console: Console, rows: Sequence[PlanRow]) -> None:
-    """Print a row for each number of ranks of a card, and the least that trains the model."""
+def print_ranks_table(console: Console, rows: Sequence[PlanRow], *, is_whole: bool = True) -> None:
+    """Print a row for each number of ranks of a card, and the least that trains the model if the table is whole."""
     table = make_table(">ranks", "fits", ">micro-batch", ">iter_size", ">needed", ">peak", "reduce")
     for row in rows:
         style = "" if row.fits else "magenta"
         table.add_row(str(row.world_size), *_cells(row), row.reduce or _NONE, style=style)
     print_table(console, table)
-    for least in find_least(rows).values():
+    for least in find_least(rows).values() if is_whole else ():
         below = max((row for row in rows if row.world_size < least), key=lambda row: row.world_size, default=None)
         tried = "" if below is None else f"; on {below.world_size}, {below.message}"
         if below is None and least > 1:
@@ -146,9 +146,11 @@ def _name(names: Sequence[str]) -> str:
     return join_words(few)
 
 
-def plan_table_json(rows: Sequence[PlanRow]) -> str:
-    """Return the rows as JSON, with the least number of ranks that trains the model for each card that does."""
-    record = {"plans": [to_plain(row) for row in rows], "least_world_sizes": find_least(rows)}
+def plan_table_json(rows: Sequence[PlanRow], *, is_whole: bool = True) -> str:
+    """Return the rows as JSON; if they are all, with the least number of ranks for each card that trains the model."""
+    record: dict[str, Any] = {"plans": [to_plain(row) for row in rows]}
+    if is_whole:
+        record["least_world_sizes"] = find_least(rows)
     return json.dumps(record, indent=2, allow_nan=False) + "\n"
 
 

@@ -88,6 +88,6 @@ def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:
         files[name].write_text("came meanwhile")
     with pytest.raises(UsageError, match=r"plan\.json exists already"):
         outputs.write(planned)
-    assert outputs.written == {"pictured": files["memory.svg"]}
+    assert outputs.written == {"--plot": files["memory.svg"]}
     assert any(text.startswith("limit") for text in texts(files["memory.svg"]))
     assert files["plan.json"].read_text() == "came meanwhile"

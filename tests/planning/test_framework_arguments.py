@@ -62,7 +62,7 @@ def test_uneven_parts_are_refused_with_what_would_be_trained(framework: str) -> 
     ) as no:
         for_framework(uneven, framework)
     assert no.value.hint == f"plan with equal=True (--for {framework}), which gives 16 x 16"
-    with pytest.raises(UsageError, match="256 does not divide equally over 3 ranks: take 255 or 258, or allow"):
+    with pytest.raises(UsageError, match="256 does not divide equally over them: plan a target batch that does, or"):
         for_framework(make_plan(256, 100, 3, equal=False), framework)
 
 

@@ -121,6 +121,9 @@ def test_the_table_and_the_records() -> None:
     assert record["least_world_sizes"] == {"rtx3090": 10}
     assert [row["world_size"] for row in record["plans"]] == [8, 9, 10, 12, 16]
     assert record["plans"][0]["message"].startswith("micro-batch 1 does not fit: it would take")
+    print_ranks_table(make_console(file=(partial := io.StringIO()), width=200), rows, is_whole=False)
+    assert partial.getvalue().splitlines() == lines[:-1], "no number of ranks is called the least"
+    assert "least_world_sizes" not in json.loads(plan_table_json(rows, is_whole=False))
 
 
 def test_a_warning_says_which_rows_it_is_about() -> None:
