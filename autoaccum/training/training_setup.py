@@ -33,7 +33,7 @@ from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, fin
 from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.checks import check_word, describe_type
-from autoaccum.devices.in_place.live_objects import make_batches
+from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.devices.loop_memory import EMA_DECAY, EmaModel
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.options import (

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import autoaccum
 from autoaccum.devices.budget import AvailableMemory
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects, in_place_device, memory_limits
-from autoaccum.devices.in_place.live_objects import make_batches
+from autoaccum.devices.in_place.sample_batches import make_batches
 from autoaccum.devices.in_place.saved_state import LiveStateSize, check_host_copy, measure_live_state
 from autoaccum.errors import AutoaccumError, DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
 from autoaccum.options import Options

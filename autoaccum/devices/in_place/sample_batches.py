@@ -1,0 +1,131 @@
+"""Batches of any size for live objects: from the user's function, or from one sample batch, repeated and cut."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from autoaccum.accumulation.out_of_memory import find_out_of_memory
+from autoaccum.checks import describe_type
+from autoaccum.errors import AutoaccumError, WorkloadError
+from autoaccum.workload import pytree
+from autoaccum.workload.batches import Batching, batch_size, has_size, join_batches, split_batch, wrap_batch
+from autoaccum.workload.tracebacks import blame_workload
+
+_SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
+
+
+class CalledBatches:
+    """Batches from the user's function `batch(size)`; its errors are reported as errors of the workload."""
+
+    def __init__(self, batch: Callable[[int], Any], batching: Batching | None = None) -> None:
+        self._batch, self._batching = batch, batching
+        functools.update_wrapper(self, batch)
+
+    def __call__(self, size: int) -> Any:
+        """Return a batch of `size` samples.
+
+        Raises:
+            WorkloadError: The function raises anything but an out-of-memory error, or returns another size.
+        """
+        try:
+            made = wrap_batch(self._batch(size), self._batching)
+        except StopIteration as error:
+            raise blame_workload(error, f"batch({size})", hint=f"its iterator has no more; {_SAMPLE}") from error
+        except AutoaccumError:
+            raise
+        except Exception as error:
+            if find_out_of_memory(error) is not None:
+                raise
+            raise blame_workload(error, f"batch({size})") from error
+        if not has_size(made, size):
+            raise WorkloadError(
+                f"batch({size}) returned {batch_size(made)} samples", hint=f"return as many as asked, or {_SAMPLE}"
+            )
+        return made
+
+
+class SampleBatches:
+    """Batches of any size from a sample batch: its samples, repeated, in memory of their own."""
+
+    def __init__(self, sample: Any) -> None:
+        self._size = batch_size(sample)
+        if self._size < 1:
+            raise WorkloadError("the sample batch is empty", hint="give one with at least one sample")
+        self._sample = sample
+
+    def __call__(self, size: int) -> Any:
+        """Return a batch of `size` samples; neither changes to it nor gradients reach the sample batch."""
+        if isinstance(self._sample, pytree.CustomBatch):
+            return self._cut(self._sample, size)
+        times, rest = divmod(size, self._size)
+        # Separate views: an object that all parts share would count as one of all samples.
+        parts = [split_batch(self._sample, [self._size])[0] for _ in range(times)]
+        if rest:
+            parts.append(split_batch(self._sample, [rest, self._size - rest])[0])
+        return _owned(join_batches(parts), set(_addresses(self._sample)))
+
+    def _cut(self, sample: pytree.CustomBatch, size: int) -> Any:
+        """Cut a batch by the workload's own function, which cannot repeat samples."""
+        if size > self._size:
+            raise WorkloadError(
+                f"the sample batch has {self._size} samples, {size} are asked for, and what split(batch, sizes) cuts"
+                " cannot be repeated",
+                hint="give a function batch(size), a larger sample batch, or, to train, a micro_batch of your own",
+            )
+        return copy.deepcopy(split_batch(sample, [size, self._size - size])[0])
+
+
+def make_batches(batch: Any, batching: Batching | None = None) -> Callable[[int], Any]:
+    """Return a function of the size that makes batches, from the user's `batch(size)` or sample batch.
+
+    With `batching`, `batch` is a sample batch if `size(batch)` accepts it.
+
+    Raises:
+        WorkloadError: `batch` is neither.
+    """
+    if batching is not None and not inspect.isroutine(batch):
+        with suppress(Exception):  # The user's callable object, and no batch.
+            return SampleBatches(batching.wrap(batch))
+    if isinstance(batch, (DataLoader, Iterator)) or (hasattr(batch, "__next__") and not callable(batch)):
+        raise WorkloadError(f"batch is {describe_type(batch)}", hint="give one batch of it: next(iter(loader))")
+    if callable(batch) and not isinstance(batch, Tensor) and pytree.children(batch) is None:
+        return CalledBatches(batch, batching)
+    return SampleBatches(batch)
+
+
+def _owned(node: Any, shared: set[int]) -> Any:
+    """Copy each tensor or array of `node` that shares memory with the sample batch, or with another one."""
+    if pytree.is_leaf(node):
+        leaf = node.detach().requires_grad_() if isinstance(node, Tensor) and node.requires_grad else node
+        address = _address(leaf)
+        if address in shared:
+            return leaf.clone().detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf.copy()
+        shared.add(address)
+        return leaf
+    children = pytree.children(node)
+    if children is None:
+        return node
+    owned = [_owned(child, shared) for _, child in children]
+    if all(new is old for new, (_, old) in zip(owned, children, strict=True)):
+        return node
+    return pytree.rebuild(node, owned)
+
+
+def _addresses(node: Any) -> Iterator[int]:
+    if pytree.is_leaf(node):
+        yield _address(node)
+    for _, child in pytree.children(node) or ():
+        yield from _addresses(child)
+
+
+def _address(leaf: Tensor | np.ndarray[Any, Any]) -> int:
+    return leaf.untyped_storage().data_ptr() if isinstance(leaf, Tensor) else int(leaf.ctypes.data)
