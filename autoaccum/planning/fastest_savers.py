@@ -8,6 +8,7 @@ from typing import Any
 from autoaccum.devices.base import TimingDevice
 from autoaccum.devices.update_cost import SavingDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError
+from autoaccum.planning.memory_explanation import explain_memory
 from autoaccum.planning.plan_events import Listener, Loading
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
@@ -18,7 +19,7 @@ from autoaccum.planning.saver_table import compare_savers
 from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.throughput import format_rate
-from autoaccum.planning.trial_runner import SearchLimits, explain_memory
+from autoaccum.planning.trial_runner import SearchLimits
 
 _TIMED = 3
 """So many sets of savers are timed."""

@@ -1,19 +1,15 @@
-"""Plans of one workload for several cards or numbers of ranks: a row for each, the least ranks, and the prices."""
+"""Plans of one workload for several cards or numbers of ranks: a row for each, and the least ranks of each card."""
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import Device, Trial, TrialSettings
 from autoaccum.devices.update_cost import CountingDevice
-from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError
 from autoaccum.options import Parallel, Reduce
 from autoaccum.planning.device_choice import make_fleet
 from autoaccum.planning.plan_events import Event, Listener, TrialFinished
@@ -22,6 +18,7 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
+from autoaccum.planning.prices import read_prices as read_prices
 from autoaccum.planning.throughput import SpeedEstimate, estimate_seconds
 
 if TYPE_CHECKING:
@@ -288,64 +285,3 @@ def _estimate(device: Device, plan: Plan) -> SpeedEstimate | None:
     except (WorkloadError, NotMeasuredError):
         return None
     return estimate_seconds(cost, device.rates, plan.micro_batches, precision=str(plan.workload["precision"]))
-
-
-_COLUMNS = ("name", "per_hour")
-_FORM = "write a line `name,per_hour`, then one for each card, such as `rtx4090,0.69`"
-
-
-def read_prices(path: str | os.PathLike[str]) -> tuple[dict[str, float], list[str]]:
-    """Read the price of an hour of each card, by the card's own name; and warnings of names that are no card's.
-
-    Raises:
-        UsageError: The file cannot be read, has other columns or no card, or a line has no price above 0, or a card
-            that was there before.
-    """
-    from autoaccum.devices.simulated.cards import find_card
-
-    prices: dict[str, float] = {}
-    unknown: list[str] = []
-    for line, row in _read_rows(Path(path)):
-        where = f"{path}, line {line}"
-        if None in row or None in row.values():
-            raise UsageError(f"{where} has {_count(row)} fields, and there are {len(_COLUMNS)} columns", hint=_FORM)
-        try:
-            name = find_card(row["name"]).name
-        except UsageError as error:
-            unknown.append(f"{where} is not used, {error}")
-            continue
-        try:
-            price = float(row["per_hour"])
-        except ValueError:
-            price = math.nan
-        if not 0 < price < math.inf:
-            raise UsageError(f"{where}: per_hour is {row['per_hour']!r}", hint="give a number above 0, such as 0.69")
-        if name in prices:
-            raise UsageError(f"{where} has {name} again", hint="leave one price for each card")
-        prices[name] = price
-    if not prices:
-        raise UsageError(f"{path} has no prices of cards", hint=unknown[0] if unknown else _FORM)
-    return prices, unknown
-
-
-def _read_rows(path: Path) -> Iterator[tuple[int, dict[Any, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeError) as error:
-        seen = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"{path} cannot be read ({seen})", hint=_FORM) from None
-    reader = csv.DictReader(lines, skipinitialspace=True, strict=True)
-    try:
-        found = [name.strip() for name in reader.fieldnames or ()]
-        if sorted(found) != sorted(_COLUMNS):
-            seen = ",".join(found) or "nothing"
-            raise UsageError(f"{path}, line 1 has {seen}, and its columns must be name and per_hour", hint=_FORM)
-        reader.fieldnames = found
-        for row in reader:
-            yield reader.line_num, row
-    except csv.Error as error:
-        raise UsageError(f"{path}, line {reader.line_num} is no CSV ({error})", hint=_FORM) from None
-
-
-def _count(row: dict[Any, Any]) -> int:
-    return len(row.get(None, ())) + sum(name is not None and value is not None for name, value in row.items())

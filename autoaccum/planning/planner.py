@@ -22,6 +22,7 @@ from autoaccum.devices.explanation import (
 from autoaccum.devices.update_cost import CountingDevice, SavingDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError, first_line
 from autoaccum.options import Reduce
+from autoaccum.planning.memory_explanation import explain_memory
 from autoaccum.planning.plan_events import Inspected, Listener, Loading, Tracing
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
@@ -42,7 +43,7 @@ from autoaccum.planning.plan_setup import PlanSetup, check_device_can, make_setu
 from autoaccum.planning.saver_trials import SaverTrials
 from autoaccum.planning.search import SearchResult, SearchStopped, search
 from autoaccum.planning.throughput import Throughput, describe_knee, estimate_throughput
-from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, explain_memory, find_least_budget
+from autoaccum.planning.trial_runner import SearchLimits, TrialRunner, find_least_budget
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.ranks.group import Ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoaccum.errors import UsageError
-from autoaccum.planning.plan_comparison import read_prices
+from autoaccum.planning.prices import read_prices
 
 
 def test_prices_are_by_the_cards_own_names(tmp_path: Path) -> None:
@@ -30,8 +30,8 @@ def test_other_cards_keep_their_prices_beside_a_name_that_is_none(tmp_path: Path
     [
         ("", "line 1 has nothing, and its columns must be name and per_hour: write a line `name,per_hour`"),
         ("name,price\nt4,1\n", "line 1 has name,price, and its columns must be name and per_hour"),
-        ("name,per_hour\n", "has no prices of cards: write a line"),
-        ("name,per_hour\na100,1\n", "has no prices of cards: "),
+        ("name,per_hour\n", "has no prices of single cards: write a line"),
+        ("name,per_hour\na100,1\nt4x,1\n", "has no prices of single cards, only of 'a100' and 't4x': write a line"),
         ("name,per_hour\nt4,\n", "line 2: per_hour is '': give a number above 0, such as 0.69"),
         ("name,per_hour\nt4,$0.35\n", "line 2: per_hour is '$0.35'"),
         ("name,per_hour\nt4,-1\n", "line 2: per_hour is '-1'"),
