@@ -22,6 +22,32 @@ _WARM_UP_UPDATES = 2
 _LEAST, _MOST, _ENOUGH_SECONDS = 3, 200, 0.5
 _FAR_BEHIND, _IN_A_ROW = 2.0, 2
 
+_LINK_BYTES: Final[Mapping[int, float]] = {7: 12e9, 8: 24e9}
+_LATER_LINK_BYTES: Final = 48e9
+"""Bytes per second in one direction by 16 lanes of PCIe 3, 4 and (from capability 9 on) 5: three quarters of the 15.75,
+31.5 and 63 GB/s that the standard allows, as copies from pinned memory reach. Not pinned, they reach about half."""
+
+_HOST_BYTES: Final = 20e9
+"""Bytes per second that element-wise operators read and write in host memory; two to eight channels of DDR4 or DDR5
+have 40 to 300, of which PyTorch's, one operator after the other, reach a part."""
+
+_LAUNCH_SECONDS: Final = 7e-6
+"""What the host takes for an operator of an eager model, autograd and the interpreter included: PyTorch's overhead is
+5 to 10 us an operator, and a kernel takes no less than 3 to 5 us to start."""
+
+_REACHED: Final = 0.6
+"""The part of its FLOPs that a card reaches in products. All of training reaches 43 to 64 % on A100s and 30 to 46 % on
+H100s by the tables of MosaicML (`scripts/train/benchmarking/README.md` in mosaicml/llm-foundry), and products are the
+better part of it."""
+_REACHED_BYTES: Final = 0.8
+"""The same of its memory's bandwidth, in operators that read and write whole tensors."""
+
+BAND: Final = 2.5
+"""The factor by which a number of seconds may be off."""
+RATIO_BAND: Final = 1.6
+"""The factor by which a ratio between two cards may be off, for the same workload: cards with little power for their
+size (L4, RTX 6000 Ada, H100 PCIe) reach less of their rates than others do."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
@@ -188,33 +214,6 @@ def micro_batch_ladder(
             hint=f"use multiples of {least} as target batches, or plan with more memory",
         )
     return tuple(sizes.values())
-
-
-_LINK_BYTES: Final[Mapping[int, float]] = {7: 12e9, 8: 24e9}
-_LATER_LINK_BYTES: Final = 48e9
-"""Bytes per second in one direction by 16 lanes of PCIe 3, 4 and (from capability 9 on) 5: three quarters of the 15.75,
-31.5 and 63 GB/s that the standard allows, as copies from pinned memory reach. Not pinned, they reach about half."""
-
-_HOST_BYTES: Final = 20e9
-"""Bytes per second that element-wise operators read and write in host memory; two to eight channels of DDR4 or DDR5
-have 40 to 300, of which PyTorch's, one operator after the other, reach a part."""
-
-_LAUNCH_SECONDS: Final = 7e-6
-"""What the host takes for an operator of an eager model, autograd and the interpreter included: PyTorch's overhead is
-5 to 10 us an operator, and a kernel takes no less than 3 to 5 us to start."""
-
-_REACHED: Final = 0.6
-"""The part of its FLOPs that a card reaches in products. All of training reaches 43 to 64 % on A100s and 30 to 46 % on
-H100s by the tables of MosaicML (`scripts/train/benchmarking/README.md` in mosaicml/llm-foundry), and products are the
-better part of it."""
-_REACHED_BYTES: Final = 0.8
-"""The same of its memory's bandwidth, in operators that read and write whole tensors."""
-
-BAND: Final = 2.5
-"""The factor by which a number of seconds may be off."""
-RATIO_BAND: Final = 1.6
-"""The factor by which a ratio between two cards may be off, for the same workload: cards with little power for their
-size (L4, RTX 6000 Ada, H100 PCIe) reach less of their rates than others do."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -302,7 +302,7 @@ def context_memory(card: Card) -> ContextMemory:
     return ContextMemory(start_bytes=start, modules_bytes=modules, band_bytes=band, source=source, measured=measured)
 
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class CardInUse:
@@ -330,14 +330,14 @@ class CardInUse:
         """Simulate another card from now on, which code that has asked before would not notice."""
         self.card, self.alike = card, list(others)
 
-    def answer(self, question: Callable[[Card], T]) -> T:
+    def answer(self, question: Callable[[Card], _T]) -> _T:
         """Answer a question of code, which may keep the answer."""
         self.was_asked_by_code = True
         answer = question(self.card)
         self.alike = [card for card in self.alike if question(card) == answer]
         return answer
 
-    def choose(self, kernel: Callable[[Card], T]) -> T:
+    def choose(self, kernel: Callable[[Card], _T]) -> _T:
         """Return the kernel that is chosen by a card's capability, and by nothing else of the card."""
         chosen = kernel(self.card)
         by_capability = {card.capability: card for card in self.alike}

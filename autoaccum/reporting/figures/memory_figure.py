@@ -168,7 +168,7 @@ _ROW_HEIGHT = 0.22
 
 def draw_savers(table: SaverTable, form: Format) -> bytes:
     """Draw a table as a file: the same table gives the same bytes."""
-    return picture_bytes(lambda: savers_figure(table), _title(table), form)
+    return picture_bytes(lambda: savers_figure(table), _savers_title(table), form)
 
 
 def savers_figure(table: SaverTable) -> Figure:
@@ -178,7 +178,7 @@ def savers_figure(table: SaverTable) -> Figure:
         figsize=(_WIDTH, _PANEL_HEIGHT + _ROW_HEIGHT * len(rows)), layout="constrained", facecolor=colour("panel")
     )
     FigureCanvasAgg(figure)
-    figure.suptitle(_title(table), size=TITLE_POINTS, weight="bold", parse_math=False)
+    figure.suptitle(_savers_title(table), size=TITLE_POINTS, weight="bold", parse_math=False)
     axes = figure.subplots()
     times, sizes = [row.relative_time for row in rows], [row.micro_batch for row in rows]
     axes.step(times, sizes, where="post", color=colour("muted"), linestyle="--")
@@ -189,7 +189,7 @@ def savers_figure(table: SaverTable) -> Figure:
             str(number), (row.relative_time, row.micro_batch), xytext=(-6, 4), textcoords="offset points", ha="right"
         )
     axes.set_yscale("log", base=2)
-    ticks = _spread(sizes)
+    ticks = _spread_sizes(sizes)
     axes.set_yticks(ticks, list(map(str, ticks)))
     axes.minorticks_off()
     axes.set_xlim(0.95 * min(times), 1.08 * max(times))
@@ -200,7 +200,7 @@ def savers_figure(table: SaverTable) -> Figure:
     return figure
 
 
-def _spread(sizes: Sequence[int]) -> list[int]:
+def _spread_sizes(sizes: Sequence[int]) -> list[int]:
     """Return the sizes to be named on the axis, far enough from each other."""
     named: list[int] = []
     for size in sorted(sizes):
@@ -209,5 +209,5 @@ def _spread(sizes: Sequence[int]) -> list[int]:
     return named
 
 
-def _title(table: SaverTable) -> str:
+def _savers_title(table: SaverTable) -> str:
     return f"Savers on {table.device} with {format_bytes(table.limit_bytes)}, {table.target_batch} samples per update"

@@ -290,7 +290,7 @@ def _no_forecast(why: str) -> Forecast:
 
 
 _TIMELINE_POINTS = 400
-_TOLERANCE = 0.001
+_SAME_PEAK = 0.001
 """The share of the peak by which the last update may differ from it and still be drawn in its place."""
 _CURVE_POINTS = 12
 _EVENTS_FOR_LEAST = 120_000
@@ -327,7 +327,7 @@ def _shown_peak(breakdown: MemoryBreakdown) -> int:
         return peak_at
     later = max(reversed(range(last, len(held))), key=held.__getitem__)
     differ = max(abs(total[later] - total[peak_at]) for total in breakdown.totals.values())
-    return later if max(differ, held[peak_at] - held[later]) <= _TOLERANCE * held[peak_at] else peak_at
+    return later if max(differ, held[peak_at] - held[later]) <= _SAME_PEAK * held[peak_at] else peak_at
 
 
 def _phases(phases: Sequence[tuple[int, Phase]], start: int, length: int) -> tuple[tuple[int, Phase], ...]:

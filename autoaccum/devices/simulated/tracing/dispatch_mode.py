@@ -346,8 +346,8 @@ def _has_fake(values: Any) -> bool:
     return False
 
 
-_PREFIX: Final = "aten::_foreach_"
-_OTHERS: Final = ("aten::_foreach_norm", "aten::_foreach_max")
+_FOREACH: Final = "aten::_foreach_"
+_NOT_ELEMENTWISE: Final = ("aten::_foreach_norm", "aten::_foreach_max")
 """Operators of this name that do not work element by element."""
 
 
@@ -358,7 +358,7 @@ def can_run_on_shards(func: Any, args: Sequence[Any]) -> bool:
     length, and takes seconds for 300 parameters; here the answer is known.
     """
     name = func._schema.name
-    if not name.startswith(_PREFIX) or name.startswith(_OTHERS):
+    if not name.startswith(_FOREACH) or name.startswith(_NOT_ELEMENTWISE):
         return False
     lists = [arg for arg in args if _is_list_of_tensors(arg)]
     if not lists or not all(is_sharded(one) for each in lists for one in each):
@@ -373,13 +373,13 @@ def run_on_shards(args: Sequence[Any], run: Callable[[list[Any]], Any]) -> Any:
     if made is None:
         return None
     first = next(arg for arg in args if _is_list_of_tensors(arg))
-    return [_like(one, part) for one, part in zip(first, made, strict=True)]
+    return [_like_shard(one, part) for one, part in zip(first, made, strict=True)]
 
 
 def _is_list_of_tensors(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def _like(one: Any, part: torch.Tensor) -> Any:
+def _like_shard(one: Any, part: torch.Tensor) -> Any:
     meta = one._spec.tensor_meta._replace(dtype=part.dtype)
     return type(one)(part, one._spec.shallow_copy_with_tensor_meta(meta), requires_grad=False)

@@ -225,13 +225,10 @@ def _raise_no_capabilities(*_: Any, **__: Any) -> NoReturn:
     raise RuntimeError("Backend doesn't support getting device capabilities.")  # As on a real card.
 
 
-_CARD = torch.device("cuda", 0)
-
-
 class Event:
     """An event, which has already happened."""
 
-    device = _CARD
+    device = DEVICE
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -253,7 +250,7 @@ class Event:
 class Stream:
     """A stream, current within `with`."""
 
-    device, device_index, device_type, priority = _CARD, 0, 1, 0
+    device, device_index, device_type, priority = DEVICE, 0, 1, 0
     recorder: ClassVar[Recorder]
     current: ClassVar[Stream]
     _numbers: ClassVar[count[int]]
