@@ -394,8 +394,11 @@ class Evaluator:
 
     def run_if_due(self) -> None:
         """Evaluate after an update if that is due."""
-        every, progress = self._every, self._progress
-        if (every and progress.update % every == 0) if self._due is None else self._due(progress.samples):
+        if self._due is not None:
+            is_due = self._due(self._progress.samples)
+        else:
+            is_due = self._every is not None and self._progress.update % self._every == 0
+        if is_due:
             self.run()
 
     def run_after_epoch(self) -> None:
