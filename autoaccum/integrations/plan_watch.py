@@ -89,17 +89,19 @@ def find_differences(plan: Plan, running: Running) -> list[str]:
 def _saver_differences(plan: Plan, running: Running) -> list[str]:
     """Return what takes more memory here, or less: savers of the plan, or checkpointing of the model's own."""
     savers = () if running.takes_savers else tuple(plan.workload.get("savers") or ())
-    recomputes, found = any(word.startswith(RECOMPUTE) for word in savers), []
+    recompute, found = next((word for word in savers if word.startswith(RECOMPUTE)), None), []
     if others := [word for word in savers if not word.startswith(RECOMPUTE)]:
         found.append(
             f"the plan needs {' and '.join(others)} (--savers), which only the Accumulator does: train by it, or"
             " plan without"
         )
-    planned = recomputes or bool((plan.workload.get("recipe") or {}).get("checkpointing"))
-    here = False if recomputes else planned  # Where it is not known, the framework has none of its own.
-    here = here if running.checkpointing is None else running.checkpointing
+    of_model = bool((plan.workload.get("recipe") or {}).get("checkpointing"))
+    planned, here = recompute is not None or of_model, running.checkpointing
+    if here is None:  # What the plan has of the model is here, too; the framework itself recomputes nothing.
+        here = recompute is None and of_model
     if here != planned:
-        on, off = ("here", "in the plan") if here else ("in the plan", "here")
+        in_plan = "in the plan" if recompute is None else f"in the plan (--savers {recompute})"
+        on, off = ("here", in_plan) if here else (in_plan, "here")
         found.append(f"gradient checkpointing is on {on} and off {off}: set it alike, or plan again")
     return found
 

@@ -38,7 +38,7 @@ def running(**changes: Any) -> Running:
         ({}, {"micro_batch": 64}, "64 takes more micro-batches than needed"),
         ({}, {"batch": 258}, r"an update has 258 samples \(batch_size x steps\), the plan's has 256"),
         ({}, {"world_size": 2}, "2 ranks train, the plan is for 1: plan with --world-size 2"),
-        ({"savers": ("recompute",)}, {}, "gradient checkpointing is on in the plan and off here"),
+        ({"savers": ("recompute=1",)}, {}, r"checkpointing is on in the plan \(--savers recompute=1\) and off here"),
         ({"savers": ("offload-gradients",)}, {}, "the plan needs offload-gradients"),
         ({}, {"checkpointing": True}, "gradient checkpointing is on here and off in the plan"),
         ({"recipe": {"checkpointing": True}}, {}, "gradient checkpointing is on in the plan and off here"),
