@@ -211,12 +211,13 @@ class _Runs:
         """Find out what couples samples; `batches` are the whole batch and its two parts."""
         first = self.run(batches[0])
         self._random_use.clear()
-        plain = []
+        plain: list[list[dict[str, float]]] = []
         for _ in self._changed_parameters():
-            plain.append([self.run(batch) for batch in batches])
-            again = plain[0][0]
-            if any(abs(again[name] - term) > _REPEATABLE * abs(term) for name, term in first.items()):
+            whole = self.run(batches[0])
+            differ = (abs(whole[name] - term) > _REPEATABLE * abs(term) for name, term in first.items())
+            if not plain and any(differ):  # The first change is none.
                 return Coupling(reason="the loss differs from run to run")
+            plain.append([whole, *(self.run(part) for part in batches[1:])])
         if reason := self._random_difference():
             return Coupling(reason=reason)
         mixes = self._mixes(plain)
