@@ -85,7 +85,7 @@ def _guarded(run: Callable[[], None], asked: str) -> int:
         return _report(_usage_error(error, asked))
     except (KeyboardInterrupt, click.Abort):
         ended = _ENDED.get(asked.rpartition(" ")[2], "the trials were")
-        _say(f"interrupted: {ended} ended, nothing was written")
+        _say(f"interrupted: {ended} ended, no file was written")
         return _CODE_INTERRUPTED
     except BrokenPipeError:
         _silence_stdout()

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -44,9 +43,7 @@ class TrialTrainer:
     @property
     def loggers(self) -> list[Any]:
         """As many loggers as the Trainer has, which write nothing."""
-        found = [kind for kind in type(self.real).__mro__ if kind.__module__.endswith(".trainer.trainer")]
-        package = found[0].__module__.removesuffix(".trainer.trainer")
-        return [import_module(f"{package}.loggers.logger").DummyLogger() for _ in self.real.loggers]
+        return [self._lightnings("loggers.logger").DummyLogger() for _ in self.real.loggers]
 
     @property
     def num_training_batches(self) -> float:
@@ -76,7 +73,8 @@ class TrialTrainer:
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedules of these optimizers."""
-        return [SimpleNamespace(scheduler=one) for one in self._configure() if not isinstance(one, Optimizer)]
+        config = self._lightnings("utilities.types").LRSchedulerConfig
+        return [config(one) for one in self._configure() if not isinstance(one, Optimizer)]
 
     def _configure(self) -> list[Any]:
         if self._configured is None:
@@ -86,8 +84,14 @@ class TrialTrainer:
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """Stand for `optimizers` of a module, which returns an only one by itself."""
-        found = self.optimizers
+        wrap = self._lightnings("core.optimizer").LightningOptimizer if use_pl_optimizer else lambda one: one
+        found = [wrap(one) for one in self.optimizers]
         return found[0] if len(found) == 1 else found
+
+    def _lightnings(self, name: str) -> Any:
+        """Return a module of the package that the Trainer is of: `lightning.pytorch` or `pytorch_lightning`."""
+        found = [kind for kind in type(self.real).__mro__ if kind.__module__.endswith(".trainer.trainer")]
+        return import_module(f"{found[0].__module__.removesuffix('.trainer.trainer')}.{name}")
 
     @contextmanager
     def attached(self, model: nn.Module, *, training: bool = True) -> Iterator[None]:

@@ -148,8 +148,8 @@ class OptimizerLike:
         held = [[p for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
         if any(id(parameter) not in at for group in held for parameter in group):
             raise UsageError(
-                f"the {type_name(optimizer)} holds parameters that are not the model's, which no simulation has",
-                hint="make them part of the model; or write model, batch and loss into a file and plan that",
+                f"the {type_name(optimizer)} holds parameters that are not the model's",
+                hint="build it from the model's; or write model, batch and loss into a file and plan that",
             )
         kept = {name: value for name, value in optimizer.__getstate__().items() if name != "state"}
         groups = tuple({k: v for k, v in group.items() if k != "params"} for group in kept.pop("param_groups"))

@@ -70,7 +70,7 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         each = nn.functional.cross_entropy(outputs, batch["label"], reduction="none")
         loss = (each * batch["ones"]).mean()
         self.log("loss", loss, prog_bar=True)
-        (rate,), groups = self.lr_schedulers().get_last_lr(), self.optimizers().param_groups
+        (rate,), groups = self.lr_schedulers().get_last_lr(), self.optimizers().optimizer.param_groups
         assert rate == groups[0]["lr"] == self.trainer.optimizers[0].param_groups[0]["lr"]
         self.logger.experiment.add_scalar("loss", loss.detach(), self.global_step)
         return {"loss": loss, "outputs": outputs}

@@ -62,7 +62,10 @@ class ParentConnection:
         if os.getpid() != self._pid:  # A copy that the workload made by os.fork: only the original answers.
             os._exit(0)
         _flush()
-        self._connection.send_bytes(to_json(message))
+        try:
+            self._connection.send_bytes(to_json(message))
+        except ConnectionError:  # The parent has been ended, and nobody waits for the answer.
+            os._exit(1)
 
 
 def serve(connection: ParentConnection, handle: Callable[[Request[Any]], Any]) -> None:
