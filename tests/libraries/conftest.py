@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import pytest
 from warm_children import Nurseries
 
-# Lightning warns of loaders without workers, and uses what torch deprecates.
-_THEIR_WARNINGS = (
-    *(f"::{module}" for module in ("lightning", "pytorch_lightning", "accelerate", "transformers", "torch")),
-    *(":DeprecationWarning", ":FutureWarning"),
-)
+# Lightning warns of loaders without workers, and uses what torch deprecates; other frameworks let torch warn.
+_OF_LIGHTNING = ("::lightning", "::pytorch_lightning", "::torch.jit", ":DeprecationWarning", ":FutureWarning")
+_OF_FRAMEWORKS = (*_OF_LIGHTNING, "::accelerate", "::transformers", "::torch")
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
@@ -20,9 +18,9 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.slow)
-    if "lightning" in item.path.name or "framework" in item.path.name:
-        for theirs in _THEIR_WARNINGS:
-            item.add_marker(pytest.mark.filterwarnings(f"ignore:{theirs}"))
+    of_lightning = _OF_LIGHTNING if "lightning" in item.path.name else ()
+    for theirs in _OF_FRAMEWORKS if "framework" in item.path.name else of_lightning:
+        item.add_marker(pytest.mark.filterwarnings(f"ignore:{theirs}"))
 
 
 @pytest.fixture(scope="module")
