@@ -298,9 +298,10 @@ def _compare(
 ) -> None:
     """Show what several cards or numbers of ranks would train; also what was found before an error."""
     from autoaccum.devices.simulated.cards import find_cards
-    from autoaccum.planning.plan_comparison import CardPlans, choose_world_sizes, compare_plans, find_least, read_prices
+    from autoaccum.planning.plan_comparison import CardPlans, choose_world_sizes, compare_plans, find_least
     from autoaccum.planning.plan_request import PlanRequest
-    from autoaccum.reporting.console import make_console
+    from autoaccum.planning.prices import read_prices
+    from autoaccum.reporting.console import make_console, print_labelled
     from autoaccum.reporting.plan_table import (
         plan_table_json,
         print_cards_table,
@@ -315,13 +316,15 @@ def _compare(
     within = size if isinstance(size, range) else range(size, size + 1)
     several, ranged = _names_several(gpu), isinstance(size, range)
     cards = {card.name: card for card in find_cards(gpu)}
+    stderr = make_console(stderr=True)
     known, unknown = ({}, []) if prices is None else read_prices(prices)
+    for text in unknown:
+        print_labelled(stderr, "warning", text, "yellow")
     if prices is not None and not known.keys() & cards.keys():
         raise UsageError(f"{prices} has no price of {gpu}", hint="name a card that it has, or --gpu all")
     options = _read_options(request | {"gpu": next(iter(cards)), "world_size": within[0]})
     fields = ("max_micro_batch", "max_trials", "ceiling", "micro_batch")
     asked = PlanRequest(request["target_batch"], options, **{name: request[name] for name in fields})
-    stderr = make_console(stderr=True)
     rows: list[PlanRow] = []
 
     def listen(row: PlanRow) -> None:
@@ -339,8 +342,6 @@ def _compare(
 
     try:
         with Progress(stderr, quiet=quiet) as progress:
-            for text in unknown:
-                progress.warn(text)
             plans = CardPlans(
                 workload,
                 asked,

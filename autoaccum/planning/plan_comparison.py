@@ -18,7 +18,6 @@ from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
-from autoaccum.planning.prices import read_prices as read_prices
 from autoaccum.planning.throughput import SpeedEstimate, estimate_seconds
 
 if TYPE_CHECKING:

@@ -32,16 +32,18 @@ def read_prices(path: str | os.PathLike[str]) -> tuple[dict[str, float], list[st
         if None in row or None in row.values():
             raise UsageError(f"{where} has {_count(row)} fields, and there are {len(_COLUMNS)} columns", hint=_FORM)
         try:
-            name = find_card(row["name"]).name
-        except UsageError as error:
-            unknown[repr(row["name"])] = f"{where} is not used, {error}"
-            continue
-        try:
             price = float(row["per_hour"])
         except ValueError:
             price = math.nan
         if not 0 < price < math.inf:
             raise UsageError(f"{where}: per_hour is {row['per_hour']!r}", hint="give a number above 0, such as 0.69")
+        if not row["name"].strip():
+            raise UsageError(f"{where} has no name of a card", hint=_FORM)
+        try:
+            name = find_card(row["name"]).name
+        except UsageError as error:
+            unknown[repr(row["name"])] = f"{where} is not used, {error}"
+            continue
         if name in prices:
             raise UsageError(f"{where} has {name} again", hint="leave one price for each card")
         prices[name] = price

@@ -34,6 +34,8 @@ def test_other_cards_keep_their_prices_beside_a_name_that_is_none(tmp_path: Path
         ("name,per_hour\na100,1\nt4x,1\n", "has no prices of single cards, only of 'a100' and 't4x': write a line"),
         ("name,per_hour\nt4,\n", "line 2: per_hour is '': give a number above 0, such as 0.69"),
         ("name,per_hour\nt4,$0.35\n", "line 2: per_hour is '$0.35'"),
+        ("name,per_hour\nt4x,a lot\n", "line 2: per_hour is 'a lot'"),
+        ("name,per_hour\n,1\n", "line 2 has no name of a card: write a line"),
         ("name,per_hour\nt4,-1\n", "line 2: per_hour is '-1'"),
         ("name,per_hour\nt4,inf\n", "line 2: per_hour is 'inf'"),
         ("name,per_hour\nt4\n", "line 2 has 1 fields, and there are 2 columns"),
