@@ -36,6 +36,7 @@ from autoaccum.workload.batches import move_batch
 from autoaccum.workload.model_loss import ignores_items
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.step_recipe import describe_recipe
+from autoaccum.workload.transformers_trainer import PreparedLoss
 from autoaccum.workload.weight_check import Advice, check_weighting
 
 SAMPLES = 2
@@ -149,7 +150,7 @@ def describe_model(workload: Workload, model: nn.Module) -> dict[str, Any]:
     """Return what the recipe of a step has to know of the model, such as the blocks that it may recompute."""
     blocks = trained_blocks(model)
     norms = batchnorms_updated_twice(model, blocks)
-    ignores = getattr(workload.loss, "ignores_items", ignores_items)  # A Trainer's knows better.
+    ignores = workload.loss.ignores_items if isinstance(workload.loss, PreparedLoss) else ignores_items
     own = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     return {
         "blocks": blocks,

@@ -90,7 +90,8 @@ class AccumulatorMixin:
         kwargs: Those of the Trainer.
 
     Raises:
-        UsageError: Neither or both are given, or the Trainer computes in fp16, whose scaler belongs to it.
+        UsageError: Neither or both are given, the plan has a saver that takes the Trainer's update over, or the
+            Trainer computes in fp16, whose scaler belongs to it.
         WorkloadError: The Trainer trains by DeepSpeed, FSDP, DataParallel or parts of the model.
     """
 
@@ -115,7 +116,7 @@ class AccumulatorMixin:
         # The Accumulator sums weights over ranks itself.
         self.args.average_tokens_across_devices = False
         self._plan = plan
-        self._settings: dict[str, Any] = {}
+        self._settings = _settings_of(plan) if isinstance(plan, Plan) else {}
         if plan is None:
             self._settings["micro_batch"] = checked_micro_batch(micro_batch)
         else:

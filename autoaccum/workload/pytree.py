@@ -23,8 +23,6 @@ from autoaccum.errors import WorkloadError
 _PLAIN = (str, bytes, bytearray, int, float, complex, type(None), np.generic, torch.Size, torch.dtype, torch.device)
 _DEPTH = 4
 """How many levels of an unknown object are searched for tensors."""
-REPLACED_BY = "_autoaccum_replaced_by"
-"""The attribute of a tensor with a weak reference to the one that took its place when it was moved (`current`)."""
 
 
 class CustomBatch:
@@ -55,12 +53,6 @@ class CustomBatch:
 def unwrap_batch(batch: Any) -> Any:
     """Return the batch as the user's code takes it."""
     return batch.value if isinstance(batch, CustomBatch) else batch
-
-
-def current(tensor: Any) -> Any:
-    """Return the tensor that took the place of `tensor`: on a simulated card, one that moves is a new one."""
-    reference = vars(tensor).get(REPLACED_BY)
-    return tensor if reference is None else tensor if (newer := reference()) is None else newer
 
 
 def is_leaf(node: Any) -> bool:

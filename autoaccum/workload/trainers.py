@@ -11,7 +11,7 @@ from typing import Any
 
 from autoaccum.checks import join_words
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.workload.pytree import current
+from autoaccum.workload.model_copies import current
 from autoaccum.workload.spec import Workload
 
 SAMPLES = 256
@@ -72,9 +72,17 @@ def free_card(trainer: Any) -> None:
 
 
 def _follow_parameters(optimizer: Any) -> None:
-    """Let an optimizer, if there is one, hold the parameters that took the places of its own on a simulated card."""
+    """Let an optimizer, if there is one, hold the parameters that took the places of its own on a simulated card.
+
+    Elsewhere, the parameters, their list and their state stay as they are.
+    """
     for group in () if optimizer is None else optimizer.param_groups:
-        group["params"] = [current(one) for one in group["params"]]
+        parameters = group["params"]
+        for index, before in enumerate(parameters):
+            if (after := current(before)) is not before:
+                parameters[index] = after
+                if before in optimizer.state:
+                    optimizer.state[after] = optimizer.state.pop(before)
 
 
 def _find_adapter(given: Any) -> str | None:

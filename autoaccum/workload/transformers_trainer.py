@@ -10,12 +10,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from autoaccum.checks import type_name
@@ -24,7 +26,7 @@ from autoaccum.options import Precision
 from autoaccum.workload.model_copies import copy_module, empty_tensors, fixed_seeds
 from autoaccum.workload.model_loss import ModelLoss, ignores_items
 from autoaccum.workload.optimizers import OptimizerLike
-from autoaccum.workload.pytree import map_tensors
+from autoaccum.workload.pytree import map_tensors, tensors
 from autoaccum.workload.samples import take_longest
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import user_code
@@ -55,7 +57,7 @@ def make_workload(trainer: Any, *, live: bool = False) -> Workload:
     loss = TrainerLoss(shadow, model)
     workload = Workload(
         model=_Builder(trainer, live=live),
-        loss=_PreparedLoss(shadow, loss),
+        loss=PreparedLoss(shadow, loss),
         **loss.divides,
         optimizer=_OptimizerFactory(shadow, model) if given is None else OptimizerLike.of(_bare(given), trained),
         precision=PRECISIONS[args.mixed_precision],
@@ -129,12 +131,17 @@ def _at_rest(accelerator: Any) -> Any:
     made.gradient_state = object.__new__(type(state))  # All of its instances share their attributes otherwise.
     vars(made.gradient_state).update(vars(state))
     made.gradient_state.dataloader_references = [None]
-    made.gather_for_metrics = _gather_nothing
+    made.gather_for_metrics = partial(_gather, made.gather_for_metrics)
     return made
 
 
-def _gather_nothing(values: Any, *_: Any, **__: Any) -> Any:
-    """Return zeros on the CPU in place of what a Trainer of TRL reads to log it, which a simulated card cannot tell."""
+def _gather(own: Callable[..., Any], values: Any, *given: Any, **options: Any) -> Any:
+    """Gather by the accelerator's `own` method, since a loss may need it (KTO of TRL); on a simulated card make zeros.
+
+    They are on the CPU, where a Trainer of TRL can read what it logs; a simulated card cannot tell it.
+    """
+    if not any(isinstance(one, FakeTensor) for one in tensors(values)):
+        return own(values, *given, **options)
     return map_tensors(values, lambda one: torch.zeros(one.shape, dtype=one.dtype))
 
 
@@ -252,7 +259,7 @@ class TrainerLoss:
         return self._inferred.weight(batch) if counted is None else float(counted)
 
 
-class _PreparedLoss:
+class PreparedLoss:
     """The loss of a model that is prepared as for the Trainer."""
 
     def __init__(self, shadow: Any, loss: TrainerLoss) -> None:
@@ -265,6 +272,7 @@ class _PreparedLoss:
         return divides == (None, None, None) and ignores_items(model)
 
     def __call__(self, model: nn.Module, batch: Any) -> Any:
+        """Return the loss of one batch."""
         with _as_prepared(self._shadow, model):
             return self._loss.compute(model, batch)
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from autoaccum import Plan
 from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import PlanFileError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
-from autoaccum.workload.trainers import workload_of
+from autoaccum.workload.model_copies import REPLACED_BY
+from autoaccum.workload.trainers import free_card, workload_of
 
 IMPORTED = ("transformers.trainer", "transformers.models.llama.modeling_llama")
 CHECKPOINTED: dict[str, Any] = {"bf16": True, "activation_checkpointing": True}
@@ -80,11 +82,12 @@ def test_a_trainer_is_planned_and_verified_as_it_trains_and_stays_as_it_was(tmp_
 
 
 class Logging(hf.Trainer):  # type: ignore[misc]
-    """Logs from its loss, as many do."""
+    """Logs from its loss, as many do, and needs what it gathers, as KTO of TRL."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         self.log({"seen": 1.0})
-        return super().compute_loss(*args, **kwargs)
+        loss = super().compute_loss(*args, **kwargs)
+        return loss * self.accelerator.gather_for_metrics(loss.detach()).mean()
 
 
 class Old(hf.Trainer):  # type: ignore[misc]
@@ -357,13 +360,34 @@ def test_the_exact_trainer_refuses_what_it_cannot_do(tmp_path: Path) -> None:
         make_trainer(tmp_path, AccumulatorTrainer)
     plan = made_plan(4, 8, savers=("offload-optimizer",))
     with pytest.raises(UsageError, match="the plan has offload-optimizer"):
-        make_trainer(tmp_path, AccumulatorTrainer, further={"plan": plan}).train()
+        make_trainer(tmp_path, AccumulatorTrainer, further={"plan": plan})
     trainer = make_trainer(tmp_path, AccumulatorTrainer, further={"plan": "plan.json"})
     assert workload_of(trainer) is not None  # Its plan is made from it.
     with pytest.raises(PlanFileError, match="there is no file plan.json: make one with `autoaccum plan"):
         trainer.train()
     with pytest.raises(UsageError, match="fp16"):
         make_trainer(tmp_path, AccumulatorTrainer, further={"micro_batch": 2}, fp16=True)
+
+
+def test_an_optimizer_follows_parameters_that_were_replaced_and_stays_as_it_was_otherwise(tmp_path: Path) -> None:
+    model = llama()
+    adam = torch.optim.Adam(model.parameters())
+    trainer = make_trainer(tmp_path, further={"model": model, "optimizers": (adam, None)})
+    held = adam.param_groups[0]["params"]
+    first, second, *_ = before = list(held)
+    for one in (first, second):
+        one.grad = torch.ones_like(one)
+    adam.step()
+    free_card(trainer)
+    assert held is adam.param_groups[0]["params"]
+    assert all(one is other for one, other in zip(held, before, strict=True))
+    new, state = nn.Parameter(torch.zeros(1)), adam.state[first]
+    setattr(first, REPLACED_BY, weakref.ref(new))
+    free_card(trainer)
+    assert held is adam.param_groups[0]["params"]
+    assert (held[0] is new, held[1] is second) == (True, True)
+    assert set(adam.state) == {new, second}
+    assert adam.state[new] is state
 
 
 def test_a_module_beside_the_model_is_part_of_the_trials(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from traceback import walk_tb
 
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,7 +28,7 @@ _CUSTOM_KERNEL = (
     f"give a custom kernel an implementation for fake tensors (torch.library.register_fake), or {_ELSEWHERE}"
 )
 _POINTER = re.compile(r"Cannot access data pointer|data_ptr|numpy\(\) is not supported for tensor subclasses")
-_TRITON = re.compile(r"libcuda\.so|\d active drivers")
+_TRITON = re.compile(r"\d active drivers")
 _GENERATOR = "Cannot get CUDA generator"
 _NO_FAKE = re.compile(r"[Ff]ake impl|Meta' backend|[Mm]eta kernel|register_fake|Meta.* is not implemented")
 
@@ -93,7 +94,7 @@ def _describe(error: BaseException) -> tuple[str, str] | None:
         name = _name(error)
         return f"{name} cannot be simulated", _ELSEWHERE if name.startswith("aten.") else _CUSTOM_KERNEL
     text = str(error)
-    if _TRITON.search(text):
+    if _TRITON.search(text) or ("libcuda.so" in text and _in_triton(error)):
         return "a kernel of Triton is tuned or compiled, which needs a real card", _CUSTOM_KERNEL
     if _GENERATOR in text:
         return (
@@ -105,6 +106,12 @@ def _describe(error: BaseException) -> tuple[str, str] | None:
     if isinstance(error, RuntimeError | TypeError) and _POINTER.search(text):
         return "the memory of a tensor is read, and a simulated card has none", _NO_VALUES
     return None
+
+
+def _in_triton(error: BaseException) -> bool:
+    """Return whether code of Triton was running; others' messages name the driver's library, too."""
+    names = (frame.f_globals.get("__name__") or "" for frame, _ in walk_tb(error.__traceback__))
+    return any(name.partition(".")[0] == "triton" for name in names)
 
 
 def _name(error: BaseException) -> str:

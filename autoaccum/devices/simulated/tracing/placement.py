@@ -25,7 +25,8 @@ from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index
 from autoaccum.devices.simulated.tracing.known_values import mark_not_materialised
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.pytree import REPLACED_BY, current, tensors
+from autoaccum.workload.model_copies import REPLACED_BY, current
+from autoaccum.workload.pytree import tensors
 from autoaccum.workload.spec import Workload
 
 _INITIALISE = "run one sample through the model in model(), before it is returned"
