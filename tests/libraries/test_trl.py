@@ -10,9 +10,8 @@ from autoaccum import Plan
 from autoaccum.units import KIB
 
 WORKSPACE = 8_519_680  # Of cuBLAS, as PyTorch gives it.
-TILE = (
-    (18 + 17 + 16 + 15) * 32_768 * 2
-)  # TRL's logits in bfloat16: of the four longest texts, the tokens that are predicted.
+TILE = (18 + 17 + 16 + 15) * 32_768 * 2
+"""TRL's logits in bfloat16: of the four longest texts, the tokens that are predicted."""
 FILE = """
 from datasets import Dataset
 from tiny_transformers import llama
@@ -36,7 +35,7 @@ def test_a_fine_tuning_by_trl_is_planned(tmp_path: Path, command: Command) -> No
     plan = Plan.load(tmp_path / "plan.json")
     assert (plan.kind, plan.micro_batches) == ("predicted", (4, 4))
     # A Trainer of transformers with the same model and data has a peak of 8.40 MiB, nearly all of it cuBLAS's
-    # workspace. TRL adds its tile, which is as wide for a small vocabulary as for a large one; no more than two.
+    # workspace. TRL adds one tile, into which each product is written, as wide for a small vocabulary as for any.
     peak = plan.trials[-1].peak_allocated_bytes
     assert peak is not None
-    assert TILE < peak - WORKSPACE < 2 * TILE + 256 * KIB
+    assert TILE < peak - WORKSPACE < TILE + 512 * KIB

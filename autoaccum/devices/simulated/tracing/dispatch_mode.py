@@ -168,7 +168,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             finally:
                 self._depth = 0
             if key is not None:
-                self._cache.add(key, func, args, out)
+                self._cache.add(key, func, args, kwargs, out)
         self._record(key, func, args, kwargs, out)
         self._keep_values(func, args, kwargs, out)
         return out

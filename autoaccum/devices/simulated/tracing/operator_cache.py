@@ -57,9 +57,12 @@ class OperatorCache:
             return None
         return tuple(key)
 
-    def add(self, key: Any, func: Any, args: Sequence[Any], out: Any) -> None:
-        """Cache a call and its result, if calls of this operator can be cached."""
+    def add(self, key: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Cache a call and its result, if calls of this operator can be cached; what is written to `out=` cannot."""
         if func in _CHANGES_STORAGES or any(tag in func.tags for tag in _NOT_CACHED):
+            return
+        given = {id(one) for one in find_tensors(list(kwargs.values()))} if kwargs else ()
+        if given and any(id(one) in given for one in find_tensors([out])):
             return
         maker = self._result_maker(args, out)
         if maker is not None:

@@ -258,3 +258,11 @@ def test_operators_of_named_tuples_are_cached_too() -> None:
     with simulate(find_card("rtx3090")) as mode:
         nn.functional.layer_norm(torch.ones(2, 8, device="cuda"), (8,))
         assert torch.ops.aten.native_layer_norm.default in {key[0] for key in mode._cache.makers}
+
+
+def test_what_is_written_to_a_given_tensor_takes_no_memory_each_time(mode: FakeCudaMode) -> None:
+    rows, columns, held = (torch.empty(shape, device="cuda") for shape in ((600, 10), (10, 700), (600, 700)))
+    torch.mm(rows, columns, out=held)  # The first product allocates cuBLAS's workspace, too.
+    before = len(mode.recorder.events)
+    torch.mm(rows, columns, out=held)
+    assert len(mode.recorder.events) == before
