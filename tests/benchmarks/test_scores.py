@@ -170,6 +170,7 @@ def test_a_report_has_classes_by_name_then_all_and_names_what_was_skipped() -> N
     assert [line.split(" (")[0] for line in format_misses(done)] == ["timm_rtx3090 resnet50 224 1 64 96"]
 
 
+@pytest.mark.slow
 def test_missing_tables_are_said_and_skipped(tmp_path: Path, warm_python: WarmPython) -> None:
     done = warm_python(tmp_path, str(ACCURACY), str(tmp_path), environment=environment())
     assert done.returncode == 3

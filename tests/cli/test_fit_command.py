@@ -117,6 +117,7 @@ def test_json_alone_on_stdout_quiet_and_warnings_once(folder: Path, run: Command
     assert set(done.stderr.splitlines()) == {"loading", "a step", "warning: careful"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_an_exception_of_the_users_code_is_shown_as_theirs(folder: Path, workers: str, run: Command) -> None:
     (folder / "model.py").write_text(MODEL + SLOW)

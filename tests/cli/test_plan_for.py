@@ -14,6 +14,7 @@ from autoaccum.planning.plan_record import Plan
 WORDS = ("plan", "model.py", "--memory", "200MiB", "-q", "--for")
 
 
+@pytest.mark.slow
 def test_the_lines_to_paste_and_the_file(folder: Path, command: Command) -> None:
     sizes = ("--target-batch", "96", "--max-micro-batch", "40")
     done = command(folder, *WORDS, "transformers", *sizes, "-o", "plan.json")

@@ -30,6 +30,7 @@ criterion = nn.CrossEntropyLoss()
 WORDS = ("plan", "model.py", "--memory", "64MiB", "--target-batch", "40000")
 
 
+@pytest.mark.slow
 def test_few_trials_are_marked(folder: Path, command: Command) -> None:
     done = command(folder, *WORDS, "--ceiling", "--max-trials", "2", "-o", "plan.json", "-v")
     assert done.returncode == 0, done.stderr
@@ -40,6 +41,7 @@ def test_few_trials_are_marked(folder: Path, command: Command) -> None:
     assert f"the limit of 2 trials ended the search: no size above {plan.largest_fit}" in said
 
 
+@pytest.mark.slow
 def test_the_least_budget_and_the_training_step_beside_the_plan(folder: Path, command: Command) -> None:
     done = command(folder, *WORDS, "--max-micro-batch", "1000", "--least", "-o", "plan.json", "--emit", "train_step.py")
     assert done.returncode == 0, done.stderr

@@ -212,6 +212,7 @@ def test_a_trial_may_have_a_smaller_budget_of_its_own(case: Case, device: Device
     assert device.limit_bytes == case.budget_bytes
 
 
+@pytest.mark.slow
 def test_a_trial_may_have_a_shorter_time_of_its_own(device: Device) -> None:
     device.trial((1, 1))
     trial = device.trial((SLOW_SIZE, 1), limit_seconds=1)

@@ -87,6 +87,7 @@ def run(kind: str, way: str) -> Any:
     return on_ranks(2, train_on_rank, kind, way, backend=backend, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("way", ["replicated", "each", "last", "greedy"])
 def test_two_ranks_make_the_updates_of_one_process(kind: str, way: str) -> None:

@@ -67,6 +67,7 @@ def has_recurrent_kernel(dtype: torch.dtype) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [Attention, Recurrent], ids=["attention", "recurrent"])
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_dropout_in_any_kernel_is_equivalent(place: torch.device, model: Any, precision: str) -> None:

@@ -31,6 +31,7 @@ def reference(write_workload: Any) -> str:
     return written
 
 
+@pytest.mark.slow
 def test_a_plan_records_what_was_tried_along(reference: str, tmp_path: Path) -> None:
     memory = MemorySize(bytes=256 * MIB)
     along: dict[str, Any] = {"keeps": ["ema", "outputs"], "evaluation_batch": 6}

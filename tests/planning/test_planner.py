@@ -206,6 +206,7 @@ def test_time_is_kept_for_the_confirmation() -> None:
     assert "the time limit of 1 s ended the search" in found.warnings[0]
 
 
+@pytest.mark.slow
 def test_a_trial_that_the_time_limit_ends_is_no_error() -> None:
     device = ScriptedDevice(hangs_from=8, seconds=0.01)
     found = run(device, time_limit=1.5)

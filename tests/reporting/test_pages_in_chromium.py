@@ -29,6 +29,7 @@ def looked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, json.loads(base64.b64decode(seen[1])), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.browser
 def test_pages_work(looked: tuple[str, list[Any], str]) -> None:
     scheme, seen, told = looked

@@ -42,6 +42,7 @@ def told_lines(told: list[Any], *, quiet: bool = False) -> str:
     return text.getvalue()
 
 
+@pytest.mark.slow
 def test_the_table_says_what_is_best_and_how_sure_that_is(studied: Any) -> None:
     _, _, tuning = studied
     text = printed(tuning, commands={"train with it": ["autoaccum", "fit", "a b.py"]}, written={"pictures": Path("p")})

@@ -141,6 +141,7 @@ def test_a_lack_of_shared_memory_is_reported() -> None:
     source.close()
 
 
+@pytest.mark.slow
 def test_a_dead_worker_raises_only_where_data_is_read() -> None:
     source = opened(ordered(DrawingRows(200)))
     source.start_epoch(0)

@@ -92,6 +92,7 @@ def interrupted_noisy(folder: str) -> Any:
     return whole, first, train_noisy(f"{folder}/parts", 9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_same_number_of_ranks_resumes_bit_for_bit_with_dropout(tmp_path: Path) -> None:
     """Each rank goes on with random numbers of its own; the statistics of evaluations and checkpoints are rank 0's."""

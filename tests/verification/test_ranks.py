@@ -99,6 +99,7 @@ def test_a_loop_of_ranks_that_is_right() -> None:
     assert [comparison.method for comparison in seen.comparisons] == ["accumulator", "accumulate"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "kind", "text"),
     [

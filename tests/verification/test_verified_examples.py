@@ -13,6 +13,7 @@ from autoaccum.api import verify
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two_losses", "contrastive"])
 def test_these_are_the_full_batchs(name: str) -> None:
     found = verify(EXAMPLES / f"{name}.py", target_batch=8)
@@ -20,6 +21,7 @@ def test_these_are_the_full_batchs(name: str) -> None:
     assert found.precision == "fp64"
 
 
+@pytest.mark.slow
 def test_the_convolutional_one_has_batchnorm() -> None:
     found = verify(EXAMPLES / "digits_cnn.py", target_batch=8)
     assert not found.equivalent
