@@ -356,7 +356,7 @@ def _compare(
             for text in table_warnings(rows):
                 progress.warn(text)
     except BaseException:
-        # Their traces took their time. What ranks or cards are the least is not known, since some are missing.
+        # Their traces took their time. The least number of ranks is not known, since rows are missing.
         show(sorted(rows, key=lambda row: (list(cards).index(row.card), row.world_size)), is_whole=False)
         raise
     show(rows, is_whole=True)

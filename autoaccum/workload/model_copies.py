@@ -82,7 +82,8 @@ def empty_tensors(model: nn.Module) -> dict[int, Any]:
 def current(tensor: Any) -> Any:
     """Return the tensor that took the place of `tensor`: on a simulated card, one that moves is a new one."""
     reference = vars(tensor).get(REPLACED_BY)
-    return tensor if reference is None else tensor if (newer := reference()) is None else newer
+    newer = None if reference is None else reference()
+    return tensor if newer is None else newer
 
 
 def copy_workload_model(workload: Workload) -> tuple[nn.Module, bool]:

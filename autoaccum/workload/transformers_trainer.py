@@ -138,7 +138,7 @@ def _at_rest(accelerator: Any) -> Any:
 def _gather(own: Callable[..., Any], values: Any, *given: Any, **options: Any) -> Any:
     """Gather by the accelerator's `own` method, since a loss may need it (KTO of TRL); on a simulated card make zeros.
 
-    They are on the CPU, where a Trainer of TRL can read what it logs; a simulated card cannot tell it.
+    The zeros are on the CPU, so that a Trainer of TRL can read what it logs: a simulated card has no values.
     """
     if not any(isinstance(one, FakeTensor) for one in tensors(values)):
         return own(values, *given, **options)
