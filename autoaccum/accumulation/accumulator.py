@@ -80,7 +80,7 @@ class Accumulator:
     ends the training. Ctrl-C takes effect between forward, backward and update; a second Ctrl-C takes effect at once.
 
     Under an initialised process group of several ranks, every rank makes an Accumulator and steps with its own samples;
-    all together are the effective batch, whatever share a rank has. Weights are summed over ranks before the first
+    all together are the effective batch, whatever share a rank has, an empty one included. Weights are summed over ranks before the first
     backward, gradients once per update, in float32 where parameters are of half precision. A module wrapped in
     DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers of rank 0, and
     with the least of their micro-batches. An error on one rank ends the step on all, and memory that runs out on one
@@ -346,7 +346,8 @@ class Accumulator:
             self._updater.check()
             if torch.is_inference_mode_enabled():
                 raise UsageError("a step is called within torch.inference_mode()", hint="call it outside of that")
-            batches = [self._objective.wrap_batch(batch) for batch in batches]
+            wrapped = [self._objective.wrap_batch(batch) for batch in batches]
+            batches = [batch for batch in wrapped if batch_size(batch)]  # An empty share is none.
             sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
             for size in sizes:
                 check_multiple(size, self._multiple_of, "a batch's size")

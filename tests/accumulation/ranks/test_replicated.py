@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from on_ranks import on_ranks
-from rank_updates import CASES, changed, check_updates, ddp
+from rank_updates import CASES, Net, changed, check_updates, ddp, pairs
+from torch import nn
 
+from autoaccum import Accumulator
 from autoaccum.accumulation.ranks.group import join_ranks
+from autoaccum.workload.batches import split_batch
 
 SIZES = (0, *range(1980, 2060), 100_000)
 
@@ -31,3 +36,21 @@ def test_messages_of_any_length_arrive() -> None:
 )
 def test_an_update_over_ranks_is_that_of_one_process(shares: list[int], clip: float | None, wrap: Any) -> None:
     check_updates(shares, [(case, wrap) for case in CASES], clip_norm=clip)
+
+
+def step_with(shares: list[int], form: type) -> tuple[float, int, tuple[int, ...], float | None]:
+    """Step with this rank's share of a batch, which may be an empty batch; alone with all of it."""
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, nn.CrossEntropyLoss(), micro_batch=2, clip_norm=1.0)
+    batch = form(pairs(sum(shares)))
+    result = accumulator.step(split_batch(batch, shares)[dist.get_rank()] if dist.is_initialized() else batch)
+    return result.loss, result.samples, result.micro_batches, result.grad_norm
+
+
+@pytest.mark.parametrize("form", [tuple, list])
+def test_a_rank_may_have_an_empty_batch(form: type) -> None:
+    loss, samples, _, norm = step_with([3, 0], form)
+    ranks = on_ranks(2, step_with, [3, 0], form, timeout=30)
+    for rank, parts in zip(ranks, [(2, 1), ()], strict=True):
+        assert rank == (pytest.approx(loss, rel=1e-12), samples, parts, pytest.approx(norm, rel=1e-12))
