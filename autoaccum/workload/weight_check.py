@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
@@ -33,6 +34,10 @@ class Advice(str):
     """A warning that says which weight fits the loss."""
 
 
+class Unchecked(str):
+    """A warning that says why the weighting was not checked."""
+
+
 def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     """Compare the loss of a small batch with the weighted losses of unequal parts of it.
 
@@ -54,53 +59,67 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     with fixed_seeds():
         batch = take_small_batch(workload, each * _SAMPLES)
         parts, others = (split_batch(batch, [each * size for size in sizes]) for sizes in _SPLITS)
-        return _compare(_SmallBatchLosses(workload, batch), batch, parts, others, coupled)
+        runs = _run_copy(workload, batch)
+        return compare_losses(runs, batch, runs.compare(parts), others, coupled=coupled)
 
 
-class _SmallBatchLosses:
-    """A copy of a workload's model that computes the loss of small batches."""
+class BatchLosses:
+    """The losses of a batch and of parts of it, as `forward(batch)` returns their terms; no batch is modified."""
 
-    def __init__(self, workload: Workload, batch: Any) -> None:
-        self._model, _ = copy_workload_model(workload)
-        self.objective = workload.objective  # After the model, from which the divisor of its own loss is inferred.
-        self.likely_weight = likely_weight_code(self._model)
-        self._has_grad = False
-        self._model.eval()
-        try:
-            self._losses(batch)
-        except Exception:
-            self._model.train()  # Detectors return no loss in eval mode.
-            self._has_grad = True  # A model may compute gradients within its forward.
+    def __init__(
+        self, model: nn.Module, objective: Objective, batch: Any, forward: Callable[[Any], Mapping[str, Tensor]]
+    ) -> None:
+        self._forward, self.objective = forward, objective
+        self.likely_weight = likely_weight_code(model)
+        self._device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         self.whole = self.losses(batch)
-        dtypes = {tensor.dtype for tensor in self._model.parameters() if tensor.is_floating_point()}
+        dtypes = {tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()}
         self.tolerance = max((_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes), default=_HALF_TOLERANCE)
 
     def losses(self, batch: Any) -> dict[str, float]:
-        """Return the terms of the loss of `batch`, which is not modified."""
+        """Return the terms of the loss of `batch`."""
         with user_code(f"the loss of {batch_size(batch)} samples"):
-            return self._losses(batch)
+            terms = self._forward(move_batch(cast_batch(batch, None), self._device))
+            return {name: float(term.detach()) for name, term in terms.items()}
 
     def compare(self, parts: list[Any]) -> LossComparison:
+        """Return the losses of the batch and of its `parts`."""
         return LossComparison(self.objective, self.whole, parts, [self.losses(part) for part in parts])
 
-    def _losses(self, batch: Any) -> dict[str, float]:
-        device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
-        with torch.set_grad_enabled(self._has_grad):
-            terms = self.objective.terms(self._model, move_batch(cast_batch(batch, None), device))
-        return {name: float(term.detach()) for name, term in terms.items()}
+
+def _run_copy(workload: Workload, batch: Any) -> BatchLosses:
+    """Run a copy of the workload's model, in eval mode unless it computes a loss only in training mode."""
+    model, _ = copy_workload_model(workload)
+    objective = workload.objective  # After the model, from which the divisor of its own loss is inferred.
+    has_grad = False
+
+    def forward(batch: Any) -> Mapping[str, Tensor]:
+        with torch.set_grad_enabled(has_grad):
+            return objective.terms(model, batch)
+
+    model.eval()
+    try:
+        return BatchLosses(model, objective, batch, forward)
+    except WorkloadError:
+        model.train()  # Detectors return no loss in eval mode.
+        has_grad = True  # A model may compute gradients within its forward.
+    return BatchLosses(model, objective, batch, forward)
 
 
-def _compare(runs: _SmallBatchLosses, batch: Any, parts: list[Any], others: list[Any], coupled: bool) -> list[str]:
-    comparison = runs.compare(parts)
+def compare_losses(
+    runs: BatchLosses, batch: Any, comparison: LossComparison, others: list[Any], *, coupled: bool
+) -> list[str]:
+    """Return what `check_weighting` does for the `comparison` of two parts of `batch`; `others` are two other parts."""
+    parts = comparison.parts
     comparison.raise_if_nan()
     wrong = comparison.mismatched(runs.tolerance)
     if not wrong:
         return []
     if any(not math.isfinite(comparison.whole[name]) for name in wrong):
-        return ["the weighting could not be checked, since the loss of a small batch is infinite"]
+        return [Unchecked("the weighting could not be checked, since the loss of a small batch is infinite")]
     again = runs.losses(parts[0])
     if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in comparison.losses[0].items()):
-        return ["the weighting could not be checked, since the loss differs from run to run"]
+        return [Unchecked("the weighting could not be checked, since the loss differs from run to run")]
     candidates = [_SUM, *list_candidates(batch, [*parts, *others], runs.likely_weight)]
     fitting = {name: _fitting(comparison, name, candidates, 0, runs.tolerance) for name in wrong}
     if any(len({candidate.shares(_PARTS) for candidate in fits}) > 1 for fits in fitting.values()):
