@@ -80,12 +80,13 @@ class Accumulator:
     ends the training. Ctrl-C takes effect between forward, backward and update; a second Ctrl-C takes effect at once.
 
     Under an initialised process group of several ranks, every rank makes an Accumulator and steps with its own samples;
-    all together are the effective batch, whatever share a rank has, an empty one included. Weights are summed over ranks before the first
-    backward, gradients once per update, in float32 where parameters are of half precision. A module wrapped in
-    DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers of rank 0, and
-    with the least of their micro-batches. An error on one rank ends the step on all, and memory that runs out on one
-    makes all repeat it in smaller micro-batches. `batchnorm="exact"` and `"running"`, a coupled loss and `whole_batch`
-    take the samples of all ranks, of which some may have none; with `"micro"`, running statistics are each rank's own.
+    all together are the effective batch, whatever share a rank has: an empty batch is none. Weights are summed over
+    ranks before the first backward, gradients once per update, in float32 where parameters are of half precision. A
+    module wrapped in DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers
+    of rank 0, and with the least of their micro-batches. An error on one rank ends the step on all, and memory that
+    runs out on one makes all repeat it in smaller micro-batches. `batchnorm="exact"` and `"running"`, a coupled loss
+    and `whole_batch` take the samples of all ranks, of which some may have none; with `"micro"`, running statistics are
+    each rank's own.
 
     A model that FSDP2 shards (`fully_shard`, over a mesh of all ranks) stays as it is. Every rank runs the same number
     of micro-batches: one that has fewer repeats one with gradients of zero. Its gradients are summed by FSDP2, as
