@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoaccum.accumulation.rng_state import GENERATORS, Generator
+from autoaccum.workload.module_names import module_files
 from autoaccum.workload.tracebacks import is_user_file
 
 if TYPE_CHECKING:
@@ -146,8 +147,8 @@ def is_user_class(kind: type) -> bool:
         return True
     if top in _LIBRARIES or top in sys.stdlib_module_names:
         return False
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is None or _is_user_code(file)
+    files = module_files(sys.modules.get(kind.__module__))
+    return not files or _is_user_code(files[0])
 
 
 def find_user_methods(modules: Iterable[nn.Module]) -> Iterator[FunctionType]:

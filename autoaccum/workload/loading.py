@@ -23,7 +23,7 @@ from torch import nn
 
 from autoaccum.checks import describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
-from autoaccum.workload.module_names import split_reference
+from autoaccum.workload.module_names import module_files, split_reference
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import blame_workload
 from autoaccum.workload.trainers import check_import, free_card, workload_of
@@ -303,9 +303,8 @@ def _package_root(path: Path) -> Path | None:
 
 def _is_local(name: str, folders: list[Path]) -> bool:
     """Return whether a module lies below `folders` and is neither installed nor a part of autoaccum."""
-    module = sys.modules[name]
-    found = [*getattr(module, "__path__", []), getattr(module, "__file__", None) or ""]
-    installed = name.partition(".")[0] == "autoaccum" or any("-packages" in str(file) for file in found)
+    found = module_files(sys.modules.get(name))
+    installed = name.partition(".")[0] == "autoaccum" or any("-packages" in file for file in found)
     return not installed and any(
         folder in Path(file).parents or folder == Path(file) for folder in folders for file in found
     )

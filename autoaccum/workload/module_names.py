@@ -1,10 +1,11 @@
-"""Names of modules that differ only in their numbers, references to workloads, and names in source code."""
+"""Names of modules that differ only in their numbers, references to workloads, and names and files in source code."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby, product
 from math import prod
 from typing import Any
@@ -146,6 +147,16 @@ def split_reference(reference: str) -> tuple[str, str, str]:
     """
     target, colon, name = reference.rpartition(":")
     return (target, colon, name) if target and re.fullmatch(r"\w*", name) else (reference, "", "")
+
+
+def module_files(module: Any) -> list[str]:
+    """Return the file and the folders of an entry of `sys.modules`, which may be any object, or raise."""
+    files = list[str]()
+    for name in ("__file__", "__path__"):
+        with suppress(Exception):  # A lazy module may raise, and a library may put a number there.
+            value = getattr(module, name, ())
+            files += [one for one in ([value] if isinstance(value, str) else value) if isinstance(one, str)]
+    return files
 
 
 def is_quotable(name: Any) -> bool:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from torch import nn
 
+from autoaccum.cli import main
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.loading import load_workload
 
@@ -339,3 +341,27 @@ def test_shows_the_users_frames_only(write: Write) -> None:
     assert "importlib" not in shown
     assert "autoaccum/" not in shown
     assert "RuntimeError" in shown
+
+
+ODD_MODULES = """
+    import sys, types
+
+    class Lazy(types.ModuleType):
+        @property
+        def __path__(self):
+            raise ImportError("an optional dependency is missing")
+
+    sys.modules["odd_path"] = types.ModuleType("odd_path")
+    sys.modules["odd_path"].__path__ = 7  # As TensorBoard's pywrap_tensorflow, which MONAI imports.
+    sys.modules["lazy_path"] = Lazy("lazy_path")
+    sys.modules["no_module"] = 3
+"""
+
+
+@pytest.mark.parametrize("command", [["verify"], ["plan", "--gpu", "t4", "--target-batch", "2"]])
+def test_any_entry_of_sys_modules_is_walked(command: list[str], write: Write) -> None:
+    write(textwrap.dedent(ODD_MODULES) + textwrap.dedent(GOOD))
+    result = CliRunner().invoke(main, [command[0], "model.py", *command[1:]])
+    for name in ("odd_path", "lazy_path", "no_module"):
+        sys.modules.pop(name, None)
+    assert result.exit_code == 0, result.output

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.workload.module_names import compact_names, distinct_names, expand_name, mask_numbers
+from autoaccum.workload.module_names import compact_names, distinct_names, expand_name, mask_numbers, module_files
 
 
 def test_numbers_are_listed_if_they_distinguish_groups() -> None:
@@ -68,3 +71,16 @@ def test_a_pattern_stands_for_exactly_its_names(names: list[str]) -> None:
 def test_refuses_invalid_patterns(pattern: str) -> None:
     with pytest.raises(ValueError, match="no number"):
         expand_name(pattern)
+
+
+class Lazy(ModuleType):
+    def __getattribute__(self, name: str) -> Any:
+        raise ImportError("an optional dependency is missing")
+
+
+def test_any_entry_of_sys_modules_has_files_or_none() -> None:
+    odd = SimpleNamespace(__path__=7, __file__="odd.py")
+    odder = SimpleNamespace(__path__=["a", 3, "b"], __file__=3)
+    found = [module_files(entry) for entry in (re, odd, odder, Lazy("lazy"), None, 5)]
+    assert found == [[re.__file__, *re.__path__], ["odd.py"], ["a", "b"], [], [], []]
+    assert all(module_files(module) is not None for module in list(sys.modules.values()))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import autoaccum
 from autoaccum.errors import NotMeasuredError
-from autoaccum.workload.module_names import split_reference
+from autoaccum.workload.module_names import module_files, split_reference
 
 _OWN = Path(autoaccum.__file__).resolve().parent
 """autoaccum's own modules, which are never taken from a checkout."""
@@ -92,10 +92,10 @@ def check_loaded(reference: str, original_top: str | None, checkout_top: str | N
         return
     original, root = Path(original_top), Path(checkout_top)
     target, _, _ = split_reference(reference)
-    workload = Path(getattr(sys.modules.get(target), "__file__", None) or target).resolve()
+    workload = Path((module_files(sys.modules.get(target)) or [target])[0]).resolve()
     astray = [] if workload.is_relative_to(root) else [workload]
     for module in list(sys.modules.values()):
-        place = Path(getattr(module, "__file__", None) or "/").resolve()
+        place = Path((module_files(module) or ["/"])[0]).resolve()
         if place.is_relative_to(original) and not place.is_relative_to(root) and not place.is_relative_to(_OWN):
             astray += [place] if (root / place.relative_to(original)).exists() else []
     if astray:

@@ -76,7 +76,7 @@ def _takes_lists(optimizer: Optimizer) -> bool:
     unset = all(group.get("foreach", False) is None for group in optimizer.param_groups)
     kinds = type(optimizer).__mro__
     own = kinds[: kinds.index(Optimizer)]
-    chooses = any(hasattr(sys.modules[kind.__module__], "_default_to_fused_or_foreach") for kind in own)
+    chooses = any(hasattr(sys.modules.get(kind.__module__), "_default_to_fused_or_foreach") for kind in own)
     return unset and chooses and not any(_any(optimizer, option) for option in ("fused", "differentiable"))
 
 
