@@ -187,7 +187,7 @@ class _Watched(CachingAllocator):
 
     def empty(self) -> None:
         """Give back what is cached."""
-        self._release_cached_blocks()
+        self.release_cached_blocks()
 
 
 def _ask(allocator: _Watched, request: Request, blocks: dict[int, Block]) -> Block | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
@@ -21,6 +21,10 @@ class Workspace(NamedTuple):
 
     rule: str
     numbers: tuple[int, ...]
+
+
+EMPTY_CACHE: Final = -1
+"""The size of a block that stands for a call of `torch.cuda.empty_cache`, and is freed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

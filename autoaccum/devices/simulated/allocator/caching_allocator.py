@@ -125,7 +125,7 @@ class CachingAllocator:
         if block is None and self._release_available_cached_blocks(pool, size):
             block = self._alloc_block(pool, size)
         if block is None:
-            self._release_cached_blocks()
+            self.release_cached_blocks()
             self.retries += 1
             block = self._alloc_block(pool, size)
         self.releases += self._freed_bytes > freed_bytes
@@ -166,8 +166,8 @@ class CachingAllocator:
             self._release_block(block)
         return released >= wanted
 
-    def _release_cached_blocks(self) -> None:
-        """Release every segment, or handle, that is completely free (`release_cached_blocks`)."""
+    def release_cached_blocks(self) -> None:
+        """Release every segment, or handle, that is completely free, as `torch.cuda.empty_cache` does."""
         for pool in [pool for small, large in self._pools.values() for pool in (large, small)]:
             if self._expandable:
                 self._expandable_segments[pool].release_cached()

@@ -14,6 +14,7 @@ from autoaccum.devices.simulated.allocator.caching_allocator import (
     CudaOutOfMemoryError,
 )
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
+from autoaccum.devices.simulated.trace_records import EMPTY_CACHE
 
 _NOTHING: Mapping[int, Hashable] = {}
 
@@ -59,7 +60,7 @@ def replay(
 
     Args:
         events: In order: the number of a block that is allocated, or `~number` of one that is freed.
-        sizes: The bytes of each block. As in PyTorch, blocks of 0 bytes are never allocated.
+        sizes: The bytes of each block, or `EMPTY_CACHE`. As in PyTorch, blocks of 0 bytes are never allocated.
         capacity: The bytes of the card for segments; None is no limit.
         settings: The settings of the allocator.
         repeat_from: The event at which the last update begins. That update is repeated if it leaves as much as it
@@ -133,8 +134,11 @@ class EventReplayer:
                         block = blocks.pop(~event, None)
                         if block is not None:
                             free(block)
-                    elif sizes[event] and event not in without:
-                        blocks[event] = malloc(sizes[event], streams[event])
+                    elif (size := sizes[event]) > 0:
+                        if event not in without:
+                            blocks[event] = malloc(size, streams[event])
+                    elif size == EMPTY_CACHE:
+                        self._allocator.release_cached_blocks()
                 return None
             except CudaOutOfMemoryError as error:
                 if event not in self._optional:

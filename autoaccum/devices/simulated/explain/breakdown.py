@@ -160,7 +160,7 @@ class MemoryBreakdown:
         for (start, phase), end in zip(trace.phases, ends, strict=True):
             for at in range(start, end):
                 event = trace.events[at]
-                requests = event >= 0 and (sizes[event] or not held[at])
+                requests = event >= 0 and (sizes[event] > 0 or not held[at])
                 if requests and held[at] >= held[found.get(phase, at)]:
                     found[phase] = at
         return {phase: found[phase] for phase in get_args(Phase) if phase in found}

@@ -99,7 +99,7 @@ def compare_update(recording: Recording, breakdown: MemoryBreakdown, reserved_by
         UsageError: The record does not end with such an update.
     """
     trace, sizes = breakdown.labelled.trace, breakdown.sized.sizes
-    blocks = [event for event in trace.events[trace.last_update :] if event >= 0 and sizes[event]]
+    blocks = [event for event in trace.events[trace.last_update :] if event >= 0 and sizes[event] > 0]
     requests = [number for number, entry in enumerate(recording.entries) if entry.action == "alloc"]
     pairs = align_ends([recording.entries[number].size for number in requests], [sizes[block] for block in blocks])
     equal = sum(None not in pair for pair in pairs or ())

@@ -121,6 +121,7 @@ def _partial_sums(numbers: Numbers, card: Card) -> Numbers:
 
 
 RULES: Mapping[str, Rule] = {
+    "empty_cache": product_rule(),  # No workspace: see `trace_records.EMPTY_CACHE`.
     "layout_copy": product_rule(),  # Operators that call contiguous() or clone() inside, such as Convolution.cpp.
     "loss_elements": product_rule(),  # ATen/native/Loss.cpp: the losses before they are averaged.
     "softmax_product": product_rule(),  # ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: grad * output.

@@ -23,7 +23,7 @@ from autoaccum.devices.simulated.unsupported import UnsupportedError
 DEVICE = torch.device("cuda", 0)
 ONE_CARD = "put everything on cuda:0, or plan on the machine that has the cards (--device cuda)"
 _NO_OPERATION = """
-caching_allocator_enable check_error empty_cache ipc_collect manual_seed manual_seed_all
+caching_allocator_enable check_error ipc_collect manual_seed manual_seed_all
 reset_accumulated_host_memory_stats reset_accumulated_memory_stats reset_max_memory_allocated reset_max_memory_cached
 reset_peak_host_memory_stats reset_peak_memory_stats seed seed_all set_per_process_memory_fraction set_rng_state
 set_rng_state_all set_sync_debug_mode synchronize _lazy_init
@@ -32,6 +32,7 @@ _NEEDS_DRIVER = """
 caching_allocator_alloc caching_allocator_delete change_current_allocator clock_rate current_blas_handle
 current_solver_handle graph_pool_handle power_draw temperature
 """
+_EMPTY_CACHE = ("empty_cache", "_cuda_emptyCache", "_accelerator_emptyCache")
 _NO_DRIVER = "cuda driver can't be loaded, is cuda enabled?"
 """The message of `torch.cuda` if NVML finds no driver."""
 
@@ -43,15 +44,16 @@ def patch_torch_cuda(card: CardInUse, recorder: Recorder, stack: ExitStack) -> N
     answers |= dict.fromkeys(_NO_OPERATION.split(), _do_nothing)
     answers |= dict.fromkeys(_NEEDS_DRIVER.split(), _raise_no_driver)
     for name, answer in answers.items():
-        for owner in (torch.cuda, torch.cuda.memory):
+        for owner in (torch.cuda, torch.cuda.memory, *((torch._C,) if name in _EMPTY_CACHE else ())):
             if hasattr(owner, name):
                 stack.enter_context(patched(owner, name, answer))
     stack.enter_context(patched(torch.cuda, "_initialized", True))
     stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False))
     of_streams = {name: streams[name] for name in ("current_stream", "set_stream")}
     for name, answer in (_accelerator_answers(card, recorder) | of_streams).items():
-        if hasattr(torch.accelerator, name):
-            stack.enter_context(patched(torch.accelerator, name, answer))
+        for owner in (torch.accelerator, torch.accelerator.memory):
+            if hasattr(owner, name):
+                stack.enter_context(patched(owner, name, answer))
     cudnn: Any = torch.backends.cudnn
     stack.enter_context(patched(cudnn, "is_available", lambda: True))
     # PyTorch's own refuses the cards that this build's cuDNN has no kernels for.
@@ -113,12 +115,13 @@ def _memory_answers(card: CardInUse, recorder: Recorder) -> dict[str, Callable[.
         "host_memory_stats_as_nested_dict": dict,
         "memory_summary": lambda *_, **__: "",
         "memory_snapshot": lambda *_, **__: [],
+        **dict.fromkeys(_EMPTY_CACHE, recorder.record_empty_cache),
     }
 
 
 def _accelerator_answers(card: CardInUse, recorder: Recorder) -> dict[str, Callable[..., Any]]:
     memory = _memory_answers(card, recorder)
-    actions = ("synchronize", "empty_cache", "empty_host_cache")
+    actions = ("synchronize", "empty_host_cache")
     resets = ("reset_accumulated_memory_stats", "reset_peak_memory_stats")
     return {
         **memory,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from autoaccum.devices.base import Phase
-from autoaccum.devices.simulated.trace_records import MemoryStep, OutputAllocated, Trace, Workspace
+from autoaccum.devices.simulated.trace_records import EMPTY_CACHE, MemoryStep, OutputAllocated, Trace, Workspace
 from autoaccum.devices.simulated.unsupported import UnsupportedError
 
 OnAllocation = Callable[[Phase, bool, torch.dtype | None], None]
@@ -81,6 +81,11 @@ class Recorder:
                 self._free_latest(blocks, step.count)
         self.record_outputs(out)
         self._free_latest(blocks, len(blocks))
+
+    def record_empty_cache(self, *_: Any, **__: Any) -> None:
+        """Record that the allocator releases the segments that are free."""
+        self.op = None
+        self.record_steps([Workspace("empty_cache", (EMPTY_CACHE,))])
 
     def record_resident(self, workspace: Workspace) -> None:
         """Record a workspace that a library allocates once and keeps."""

@@ -91,7 +91,7 @@ def test_nothing_overlaps_and_nothing_is_lost(
     for block in live:
         made.free(block)
     check(made, [], capacity)
-    made._release_cached_blocks()
+    made.release_cached_blocks()
     assert made.reserved_bytes == made.allocated_bytes == 0, "everything can be released"
 
 

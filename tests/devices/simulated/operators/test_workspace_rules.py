@@ -228,7 +228,7 @@ _COUNTS = {
     "scan": 1, "foreach_norm": 3, "layout_copy": 1, "cast_copy": 1, "loss_elements": 1, "difference": 1,
     "ctc_gradient": 1, "recurrent_reserve": 2, "cudnn_batch_norm": 2, "softmax_product": 1, "layer_norm_staging": 3,
     "layer_norm_flags": 3, "flash_split_sums": 5, "embedding_segments": 4,
-    "embedding_partials": 4, "sorted_pairs": 3,
+    "embedding_partials": 4, "sorted_pairs": 3, "empty_cache": 1,
 }  # fmt: skip
 
 

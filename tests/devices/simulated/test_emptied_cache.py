@@ -1,0 +1,123 @@
+"""`torch.cuda.empty_cache` and its kin release what is free, in the trace and in its replay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from reference_allocator import ReferenceAllocator
+
+from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.simulated.allocator.replay import match_replacements, replay, reserved_over_time
+from autoaccum.devices.simulated.allocator.replayer import Replayer
+from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
+from autoaccum.devices.simulated.cards import find_card
+from autoaccum.devices.simulated.explain.snapshot import make_snapshot
+from autoaccum.devices.simulated.simulation_requests import TraceParts
+from autoaccum.devices.simulated.trace_records import EMPTY_CACHE, Trace, Workspace
+from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
+from autoaccum.devices.simulated.tracing.trace_scaling import fit_affine_trace
+from autoaccum.units import MIB
+
+EMPTIES = Workspace("empty_cache", (EMPTY_CACHE,))
+MODEL = """
+def model():
+    layer = nn.Linear(8, 4)
+    scratch = torch.empty(48 << 20, dtype=torch.uint8, device="cuda")
+    del scratch
+    {call}
+    layer.extra = nn.Parameter(torch.empty(5 << 20, device="cuda"))
+    return layer
+"""
+OF_STEP = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x):
+        wide = x.repeat(1, 100_000)
+        y = x + wide.mean()
+        del wide
+        torch.cuda.empty_cache()
+        return self.layer(y)
+
+model = Net
+"""
+
+
+def replayer() -> Replayer:
+    return Replayer(find_card("rtx3090"), AllocatorSettings(), read_torch_release())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.cuda.empty_cache()",
+        "torch.cuda.memory.empty_cache()",
+        "torch.accelerator.empty_cache()",
+        "torch.accelerator.memory.empty_cache()",
+        "torch._C._accelerator_emptyCache()",
+    ],
+)
+def test_what_building_frees_goes_back_to_the_card(simulated: Callable[..., Callable[..., Trace]], call: str) -> None:
+    kept, released = (
+        simulated(MODEL.format(call=line))(TraceParts(parts=(4, 4))) for line in ("torch.cuda.synchronize()", call)
+    )
+    assert (EMPTIES in kept.sizes, released.sizes.count(EMPTIES)) == (False, 1)
+    # Segments for small blocks, for the parameter of 20 MiB, and for cuBLAS; or all large ones in the cached 48 MiB.
+    held = [replayer().reserved_bytes(trace)[trace.last_update - 1] for trace in (kept, released)]
+    assert held == [(2 + 48) * MIB, (2 + 20 + 20) * MIB]
+    assert [replayer().with_sizes(trace).band_bytes for trace in (kept, released)] == [0, 0]
+
+
+def test_calls_of_the_step_are_part_of_all_that_is_made_of_traces(
+    simulated: Callable[..., Callable[..., Trace]], explained: Callable[..., object]
+) -> None:
+    ask = simulated(OF_STEP)
+    traces = [ask(TraceParts(parts=(size, size))) for size in (2, 5, 3)]
+    grown = fit_affine_trace(traces).at(64)
+    assert grown.sizes.count(EMPTIES) == 3, "one in each micro-batch"
+    sizes = replayer().with_sizes(grown).sizes
+    assert match_replacements(grown.events, sizes, grown.last_update) is not None
+    over_time = replayer().reserved_bytes(grown)
+    for block in (block for block, size in enumerate(grown.sizes) if size == EMPTIES):
+        at = grown.events.index(block)
+        assert over_time[at - 1] - over_time[at] >= 64 * 8 * 100_000 * 4
+    made = explained(OF_STEP)
+    assert made.explanation is not None  # type: ignore[attr-defined]
+    entries = make_snapshot(made.breakdown, None, AllocatorSettings())["device_traces"][0]  # type: ignore[attr-defined]
+    assert [entry["action"] for entry in entries].count("segment_free") == 3
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_a_replay_releases_what_a_slow_model_releases(expandable: bool) -> None:
+    settings, rng = AllocatorSettings(expandable_segments=expandable), random.Random(4)
+    slow, events, sizes, live = ReferenceAllocator(None, settings), list[int](), list[int](), list[int]()
+    reserved = list[int]()
+    for block in range(300):
+        events.append(block)
+        if rng.random() < 0.1:
+            sizes.append(EMPTY_CACHE)
+            events.append(~block)
+            slow.release_all()
+            reserved += [slow.reserved] * 2
+            continue
+        sizes.append(rng.choice([100, 300 << 10, MIB, 3 * MIB, 11 * MIB, 24 * MIB]))
+        slow.malloc(block, sizes[block])
+        live.append(block)
+        reserved.append(slow.reserved)
+        while live and (len(live) > 12 or rng.random() < 0.45):
+            events.append(~live.pop(rng.randrange(len(live))))
+            slow.free(~events[-1])
+            reserved.append(slow.reserved)
+    assert reserved_over_time(events, sizes, settings, len(events)) == reserved
+    assert replay(events, sizes, settings=settings).retries == 0
+
+
+def test_outside_of_a_trial_nothing_is_left_of_a_call(mode: FakeCudaMode) -> None:
+    torch.cuda.empty_cache()
+    mode.recorder.begin(lambda: "forward")
+    assert mode.recorder.trace((1,)).events == ()
