@@ -199,13 +199,6 @@ REFUSED = {
         f"def model(): return {MLP}\ndef batch(n): return torch.randn(n, 8).cuda(), torch.randint(0, 4, (n,)).cuda()",
         ["batch(2) is on the card", "make the batch on the CPU"],
     ),
-    "data parallel": (
-        f"def model(): return nn.DataParallel({MLP})",
-        [
-            "nn.DataParallel divides a batch among cards, but only one",
-            "return the module that it wraps",
-        ],
-    ),
     "a lazy module": (
         "def model(): return nn.Sequential(nn.LazyLinear(4))",
         ["before it has a shape", "run one sample through"],

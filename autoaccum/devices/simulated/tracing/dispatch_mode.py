@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ _MAKE_SUBCLASS: Any = torch.Tensor._make_subclass
 DEVICE_QUERY = torch.ops.prim.device.default
 _TO_COPY = torch.ops.aten._to_copy.default
 _aten = torch.ops.aten
+_LOCK = threading.RLock()  # Not the mode's, since a model is copied with the mode of its tensors.
 
 
 def _operators(names: str) -> frozenset[Any]:
@@ -114,7 +116,10 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if func is DEVICE_QUERY:  # The most frequent call.
             return device_seen_by_cpp(args[0])
-        kwargs = {} if kwargs is None else kwargs
+        with _LOCK:
+            return self._dispatch(func, types, args, {} if kwargs is None else kwargs)
+
+    def _dispatch(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if "device" in kwargs:
             kwargs = self._with_device(kwargs)
         if kwargs.get("pin_memory"):

@@ -69,6 +69,7 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     stack.callback(ranks.leave)
     replace_ranks(ranks)
     mode.sharded_type = DTensor
+    stack.enter_context(patched(nn.DataParallel, "__init__", _refuse_data_parallel))
     stack.enter_context(patched(nn.parallel.DistributedDataParallel, "__init__", _refuse_ddp))
     stack.enter_context(patched(FullyShardedDataParallel, "__init__", _refuse_fsdp1))
     local: dict[str, Any] = {name: _of_local_tensor(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")}
@@ -78,6 +79,13 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     stack.enter_context(patched(_random, "_rng_tracker", SimpleNamespace(distribute_region_enabled=False)))
     stack.enter_context(patched(_sharding_prop, "FakeTensorMode", lambda: mode.beside))
     stack.enter_context(patched(_fsdp_init, "_get_managed_states", _moving_first(_fsdp_init._get_managed_states)))
+
+
+def _refuse_data_parallel(*_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(
+        "nn.DataParallel divides a batch among the cards of one process, but each rank has one card",
+        hint="return the module that it wraps from model()",
+    )
 
 
 def _refuse_ddp(*_: Any, **__: Any) -> NoReturn:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index, p
 from autoaccum.devices.simulated.tracing.known_values import find_tensors, forget_values
 from autoaccum.devices.simulated.tracing.placement import convert_module, patch_parameter_classes, patch_torch_load
 from autoaccum.devices.simulated.tracing.recorder import Recorder
+from autoaccum.devices.simulated.tracing.threads import follow_threads
 from autoaccum.devices.simulated.tracing.value_reads import (
     calling_torch_module,
     read_array,
@@ -37,6 +38,7 @@ from autoaccum.devices.simulated.tracing.value_reads import (
     unknown_value_error,
 )
 from autoaccum.devices.simulated.unsupported import UnsupportedError
+from autoaccum.workload.batches import move_batch
 
 CUDA_KERNELS = ("mish_backward", "silu_backward", "_fused_rms_norm")
 """Operators with a CUDA kernel and a composite kernel for other devices (native_functions.yaml). A build without CUDA
@@ -102,6 +104,7 @@ def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterat
         autocast.install(library, stack)
         install_kernels(library, in_use, stack)
         stack.enter_context(mode)
+        follow_threads(mode, stack)
         yield mode
 
 
@@ -204,7 +207,7 @@ def patch_functions(notices: dict[str, None], stack: ExitStack) -> None:
         (FakeTensor, "__dlpack__", _raise_unknown_value),
         (FakeTensor, "data_ptr", _data_ptr),
         (torch.nn.Module, "_apply", convert_module),
-        (torch.nn.DataParallel, "forward", _refuse_data_parallel),
+        (torch.nn.DataParallel, "forward", _run_wrapped),
         (torch.distributions.Distribution, "_validate_args", False),  # It would read values.
     ):
         stack.enter_context(patched(owner, name, value))
@@ -300,11 +303,9 @@ def _data_ptr(tensor: torch.Tensor) -> int:
     return 0 if caller == "torch._tensor" else address
 
 
-def _refuse_data_parallel(module: torch.nn.DataParallel[Any], *_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedError(
-        "nn.DataParallel divides a batch among cards, but only one card is simulated",
-        hint="plan the module without it: return the module that it wraps from model()",
-    )
+def _run_wrapped(wrapper: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
+    """Run what `nn.DataParallel` wraps, which is all that it does with one card."""
+    return wrapper.module(*move_batch(inputs, DEVICE), **move_batch(kwargs, DEVICE))
 
 
 def _eager(notices: dict[str, None], model: Any = None, **options: Any) -> Any:
