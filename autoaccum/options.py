@@ -77,7 +77,7 @@ _SHARDING: Final = frozenset({"parallel", "mesh"})
 _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "plan": frozenset(),
     "fit": _SEARCHING,
-    "verify": (_SEARCHING - {"world_size"})
+    "verify": (_SEARCHING - {"world_size", "time_limit"})
     | _SHARDING
     | {"memory", "reserve", "accumulate_in", "keeps", "evaluation_batch"},
     "tune": _SHARDING
@@ -144,7 +144,7 @@ class Options:
         mesh: The ranks in one or two dimensions: (2, 8) are two replicas of a model sharded over 8 (HSDP); None: one
             dimension.
         equal: Only equal micro-batches.
-        time_limit: Seconds that the search may take.
+        time_limit: Seconds that the search may take; for `verify` the search for the causes of a difference.
         trial_limit: Seconds that one trial may take.
 
     Raises:

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from functools import partial
 from itertools import combinations
 from pathlib import Path
@@ -212,14 +212,27 @@ def _program() -> list[str]:
 
 
 @contextmanager
-def stdout_kept() -> Iterator[None]:
-    """Send everything that the workload prints to stderr: stdout is for the result of the command."""
-    kept = os.dup(1)
+def stdout_kept() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Send everything that the workload prints to stderr: stdout is for the result of the command.
+
+    Yields a context of the command's own, within which stdout is what it was.
+    """
+    kept, own = os.dup(1), sys.stdout
+
+    @contextmanager
+    def given_back() -> Iterator[None]:
+        _flush_stdout()
+        os.dup2(kept, 1)
+        with redirect_stdout(own):
+            yield
+            _flush_stdout()
+        os.dup2(2, 1)
+
     try:
         _flush_stdout()
         os.dup2(2, 1)
         with redirect_stdout(sys.stderr):
-            yield
+            yield given_back
     finally:
         _flush_stdout()
         os.dup2(kept, 1)

@@ -28,6 +28,7 @@ _OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
         "help": "Precision of the comparison.  [default: fp64, whatever the workload trains in]",
     },
     device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where the comparison runs."},
+    time_limit="Stop searching for the causes of a difference then. The answer comes first.  [default: 60]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON on stdout, and nothing else there.")
 @click.option("-o", "--output", metavar="FILE", help="Write the record to a file.")
@@ -74,21 +75,34 @@ def command(
     """
     from autoaccum.api import verify
     from autoaccum.files import check_output, write_text
-    from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.verify_report import VerificationProgress, print_verification
+    from autoaccum.reporting.console import make_console, print_line
+    from autoaccum.reporting.verify_report import VerificationProgress, difference_line, print_verification
+    from autoaccum.verification.verification_result import Diagnosing
 
     if output is not None:
         check_output(output, force=force, hint="for the record on stdout, use --json")
         check_apart("-o", output, workload)
     check_report(report, {"-o": output}, force=force)
     stderr = make_console(stderr=True)
-    with stdout_kept(), VerificationProgress(stderr, quiet=quiet) as progress:
-        found = verify(workload, on_event=progress.notify, **asked)
+    answers: list[Diagnosing] = []
+
+    def listen(event: Any) -> None:
+        """Print the answer before the search for its causes."""
+        if isinstance(event, Diagnosing) and not as_json:
+            if not answers:
+                progress.stop()
+                with own_stdout():
+                    print_line(make_console(), difference_line(event.comparison))
+            answers.append(event)
+        progress.notify(event)
+
+    with stdout_kept() as own_stdout, VerificationProgress(stderr, quiet=quiet) as progress:
+        found = verify(workload, on_event=listen, **asked)
     again = running_words(without=_OUTPUTS)
     if as_json:
         click.echo(found.to_json(), nl=False)
     else:
-        print_verification(make_console(), found, again=again, verbose=verbose)
+        print_verification(make_console(), found, again=again, verbose=verbose, answered=bool(answers))
     if output is not None:
         write_text(Path(output), found.to_json(), force=force)
         if not as_json:

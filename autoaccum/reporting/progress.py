@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -16,8 +18,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+LINE_SECONDS = 12.0
+"""Between two lines without a terminal."""
+
+
 class Progress:
     """A live line on a terminal with printed lines above it; a context manager, which removes the live line.
+
+    Without a terminal, what the live line would show is printed now and then, if it lasts.
 
     A subclass shows a command's events in `notify`, with `show`, `say` and `warn`.
 
@@ -25,7 +33,7 @@ class Progress:
         console: The console, usually on stderr.
         quiet: Draw only warnings, and what the workload prints.
         outlives_console: An error in writing to the console ends the drawing, not the work.
-        auto_refresh: Redraw the live line in a thread; otherwise only `show` redraws it.
+        auto_refresh: Redraw or print the live line in a thread; otherwise only `show` redraws it.
     """
 
     def __init__(
@@ -35,6 +43,8 @@ class Progress:
         self._outlives_console, self._auto_refresh = outlives_console, auto_refresh
         self._live: rich_progress.Progress | None = None
         self._warned: set[str] = set()
+        self._lasting: Text | None = None
+        self._ended: threading.Event | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -50,9 +60,13 @@ class Progress:
         return self._live is not None
 
     def show(self, line: str | Text) -> None:
-        """Set the text of the live line; does nothing without a terminal."""
+        """Set the text of the live line; without a terminal, it is printed once it has lasted for a while."""
+        self._lasting = Text(one_line(line)) if isinstance(line, str) else line
         if self.console.can_redraw and not self.quiet:
-            self._guarded(self._show, Text(one_line(line)) if isinstance(line, str) else line)
+            self._guarded(self._show, self._lasting)
+        elif self._auto_refresh and not self.quiet and self._ended is None:
+            self._ended = threading.Event()
+            threading.Thread(target=self._print_lasting, args=(self._ended,), daemon=True).start()
 
     def say(self, line: str | Text, style: str = "") -> None:
         """Print a line above the live one, unless quiet."""
@@ -73,7 +87,10 @@ class Progress:
 
     def stop(self) -> None:
         """Remove the live line."""
-        live, self._live = self._live, None
+        self._lasting = None
+        if self._ended is not None:
+            self._ended.set()
+        live, self._live, self._ended = self._live, None, None
         if live is not None:
             self._guarded(live.stop)
 
@@ -87,6 +104,12 @@ class Progress:
             self._live.start()
         else:
             self._live.update(self._live.task_ids[0], line=line, refresh=True)
+
+    def _print_lasting(self, ended: threading.Event) -> None:
+        began = time.monotonic()
+        while not ended.wait(LINE_SECONDS):
+            if (line := self._lasting) is not None:
+                self._print(line.copy().append(f" {time.monotonic() - began:.0f} s", "dim"))
 
     def _print(self, text: Text) -> None:
         self._guarded(self.console.print, text, soft_wrap=True)

@@ -32,12 +32,15 @@ _MOST_WORSE = 3
 _FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
 
 
-def print_verification(console: Console, found: Verification, *, again: Sequence[str], verbose: bool = False) -> None:
+def print_verification(
+    console: Console, found: Verification, *, again: Sequence[str], verbose: bool = False, answered: bool = False
+) -> None:
     """Print a verification: one line where all is equal, else the verdict, its causes and what to do.
 
-    `again` is the command that verified it.
+    `again` is the command that verified it; `answered`: the verdict is printed already.
     """
-    print_line(console, verdict(found, verbose=verbose))
+    if not answered:
+        print_line(console, verdict(found, verbose=verbose))
     for number, cause in enumerate(found.causes):
         console.print()
         _print_cause(console, cause, number=number + 1, of=len(found.causes))
@@ -67,8 +70,12 @@ def verdict(found: Verification, *, verbose: bool = False) -> Text:
         return Text.assemble(
             ("equivalent", "bold green"), f": the accumulated update is the full batch's, {_how_equal(found)}{more}"
         )
-    apart = [one for one in found.comparisons if not one.equal]
-    worst = max((one for one in apart[0].differences if not one.equal), key=_urgency)
+    return difference_line(next(one for one in found.comparisons if not one.equal))
+
+
+def difference_line(comparison: Comparison) -> Text:
+    """Return the verdict on a comparison that is not equal."""
+    worst = max((one for one in comparison.differences if not one.equal), key=_urgency)
     where = f", at {_where(worst)}" if _where(worst) else ""
     verb = "is" if worst.quantity in ("loss", "update") else "are"
     how = f"off by {_error(worst.error)}{_of(worst)}" if math.isfinite(worst.error) else "missing or infinite in one"
@@ -215,8 +222,9 @@ class VerificationProgress(Progress):
                     f" {event.precision} on {event.device}",
                 )
             )
-            self.show("comparing with the full batch ...")
+            self.show("comparing with the full batch (sooner with --target-batch 4 --micro-batch 2) ...")
         elif isinstance(event, Compared):
             self.show("comparing a shorter window ...")
         elif isinstance(event, Diagnosing):
-            self.show(f"{format_parts(event.comparison.micro_batches)} differ: searching for the cause ...")
+            limit = f" (for {event.limit_seconds:g} s at most, --time-limit)"
+            self.show(f"{format_parts(event.comparison.micro_batches)} differ: searching for the cause{limit} ...")

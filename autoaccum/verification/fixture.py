@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -21,6 +22,7 @@ from autoaccum.accumulation.rng_state import Generator, generator_state, module_
 from autoaccum.accumulation.state_hash import PlainAttributes
 from autoaccum.accumulation.transaction import ModuleState, TorchState
 from autoaccum.checks import type_name
+from autoaccum.devices.deadline import Deadline
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import move_batch
@@ -71,6 +73,7 @@ class Fixture:
         generators: Generators of Python and NumPy that they hold; restored as well.
         keeps_generators: Whether modules of the model keep generators, which are copied with them.
         loss_scale: The factor of losses for backward, the same in every run; 1 except under fp16.
+        deadline: When runs raise TimeIsOver; None by default.
 
     Args:
         optimizer: A live optimizer of the workload's model, copied with its state; None: each copy gets a new one.
@@ -89,6 +92,7 @@ class Fixture:
     ) -> None:
         self.workload, self.precision, self.device = workload, precision, torch.device(device)
         self.loss_scale = _LOSS_SCALE if precision == "fp16" else 1.0
+        self.deadline = Deadline(None)
         memo: dict[int, Any] = {}
         model = workload.build_model()
         check_unsharded(model)
@@ -133,6 +137,8 @@ class Fixture:
                         to_float64(module)
                 stack.enter_context(in_float64())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+            if self.deadline.limit_seconds is not None:
+                stack.callback(register_module_forward_pre_hook(self.deadline.check).remove)
             self._initial_state = ModuleState(inner for module in self.outside.values() for inner in module.modules())
             try:
                 yield

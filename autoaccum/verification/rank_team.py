@@ -22,6 +22,7 @@ from autoaccum.accumulation.schedule import even_parts
 from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
 from autoaccum.devices.child.pickling import pack_whole
 from autoaccum.devices.child.process import ChildProcess, start_child
+from autoaccum.devices.deadline import Deadline
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.verification.fixture import Fixture
 from autoaccum.verification.paired_runs import Pair, PairedRuns
@@ -68,6 +69,7 @@ class RankTeam:
         folder, name = Path(self._folder.name), f"task-{self._tasks}"
         fixture = copy.copy(runs.fixture)
         fixture.workload = dataclasses.replace(fixture.workload, **_LEFT_BEHIND)
+        left, fixture.deadline = fixture.deadline.left_seconds, Deadline(None)
         task = RankTask(fixture, method, ablation, runs.batch, runs.sizes, runs.parts_by_rank)
         (folder / name).write_bytes(pack_whole("the workload or its batch", task))
         if not self._children:
@@ -75,18 +77,19 @@ class RankTeam:
             self._children = [
                 start_child("autoaccum.verification.rank_child:RankChild", measured=False) for _ in range(self.size)
             ]
-        self._ask([RunOnRank(folder=str(folder), task=name, rank=n, size=self.size) for n in range(self.size)])
+        self._ask([RunOnRank(folder=str(folder), task=name, rank=n, size=self.size) for n in range(self.size)], left)
         result: UpdateResult = pickle.loads((folder / f"{name}-result").read_bytes())
         for file in folder.glob(f"{name}*"):
             file.unlink()
         return result
 
-    def _ask(self, requests: Sequence[RunOnRank]) -> None:
+    def _ask(self, requests: Sequence[RunOnRank], left_seconds: float | None) -> None:
         """Send each rank its request, and wait for all."""
+        limit = min(_LIMIT_SECONDS, left_seconds or _LIMIT_SECONDS)
         ended: set[Future[None]] = set()
         with ThreadPoolExecutor(self.size) as threads:
             asked = [
-                threads.submit(child.call, request, _LIMIT_SECONDS)
+                threads.submit(child.call, request, limit)
                 for child, request in zip(self._children, requests, strict=True)
             ]
             if any(one.exception() for one in wait(asked, return_when=FIRST_EXCEPTION).done):
@@ -97,7 +100,7 @@ class RankTeam:
                         os.killpg(child.pid, signal.SIGKILL)
         if any(one.exception() for one in asked):
             self._end()
-            _raise_first([error for one in ended if (error := one.exception()) is not None], requests[0].doing)
+            _raise_first([error for one in ended if (error := one.exception()) is not None], requests[0].doing, limit)
 
     def _end(self) -> None:
         for child in self._children:
@@ -105,11 +108,11 @@ class RankTeam:
         self._children = []
 
 
-def _raise_first(errors: Sequence[BaseException], doing: str) -> None:
+def _raise_first(errors: Sequence[BaseException], doing: str, limit_seconds: float) -> None:
     """Raise the error of a rank that died; else of one where the user's code failed; else of any."""
     for error in errors:
         if isinstance(error, ChildDied):
-            raise death_error(error, doing, _LIMIT_SECONDS)
+            raise death_error(error, doing, limit_seconds)
     failed = [error.failure for error in errors if isinstance(error, JobFailed)]
     failed.sort(key=lambda failure: failure.blames != "user")
     if failed:

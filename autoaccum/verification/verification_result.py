@@ -179,9 +179,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Diagnosing:
-    """A comparison differs; experiments search for the cause."""
+    """A comparison differs, so the answer is known; experiments search for the cause, at most for `limit_seconds`."""
 
     comparison: Comparison
+    limit_seconds: float
 
 
 Event = VerificationStarted | Compared | Diagnosing

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from autoaccum.accumulation.backpropagation import has_weight
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.schedule import check_multiple, format_parts, make_schedule, split_evenly
+from autoaccum.devices.deadline import Deadline, TimeIsOver
 from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.in_place.live_objects import TrialTarget
 from autoaccum.devices.inspection import name_loss
@@ -56,6 +57,19 @@ _ONE_VALUE = "more than 1 value per channel"
 _SINGLE = "BatchNorm cannot run a single sample: give --batchnorm exact, or --micro-batch 2"
 
 
+SEARCH_SECONDS = 60.0
+"""How long causes are searched for without a time limit."""
+
+
+class _Unequal(NamedTuple):
+    """A comparison that is not equal, and whether its gradient depends on random numbers that cannot be replayed."""
+
+    runs: PairedRuns
+    comparison: Comparison
+    tolerances: Tolerances
+    is_random: bool
+
+
 class Verifier:
     """Verifies one workload, which the record calls `reference`, in parts of at most `micro` samples."""
 
@@ -71,6 +85,7 @@ class Verifier:
         self._prepared, self._reference, self._options = subject, reference, options
         self._target, self._notify = target, on_event or (lambda event: None)
         self._comparisons: list[Comparison] = []
+        self._unequal: list[_Unequal] = []
         self._causes: list[Cause] = []
         self._notes: list[str] = []
         self._precision = cast("Precision", options.precision or "fp64")  # May become float32.
@@ -110,6 +125,7 @@ class Verifier:
         tolerances = find_tolerances(runs, precision=self._precision, samples=target, float64_runs=double)
         self._compare_both(runs, "whole", tolerances)
         self._compare_last(runs.fixture, tolerances)
+        self._search()
         return self._record(runs, tolerances, began)
 
     def _take_batch(self, target: int) -> Any:
@@ -199,7 +215,7 @@ class Verifier:
             runs.full()
         except WorkloadError as error:
             is_single = _ONE_VALUE in error.message
-            if not is_single and not self._causes:
+            if not is_single and not self._unequal:
                 hint = "where samples come in groups of N, give --multiple-of N"
                 raise WorkloadError(error.message, hint=hint, user_traceback=error.user_traceback) from error
             why = "BatchNorm cannot run a single sample" if is_single else first_line(error.message)
@@ -221,9 +237,6 @@ class Verifier:
 
     def _compare(self, runs: PairedRuns, method: Method, window: Window, tolerances: Tolerances) -> None:
         found, tolerances = _compared(runs, method, window, tolerances)
-        # Where the whole window differs too, with known causes, the shorter one has the same.
-        whole = [one for one in self._comparisons if one.method == found.method == "accumulator"]
-        known = any(cause.kind != "unknown" for cause in self._causes) and bool(whole) and not whole[0].equal
         self._comparisons.append(found)
         self._notify(Compared(found))
         if runs.mismatch is not None:
@@ -234,17 +247,31 @@ class Verifier:
         if loose:
             why = "it is detached, or a constant"
             self._note(f"{list_names(loose)} of the loss has no gradient, in the full batch and in parts: {why}")
-        if not found.equal and not known:
-            self._diagnose(runs, found, tolerances)
+        if not found.equal:
+            self._unequal.append(_Unequal(runs, found, tolerances, runs.depends_on_host_rng()))
 
-    def _diagnose(self, runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> None:
-        self._notify(Diagnosing(comparison))
+    def _search(self) -> None:
+        """Search for the causes of all differences, within the time limit."""
+        deadline = Deadline(self._options.time_limit or SEARCH_SECONDS)
+        for index, unequal in enumerate(self._unequal):
+            for fixture in filter(None, (unequal.runs.fixture, self._double)):
+                fixture.deadline = deadline
+            # Where the whole window differs too, with known causes, the shorter one has the same.
+            is_both = index > 0 and unequal.comparison.method == self._comparisons[0].method
+            whole_differs = not self._comparisons[0].equal
+            if not (is_both and whole_differs and any(cause.kind != "unknown" for cause in self._causes)):
+                self._diagnose(unequal, deadline)
+
+    def _diagnose(self, unequal: _Unequal, deadline: Deadline) -> None:
+        runs, comparison, tolerances, is_random = unequal
+        if not is_random:
+            self._notify(Diagnosing(comparison, deadline.limit_seconds or SEARCH_SECONDS))
         try:
             causes = find_causes(*self._repeat_in_float64(runs, comparison, tolerances))
         except (WorkloadError, NotMeasuredError) as error:
             self._note(f"the search for the cause failed: {first_line(error.message)}")
             return
-        if not any(cause.proved for cause in causes) and runs.depends_on_host_rng():
+        if not any(cause.proved for cause in causes) and is_random:
             raise NotMeasuredError(
                 "parts draw other random numbers from Python's or NumPy's generators than the full batch does, and"
                 " these cannot be replayed",
@@ -263,7 +290,10 @@ class Verifier:
             return runs, comparison, tolerances
         double = runs.with_fixture(self._double)
         bounds = find_tolerances(double, precision="fp64", samples=sum(runs.sizes))
-        found, bounds = _compared(double, comparison.method, comparison.window, bounds)
+        try:
+            found, bounds = _compared(double, comparison.method, comparison.window, bounds)
+        except TimeIsOver:  # So it will be at the first experiment.
+            return runs, comparison, tolerances
         if found.equal:
             self._note(f"in float64 there is no such difference: it is due to {self._precision}")
             return runs, comparison, tolerances

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from autoaccum.planning.plan_events import (
     TrialFinished,
     TrialStarted,
 )
+from autoaccum.reporting import progress as progress_lines
 from autoaccum.reporting.console import make_console
 from autoaccum.reporting.plan_report import PlanProgress
 from autoaccum.units import GIB, MIB
@@ -121,3 +123,17 @@ def test_the_live_line_goes_when_a_trial_is_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         run()
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_without_a_terminal_what_lasts_is_printed_now_and_then(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress_lines, "LINE_SECONDS", 0.02)
+    file = io.StringIO()
+    with PlanProgress(make_console(file=file, width=40), quiet=quiet) as progress:
+        progress.notify(Tracing())
+        ends = time.monotonic() + (0.2 if quiet else 20)
+        while file.getvalue().count("\n") < 2 and time.monotonic() < ends:
+            time.sleep(0.01)
+    lines = file.getvalue().splitlines()
+    assert lines == [] if quiet else all(line.startswith("tracing small sizes ... 0 s") for line in lines[:2])
+    assert quiet or len(lines) >= 2

@@ -14,6 +14,7 @@ from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.checks import counted, join_words
 from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
+from autoaccum.devices.deadline import Deadline
 from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, card_rates, context_memory
@@ -264,7 +265,7 @@ class SimulatedDevice(Device):
 
     def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
         """Explain the memory of `parts` after a fresh trial of them; `options` are those of `Explainer.explain`."""
-        from autoaccum.devices.simulated.explain.explainer import Deadline, Explainer
+        from autoaccum.devices.simulated.explain.explainer import Explainer
 
         deadline = Deadline(limit_seconds)
         traces = self._traces.traces_of(parts, True, deadline.left_seconds)

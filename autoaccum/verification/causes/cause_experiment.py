@@ -38,6 +38,8 @@ class Experiment:
         rounding: How much equal combinations of runs may differ, relative to the largest entry.
         left: The largest difference of gradients in the last comparison that was equal, relative to the largest entry.
         has_exact: Whether `batchnorm="exact"` was what made it equal.
+        coupling: What couples samples, once that was looked for.
+        refuted: Kinds of causes that are not enough by themselves.
         exact_failure: Why no update ran with `batchnorm="exact"`; None where one did, or none was tried.
     """
 
@@ -47,6 +49,8 @@ class Experiment:
         self.rounding = _SLACK * tolerances.relative
         self.left: float | None = None
         self.has_exact = False
+        self.coupling: Coupling | None = None
+        self.refuted: list[str] = []
         self.exact_failure: str | None = None
 
     @cached_property

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling, list_names
 from autoaccum.accumulation.first_step_checks import load_balancing_factors
+from autoaccum.devices.deadline import TimeIsOver
 from autoaccum.verification.causes.cause_experiment import Experiment, find_nondeterminism, look_for_coupling
 from autoaccum.verification.causes.coupling_causes import (
     batchnorm_cause,
@@ -63,6 +64,8 @@ class _Found(NamedTuple):
 def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> tuple[Cause, ...]:
     """Find out by experiment why `comparison`, made of these runs and with these tolerances, is not equal.
 
+    At the deadline of the runs' fixture the cause is unknown, with what is known by then.
+
     What may couple parts (BatchNorm, state, random numbers, modules seen to couple samples) is ablated, in the smallest
     sets first. After each ablation, arithmetic may explain the rest (`explain_weighting` or `explain_loop`). The first
     set that makes both updates equal is the cause, and that run is its proof. In half precision arithmetic explains
@@ -71,6 +74,14 @@ def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
     if comparison.equal:
         return ()
     experiment = Experiment(runs, comparison, tolerances)
+    try:
+        return _search(experiment)
+    except TimeIsOver:
+        seen = () if experiment.coupling is None else coupling_causes(experiment, experiment.coupling)
+        return (*seen, _unknown_cause(experiment, None, Coupling()))
+
+
+def _search(experiment: Experiment) -> tuple[Cause, ...]:
     nondeterminism = find_nondeterminism(experiment)
     if nondeterminism is not None:
         return (nondeterminism,)
@@ -86,6 +97,7 @@ def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
     if experiment.is_exact:
         modules = tuple(name for name in coupling.modules if name not in experiment.batchnorms)
         coupling = replace(coupling, modules=modules)
+    experiment.coupling = coupling
     others = tuple(name for name in coupling.modules if name != WHOLE_MODEL and name not in experiment.batchnorms)
     found = _find_least(experiment, candidates, _PossibleCause("coupled model", others)) if others else None
     if found is not None:
@@ -149,6 +161,7 @@ def _find_least(
         for chosen, ablation in larger:
             if not ablation.neutral_rng and experiment.is_equal(ablation):
                 return _Found(chosen)
+            experiment.refuted.extend(one.kind for one in chosen if len(chosen) == 1)
         for chosen, ablation in smaller:
             explained = _explain(experiment, ablation) if experiment.pair(ablation) is not None else None
             if explained is not None:
@@ -225,14 +238,21 @@ def _base_ablation(experiment: Experiment) -> Ablation:
     return Ablation(eval_modules=frozenset(experiment.batchnorms), fresh_state=bool(experiment.state))
 
 
-def _unknown_cause(experiment: Experiment, why: str, coupling: Coupling) -> Cause:
-    """Return the cause where no experiment has found one: what differs, and what was tried."""
+def _unknown_cause(experiment: Experiment, why: str | None, coupling: Coupling) -> Cause:
+    """Return the cause where no experiment has found one: what differs, and what was tried; `why` None: time is up."""
     differing = experiment.differences(UNCHANGED) or {}
     where = tuple(dict.fromkeys(one.where for one in differing.values() if one.where))
     tried = list_names([*(one.kind for one in _find_candidates(experiment)), "weights"])
+    found, change = f"{why}; tried: {tried}{f' ({coupling.reason})' if coupling.reason else ''}", _FIRST
+    if why is None:
+        limit = experiment.runs.fixture.deadline.limit_seconds
+        found = f"the search for the cause stopped at the time limit of {limit:g} s; to be tried: {tried}"
+        if experiment.refuted:
+            found += f"; not enough by itself: {list_names(experiment.refuted)}"
+        change = f"verify with --target-batch 4 --micro-batch 2, or a longer --time-limit; or {_FIRST}"
     return Cause(
         kind="unknown",
-        found=f"{why}; tried: {tried}{f' ({coupling.reason})' if coupling.reason else ''}",
-        change=f"look at {list_names(where)} first: {_FIRST}" if where else _FIRST,
+        found=found,
+        change=f"look at {list_names(where)} first: {change}" if where and why else change,
         where=where,
     )

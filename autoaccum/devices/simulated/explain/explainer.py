@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from operator import itemgetter
 
 from autoaccum.devices.base import Phase
 from autoaccum.devices.card_memory import CardMemory, CardReport
+from autoaccum.devices.deadline import Deadline
 from autoaccum.devices.environment import read_torch_release
 from autoaccum.devices.explanation import Change, CurvePoint, Forecast, MemoryReport, Timeline
 from autoaccum.devices.simulated.allocator.replayer import Replayer, SizedTrace
@@ -47,23 +47,6 @@ _EXPANDABLE_SEGMENTS = SuggestedChange(
 )
 _MAX_FORECAST_SECONDS = 60.0
 _PROBE_SIZE = 2
-
-
-class Deadline:
-    """The end of a time limit; never reached without a limit."""
-
-    def __init__(self, limit_seconds: float | None) -> None:
-        self._end = None if limit_seconds is None else time.monotonic() + limit_seconds
-
-    @property
-    def left_seconds(self) -> float | None:
-        """Return the seconds left, always more than 0; None without a limit."""
-        return None if self._end is None else max(self._end - time.monotonic(), 0.001)
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether no time is left."""
-        return self._end is not None and time.monotonic() >= self._end
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""The time limit of `verify`: the answer comes first, and the search for its causes ends at the limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command_line import environment
+from torch import Tensor, nn
+
+from autoaccum.api import verify
+from autoaccum.devices.deadline import Deadline, TimeIsOver
+from autoaccum.verification.fixture import Fixture
+from autoaccum.verification.paired_runs import PairedRuns
+from autoaccum.verification.update_run import Ablation
+from autoaccum.verification.verification_result import Compared, Diagnosing
+from autoaccum.workload.spec import Workload
+
+
+class Normed(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+
+def _batch(size: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(size, 4), torch.arange(size) % 3
+
+
+def _workload(**more: Any) -> Workload:
+    return Workload(model=Normed, batch=_batch, **({"criterion": nn.CrossEntropyLoss()} | more))
+
+
+def test_at_the_limit_the_cause_is_unknown_and_the_answer_stays() -> None:
+    events: list[Any] = []
+    found = verify(_workload(), time_limit=1e-6, on_event=events.append)
+    assert not found.equivalent
+    assert [len(one.differences) for one in found.comparisons] == [4, 4]
+    (cause,) = found.causes
+    assert (cause.kind, cause.proved) == ("unknown", False)
+    assert "the search for the cause stopped at the time limit of 1e-06 s; to be tried: batchnorm and" in cause.found
+    assert "--time-limit" in cause.change
+    assert [type(event) for event in events[1:]] == [Compared, Compared, Diagnosing, Diagnosing]
+    known = verify(_workload(), time_limit=100.0)
+    assert [(one.kind, one.proved) for one in known.causes] == [("batchnorm", True)]
+
+
+def test_the_whole_and_the_shorter_window_are_compared_before_any_experiment() -> None:
+    """An experiment that never ends once kept everything, the comparison of the shorter window too."""
+    events: list[Any] = []
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        if any(isinstance(event, Diagnosing) for event in events):
+            time.sleep(0.2)
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    began = time.monotonic()
+    found = verify(_workload(criterion=None, loss=loss), time_limit=0.5, on_event=events.append)
+    assert len(found.comparisons) == 2
+    assert [cause.kind for cause in found.causes] == ["unknown"]
+    assert time.monotonic() - began < 30
+
+
+def test_a_run_ends_within_its_forward() -> None:
+    """One update may take minutes: every call of a module looks at the time."""
+    calls = 0
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        for _ in range(1000):
+            calls += 1
+            outputs = model(batch[0])
+            time.sleep(0.01)
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    fixture = Fixture(_workload(criterion=None, loss=loss))
+    runs = PairedRuns(fixture, _batch(4), (2, 2))
+    fixture.deadline = Deadline(0.1)
+    with pytest.raises(TimeIsOver):
+        runs.full()
+    assert 0 < calls < 100
+    with pytest.raises(TimeIsOver):  # Nor does another experiment begin.
+        runs.full(Ablation(neutral_rng=True))
+    fixture.deadline = Deadline(None)
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+@pytest.mark.slow
+def test_ranks_are_not_waited_for_after_the_limit(warm_children: None) -> None:
+    assert [one.kind for one in verify(_workload(), world_size=2, time_limit=1e-6).causes] == ["unknown"]
+
+
+MODEL = """
+import time
+import torch
+from torch import nn
+
+calls = 0
+criterion = nn.CrossEntropyLoss()
+
+def model():
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+def batch(size):
+    return torch.randn(size, 4), torch.arange(size) % 3
+
+def loss(model, batch):
+    time.sleep(0.1)
+    return criterion(model(batch[0]), batch[1])
+"""
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_answer_before_it_searches(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    words = [sys.executable, "-m", "autoaccum", "verify", "model.py"]
+    with subprocess.Popen(words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        running = process.poll() is None
+        rest = process.stdout.read()
+    assert running
+    assert line.startswith("not equivalent: the gradients are off by ")
+    assert rest.startswith("\ncause        batchnorm: ")
+    assert "not equivalent" not in rest
+    assert process.returncode == 1
