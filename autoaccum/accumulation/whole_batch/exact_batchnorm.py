@@ -25,6 +25,12 @@ from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.accumulation.whole_batch.rank_meetings import Shares
 from autoaccum.errors import WorkloadError
 
+_EPS = 2.0**-20
+"""Beside a variance of one, since torch 2.11 refuses zero: `1 - _EPS + _EPS` is one, without rounding.
+
+Below 1e-5, PyTorch's own kernel runs, not cuDNN's (`_select_batch_norm_backend` in ATen/native/Normalization.cpp).
+"""
+
 
 class _Part:
     """One part's input of one call of a BatchNorm, and its output's gradient, in host memory.
@@ -56,7 +62,8 @@ class _Part:
         inputs = self.loaded()
         if not inputs.numel():
             return torch.zeros_like(inputs)
-        return F.batch_norm(inputs, self.mean, torch.ones_like(self.mean), scale, shift, False, 0.0, 0.0)
+        variance = torch.full_like(self.mean, 1 - _EPS)
+        return F.batch_norm(inputs, self.mean, variance, scale, shift, False, 0.0, _EPS)
 
     def loaded(self) -> Tensor:
         """Return the input in the precision of the moments."""

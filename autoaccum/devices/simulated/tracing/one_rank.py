@@ -7,7 +7,7 @@ This is rank 0: `torch.chunk`, by which FSDP2 divides parameters, gives the firs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
@@ -75,8 +75,10 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     local: dict[str, Any] = {name: _of_local_tensor(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")}
     for name, answer in local.items():
         stack.enter_context(patched(DTensor, name, answer))
-    # Numbers are never drawn, and need no state that is alike on all ranks.
-    stack.enter_context(patched(_random, "_rng_tracker", SimpleNamespace(distribute_region_enabled=False)))
+    # Numbers are never drawn, and need no state that is alike on all ranks. torch 2.11 asks for a region without asking
+    # whether it is enabled.
+    tracker = SimpleNamespace(distribute_region_enabled=False, _distribute_region=lambda *_, **__: nullcontext())
+    stack.enter_context(patched(_random, "_rng_tracker", tracker))
     stack.enter_context(patched(_sharding_prop, "FakeTensorMode", lambda: mode.beside))
     stack.enter_context(patched(_fsdp_init, "_get_managed_states", _moving_first(_fsdp_init._get_managed_states)))
 
