@@ -439,7 +439,8 @@ class Accumulator:
         warn = self._first_steps.watch(self._backpropagation, modules, parts, is_split=sum(run) > 1)
         with without_calls(self._wrappers), self._savers.around_parts():
             record = self._backpropagation.run(parts, shares, buffers, batches)
-        warn(rounding_warning(trained) if buffers is not None and not self._in_fp32 else None)
+        sums, is_rounded = () if buffers is None else buffers.sums, buffers is not None and not self._in_fp32
+        warn(trained if record.values else (), sums, rounding_warning(trained) if is_rounded else None)
         self._begin_phase("clip")
         sum_gradients(self._ranks, trained, buffers)
         buffers = around.enter_context(self._savers.around_update(buffers, is_scaled=self._scaler is not None))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from autoaccum.accumulation.batchnorm import BATCHNORMS
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.state_hash import ForwardSideEffects
 from autoaccum.accumulation.step_result import WeightingWarning, warn_caller
+from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
+from autoaccum.workload.objective import AS_ONE_MODULE
 from autoaccum.workload.pytree import tensors
 from autoaccum.workload.weight_candidates import ignored_labels_warning
 
@@ -92,6 +94,20 @@ def _configs(config: Any) -> tuple[Any, ...]:
     return tuple(one for one in (config, getattr(config, "text_config", None)) if one is not None)
 
 
+def check_gradients(model: nn.Module, trained: Sequence[Tensor], sums: Collection[Tensor]) -> None:
+    """Raise WorkloadError unless one of the parameters of `model` that are `trained` has a gradient, or one of `sums`.
+
+    A gradient of zeros is one.
+    """
+    own = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    expected = [parameter for parameter in trained if id(parameter) in own]
+    if expected and not any(one.grad is not None or one in sums for one in expected):
+        raise WorkloadError(
+            "no gradient reaches the model: the loss uses another model than it is given, or only detached outputs",
+            hint=f"call the model that loss(model, batch) is given; {AS_ONE_MODULE}",
+        )
+
+
 class BufferVersions:
     """Finds floating-point buffers that forward writes to; BatchNorm's are left out, since they have a warning.
 
@@ -127,17 +143,20 @@ class FirstSteps:
 
     def watch(
         self, backpropagation: Backpropagation, modules: Sequence[nn.Module], parts: Sequence[Any], *, is_split: bool
-    ) -> Callable[[str | None], None]:
+    ) -> Callable[[Sequence[Tensor], Collection[Tensor], str | None], None]:
         """Look at a step before it runs `parts`; return a function to warn of what it has shown, and of another text.
 
-        `is_split` tells whether the effective batch, over all ranks, has several parts.
+        `is_split` tells whether the effective batch, over all ranks, has several parts. The function takes the
+        parameters that are trained and were used here, and those whose gradients are summed elsewhere.
         """
         model = backpropagation.model
         side_effects = ForwardSideEffects(model, parts) if self._is_first else None
         versions = BufferVersions(model) if is_split and not self._has_accumulated else None
         messages = [] if self._has_warned else backpropagation.warnings(modules, accumulates=is_split)
 
-        def warn(rounding: str | None) -> None:
+        def warn(trained: Sequence[Tensor], sums: Collection[Tensor], rounding: str | None) -> None:
+            if self._is_first:
+                check_gradients(model, trained, sums)
             self._has_warned, self._is_first = self._has_warned or bool(messages), False
             found = messages + ([] if side_effects is None else side_effects.warnings())
             if versions is not None:

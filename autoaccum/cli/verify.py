@@ -10,7 +10,7 @@ import click
 from autoaccum.cli.flags import HelpWithHeadings, count, options, report_option
 from autoaccum.cli.outputs import check_apart, check_report, running_words, stdout_kept, write_page
 
-_CODE_DIFFERENT = 1
+_CODE_DIFFERENT, _CODE_UNTESTED = 1, 3
 _OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
 
 
@@ -71,7 +71,7 @@ def command(
       0  equivalent
       1  not equivalent
       2  wrong usage, or the workload is missing or raises
-      3  could not be compared
+      3  could not be compared, or its weighting could not be tested
     """
     from autoaccum.api import verify
     from autoaccum.files import check_output, write_text
@@ -114,4 +114,4 @@ def command(
         if not as_json:
             make_console().print(f"report in {report}", soft_wrap=True)
     if not found.equivalent:
-        raise click.exceptions.Exit(_CODE_DIFFERENT)
+        raise click.exceptions.Exit(_CODE_UNTESTED if found.untested else _CODE_DIFFERENT)

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
+from autoaccum.checks import counted
 from autoaccum.reporting.console import make_table, one_line, print_line, print_messages, print_rows, print_table
 from autoaccum.reporting.progress import Progress
 from autoaccum.verification.verification_result import (
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MOST_WORSE = 3
+_WINDOWS = {
+    "whole": "whole window",
+    "uneven": "samples shortened",
+    "last": "shorter window, as at the end of an epoch",
+}
 _FUNCTION = re.compile(r"def \w+\(.*\): return .*$")
 
 
@@ -44,7 +50,7 @@ def print_verification(
     for number, cause in enumerate(found.causes):
         console.print()
         _print_cause(console, cause, number=number + 1, of=len(found.causes))
-    if verbose or not (found.equivalent or found.causes):
+    if verbose or not (found.equivalent or found.causes or found.untested):
         for comparison in found.comparisons:
             console.print()
             _print_comparison(console, comparison)
@@ -64,12 +70,15 @@ def print_verification(
 
 
 def verdict(found: Verification, *, verbose: bool = False) -> Text:
-    """Return the verdict in one line: equivalent or not, and by how much."""
+    """Return the verdict in one line: equivalent or not and by how much, or what was not tested."""
     if found.equivalent:
         more = "" if verbose or not found.notes else f"; -v shows {len(found.notes)} note{'s' * (len(found.notes) > 1)}"
         return Text.assemble(
             ("equivalent", "bold green"), f": the accumulated update is the full batch's, {_how_equal(found)}{more}"
         )
+    if found.untested:
+        missing = "of equal length: weighting by tokens was not tested"
+        return Text.assemble(("equal", "bold yellow"), f" on {found.target_batch} samples {missing}")
     return difference_line(next(one for one in found.comparisons if not one.equal))
 
 
@@ -91,9 +100,8 @@ def _print_comparison(console: Console, comparison: Comparison) -> None:
 def comparison_title(comparison: Comparison) -> str:
     """Return what accumulated, the window and its parts."""
     method = "the Accumulator" if comparison.method == "accumulator" else "accumulate() of the workload"
-    window = "whole window" if comparison.window == "whole" else "shorter window, as at the end of an epoch"
     parts = f"{format_parts(comparison.micro_batches)} = {sum(comparison.micro_batches)}"
-    return f"{method}, {window}: {parts}"
+    return f"{method}, {_WINDOWS[comparison.window]}: {parts}"
 
 
 def comparison_table(comparison: Comparison) -> Table:
@@ -142,6 +150,8 @@ def _print_next(console: Console, found: Verification, again: Sequence[str]) -> 
 
 def next_command(found: Verification, again: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return what to do after a difference, and the command for it; empty where there is none."""
+    if found.untested:
+        return f"let batch(size) return short and long samples: {', '.join(found.untested)} could not be shortened", ()
     norms = [cause for cause in found.causes if cause.kind == "batchnorm"]
     line: Sequence[str] = again if found.causes else ()
     if norms and found.batchnorm not in ("frozen", "exact"):
@@ -166,11 +176,12 @@ def _with(again: Sequence[str], mode: str) -> list[str]:
 def _how_equal(found: Verification) -> str:
     """Write the largest gradient error of all comparisons, with the batch, the precision and its tolerance."""
     every = [one for comparison in found.comparisons for one in comparison.differences]
-    pairs = [(one.error, one.tolerance) for one in every if one.quantity == "gradients"]
-    error, tolerance = (max(figures) for figures in zip(*pairs, strict=True))
+    gradients = [one for one in every if one.quantity == "gradients"]
+    error, tolerance = max(one.error for one in gradients), max(one.tolerance for one in gradients)
     rough = "" if found.precision == "fp64" else f", tolerance {_tolerance(tolerance)}"
     precision = {"fp64": "float64", "fp32": "float32"}.get(found.precision, found.precision)
-    batch = f"{found.target_batch} as {format_parts(found.comparisons[0].micro_batches)}"
+    tensors = counted(gradients[0].compared, "tensor")
+    batch = f"{tensors}, {found.target_batch} samples as {format_parts(found.comparisons[0].micro_batches)}"
     if found.world_size > 1:
         batch += f" over {found.world_size} ranks"
     return f"to {_error(error)} of the largest gradient entry ({batch}, {precision}{rough})"

@@ -14,7 +14,7 @@ from autoaccum.serialization import freeze, to_plain
 SCHEMA = 1
 
 Method = Literal["accumulator", "accumulate"]
-Window = Literal["whole", "last"]
+Window = Literal["whole", "uneven", "last"]
 Quantity = Literal["loss", "gradients", "buffers", "update"]
 CauseKind = Literal[
     "batchnorm",
@@ -64,7 +64,8 @@ class Comparison:
 
     Attributes:
         method: `accumulator`, or `accumulate` for the workload's own loop.
-        window: `whole` for the target batch, `last` for a shorter one, as at the end of an epoch.
+        window: `whole` for the target batch, `uneven` for the same with samples shortened, `last` for a shorter one, as
+            at the end of an epoch.
         micro_batches: The parts, in samples.
         differences: One for each quantity.
     """
@@ -109,7 +110,7 @@ class Verification:
     """The result of a verification: equivalent or not, and the causes.
 
     Attributes:
-        equivalent: Whether every comparison was equal.
+        equivalent: Whether every comparison was equal, and the weighting was tested.
         target_batch: Samples in the whole window.
         micro_batch: The most samples in a part.
         precision: `fp64`, `fp32`, `bf16` or `fp16`.
@@ -124,6 +125,8 @@ class Verification:
         seconds: The time it took.
         coupled: Whether the loss was computed of the outputs of the whole batch (`options.Coupled`).
         world_size: The ranks that shared each accumulated update.
+        untested: Masks and labels that count the same of all samples and could not be shortened, so that a weighting by
+            them was not tested.
         schema: The version of the record.
     """
 
@@ -142,6 +145,7 @@ class Verification:
     seconds: float
     coupled: Coupled = False
     world_size: int = 1
+    untested: tuple[str, ...] = ()
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

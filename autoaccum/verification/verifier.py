@@ -29,6 +29,7 @@ from autoaccum.verification.update_comparison import (
     compare,
     find_tolerances,
     is_finite,
+    largest_entry,
     with_move,
     with_update,
 )
@@ -46,6 +47,7 @@ from autoaccum.verification.verification_result import (
 from autoaccum.workload.batches import split_batch
 from autoaccum.workload.samples import take_small_batch
 from autoaccum.workload.tracebacks import user_code
+from autoaccum.workload.uneven_batches import shorten
 
 _NOT_FINITE = "look for a division by zero, the root or log of 0, or a mean over nothing"
 _MIN_LOSS_SCALE = 2.0**-10
@@ -88,6 +90,7 @@ class Verifier:
         self._unequal: list[_Unequal] = []
         self._causes: list[Cause] = []
         self._notes: list[str] = []
+        self._untested: tuple[str, ...] = ()
         self._precision = cast("Precision", options.precision or "fp64")  # May become float32.
         self._double: Fixture | None = None
         self._team: RankTeam | None = None
@@ -110,7 +113,7 @@ class Verifier:
     def _run(self, began: float) -> Verification:
         target = self._target
         seed_everything()
-        self._batch = self._take_batch(target)
+        self._batch = take_small_batch(self._prepared.workload, target)
         self._random = RngState()
         runs = self._window_runs(self._dealt(target))
         self._notify(
@@ -124,17 +127,10 @@ class Verifier:
         self._double = None if double is None else double.fixture
         tolerances = find_tolerances(runs, precision=self._precision, samples=target, float64_runs=double)
         self._compare_both(runs, "whole", tolerances)
+        self._compare_uneven(runs, tolerances)
         self._compare_last(runs.fixture, tolerances)
         self._search()
         return self._record(runs, tolerances, began)
-
-    def _take_batch(self, target: int) -> Any:
-        """Take real samples where there are some: those of a worst case may all have the same weight."""
-        workload = self._prepared.workload
-        if self._options.worst_of is None:
-            return take_small_batch(workload, target)
-        with user_code(f"batch({target})"):
-            return workload.build_batch(target)
 
     def _window_runs(self, sizes: tuple[int, ...]) -> PairedRuns:
         """Return the runs of the whole window; in float32 where float64 is only the default and does not run."""
@@ -185,6 +181,11 @@ class Verifier:
             odd = _nonfinite_gradient(runs)
         if odd is not None:
             raise WorkloadError(f"the gradient of {odd} from batch({sum(sizes)}) is not finite", hint=_NOT_FINITE)
+        if largest_entry(runs.full().gradients.values()) == 0:
+            raise NotMeasuredError(
+                f"every gradient of batch({sum(sizes)}) is zero, so there is nothing to compare",
+                hint="give a batch of which the model learns",
+            )
         return runs
 
     def _dealt(self, samples: int) -> tuple[int, ...]:
@@ -198,6 +199,28 @@ class Verifier:
         if self._team is None:
             return PairedRuns(fixture, batch, sizes)
         return RankRuns(self._team, fixture, batch, sizes)
+
+    def _compare_uneven(self, runs: PairedRuns, tolerances: Tolerances) -> None:
+        """Compare the batch with samples shortened where all are equally long: no wrong weight shows in these."""
+        objective = runs.objective
+        is_weighted = objective.reduction == "mean" and not objective.coupled
+        uneven = shorten(self._batch, runs.sizes) if is_weighted and self._is_equal else None
+        for way in () if uneven is None else uneven.ways:
+            ran = [one for batch in way if (one := self._runs_of(runs, batch)) is not None]
+            for one in ran:
+                if one is ran[-1] or _compared(one, "accumulator", "uneven", tolerances)[0].equal:
+                    self._compare_both(one, "uneven", tolerances)
+                    return
+        if uneven is not None and uneven.is_known:
+            self._untested = uneven.paths
+
+    def _runs_of(self, runs: PairedRuns, batch: Any) -> PairedRuns | None:
+        """Return the same parts of another batch; None where it does not run, or its loss is not finite."""
+        try:
+            other = self._paired(runs.fixture, batch, runs.sizes)
+            return None if _nonfinite_gradient(other) else other
+        except WorkloadError:
+            return None
 
     def _compare_last(self, fixture: Fixture, tolerances: Tolerances) -> None:
         """Compare a shorter window; one that does not run is left out with a note.
@@ -304,10 +327,14 @@ class Verifier:
         if note not in self._notes:
             self._notes.append(note)
 
+    @property
+    def _is_equal(self) -> bool:
+        return all(comparison.equal for comparison in self._comparisons)
+
     def _record(self, runs: PairedRuns, tolerances: Tolerances, began: float) -> Verification:
         workload, objective = self._prepared.workload, self._prepared.workload.objective
         return Verification(
-            equivalent=all(comparison.equal for comparison in self._comparisons),
+            equivalent=self._is_equal and not self._untested,
             target_batch=self._target,
             micro_batch=self._micro_batch,
             precision=self._precision,
@@ -329,6 +356,7 @@ class Verifier:
             },
             environment=describe_environment(runs.fixture.device),
             world_size=self._options.world_size,
+            untested=self._untested,
             seconds=time.monotonic() - began,
         )
 

@@ -30,6 +30,12 @@ _SINGLE = "loss"
 _OUTPUT_NAMES = ("output", "outputs", "pred", "preds", "prediction", "predictions", "logits", "y_hat", "yhat", "y_pred")
 """Names of a first argument that show that the function is a criterion and not `loss(model, batch)`."""
 
+AS_ONE_MODULE = (
+    "where a loss module holds the model, or parameters of its own, train that module: model = TheLoss(net), and"
+    " def loss(model, batch): return model(*batch)"
+)
+"""The advice for a loss whose gradient does not reach the model that it is given."""
+
 
 @dataclass(frozen=True)
 class CoupledLoss:

@@ -24,6 +24,8 @@ from autoaccum.workload.tracebacks import user_code
 
 _COLLATE = "write def collate(samples) in the workload, the collate_fn of your DataLoader"
 _SEED = 0
+_READ_PER_SAMPLE = 4
+"""Samples of the dataset that are read for each one of a small batch."""
 
 
 class LongestBatches:
@@ -135,6 +137,8 @@ def _elements(node: Any) -> Iterator[int]:
 def take_small_batch(workload: Workload, size: int) -> Any:
     """Return a batch of `size` samples of the dataset if it has the structure of `batch(size)`, else `batch(size)`.
 
+    Short and long samples are mixed, so that a wrong weight can show.
+
     Raises:
         WorkloadError: `batch` or the dataset raises, or `batch` returns another number of samples. Without `batch`: the
             dataset is too short, or its samples cannot be collated.
@@ -143,7 +147,7 @@ def take_small_batch(workload: Workload, size: int) -> Any:
     if workload.batch is not no_batch:
         with user_code(f"batch({size})"):
             made = workload.build_batch(size)
-    samples = _first_samples(workload.dataset, size)
+    samples = _mixed_samples(workload.dataset, size)
     if len(samples) < size:
         if made is None:
             raise WorkloadError(
@@ -161,14 +165,20 @@ def take_small_batch(workload: Workload, size: int) -> Any:
         return made
 
 
-def _first_samples(dataset: Any, size: int) -> list[Any]:
-    """Return the first samples of a dataset; none if it can be read only once or yields batches."""
+def _mixed_samples(dataset: Any, size: int) -> list[Any]:
+    """Return samples of a dataset in their order: the longest and the shortest of some, or the first of equal ones.
+
+    There are none if it can be read only once or yields batches.
+    """
     if dataset is None or isinstance(dataset, DataLoader) or hasattr(dataset, "__next__"):
         return []
     with user_code("the dataset"):
-        if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-            return [dataset[index] for index in range(min(size, len(dataset)))]
-        return list(itertools.islice(iter(dataset), size))
+        samples = list(_some_samples(dataset, _READ_PER_SAMPLE * size))
+    lengths = [_length(sample) for sample in samples]
+    if len(samples) <= size or len(set(lengths)) == 1:
+        return samples[:size]
+    ranked = sorted(range(len(samples)), key=lengths.__getitem__)
+    return [samples[index] for index in sorted(ranked[: size // 2] + ranked[size // 2 - size :])]
 
 
 def _structure(node: Any) -> Any:

@@ -26,7 +26,14 @@ from autoaccum.options import (
 from autoaccum.workload.batches import Batching, batch_size, has_size, read_batching, wrap_batch
 from autoaccum.workload.model_copies import copy_module
 from autoaccum.workload.model_loss import ModelLoss
-from autoaccum.workload.objective import Objective, Reduction, read_coupled_loss, resolve_objective, with_coupling
+from autoaccum.workload.objective import (
+    AS_ONE_MODULE,
+    Objective,
+    Reduction,
+    read_coupled_loss,
+    resolve_objective,
+    with_coupling,
+)
 from autoaccum.workload.optimizers import check_optimizer, make_optimizer
 
 
@@ -155,7 +162,7 @@ class Workload:
             if trainable:
                 raise WorkloadError(
                     f"the criterion has trainable parameters ({trainable[0]}), which no optimizer would update",
-                    hint="make the criterion a part of the model, and write loss(model, batch)",
+                    hint=AS_ONE_MODULE,
                 )
 
     @property

@@ -70,7 +70,7 @@ def class_weight_candidates(batch: Any, parts: list[Any], tables: Mapping[str, T
 
     Labels are searched in the whole `batch`; `tables` has one weight for each class, by the code to access it.
     """
-    labels = [(path, leaf) for path, leaf in find_leaves(batch) if _is_integer(leaf)]
+    labels = [(path, leaf) for path, leaf in find_leaves(batch) if is_integer(leaf)]
     of_parts = [dict(find_leaves(part)) for part in parts]
     return [
         Candidate(_lookup_code(name, path, leaf), tuple(_sum_of_table(table, part[path]) for part in of_parts))
@@ -102,7 +102,7 @@ def _row_counts(leaf: Any) -> Iterator[str]:
 
 
 def _label_counts(leaf: Any) -> Iterator[str]:
-    if _is_integer(leaf):
+    if is_integer(leaf):
         for cut in _cuts(leaf):
             for marker in _markers(leaf):
                 yield f"({cut} != {marker}).sum()"
@@ -118,7 +118,7 @@ def _sums(leaf: Any) -> Iterator[str]:
     if isinstance(leaf, Tensor) and leaf.dtype != torch.bool and not leaf.is_complex():
         for cut in _cuts(leaf):
             yield f"{cut}.sum()"
-        if leaf.ndim == 1 and _is_integer(leaf):
+        if leaf.ndim == 1 and is_integer(leaf):
             yield "(@ - 1).sum()"
 
 
@@ -138,7 +138,8 @@ def _cuts(leaf: Tensor) -> list[str]:
     return ["@", f"@[{axes}1:]", f"@[{axes}:-1]"] if leaf.ndim > 1 else ["@"]
 
 
-def _is_integer(leaf: Any) -> bool:
+def is_integer(leaf: Any) -> bool:
+    """Return whether `leaf` is a tensor of integers."""
     return (
         isinstance(leaf, Tensor) and leaf.dtype != torch.bool and not leaf.is_floating_point() and not leaf.is_complex()
     )
@@ -180,7 +181,7 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     """Return a warning that `parts` of a batch are weighted by samples although some labels are ignored, or None."""
     if objective.reduction == "sum" or objective.criterion is not None or objective.weight_function is not None:
         return None
-    labels = [(path, one) for part in parts for path, one in find_leaves(part) if _is_integer(one) and one.ndim > 1]
+    labels = [(path, one) for part in parts for path, one in find_leaves(part) if is_integer(one) and one.ndim > 1]
     marked = {path for path, leaf in labels if bool((leaf == IGNORED).any())}
     if not marked:
         return None

@@ -26,7 +26,7 @@ def verify_page(found: Verification, *, again: Sequence[str]) -> Page:
         kind="autoaccum verify",
         title=f"{name}: {verdict(found, verbose=True).plain}",
         tiles=[
-            ("the accumulated update", *(("equivalent", "good") if found.equivalent else ("not equivalent", "bad"))),
+            ("the accumulated update", *_verdict(found)),
             ("samples, in parts of", f"{found.target_batch} / {found.micro_batch}", ""),
             ("precision", found.precision, ""),
             ("tensors and terms compared", f"{compared:,}", ""),
@@ -38,6 +38,12 @@ def verify_page(found: Verification, *, again: Sequence[str]) -> Page:
             Section("Made with", (Facts.of(_settings(found)),)),
         ],
     )
+
+
+def _verdict(found: Verification) -> tuple[str, str]:
+    if found.untested:
+        return "weighting not tested", ""
+    return ("equivalent", "good") if found.equivalent else ("not equivalent", "bad")
 
 
 def _causes(found: Verification, again: Sequence[str]) -> Iterator[Block]:

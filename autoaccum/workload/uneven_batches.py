@@ -1,0 +1,180 @@
+"""Batches whose samples are unequally long, made of one whose samples are alike: its masks and labels, shortened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoaccum.workload import pytree
+from autoaccum.workload.batches import batch_size
+from autoaccum.workload.model_loss import IGNORED
+from autoaccum.workload.weight_candidates import find_leaves, is_integer, path_rank
+
+_KEPT = 2
+"""The least entries that are kept of a sample: one is left where labels are shifted."""
+
+_SHARES = (0.2, 1.0)
+"""The share of its entries that a sample keeps."""
+
+
+class _Counter(NamedTuple):
+    """A tensor whose entries count unless they are `ignored`: a mask, or labels.
+
+    `is_known` is False for what may be something else, such as a tensor of ones.
+    """
+
+    path: str
+    leaf: Tensor
+    ignored: float
+    is_known: bool
+
+    def is_even(self, sizes: Sequence[int]) -> bool:
+        """Return whether as many entries count per sample in all parts of these sizes."""
+        counts = (self.leaf != self.ignored).reshape(len(self.leaf), -1).sum(1).double()
+        means = [part.mean() for part in counts.split(list(sizes)) if len(part)]
+        return all(mean == means[0] for mean in means)
+
+
+class UnevenBatches(NamedTuple):
+    """Ways to shorten the samples of a batch.
+
+    Attributes:
+        paths: The masks and labels that say which entries count.
+        is_known: Whether that is certain of one of them.
+        ways: Lists of batches. The first list of which some batch runs decides; its batches differ only in the value
+            that stands for padding, so one of them without a difference is enough.
+    """
+
+    paths: tuple[str, ...]
+    is_known: bool
+    ways: tuple[tuple[Any, ...], ...]
+
+
+def shorten(batch: Any, sizes: Sequence[int]) -> UnevenBatches | None:
+    """Return ways to make samples of `batch` unequally long; None where nothing says which entries count.
+
+    None, too, where parts of these `sizes` differ in all that does.
+    """
+    counters = _find_counters(batch)
+    if not any(counter.is_even(sizes) for counter in counters):
+        return None
+    sure = [counter for counter in counters if counter.is_known or counter.ignored != IGNORED]
+    subsets = [one for one in (counters, sure if len(sure) < len(counters) else []) if one]
+    ways = tuple(tuple(_shorten(batch, subset, sizes)) for subset in subsets)
+    return UnevenBatches(tuple(one.path for one in counters), any(one.is_known for one in counters), ways)
+
+
+def shorten_apart(batch: Any) -> Iterator[Any]:
+    """Yield batches in which only one mask, one tensor of labels or one of padded ids ignores more entries."""
+    counters = {counter.path: counter.ignored for counter in _find_counters(batch)}
+    for path, leaf in _tensors(batch):
+        ignored = counters.get(path)
+        if ignored is None and is_integer(leaf) and leaf.ndim > 1:
+            ignored = float(leaf[..., -1].flatten().mode().values)
+        if ignored is not None and not torch.equal(made := _cut(leaf, ignored, _ends(leaf != ignored)), leaf):
+            yield _replaced(batch, {path: made})
+
+
+def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
+    if isinstance(batch, pytree.CustomBatch):  # Its rows are not samples.
+        return []
+    samples = batch_size(batch)
+    return [
+        (path, leaf)
+        for path, leaf in find_leaves(batch)
+        if isinstance(leaf, Tensor) and len(leaf) == samples and leaf.numel()
+    ]
+
+
+def _find_counters(batch: Any) -> list[_Counter]:
+    """Find labels and masks; labels without an ignored entry only if there is a mask of their shape."""
+    tensors = _tensors(batch)
+    masks = [mask for path, leaf in tensors if (mask := _read_mask(path, leaf)) is not None]
+    shapes, labels = {mask.leaf.shape for mask in masks if mask.leaf.ndim > 1}, []
+    for path, leaf in tensors:
+        is_marked = is_integer(leaf) and bool((leaf == IGNORED).any())
+        if is_marked or (is_integer(leaf) and leaf.shape in shapes and path_rank(path) < path_rank("mask")):
+            labels.append(_Counter(path, leaf, IGNORED, is_marked))
+    return [*labels, *(mask for mask in masks if mask.path not in {label.path for label in labels})]
+
+
+def _read_mask(path: str, leaf: Tensor) -> _Counter | None:
+    """Return a tensor of zeros and ones as a counter if it is called a mask, or its rows are those of padding masks."""
+    is_named = "mask" in path.lower()
+    if leaf.is_complex() or (is_integer(leaf) and not is_named) or not bool(((leaf == 0) | (leaf == 1)).all()):
+        return None
+    ones = leaf.reshape(len(leaf), -1).bool()
+    if not ones.any():  # True stands for padding.
+        return _Counter(path, leaf, 1, is_named and leaf.ndim == 2) if leaf.dtype == torch.bool else None
+    if not is_named and bool(((ones[:, 1:] != ones[:, :-1]).sum(1) > 1).any()):
+        return None
+    return _Counter(path, leaf, 0, is_named and leaf.ndim == 2)
+
+
+def _shorten(batch: Any, counters: Sequence[_Counter], sizes: Sequence[int]) -> Iterator[Any]:
+    """Yield batches with all `counters` shortened, those of the same size alike, and ids and lengths with them."""
+    changed: dict[str, Tensor] = {}
+    ends: dict[int, Tensor] = {}
+    for path, leaf, ignored, _ in counters:
+        end = ends.setdefault(leaf[0].numel(), _ends(leaf != ignored))
+        changed[path] = _cut(leaf, ignored, end)
+    if all(counter._replace(leaf=changed[counter.path]).is_even(sizes) for counter in counters):
+        return
+    others = [(path, leaf) for path, leaf in _tensors(batch) if is_integer(leaf) and path not in changed]
+    for path, leaf in others:
+        if leaf.ndim == 1 and "len" in path.lower() and len(ends) == 1:
+            changed[path] = torch.minimum(leaf, next(iter(ends.values())).to(leaf))
+    ids = {path: leaf for path, leaf in others if leaf.ndim == 2 and leaf.shape[1] in ends}
+    padding = {path: _padding(leaf, counters) for path, leaf in ids.items()}
+    for unknown in (0, None) if None in padding.values() else (0,):
+        values = {path: unknown if value is None else value for path, value in padding.items()}
+        cut = {
+            path: _cut(ids[path], value, ends[ids[path].shape[1]])
+            for path, value in values.items()
+            if value is not None
+        }
+        yield _replaced(batch, changed | cut)
+
+
+def _padding(ids: Tensor, counters: Sequence[_Counter]) -> float | None:
+    """Return the value of all entries of `ids` that do not count; None where all count, or they differ."""
+    for counter in reversed(counters):  # Masks first: labels ignore more than padding.
+        if counter.leaf.shape == ids.shape and len(found := ids[counter.leaf == counter.ignored].unique()) == 1:
+            return float(found)
+    return None
+
+
+def _ends(counted: Tensor) -> Tensor:
+    """Return the entry of each sample from which on all are to be ignored; the first sample keeps all."""
+    counted = counted.reshape(len(counted), -1)
+    least, most = _SHARES
+    shares = least + (most - least) * torch.rand(len(counted), generator=torch.Generator().manual_seed(0))
+    shares[0] = most
+    if counted.shape[1] == 1:
+        return (shares > sum(_SHARES) / 2).long()
+    total = counted.sum(1).cpu()
+    kept = torch.maximum((total * shares).ceil().long(), total.clamp(max=_KEPT))
+    return (counted.cumsum(1).cpu() < kept[:, None]).sum(1) + 1
+
+
+def _cut(leaf: Tensor, ignored: float, ends: Tensor) -> Tensor:
+    """Return `leaf` with the entries from `ends` on ignored, except in samples of which nothing would be left."""
+    rows = leaf.reshape(len(leaf), -1)
+    made = rows.masked_fill((torch.arange(rows.shape[1]) >= ends[:, None]).to(leaf.device), ignored)
+    if rows.shape[1] > 1:
+        made = torch.where((made == ignored).all(1, keepdim=True), rows, made)
+    return made.reshape(leaf.shape)
+
+
+def _replaced(node: Any, changed: Mapping[str, Tensor], path: str = "batch") -> Any:
+    """Return a batch with other tensors at these paths, as `find_leaves` names them."""
+    if isinstance(node, Tensor):
+        return changed.get(path, node)
+    children = None if pytree.is_leaf(node) else pytree.children(node)
+    if children is None:
+        return node
+    codes = [(step if '"' in step else step.replace("'", '"'), child) for step, child in children]
+    return pytree.rebuild(node, [_replaced(child, changed, path + code) for code, child in codes])
