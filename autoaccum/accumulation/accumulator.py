@@ -440,7 +440,7 @@ class Accumulator:
         with without_calls(self._wrappers), self._savers.around_parts():
             record = self._backpropagation.run(parts, shares, buffers, batches)
         sums, is_rounded = () if buffers is None else buffers.sums, buffers is not None and not self._in_fp32
-        warn(trained if record.values else (), sums, rounding_warning(trained) if is_rounded else None)
+        warn(trained if record.values and sizes else (), sums, rounding_warning(trained) if is_rounded else None)
         self._begin_phase("clip")
         sum_gradients(self._ranks, trained, buffers)
         buffers = around.enter_context(self._savers.around_update(buffers, is_scaled=self._scaler is not None))

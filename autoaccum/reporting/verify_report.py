@@ -137,6 +137,8 @@ def describe_cause(cause: Cause, *, number: int, of: int) -> tuple[list[tuple[st
     proof = f"with {done}, the same comparison is equal"
     none = Text("no experiment made the comparison equal", "dim")
     proved = ("proved", Text(proof)) if cause.proved else ("unproved", none)
+    if cause.batches is not None and cause.proved:
+        proved = ("tried", Text(f"it agrees on {counted(cause.batches, 'batch')}, this one included"))
     return [*rows, ("change", Text(words))], code[0] if code else "", proved
 
 

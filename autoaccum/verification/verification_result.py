@@ -92,6 +92,7 @@ class Cause:
         where: The modules, attributes, terms or lines concerned; may be empty.
         proved: The same comparison without this cause (and the others that were found) was equal.
         mode: The mode of autoaccum that takes it away, as in `batchnorm="exact"`; None where there is none.
+        batches: With how many batches the weight that is proposed agrees; None where none is.
         left: The largest difference of gradients with that mode (and the others' changes), relative to the largest
             entry; None where it was not proved.
     """
@@ -103,6 +104,7 @@ class Cause:
     proved: bool = False
     mode: str | None = None
     left: float | None = None
+    batches: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from autoaccum.devices.environment import describe_environment
 from autoaccum.devices.in_place.live_objects import TrialTarget
 from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.trial_run import seed_everything
-from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError, first_line
+from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Options
 from autoaccum.verification.causes.cause_experiment import KEPT_STATE, has_kept_state
 from autoaccum.verification.causes.cause_search import find_causes
@@ -202,24 +202,27 @@ class Verifier:
 
     def _compare_uneven(self, runs: PairedRuns, tolerances: Tolerances) -> None:
         """Compare the batch with samples shortened where all are equally long: no wrong weight shows in these."""
-        objective = runs.objective
-        is_weighted = objective.reduction == "mean" and not objective.coupled
-        uneven = shorten(self._batch, runs.sizes) if is_weighted and self._is_equal else None
-        for way in () if uneven is None else uneven.ways:
+        if runs.objective.reduction == "sum" or runs.objective.coupled or not self._is_equal:
+            return
+        new_labels = runs.fixture.device.type == "cpu"  # A loss that does not ignore them would end a GPU's context.
+        uneven = shorten(self._batch, runs.sizes, new_labels=new_labels)
+        if uneven is None:
+            return
+        for way in uneven.ways:
             ran = [one for batch in way if (one := self._runs_of(runs, batch)) is not None]
             for one in ran:
                 if one is ran[-1] or _compared(one, "accumulator", "uneven", tolerances)[0].equal:
+                    self._note(f"samples are equally long, so they were shortened in {list_names(uneven.paths)}")
                     self._compare_both(one, "uneven", tolerances)
                     return
-        if uneven is not None and uneven.is_known:
-            self._untested = uneven.paths
+        self._untested = uneven.paths if uneven.is_known else ()
 
     def _runs_of(self, runs: PairedRuns, batch: Any) -> PairedRuns | None:
         """Return the same parts of another batch; None where it does not run, or its loss is not finite."""
         try:
             other = self._paired(runs.fixture, batch, runs.sizes)
             return None if _nonfinite_gradient(other) else other
-        except WorkloadError:
+        except AutoaccumError:
             return None
 
     def _compare_last(self, fixture: Fixture, tolerances: Tolerances) -> None:
@@ -356,7 +359,7 @@ class Verifier:
             },
             environment=describe_environment(runs.fixture.device),
             world_size=self._options.world_size,
-            untested=self._untested,
+            untested=self._untested if self._is_equal else (),
             seconds=time.monotonic() - began,
         )
 

@@ -34,7 +34,7 @@ class _Counter(NamedTuple):
     def is_even(self, sizes: Sequence[int]) -> bool:
         """Return whether as many entries count per sample in all parts of these sizes."""
         counts = (self.leaf != self.ignored).reshape(len(self.leaf), -1).sum(1).double()
-        means = [part.mean() for part in counts.split(list(sizes)) if len(part)]
+        means = [part.mean() for part in torch.split(counts, list(sizes)) if len(part)]
         return all(mean == means[0] for mean in means)
 
 
@@ -53,12 +53,13 @@ class UnevenBatches(NamedTuple):
     ways: tuple[tuple[Any, ...], ...]
 
 
-def shorten(batch: Any, sizes: Sequence[int]) -> UnevenBatches | None:
+def shorten(batch: Any, sizes: Sequence[int], *, new_labels: bool) -> UnevenBatches | None:
     """Return ways to make samples of `batch` unequally long; None where nothing says which entries count.
 
-    None, too, where parts of these `sizes` differ in all that does.
+    None, too, where parts of these `sizes` differ in all that does. With `new_labels`, labels may get ignored entries
+    that have none; a loss that does not ignore these raises.
     """
-    counters = _find_counters(batch)
+    counters = _find_counters(batch, new_labels)
     if not any(counter.is_even(sizes) for counter in counters):
         return None
     sure = [counter for counter in counters if counter.is_known or counter.ignored != IGNORED]
@@ -67,9 +68,9 @@ def shorten(batch: Any, sizes: Sequence[int]) -> UnevenBatches | None:
     return UnevenBatches(tuple(one.path for one in counters), any(one.is_known for one in counters), ways)
 
 
-def shorten_apart(batch: Any) -> Iterator[Any]:
+def shorten_apart(batch: Any, *, new_labels: bool) -> Iterator[Any]:
     """Yield batches in which only one mask, one tensor of labels or one of padded ids ignores more entries."""
-    counters = {counter.path: counter.ignored for counter in _find_counters(batch)}
+    counters = {counter.path: counter.ignored for counter in _find_counters(batch, new_labels)}
     for path, leaf in _tensors(batch):
         ignored = counters.get(path)
         if ignored is None and is_integer(leaf) and leaf.ndim > 1:
@@ -89,11 +90,11 @@ def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _find_counters(batch: Any) -> list[_Counter]:
+def _find_counters(batch: Any, new_labels: bool) -> list[_Counter]:
     """Find labels and masks; labels without an ignored entry only if there is a mask of their shape."""
     tensors = _tensors(batch)
     masks = [mask for path, leaf in tensors if (mask := _read_mask(path, leaf)) is not None]
-    shapes, labels = {mask.leaf.shape for mask in masks if mask.leaf.ndim > 1}, []
+    shapes, labels = {mask.leaf.shape for mask in masks if mask.leaf.ndim > 1 and new_labels}, []
     for path, leaf in tensors:
         is_marked = is_integer(leaf) and bool((leaf == IGNORED).any())
         if is_marked or (is_integer(leaf) and leaf.shape in shapes and path_rank(path) < path_rank("mask")):
@@ -142,7 +143,7 @@ def _shorten(batch: Any, counters: Sequence[_Counter], sizes: Sequence[int]) -> 
 def _padding(ids: Tensor, counters: Sequence[_Counter]) -> float | None:
     """Return the value of all entries of `ids` that do not count; None where all count, or they differ."""
     for counter in reversed(counters):  # Masks first: labels ignore more than padding.
-        if counter.leaf.shape == ids.shape and len(found := ids[counter.leaf == counter.ignored].unique()) == 1:
+        if counter.leaf.shape == ids.shape and len(found := torch.unique(ids[counter.leaf == counter.ignored])) == 1:
             return float(found)
     return None
 
@@ -151,7 +152,8 @@ def _ends(counted: Tensor) -> Tensor:
     """Return the entry of each sample from which on all are to be ignored; the first sample keeps all."""
     counted = counted.reshape(len(counted), -1)
     least, most = _SHARES
-    shares = least + (most - least) * torch.rand(len(counted), generator=torch.Generator().manual_seed(0))
+    numbers = torch.rand(len(counted), generator=torch.Generator().manual_seed(0)) + torch.linspace(0, 1, len(counted))
+    shares = most - (most - least) * numbers / 2  # The later, the shorter: any two parts differ.
     shares[0] = most
     if counted.shape[1] == 1:
         return (shares > sum(_SHARES) / 2).long()

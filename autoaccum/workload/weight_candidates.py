@@ -57,7 +57,9 @@ def list_candidates(batch: Any, parts: list[Any], likely: str | None = None) -> 
                 if all(value >= 0 for value in counts):
                     found.append(Candidate(code.replace("@", path), counts))
     shown = (likely or "").replace("...", ":")
-    return found[:1] + sorted(found[1:], key=lambda one: one.code not in (likely, shown))
+    return found[:1] + sorted(
+        found[1:], key=lambda one: (one.code not in (likely, shown), str(IGNORED) not in one.code)
+    )
 
 
 def find_leaves(batch: Any) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from autoaccum.workload.objective import Objective, match_weights
 from autoaccum.workload.samples import take_small_batch
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import user_code
+from autoaccum.workload.uneven_batches import shorten, shorten_apart
 from autoaccum.workload.weight_candidates import Candidate, list_candidates
 
 _SAMPLES = 5
@@ -41,9 +43,9 @@ class Unchecked(str):
 def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     """Compare the loss of a small batch with the weighted losses of unequal parts of it.
 
-    The batch has 5 samples, of `dataset` if they collate to the structure of `batch(5)`. The model is a copy in eval
-    mode, or in train mode if it computes a loss only then. RNG states are restored. If all samples have the same
-    weight, every weighting agrees, and nothing is reported.
+    The batch has 5 samples, of `dataset` if they collate to the structure of `batch(5)`. If all are equally long, it is
+    compared with masks and labels shortened as well (`uneven_batches`). The model is a copy in eval mode, or in train
+    mode if it computes a loss only then. RNG states are restored.
 
     Args:
         workload: The workload.
@@ -60,7 +62,24 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
         batch = take_small_batch(workload, each * _SAMPLES)
         parts, others = (split_batch(batch, [each * size for size in sizes]) for sizes in _SPLITS)
         runs = _run_copy(workload, batch)
-        return compare_losses(runs, batch, runs.compare(parts), others, coupled=coupled)
+        found = compare_losses(runs, batch, runs.compare(parts), others, coupled=coupled, apart=True)
+        return found or _check_uneven(runs, batch, [each * size for size in _SPLITS[0]], coupled)
+
+
+def _check_uneven(runs: BatchLosses, batch: Any, sizes: list[int], coupled: bool) -> list[str]:
+    """Compare a batch whose samples are equally long with them shortened; what does not run shows nothing."""
+    uneven = shorten(batch, sizes, new_labels=runs.may_fail)
+    for way in () if uneven is None else uneven.ways:
+        found = []
+        for varied in way:
+            with suppress(WorkloadError):
+                comparison = runs.compare(split_batch(varied, sizes), varied)
+                if all(map(math.isfinite, comparison.whole.values())):
+                    others = split_batch(varied, sizes[::-1])
+                    found.append(compare_losses(runs, varied, comparison, others, coupled=coupled, apart=True))
+        if found:
+            return next((one for one in found if not one), found[-1])
+    return []
 
 
 class BatchLosses:
@@ -82,9 +101,23 @@ class BatchLosses:
             terms = self._forward(move_batch(cast_batch(batch, None), self._device))
             return {name: float(term.detach()) for name, term in terms.items()}
 
-    def compare(self, parts: list[Any]) -> LossComparison:
-        """Return the losses of the batch and of its `parts`."""
-        return LossComparison(self.objective, self.whole, parts, [self.losses(part) for part in parts])
+    @property
+    def may_fail(self) -> bool:
+        """Whether a forward may raise without harm: an assertion on a GPU would be the last thing it does."""
+        return self._device.type == "cpu"
+
+    def compare(self, parts: list[Any], batch: Any = None) -> LossComparison:
+        """Return the losses of the batch, or of another `batch`, and of its `parts`."""
+        whole = self.whole if batch is None else self.losses(batch)
+        return LossComparison(self.objective, whole, parts, [self.losses(part) for part in parts])
+
+    def compare_apart(self, batch: Any, sizes: Sequence[int]) -> Iterator[LossComparison]:
+        """Yield comparisons of batches in which masks, labels and padding of `batch` no longer count the same."""
+        for varied in shorten_apart(batch, new_labels=self.may_fail):
+            with suppress(WorkloadError):
+                comparison = self.compare(split_batch(varied, sizes), varied)
+                if all(map(math.isfinite, comparison.whole.values())):
+                    yield comparison
 
 
 def _run_copy(workload: Workload, batch: Any) -> BatchLosses:
@@ -107,9 +140,18 @@ def _run_copy(workload: Workload, batch: Any) -> BatchLosses:
 
 
 def compare_losses(
-    runs: BatchLosses, batch: Any, comparison: LossComparison, others: list[Any], *, coupled: bool
+    runs: BatchLosses,
+    batch: Any,
+    comparison: LossComparison,
+    others: list[Any],
+    *,
+    coupled: bool,
+    apart: bool = False,
 ) -> list[str]:
-    """Return what `check_weighting` does for the `comparison` of two parts of `batch`; `others` are two other parts."""
+    """Return what `check_weighting` does for the `comparison` of two parts of `batch`; `others` are two other parts.
+
+    With `apart`, weights that fit are also tried on changed batches.
+    """
     parts = comparison.parts
     comparison.raise_if_nan()
     wrong = comparison.mismatched(runs.tolerance)
@@ -120,11 +162,12 @@ def compare_losses(
     again = runs.losses(parts[0])
     if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in comparison.losses[0].items()):
         return [Unchecked("the weighting could not be checked, since the loss differs from run to run")]
-    candidates = [_SUM, *list_candidates(batch, [*parts, *others], runs.likely_weight)]
+    further = [*(runs.compare_apart(batch, list(map(batch_size, parts))) if apart else ())]
+    every = [*parts, *others, *(part for one in further for part in one.parts)]
+    candidates = [_SUM, *list_candidates(batch, every, runs.likely_weight)]
+    further.insert(0, runs.compare(others, batch))
     fitting = {name: _fitting(comparison, name, candidates, 0, runs.tolerance) for name in wrong}
-    if any(len({candidate.shares(_PARTS) for candidate in fits}) > 1 for fits in fitting.values()):
-        other = runs.compare(others)
-        fitting = {name: _fitting(other, name, fits, _PARTS, runs.tolerance) for name, fits in fitting.items()}
+    fitting = {name: narrow(name, fits, further, _PARTS, runs.tolerance)[0] for name, fits in fitting.items()}
     weights = {name: fits[0].code for name, fits in fitting.items() if fits}
     if len(weights) == len(wrong):
         mismatches = [comparison.describe(name) for name in wrong]
@@ -151,9 +194,21 @@ def _fitting(
     ]
 
 
-def advise(
-    objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str, *, tested: bool = False
-) -> str:
+def narrow(
+    name: str, candidates: list[Candidate], comparisons: Sequence[LossComparison], start: int, tolerance: float
+) -> tuple[list[Candidate], int]:
+    """Return the candidates that also agree in other comparisons, and in how many of them; see `_fitting`.
+
+    A comparison in which none agrees does not count.
+    """
+    agreed = 0
+    for index, comparison in enumerate(comparisons):
+        fits = _fitting(comparison, name, candidates, start + index * _PARTS, tolerance)
+        candidates, agreed = fits or candidates, agreed + bool(fits)
+    return candidates, agreed
+
+
+def advise(objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str) -> str:
     """Return a sentence that says how to change the workload.
 
     Args:
@@ -161,7 +216,6 @@ def advise(
         found: The weight of every mismatched term, as code, or `sum`.
         terms: All terms of the loss.
         samples: The code that counts samples.
-        tested: The weight was tried and is right.
     """
     complete, codes = len(found) == len(terms), set(found.values())
     if codes == {"sum"} and complete:
@@ -177,7 +231,7 @@ def advise(
         code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in terms) + "}"
     else:
         return "; ".join(f"{name_term(name)} likely divides by {code}" for name, code in found.items())
-    return f"the {'' if tested else 'likely '}right weight{removal} is: def weight(batch): return {code}"
+    return f"the likely right weight{removal} is: def weight(batch): return {code}"
 
 
 class LossComparison:

@@ -25,13 +25,26 @@ def drawn(found: Verification, width: int = 100, *, verbose: bool = False) -> st
 
 
 def test_equal_is_one_line() -> None:
-    batch = "of the largest gradient entry (16 as 4 + 4 + 4 + 4"
+    batch = "of the largest gradient entry (4 tensors, 16 samples as 4 + 4 + 4 + 4"
     said = f"equivalent: the accumulated update is the full batch's, to 1.5e-16 {batch}, float64)"
     assert drawn(FOUND) == f"{said}; -v shows 1 note\n"
     assert drawn(dataclasses.replace(FOUND, notes=())) == f"{said}\n"
     assert drawn(FOUND, verbose=True).startswith(f"{said}\n\n")
     rough = drawn(dataclasses.replace(FOUND, notes=(), precision="bf16"))
     assert rough.endswith(f"{batch}, bf16, tolerance 1.0e-10)\n")
+
+
+def test_what_was_not_tested_is_the_first_line() -> None:
+    lines = drawn(dataclasses.replace(FOUND, equivalent=False, untested=("batch[2]",), notes=())).splitlines()
+    assert lines[0] == "equal on 16 samples of equal length: weighting by tokens was not tested"
+    assert lines[-1] == "let batch(size) return short and long samples: batch[2] could not be shortened"
+
+
+def test_a_weight_is_said_to_agree_and_not_to_be_proved() -> None:
+    weight = dataclasses.replace(DIFFERENT.causes[0], kind="weight", batches=3)
+    text = drawn(dataclasses.replace(DIFFERENT, causes=(weight,)))
+    assert "tried        it agrees on 3 batches, this one included" in text.splitlines()
+    assert "proved" not in text
 
 
 def test_all_that_was_compared_is_shown_where_it_is_requested() -> None:

@@ -178,11 +178,16 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
     "a norm of one's own in any mode": (classes(planted.stubborn), "coupled model", ("1",), "autoaccum.whole_batch(x)"),
     "two losses with different divisors, added up": (
         texts(planted.mixed_counts),
-        "weight",
-        (),
-        f'{{"one": len(batch["input_ids"]), "other": {TOKENS}}}',
+        "coupled loss",
+        ("the loss",),
+        "return terms that divide by different counts, or a mean and a sum, as a dict",
     ),
-    "a mean and a sum, added up": (pairs(planted.mean_and_sum), "weight", (), "make the sum a mean"),
+    "a mean and a sum, added up": (
+        pairs(planted.mean_and_sum),
+        "coupled loss",
+        ("the loss",),
+        "return terms that divide by different counts, or a mean and a sum, as a dict",
+    ),
     "weights that follow others in forward": (
         classes(planted.Following),
         "state",

@@ -160,4 +160,4 @@ def test_the_command(tmp_path: Path, command: Command) -> None:
     )
     done = command(tmp_path, "verify", "model.py", "--world-size", "2")
     assert done.returncode == 0, done.stderr
-    assert "(16 as 4 + 4 + 4 + 4 over 2 ranks, float64)" in done.stdout
+    assert "(2 tensors, 16 samples as 4 + 4 + 4 + 4 over 2 ranks, float64)" in done.stdout

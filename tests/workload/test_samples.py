@@ -172,7 +172,7 @@ def test_without_batch_there_must_be_a_dataset_and_worst_of() -> None:
 TEXTS = [torch.arange(length) for length in (5, 2, 3, 4)]
 
 
-def test_a_small_batch_is_collated_from_the_dataset() -> None:
+def test_a_small_batch_is_collated_from_short_and_long_samples_of_the_dataset() -> None:
     taken = take_small_batch(
         make(
             batch=lambda size: torch.zeros(size, 9, dtype=torch.int64),
@@ -181,7 +181,7 @@ def test_a_small_batch_is_collated_from_the_dataset() -> None:
         ),
         3,
     )
-    assert taken.tolist() == [[0, 1, 2, 3, 4], [0, 1, -1, -1, -1], [0, 1, 2, -1, -1]]
+    assert taken.tolist() == [[0, 1, 2, 3, 4], [0, 1, -1, -1, -1], [0, 1, 2, 3, -1]]
 
 
 def test_without_batch_a_small_batch_comes_from_the_dataset() -> None:

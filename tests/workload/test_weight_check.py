@@ -42,6 +42,17 @@ def text_batch(size: int, *, ignored: int = -100) -> dict[str, Tensor]:
     return {"ids": ids.masked_fill(~mask, 0), "attention_mask": mask.long(), "labels": labels, "lengths": lengths}
 
 
+def full_batch(size: int) -> dict[str, Tensor]:
+    """The worst case: nothing is padded."""
+    ids = torch.randint(1, WORDS, (size, 10))
+    return {"ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+
+def tagged(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    made = text_batch(size)
+    return made["ids"], made["lengths"], made["labels"]
+
+
 def shifted_loss(model: nn.Module, batch: Any) -> Any:
     logits = model(batch["ids"])[:, :-1].float()
     return functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
@@ -100,7 +111,7 @@ def lengths_less_one(model: nn.Module, batch: Any) -> Any:
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "mask": (masked, {}, 'return (batch["labels"] != -100).sum()'),
+    "mask": (masked, {}, 'return (batch["attention_mask"] != 0).sum()'),
     "sum": (summed, {}, 'the loss is a sum, write reduction = "sum"'),
     "sum with a weight": (summed, {"weight": lambda b: len(b["ids"])}, 'write reduction = "sum" and no weight'),
     "mean over samples, said to be a sum": (sample_loss, {"reduction": "sum"}, 'remove reduction = "sum"'),
@@ -114,7 +125,22 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"weight": lambda b: (b["labels"] != -100).sum()},
         'def weight(batch): return len(batch["ids"])',
     ),
-    "lengths less one": (lengths_less_one, {}, '(batch["labels"][:, 1:] != -100).sum()'),
+    "lengths less one": (lengths_less_one, {}, 'return (batch["lengths"] - 1).sum()'),
+    "mask, of samples that are equally long": (
+        masked,
+        {"batch": full_batch},
+        'return (batch["attention_mask"] != 0).sum()',
+    ),
+    "tokens, of samples that are equally long": (
+        token_loss,
+        {"batch": full_batch},
+        'return (batch["labels"] != -100).sum()',
+    ),
+    "labels that do not come second, beside padded ids": (
+        lambda model, batch: token_loss(model, {"ids": batch[0], "labels": batch[2]}),
+        {"batch": tagged},
+        "return (batch[2] != -100).sum()",
+    ),
 }
 
 
@@ -129,6 +155,9 @@ def test_says_nothing_of_right_weights() -> None:
     assert check_weighting(workload(sample_loss)) == []
     assert check_weighting(workload(summed, reduction="sum")) == []
     assert check_weighting(workload(token_loss, weight=lambda batch: (batch["labels"] != -100).sum())) == []
+    assert check_weighting(workload(token_loss, full_batch, weight=lambda batch: (batch["labels"] != -100).sum())) == []
+    assert check_weighting(workload(token_loss, full_batch, weight=lambda batch: (batch["ids"] != 0).sum())) == []
+    assert check_weighting(workload(sample_loss, full_batch)) == []
 
 
 def test_says_nothing_if_all_samples_have_the_same_weight() -> None:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.reporting.page.blocks import Block, Facts, Grid, Heading, Lines, Messages, Page, Section
+from autoaccum.reporting.page.blocks import Block, Facts, Grid, Heading, Lines, Messages, Page, Section, Tone
 from autoaccum.reporting.page.plan_page import plain_facts
 from autoaccum.reporting.verify_report import (
     comparison_table,
@@ -40,9 +40,9 @@ def verify_page(found: Verification, *, again: Sequence[str]) -> Page:
     )
 
 
-def _verdict(found: Verification) -> tuple[str, str]:
+def _verdict(found: Verification) -> tuple[str, Tone]:
     if found.untested:
-        return "weighting not tested", ""
+        return "weighting not tested", "warn"
     return ("equivalent", "good") if found.equivalent else ("not equivalent", "bad")
 
 

@@ -20,7 +20,7 @@ from autoaccum.verification.causes.coupling_causes import (
     state_cause,
 )
 from autoaccum.verification.causes.loop_causes import explain_loop
-from autoaccum.verification.causes.weighting_causes import explain_mixed_terms, explain_weighting
+from autoaccum.verification.causes.weighting_causes import explain_weighting
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_comparison import Tolerances
 from autoaccum.verification.update_run import UNCHANGED, Ablation
@@ -102,9 +102,6 @@ def _search(experiment: Experiment) -> tuple[Cause, ...]:
     found = _find_least(experiment, candidates, _PossibleCause("coupled model", others)) if others else None
     if found is not None:
         return _causes(experiment, found)
-    if coupling.loss and (mixed := _mixed_terms(experiment)) is not None:
-        # Two divisors in one loss only look like samples that are mixed.
-        return *coupling_causes(experiment, replace(coupling, loss=False)), mixed, *_observed_state(experiment)
     seen = (*coupling_causes(experiment, coupling), *_observed_state(experiment))
     seen = _cure_loss(experiment, candidates, seen)
     if all(cause.proved for cause in seen) and seen:
@@ -222,16 +219,12 @@ def _observed_state(experiment: Experiment) -> tuple[Cause, ...]:
 
 
 def _remaining_cause(experiment: Experiment, coupling: Coupling) -> Cause:
-    """Return the cause that remains when all coupling is known: terms that need different weights, or unknown."""
-    known = None if coupling.loss or experiment.is_coupled else _mixed_terms(experiment)
-    if known is None and not experiment.is_coupled and not coupling.modules and experiment.rounding <= _COARSE:
+    """Return the cause that remains when all coupling is known: the whole model, or unknown."""
+    known = None
+    if not experiment.is_coupled and not coupling.modules and experiment.rounding <= _COARSE:
         ablation = replace(_base_ablation(experiment), neutral_rng=bool(experiment.runs.rng_sites))
         known = explain_whole(experiment, ablation)
     return known or _unknown_cause(experiment, "no experiment makes both updates equal", coupling)
-
-
-def _mixed_terms(experiment: Experiment) -> Cause | None:
-    return explain_mixed_terms(experiment, _base_ablation(experiment)) if experiment.method == "accumulator" else None
 
 
 def _base_ablation(experiment: Experiment) -> Ablation:

@@ -36,7 +36,8 @@ _OUTPUTS = "coupled = True with outputs(model, batch) and coupled_loss(outputs, 
 
 _COMPARES = (
     "the loss compares samples or averages over them (in-batch negatives, a statistic of the batch, outputs of"
-    " shape (n, 1) with targets of shape (n,)): a part has only its own samples"
+    " shape (n, 1) with targets of shape (n,)), of which a part has only its own, or it adds up terms that divide by"
+    " different counts"
 )
 _SIMPLER = (
     "give what is compared the same shape, and compute a statistic of targets where the batch is made, before it is"
@@ -183,7 +184,8 @@ def _loss_cause(experiment: Experiment) -> Cause:
     """Return the cause for a loss that mixes samples, in its arithmetic or before it calls the model."""
     first = "check first that split(batch, sizes) returns each sample once, in order; if it does, "
     change = (
-        f"{first if isinstance(experiment.runs.batch, CustomBatch) else ''}{_SIMPLER}; otherwise no weight helps: take"
-        f" {_OUTPUTS}, or autoaccum.whole_batch(x) of what is compared"
+        f"{first if isinstance(experiment.runs.batch, CustomBatch) else ''}{_SIMPLER}; return terms that divide by"
+        f" different counts, or a mean and a sum, as a dict; otherwise no weight helps: take {_OUTPUTS}, or"
+        " autoaccum.whole_batch(x) of what is compared"
     )
     return Cause(kind="coupled loss", found=_COMPARES, change=change, where=("the loss",))

@@ -15,11 +15,14 @@ import torch
 from torch import Tensor
 
 from autoaccum.accumulation.backpropagation import make_shares
+from autoaccum.accumulation.random_ops import neutral_rng
+from autoaccum.devices.trial_run import seed_everything
 from autoaccum.verification.paired_runs import PairedRuns
-from autoaccum.verification.update_run import Ablation, UpdateResult
+from autoaccum.verification.update_run import Ablation, UpdateResult, UpdateRun
 from autoaccum.workload.model_loss import likely_weight_code
 from autoaccum.workload.objective import match_weights
 from autoaccum.workload.weight_candidates import Candidate, class_weight_candidates, list_candidates
+from autoaccum.workload.weight_check import BatchLosses, LossComparison, narrow
 
 _MOST_ENTRIES = 2**18
 _LEAST_DISTINCT = 1e-5
@@ -149,6 +152,9 @@ def numbers(values: Sequence[float]) -> str:
 SUM = "sum"
 """Stands for the divisor of a loss that is a sum."""
 
+_LOSS_TOLERANCE = 1e-6
+"""How much losses of other batches may differ, relative to the largest."""
+
 _OWN = ""
 """Stands for the workload's own weighting."""
 
@@ -161,11 +167,13 @@ class Weighting:
         wrong: The right divisor, an expression of `batch` or `SUM`, of each term that the workload weights wrongly.
         counts: The divisor of each term in every part; None for a sum.
         samples: The expression that counts samples.
+        batches: How many batches it fits.
     """
 
     wrong: dict[str, str]
     counts: dict[str, tuple[float, ...] | None]
     samples: str
+    batches: int = 1
 
     def applied(self, ablation: Ablation) -> Ablation | None:
         """Return `ablation` with this weighting in place of the workload's; None where weights cannot express it."""
@@ -181,7 +189,10 @@ class Weighting:
 
 
 def find_weighting(runs: PairedRuns, splits: Sequence[Decomposition]) -> Weighting | None:
-    """Find a usual weighting under which the parts of all `splits` give the batch's loss and gradient."""
+    """Find a usual weighting under which the parts of all `splits` give the batch's loss and gradient.
+
+    If several do, those that fit other batches too are preferred, in which they count differently.
+    """
     objective = runs.objective
     parts = [part for split in splits for part in split.runs.parts] + list(runs.parts)
     every = list(splits[0].whole.terms)
@@ -190,21 +201,48 @@ def find_weighting(runs: PairedRuns, splits: Sequence[Decomposition]) -> Weighti
     if objective.reduction == "mean":
         weights = [match_weights(objective.weight(part), every) for part in parts]
         own = {name: Candidate(_OWN, tuple(weight[name] for weight in weights)) for name in terms}
-    counted = list_candidates(runs.batch, parts, likely_weight_code(runs.fixture.fresh().model))
-    usual = [Candidate(SUM, ()), *counted, *_count_class_weights(runs, parts)]
+    usual = _usual_candidates(runs, parts)
     found: dict[str, Candidate] = {}
+    fits: dict[str, list[Candidate]] = {}
     for name in terms:
-        alone = len(terms) == 1
-        fitting = next((one for one in [own[name], *usual] if _fits(splits, name, one.counts, alone=alone)), None)
-        if fitting is None:
+        fits[name] = [one for one in [own[name], *usual] if _fits(splits, name, one.counts, alone=len(terms) == 1)]
+        if not fits[name]:
             return None
-        found[name] = fitting
+        found[name] = fits[name][0]
+    wrong, agreed = [name for name, one in found.items() if one.code != _OWN], 0
+    if wrong:
+        others = _other_batches(runs, splits[0].ablation)
+        apart = _usual_candidates(runs, [part for other in others for part in other.parts])
+        for name in wrong:
+            codes = {one.code: one for one in fits[name]}
+            kept, agreed = narrow(name, [one for one in apart if one.code in codes], others, 0, _LOSS_TOLERANCE)
+            found[name] = codes[kept[0].code] if kept else found[name]
     start = len(parts) - len(runs.parts)
     return Weighting(
-        {name: one.code for name, one in found.items() if one.code != _OWN},
+        {name: found[name].code for name in wrong},
         {name: one.counts[start:] or None for name, one in found.items()},
         next((one.code for one in usual[1:]), "len(batch)"),
+        1 + agreed,
     )
+
+
+def _usual_candidates(runs: PairedRuns, parts: list[Any]) -> list[Candidate]:
+    counted = list_candidates(runs.batch, parts, likely_weight_code(runs.fixture.fresh().model))
+    return [Candidate(SUM, ()), *counted, *_count_class_weights(runs, parts)]
+
+
+def _other_batches(runs: PairedRuns, ablation: Ablation) -> list[LossComparison]:
+    """Compare the losses of batches in which what is usually counted differs, and those of two parts, forward only."""
+
+    def forward(batch: Any) -> Mapping[str, Tensor]:
+        run = UpdateRun(runs.fixture, ablation)
+        seed_everything()
+        with run.running("the loss"), torch.no_grad(), neutral_rng():
+            return run.terms(batch)
+
+    total = sum(runs.sizes)
+    losses = BatchLosses(runs.fixture.fresh().model, runs.objective, runs.batch, forward)
+    return list(losses.compare_apart(runs.batch, [total // 2, total - total // 2]))
 
 
 def _fits(splits: Sequence[Decomposition], name: str, counts: Sequence[float], *, alone: bool) -> bool:

@@ -1,14 +1,12 @@
-"""Causes in the weighting: a wrong divisor, a regulariser in a sum, or two terms that need different weights."""
+"""Causes in the weighting: a wrong divisor, or a regulariser in a sum."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
 
 import torch
-from torch import Tensor
 
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.errors import AutoaccumError, WorkloadError
@@ -26,9 +24,8 @@ from autoaccum.verification.causes.loss_factors import (
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.update_run import Ablation
 from autoaccum.verification.verification_result import Cause
-from autoaccum.workload.batches import batch_size, join_batches
+from autoaccum.workload.batches import join_batches
 from autoaccum.workload.objective import Objective
-from autoaccum.workload.weight_candidates import Candidate, list_candidates
 from autoaccum.workload.weight_check import advise, name_term
 
 _ALL = 1e-3
@@ -39,9 +36,6 @@ _CLOSE = 1e-6
 
 _NOTHING = 1e-9
 """A part that counts for no more than this has no count: a maximum decides."""
-
-_MOST_CANDIDATES = 16
-_UNIONS = [union for size in (1, 2, 3) for union in combinations(range(3), size)]
 
 _FUNCTION = Cause(
     kind="coupled loss",
@@ -99,9 +93,10 @@ def _weight_cause(objective: Objective, found: Weighting, *, proved: bool) -> Ca
     return Cause(
         kind="reduction" if objective.reduction == "sum" or SUM in found.wrong.values() else "weight",
         found=f"{terms}, but the parts are {how}",
-        change=advise(objective, found.wrong, found.counts, found.samples, tested=True),
+        change=advise(objective, found.wrong, found.counts, found.samples),
         where=tuple(found.wrong) if len(found.counts) > 1 else (),
         proved=proved,
+        batches=None if SUM in found.wrong.values() else found.batches,
     )
 
 
@@ -214,66 +209,3 @@ def _share_cause(runs: PairedRuns, right: Sequence[float], drawn: tuple[str, ...
             " count there, in weight(batch)"
         )
     return Cause(kind="weight", found=found, change=change, where=drawn, proved=True)
-
-
-def explain_mixed_terms(experiment: Experiment, ablation: Ablation) -> Cause | None:
-    """Find two terms in one loss that divide by different counts; None where no two counts explain the gradients.
-
-    Every union S of three parts has the gradient a(S) / n(S) + b(S) / m(S), with a and b sums over its parts and n and
-    m the counts. That is seven gradients of six unknowns, so wrong counts leave a residual.
-    """
-    if len(experiment.splits) < 2:
-        return None
-    fixture, parts = experiment.runs.fixture, experiment.splits[1].parts
-    try:
-        unions = [join_batches([parts[index] for index in union]) for union in _UNIONS]
-        full = [
-            PairedRuns(fixture, one, (batch_size(one),)).full(replace(ablation, neutral_rng=True)) for one in unions
-        ]
-    except AutoaccumError:
-        return None
-    gradients = torch.stack([flatten(one.gradients, one.parameters) for one in full])
-    candidates = _candidates(experiment.runs.batch, unions)
-    if any(_leaves_nothing(gradients, one, one, experiment.rounding) for one in candidates):
-        return None  # One count is enough for these parts, and what is wrong does not show in them.
-    for one, other in combinations(candidates, 2):
-        if _leaves_nothing(gradients, one, other, experiment.rounding):
-            return _mixed_cause(one.code, other.code)
-    return None
-
-
-def _candidates(batch: object, unions: Sequence[object]) -> list[Candidate]:
-    """Return counts that differ on these batches and are never zero."""
-    found: dict[tuple[float, ...], Candidate] = {}
-    for candidate in (Candidate(SUM, (1.0,) * len(unions)), *list_candidates(batch, list(unions))):
-        if min(candidate.counts) > 0:
-            found.setdefault(candidate.shares(0), candidate)
-    return list(found.values())[:_MOST_CANDIDATES]
-
-
-def _leaves_nothing(gradients: Tensor, one: Candidate, other: Candidate, rounding: float) -> bool:
-    """Return whether two sums divided by these counts can give all gradients."""
-    columns = [
-        [float(part in union) / count for union, count in zip(_UNIONS, candidate.counts, strict=True)]
-        for candidate in (one, other)
-        for part in range(3)
-    ]
-    given = torch.tensor(columns, dtype=torch.float64).T
-    given = given / given.norm(dim=0)
-    left, singular, _ = torch.linalg.svd(given, full_matrices=True)
-    rank = int((singular > 1e-9 * singular[0]).sum())
-    remainder = left[:, rank:].T @ gradients
-    return bool(remainder.abs().max() <= rounding * gradients.abs().max())
-
-
-def _mixed_cause(one: str, other: str) -> Cause:
-    named = [f"one that divides by {code}" for code in (one, other) if code != SUM]
-    change = f'return both terms as a dict from loss, and def weight(batch): return {{"one": {one}, "other": {other}}}'
-    if SUM in (one, other):
-        named.append("one that is a sum")
-        change = (
-            "make the sum a mean, return both terms as a dict from loss, and return what each divides by from"
-            " weight(batch)"
-        )
-    found = f"the loss adds up two terms, {' and '.join(named)}: no single weight per part is right for both"
-    return Cause(kind="weight", found=found, change=change)

@@ -1,0 +1,106 @@
+"""Samples that are shortened: what says how much of them counts, and what is left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoaccum.workload.pytree import tensors
+from autoaccum.workload.uneven_batches import shorten, shorten_apart
+
+SAMPLES, LENGTH = 8, 10
+IDS = torch.randint(5, 90, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(0))
+ONES = torch.ones(SAMPLES, LENGTH)
+HALVES = (4, 4)
+
+
+def shortened(batch: Any) -> Any:
+    uneven = shorten(batch, HALVES, new_labels=True)
+    assert uneven is not None
+    return uneven.ways[0][0]
+
+
+def test_ids_labels_masks_and_lengths_are_shortened_alike() -> None:
+    lengths = torch.full((SAMPLES,), LENGTH)
+    made = shortened({"ids": IDS, "attention_mask": ONES.long(), "labels": IDS, "lengths": lengths})
+    kept = made["attention_mask"].bool()
+    assert torch.equal(made["attention_mask"], kept.long())
+    assert torch.equal(made["labels"], IDS.masked_fill(~kept, -100))
+    assert torch.equal(made["ids"], IDS.masked_fill(~kept, 0))
+    assert torch.equal(made["lengths"], kept.sum(1))
+    assert kept.sum(1).min() >= 2, "one is left where labels are shifted"
+    assert kept[0].all(), "the length of the batch stays"
+    assert kept[:4].sum() != kept[4:].sum()
+
+
+def test_padding_that_is_there_is_used_again() -> None:
+    ids, mask = IDS.clone(), ONES.bool()
+    ids[:, 8:], mask[:, 8:] = 3, False
+    made = shortened([ids, mask])
+    assert (made[0][~made[1]] == 3).all()
+    assert len(shorten([ids, mask], HALVES, new_labels=True).ways[0]) == 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (torch.randn(SAMPLES, 3, 4, 4), torch.arange(SAMPLES)),
+        (IDS, IDS),
+        (torch.randn(SAMPLES, 4), torch.nn.functional.one_hot(torch.arange(SAMPLES) % 4).float()),
+        {"ids": IDS, "attention_mask": torch.arange(LENGTH)[None] <= torch.arange(SAMPLES)[:, None]},
+        [torch.zeros(3)] * SAMPLES,
+    ],
+    ids=["images", "ids of a fixed length", "one-hot targets", "uneven already", "no masks"],
+)
+def test_what_says_nothing_of_lengths_is_left_alone(batch: Any) -> None:
+    assert shorten(batch, HALVES, new_labels=True) is None
+
+
+@pytest.mark.parametrize(
+    ("leaf", "known"),
+    [
+        ({"mask": ONES}, True),
+        ((ONES,), False),
+        ((torch.zeros(SAMPLES, LENGTH).bool(),), False),
+        ((torch.ones(SAMPLES, 1, 4, 4),), False),
+        ((torch.ones(SAMPLES),), False),
+        (({"labels": IDS.masked_fill(torch.arange(LENGTH) < 3, -100)}), True),
+    ],
+    ids=["named", "float", "padding is True", "pixels", "samples", "a prompt that is ignored"],
+)
+def test_masks_and_labels_are_recognised(leaf: Any, known: bool) -> None:
+    uneven = shorten(leaf, HALVES, new_labels=True)
+    assert uneven is not None
+    assert uneven.is_known is known
+    (before,), (after,) = tensors(leaf), tensors(uneven.ways[0][0])
+    assert not torch.equal(before, after)
+    assert before.shape == after.shape
+
+
+def test_labels_that_ignore_nothing_stay_where_a_loss_could_not_bear_it() -> None:
+    uneven = shorten({"mask": ONES, "labels": IDS}, HALVES, new_labels=False)
+    assert uneven is not None
+    assert uneven.paths == ('batch["mask"]',)
+
+
+def test_one_thing_at_a_time_is_changed_to_tell_counts_apart() -> None:
+    mask = torch.arange(LENGTH)[None] < torch.tensor([10, 4, 7, 3, 9, 6, 5, 8])[:, None]
+    batch = IDS.masked_fill(~mask, 0), IDS.masked_fill(~mask, -100), mask
+    made = list(shorten_apart(batch, new_labels=True))
+    changed = [[not torch.equal(one, other) for one, other in zip(batch, each, strict=True)] for each in made]
+    assert changed == [[True, False, False], [False, True, False], [False, False, True]]
+
+    def counts(each: Any) -> list[int]:
+        ids, labels, kept = each
+        return [int((ids != 0).sum()), int((labels != -100).sum()), int(kept.sum())]
+
+    assert all(len(set(counts(each))) == 2 for each in made)
+
+
+def test_the_batch_itself_stays() -> None:
+    batch: dict[str, Tensor] = {"ids": IDS, "mask": ONES.clone()}
+    shortened(batch)
+    assert torch.equal(batch["mask"], ONES)
