@@ -51,7 +51,7 @@ from autoaccum.accumulation.rng_state import module_generators
 from autoaccum.accumulation.savers.savers import Savers
 from autoaccum.accumulation.schedule import check_multiple, slices, split_evenly
 from autoaccum.accumulation.state_hash import batch_versions
-from autoaccum.accumulation.step_result import StepObserver, StepPhase, refuse_nonfinite
+from autoaccum.accumulation.step_result import StepObserver, StepPhase, refuse_nonfinite, warn_caller
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
@@ -210,8 +210,9 @@ class Accumulator:
         if coupled is None:
             coupled = choose_option(plan, "coupled", None, objective.coupled)
         objective = with_coupling(objective, coupled, UsageError)
-        if split is not None or size is not None:
-            objective = dataclasses.replace(objective, batching=read_batching(split, size))
+        if split is not None or size is not None or objective.batching is None:
+            expected = getattr(plan, "target_batch", None)
+            objective = dataclasses.replace(objective, batching=read_batching(split, size, expected))
         batchnorm_mode = checked_batchnorm(
             choose_option(plan, "batchnorm", batchnorm, "micro"), model, objective.criterion_module
         )
@@ -348,6 +349,8 @@ class Accumulator:
             if torch.is_inference_mode_enabled():
                 raise UsageError("a step is called within torch.inference_mode()", hint="call it outside of that")
             wrapped = [self._objective.wrap_batch(batch) for batch in batches]
+            while guesses := getattr(self._objective.batching, "guesses", []):
+                warn_caller(guesses.pop())
             batches = [batch for batch in wrapped if batch_size(batch)]  # An empty share is none.
             sizes, versions = [batch_size(batch) for batch in batches], batch_versions(batches)
             for size in sizes:

@@ -14,7 +14,8 @@ from autoaccum.training.data_windows import DataSettings
 from autoaccum.training.iterable_data import BatchesSource, SamplesSource
 from autoaccum.training.map_style_data import MapStyleSource
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import batch_size, is_samples, wrap_batch
+from autoaccum.workload.batches import batch_size, wrap_batch
+from autoaccum.workload.readings import is_samples
 
 Source: TypeAlias = MapStyleSource | SamplesSource | BatchesSource
 

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import Batching, batch_size, has_size, is_samples, join_batches, split_batch, wrap_batch
+from autoaccum.workload.batches import BatchReader, batch_size, has_size, join_batches, split_batch, wrap_batch
+from autoaccum.workload.readings import is_samples
 from autoaccum.workload.samples import LongestBatches, longest_first
 
 
@@ -38,7 +39,7 @@ class DataSettings:
     seed: int
     workers: int = 0
     collate: Callable[[list[Any]], Any] | None = None
-    batching: Batching | None = None
+    batching: BatchReader = None
     card: torch.device | None = None
     rank: int = 0
     ranks: int = 1
@@ -104,6 +105,10 @@ class WindowSource(abc.ABC):
             self._begin(epoch)
 
     @abc.abstractmethod
+    def planning_batch(self, worst_of: int | None = None) -> Any:
+        """Return a batch, or a function of the size that makes batches of the longest of `worst_of` samples."""
+
+    @abc.abstractmethod
     def _begin(self, epoch: int) -> None:
         """Go to the start of an epoch."""
 
@@ -143,7 +148,7 @@ class WindowSource(abc.ABC):
         Raises:
             WorkloadError: `collate` returned more or fewer samples than it was given.
         """
-        made = wrap_batch(part, self._settings.batching)
+        made = wrap_batch(part, self._settings.batching, size, lambda one: self.planning_batch(one).collate(one))
         if not has_size(made, size):
             raise WorkloadError(f"collate made {batch_size(made)} samples of {size}", hint="return as many as given")
         return made

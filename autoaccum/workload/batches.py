@@ -1,10 +1,7 @@
 """Count, split, move and join batches: any pytree of tensors, arrays, mappings, dataclasses, tuples and lists.
 
 The batch dimension is the first one. Numbers, strings, None and tensors without dimensions belong to all samples.
-A sequence can be read in two ways, and the one that agrees with the rest of the batch is taken: as a *record*, each
-entry of which holds the whole batch (`[x, y]`, as a `DataLoader` yields), or as *samples*, one entry per sample
-(captions, images of unequal shape, a list of dicts). All samples have the same structure. If both readings agree,
-mappings and dataclasses with the same names, and lists of plain values, are samples; anything else is a record.
+Whether a sequence holds the whole batch in each entry, or one sample, is decided in `readings`.
 
 If samples are not rows (patches of all images in one tensor, graphs with many nodes, packed tokens), the workload
 counts and splits its batches by functions of its own: `Batching`.
@@ -26,11 +23,9 @@ from autoaccum.checks import describe_type, read_count
 from autoaccum.errors import WorkloadError, first_line
 from autoaccum.workload import pytree
 from autoaccum.workload.pytree import CustomBatch, map_object_tensors, map_tensors
+from autoaccum.workload.readings import ANY, Readings, agree, is_samples, reading_sizes
 
 Batch: TypeAlias = Any
-
-_ANY = -1
-"""The size of a value that belongs to all samples; it agrees with every size."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,7 @@ class Batching:
     split: Callable[[Any, list[int]], Sequence[Any]]
     size: Callable[[Any], int]
 
-    def wrap(self, batch: Batch) -> CustomBatch:
+    def wrap(self, batch: Batch, *_: Any) -> CustomBatch:
         """Return `batch` with its number of samples; a `CustomBatch` is returned unchanged.
 
         Raises:
@@ -75,10 +70,17 @@ class Batching:
         return [next(following) if size else CustomBatch(None, 0, self) for size in sizes]
 
 
-def read_batching(split: Any, size: Any) -> Batching | None:
-    """Return the `Batching` of `split` and `size`, None without either; raise WorkloadError if only one is callable."""
+BatchReader: TypeAlias = "Batching | Readings | None"
+
+
+def read_batching(split: Any, size: Any, expected: int | None = None) -> Batching | Readings:
+    """Return the `Batching` of `split` and `size`; without them, new `Readings`, which expect this number of samples.
+
+    Raises:
+        WorkloadError: Only one of them is callable.
+    """
     if split is None and size is None:
-        return None
+        return Readings(expected)
     if not (callable(split) and callable(size)):
         raise WorkloadError(
             "split and size must be two functions, and both are needed",
@@ -87,9 +89,9 @@ def read_batching(split: Any, size: Any) -> Batching | None:
     return Batching(split, size)
 
 
-def wrap_batch(batch: Batch, batching: Batching | None) -> Batch:
-    """Return `batch`, wrapped as a `CustomBatch` if the workload counts and splits its batches itself."""
-    return batch if batching is None else batching.wrap(batch)
+def wrap_batch(batch: Batch, batching: BatchReader, size: int | None = None, again: Any = None) -> Batch:
+    """Return `batch` so that it and its parts are counted in one way (`Batching.wrap`, `Readings.wrap`)."""
+    return (Readings() if batching is None else batching).wrap(batch, size, again)
 
 
 def batch_size(batch: Batch) -> int:
@@ -99,8 +101,8 @@ def batch_size(batch: Batch) -> int:
         WorkloadError: Two leaves disagree (the message names both), nothing has a batch dimension, or an object that
             holds tensors cannot be split.
     """
-    sizes = _sizes(batch, top=True)
-    explicit = {size: cost for size, cost in sizes.items() if size != _ANY}
+    sizes = reading_sizes(batch, top=True)
+    explicit = {size: cost for size, cost in sizes.items() if size != ANY}
     if explicit:
         return min(explicit, key=lambda size: (explicit[size], -size))
     if sizes:
@@ -113,7 +115,7 @@ def batch_size(batch: Batch) -> int:
 
 def has_size(batch: Batch, size: int) -> bool:
     """Return whether `batch` can be read as `size` samples; lists may allow more than one reading."""
-    return size in _sizes(batch, top=True) or batch_size(batch) == size
+    return size in reading_sizes(batch, top=True) or batch_size(batch) == size
 
 
 def split_batch(batch: Batch, sizes: Sequence[int]) -> list[Batch]:
@@ -169,68 +171,6 @@ def join_batches(parts: Sequence[Batch]) -> Batch:
     sized = [(part, batch_size(part)) for part in parts]
     filled = [(part, size) for part, size in sized if size > 0] or sized[:1]
     return _join([part for part, _ in filled], [size for _, size in filled], "batch", top=True)
-
-
-def is_samples(node: Any, size: int, *, top: bool = False) -> bool:
-    """Return whether `node` is a sequence with one entry per sample; with `top`, `node` is the batch itself."""
-    if not pytree.is_sequence(node) or len(node) != size:
-        return False
-    record_cost, sample_cost = _reading_costs(node, top=top)
-    if sample_cost is None:
-        return False
-    as_record = _agree([_sizes(child) for _, child in pytree.children(node) or []])
-    cost = as_record.get(size, as_record.get(_ANY))
-    return cost is None or sample_cost < cost + record_cost
-
-
-def _sizes(node: Any, *, top: bool = False) -> dict[int, int]:
-    """Return every size that `node` can be read as, with the cost of that reading; the least cost wins."""
-    if isinstance(node, CustomBatch):
-        return {node.samples: 0}
-    if pytree.is_leaf(node):
-        return {int(node.shape[0]): 0} if pytree.has_batch_dimension(node) else {_ANY: 0}
-    children = pytree.children(node)
-    if children is None:
-        return {} if pytree.contains_tensors(node) else {_ANY: 0}
-    as_record = _agree([_sizes(child) for _, child in children])
-    if not pytree.is_sequence(node):
-        return as_record
-    record_cost, sample_cost = _reading_costs(node, top=top)
-    sizes = {size: cost + record_cost for size, cost in as_record.items()}
-    if sample_cost is not None and sample_cost < sizes.get(len(node), sample_cost + 1):
-        sizes[len(node)] = sample_cost
-    return sizes
-
-
-def _agree(children: list[dict[int, int]]) -> dict[int, int]:
-    """Return the sizes that all children share, with their costs added; `_ANY` agrees with every size."""
-    agreed: dict[int, int] = {_ANY: 0}
-    for sizes in children:
-        merged = {}
-        for size in agreed.keys() | sizes.keys():
-            left, right = agreed.get(size, agreed.get(_ANY)), sizes.get(size, sizes.get(_ANY))
-            if left is not None and right is not None:
-                merged[size] = left + right
-        agreed = merged
-    return agreed
-
-
-def _reading_costs(node: Sequence[Any], *, top: bool) -> tuple[int, int | None]:
-    """Return the costs of reading a sequence as a record and as samples; None if it cannot be samples."""
-    if top and any(pytree.has_batch_dimension(entry) for entry in node):
-        return 0, None  # [x, y], as a DataLoader yields it.
-    if all(pytree.is_value(entry) for entry in node):
-        if isinstance(node, tuple) and any(pytree.is_plain(entry) and not isinstance(entry, str) for entry in node):
-            return 0, None  # (224, 224) is one value, not two samples.
-        return (3, 0) if node else (0, 1)
-    if not pytree.same_structure(node):
-        return 0, None
-    are_lists = isinstance(node, list) and all(isinstance(entry, list) for entry in node)
-    if are_lists and all(isinstance(one, int | float) for entry in node for one in entry) and (any(node) or not top):
-        return 3, 0  # Token ids before padding.
-    if pytree.are_records(node) and not (top and isinstance(node, tuple)):
-        return 2, 0
-    return 0, 10 if top else 1
 
 
 def _split(node: Any, size: int, bounds: list[tuple[int, int]], *, top: bool = False) -> list[Any]:
@@ -297,9 +237,7 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, int]]:
             f"{path} is {describe_type(node)}, which cannot be split into samples",
             hint="give tensors in tuples, lists, dicts or dataclasses, or write split(batch, sizes) and size(batch)",
         )
-    elif (
-        children and isinstance(node, list) and path != "batch" and not _agree([_sizes(child) for _, child in children])
-    ):
+    elif children and isinstance(node, list) and path != "batch" and not agree(map(reading_sizes, node)):
         yield path, len(node)
         return
     for step, child in children or ():

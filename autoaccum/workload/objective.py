@@ -7,7 +7,7 @@ import dis
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.options import Coupled, read_coupled
-from autoaccum.workload.batches import Batching, batch_size, move_batch, wrap_batch
+from autoaccum.workload.batches import BatchReader, batch_size, move_batch, wrap_batch
 from autoaccum.workload.criteria import Criterion, is_criterion, resolve_criterion
 from autoaccum.workload.model_loss import ModelLoss
 from autoaccum.workload.pytree import unwrap_batch
@@ -65,7 +65,7 @@ class Objective:
         criterion: The criterion; None if the loss is a function.
         loss_function: `loss(model, batch)`; None if the loss is a criterion.
         weight_function: The user's `weight(batch)`, or that of the model's own loss.
-        batching: The workload's functions to count and split batches; None if samples are rows.
+        batching: The workload's functions to count and split batches, or how its batches are read.
         coupled: Whether the loss is computed once, of the outputs of the whole effective batch (`options.Coupled`).
     """
 
@@ -74,7 +74,7 @@ class Objective:
     criterion: Criterion | None = None
     loss_function: Callable[[nn.Module, Any], Any] | None = None
     weight_function: Callable[[Any], Any] | None = None
-    batching: Batching | None = None
+    batching: BatchReader = field(default=None, compare=False)
     coupled: Coupled = False
 
     @property
@@ -90,7 +90,7 @@ class Objective:
         return self.criterion is not None or isinstance(self.loss_function, CoupledLoss)
 
     def wrap_batch(self, batch: Any) -> Any:
-        """Return `batch`, wrapped if the workload counts and splits its batches itself."""
+        """Return `batch`, so that it and its parts are counted in one way only."""
         return wrap_batch(batch, self.batching)
 
     @property

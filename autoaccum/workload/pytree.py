@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -50,9 +50,23 @@ class CustomBatch:
         return CustomBatch(value, self.samples, self.batching)
 
 
+class MarkedList(list[Any]):
+    """A list or a tuple in a batch that tells how it is read: as samples, or as a record (see `readings`)."""
+
+    def __init__(self, content: Iterable[Any], kind: type, *, samples: bool) -> None:
+        super().__init__(content)
+        self.kind, self.samples = kind, samples
+
+
 def unwrap_batch(batch: Any) -> Any:
-    """Return the batch as the user's code takes it."""
-    return batch.value if isinstance(batch, CustomBatch) else batch
+    """Return the batch as the user's code takes it: without marks."""
+    if isinstance(batch, CustomBatch):
+        return batch.value
+    inner = children(batch) or ()
+    content = [unwrap_batch(child) for _, child in inner]
+    if isinstance(batch, MarkedList):
+        return batch.kind(content)
+    return rebuild_changed(batch, content)
 
 
 def is_leaf(node: Any) -> bool:
@@ -114,10 +128,11 @@ def are_records(entries: Sequence[Any]) -> bool:
 
 def same_structure(entries: Sequence[Any]) -> bool:
     """Return whether the entries have the same dtype and rank, the same keys, or the same class, as samples have."""
-    return len({_structure(entry) for entry in entries}) <= 1
+    return len({structure(entry) for entry in entries}) <= 1
 
 
-def _structure(entry: Any) -> Any:
+def structure(entry: Any) -> Any:
+    """Return what samples have in common: dtype and rank, keys, or the class."""
     if isinstance(entry, Tensor | np.ndarray):
         return type_name(entry), str(entry.dtype), entry.ndim
     return frozenset(map(str, entry)) if isinstance(entry, Mapping) else type(entry)
@@ -174,8 +189,16 @@ def rebuild(node: Any, content: Sequence[Any]) -> Any:
     return rebuild_sequence(node, content)
 
 
+def rebuild_changed(node: Any, content: Sequence[Any]) -> Any:
+    """Return `node` itself if `content` is its children, else a container like it with `content`."""
+    same = all(new is old for new, (_, old) in zip(content, children(node) or (), strict=True))
+    return node if same else rebuild(node, content)
+
+
 def rebuild_sequence(node: Any, content: Sequence[Any]) -> Any:
     """Return a list or tuple of the class of `node` with `content`, which may have another length."""
+    if isinstance(node, MarkedList):
+        return MarkedList(content, node.kind, samples=node.samples)
     plain = list(content) if isinstance(node, list) else tuple(content)
     try:
         return plain if type(node) in (list, tuple) else type(node)(plain)
@@ -200,10 +223,7 @@ def map_tensors(
         if not any(isinstance(each, Tensor) for each in _walk(node)):
             return node
         return map_object_tensors(node, change) if change_object is None else change_object(node)
-    changed = [map_tensors(child, change, change_object) for _, child in inner]
-    if all(new is old for new, (_, old) in zip(changed, inner, strict=True)):
-        return node
-    return rebuild(node, changed)
+    return rebuild_changed(node, [map_tensors(child, change, change_object) for _, child in inner])
 
 
 def contains_tensors(node: Any) -> bool:

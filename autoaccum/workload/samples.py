@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from autoaccum.checks import describe_type, read_count, type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import Batching, batch_size, has_size, wrap_batch
+from autoaccum.workload.batches import BatchReader, batch_size, has_size, wrap_batch
 from autoaccum.workload.model_copies import fixed_seeds
 from autoaccum.workload.spec import Workload, no_batch
 from autoaccum.workload.tracebacks import user_code
@@ -38,21 +38,24 @@ class LongestBatches:
     """
 
     def __init__(
-        self, samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None, batching: Batching | None = None
+        self, samples: Sequence[Any], collate: Callable[[list[Any]], Any] | None, batching: BatchReader = None
     ) -> None:
         self._samples, self._collate, self._batching = samples, collate, batching
 
     def __call__(self, size: int) -> Any:
         """Return a batch of `size` samples; raise WorkloadError if `collate` fails or returns another number."""
-        samples = list(itertools.islice(itertools.cycle(self._samples), size))
-        collate, hint = (default_collate, _COLLATE) if self._collate is None else (self._collate, None)
-        with user_code(f"collating the {size} longest samples", hint=hint):
-            made = wrap_batch(collate(samples), self._batching)
+        with user_code(f"collating the {size} longest samples", hint=_COLLATE if self._collate is None else None):
+            made = wrap_batch(self.collate(size), self._batching, size, self.collate)
         if not has_size(made, size):
             raise WorkloadError(
                 f"collate() made {batch_size(made)} samples of {size}", hint="return as many samples as it is given"
             )
         return made
+
+    def collate(self, size: int) -> Any:
+        """Return a batch as `collate` makes it of `size` samples."""
+        samples = list(itertools.islice(itertools.cycle(self._samples), size))
+        return (self._collate or default_collate)(samples)
 
 
 def take_longest(workload: Workload, count: Any, largest_batch: int | None = None) -> Workload:
@@ -157,9 +160,9 @@ def take_small_batch(workload: Workload, size: int) -> Any:
     collate = default_collate if workload.collate is None else workload.collate
     if made is None:
         with user_code("collating samples of the dataset"):
-            return wrap_batch(collate(samples), workload.batching)
+            return wrap_batch(collate(samples), workload.batching, size)
     try:
-        collated = wrap_batch(collate(samples), workload.batching)
+        collated = wrap_batch(collate(samples), workload.batching, size)
         return collated if _structure(collated) == _structure(made) and batch_size(collated) == size else made
     except (TypeError, RuntimeError, ValueError, KeyError, WorkloadError):
         return made

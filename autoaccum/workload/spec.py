@@ -23,7 +23,7 @@ from autoaccum.options import (
     read_keeps,
     read_savers,
 )
-from autoaccum.workload.batches import Batching, batch_size, has_size, read_batching, wrap_batch
+from autoaccum.workload.batches import BatchReader, batch_size, has_size, read_batching, wrap_batch
 from autoaccum.workload.model_copies import copy_module
 from autoaccum.workload.model_loss import ModelLoss
 from autoaccum.workload.objective import (
@@ -174,8 +174,8 @@ class Workload:
         return with_coupling(objective, self.coupled, WorkloadError)
 
     @property
-    def batching(self) -> Batching | None:
-        """The functions that count and split its batches; None if samples are rows."""
+    def batching(self) -> BatchReader:
+        """Its functions that count and split batches; without them, how its batches are read."""
         return read_batching(self.split, self.size)
 
     def build_model(self) -> nn.Module:
@@ -217,9 +217,9 @@ class Workload:
         Raises:
             WorkloadError: It holds another number of samples.
         """
-        made = wrap_batch(self.batch(size), self.batching)
+        made = wrap_batch(self.batch(size), self.batching, size, self.batch)
         if not has_size(made, size):
-            counts = "" if self.batching is None else ", as size(batch) counts them"
+            counts = "" if self.size is None else ", as size(batch) counts them"
             raise WorkloadError(
                 f"batch({size}) returned {batch_size(made)} samples{counts}", hint=f"return exactly {size} samples"
             )

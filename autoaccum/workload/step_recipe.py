@@ -14,12 +14,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from autoaccum.checks import type_name
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import batch_size, is_samples
+from autoaccum.workload.batches import batch_size
 from autoaccum.workload.criteria import ignored_class, settings
 from autoaccum.workload.module_names import is_quotable
 from autoaccum.workload.objective import Objective
+from autoaccum.workload.readings import is_samples
 
 Divisor: TypeAlias = Literal["nothing", "weight", "samples", "targets", "class weights"]
 """How the share of a part is computed. `nothing`: the loss is a sum. `weight`: by the workload's function. `targets`:
@@ -78,6 +78,7 @@ def describe_form(node: Any, size: int, *, top: bool = True) -> Form:
     if isinstance(node, Mapping) and all(map(is_quotable, node)):
         kind = "dict" if type(node) in (dict, OrderedDict, defaultdict) else "mapping"
         return {kind: {name: describe_form(child, size, top=False) for name, child in node.items()}}
-    if type(node) in (list, tuple) and not is_samples(node, size, top=top):
-        return {type_name(node): [describe_form(child, size, top=False) for child in node]}
+    kind = node.kind if isinstance(node, pytree.MarkedList) else type(node)
+    if kind in (list, tuple) and not is_samples(node, size, top=top):
+        return {kind.__name__: [describe_form(child, size, top=False) for child in node]}
     return "other"

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import batch_size, is_samples
+from autoaccum.workload.batches import batch_size
 from autoaccum.workload.model_loss import IGNORED, infer_divisor, label_code, label_mask
 from autoaccum.workload.objective import Objective
+from autoaccum.workload.readings import is_samples
 
 _MARKERS = (-100, 0, -1, 1, 255)
 """Common values of entries to ignore: PyTorch's ignore_index, padding ids, the void class of segmentation maps."""

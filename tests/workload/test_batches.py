@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
 from autoaccum.errors import WorkloadError
-from autoaccum.workload.batches import batch_size, has_size, join_batches, move_batch, split_batch
+from autoaccum.workload.batches import batch_size, has_size, join_batches, move_batch, split_batch, wrap_batch
+from autoaccum.workload.pytree import unwrap_batch
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 
@@ -62,8 +63,9 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("sizes", [[5], [1, 4], [2, 2, 1], [1, 1, 1, 1, 1], [0, 5]])
 def test_splits_and_joins_every_structure(form: str, sizes: list[int]) -> None:
-    batch = FORMS[form]
-    assert batch_size(batch) == 5
+    batch = wrap_batch(FORMS[form], None)
+    assert batch_size(FORMS[form]) == batch_size(batch) == 5
+    assert rows_of(unwrap_batch(batch)) == rows_of(FORMS[form])
     parts = split_batch(batch, sizes)
     assert all(has_size(part, size) for part, size in zip(parts, sizes, strict=True))
     assert rows_of(join_batches(parts)) == rows_of(batch)
@@ -182,8 +184,8 @@ def test_reads_lists_as_samples_or_record_by_the_rest_of_the_batch() -> None:
     assert batch_size((images, torch.tensor([0, 1]))) == 2
     assert batch_size({"pair": images, "y": rows(3)}) == 3
     assert batch_size(({"ids": rows(8)}, {"ids": rows(8)})) == 8
-    assert batch_size([{"image": rows(3, 4, 4)}, {"image": rows(3, 4, 4)}]) == 2
-    assert has_size([{"ids": rows(8)}, {"ids": rows(8)}], 8)
+    assert batch_size([{"ids": rows(8)}, {"ids": rows(8)}]) == 8
+    assert batch_size({"images": [rows(3, 4, 4)] * 3, "y": rows(3)}) == 3
     assert len(split_batch([{"ids": rows(8)}, {"ids": rows(8)}], [3, 5])[0][1]["ids"]) == 3
     assert split_batch({"x": rows(2), "size": (224, 224)}, [1, 1])[0]["size"] == (224, 224)
 

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import autoaccum
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.reporting.emit import emit_wrapper
+from autoaccum.workload.batches import Batching
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.spec import Workload
 
@@ -169,7 +170,7 @@ def written(folder: Path, text: str) -> str:
     ],
 )
 def test_other_functions_named_split_or_size_are_ignored(tmp_path: Path, text: str, taken: bool) -> None:
-    assert (load_workload(written(tmp_path, text)).batching is not None) is taken
+    assert isinstance(load_workload(written(tmp_path, text)).batching, Batching) is taken
 
 
 def test_a_coupled_custom_batch_suggests_to_check_split_first() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from autoaccum.workload.batches import wrap_batch
 from autoaccum.workload.objective import resolve_objective
 from autoaccum.workload.step_recipe import describe_form, describe_recipe, find_divisor
 
@@ -97,6 +98,8 @@ class Record:
         (({"ids": X}, X), {"tuple": [{"dict": {"ids": "tensor"}}, "tensor"]}),
         ((X, ["a", "b", "c"]), {"tuple": ["tensor", "other"]}),
         ([{"x": torch.ones(2)}] * 3, "other"),
+        (wrap_batch([{"x": X}, {"x": X}], None), {"list": [{"dict": {"x": "tensor"}}] * 2}),
+        (wrap_batch(({"x": X}, {"x": X}), None), {"tuple": [{"dict": {"x": "tensor"}}] * 2}),
         (Record(X), "other"),
         ({1: X}, "other"),
         ({'a"b': X}, "other"),

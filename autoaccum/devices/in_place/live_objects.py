@@ -99,8 +99,8 @@ class LiveObjects:
             evaluate=self.evaluate,
             modules=self.modules,
             worst_of=self.worst_of,
-            split=None if batching is None else batching.split,
-            size=None if batching is None else batching.size,
+            split=getattr(batching, "split", None),
+            size=getattr(batching, "size", None),
             name=self.name,
             **given,
         )

@@ -17,7 +17,7 @@ from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.checks import describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
 from autoaccum.workload import pytree
-from autoaccum.workload.batches import Batching, batch_size, has_size, join_batches, split_batch, wrap_batch
+from autoaccum.workload.batches import BatchReader, batch_size, has_size, join_batches, split_batch, wrap_batch
 from autoaccum.workload.tracebacks import blame_workload
 
 _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated and cut to size"
@@ -26,7 +26,7 @@ _SAMPLE = "give one batch instead, such as next(iter(loader)): it is repeated an
 class CalledBatches:
     """Batches from the user's function `batch(size)`; its errors are reported as errors of the workload."""
 
-    def __init__(self, batch: Callable[[int], Any], batching: Batching | None = None) -> None:
+    def __init__(self, batch: Callable[[int], Any], batching: BatchReader = None) -> None:
         self._batch, self._batching = batch, batching
         functools.update_wrapper(self, batch)
 
@@ -37,7 +37,7 @@ class CalledBatches:
             WorkloadError: The function raises anything but an out-of-memory error, or returns another size.
         """
         try:
-            made = wrap_batch(self._batch(size), self._batching)
+            made = wrap_batch(self._batch(size), self._batching, size, self._batch)
         except StopIteration as error:
             raise blame_workload(error, f"batch({size})", hint=f"its iterator has no more; {_SAMPLE}") from error
         except AutoaccumError:
@@ -84,7 +84,7 @@ class SampleBatches:
         return copy.deepcopy(split_batch(sample, [size, self._size - size])[0])
 
 
-def make_batches(batch: Any, batching: Batching | None = None) -> Callable[[int], Any]:
+def make_batches(batch: Any, batching: BatchReader = None) -> Callable[[int], Any]:
     """Return a function of the size that makes batches, from the user's `batch(size)` or sample batch.
 
     With `batching`, `batch` is a sample batch if `size(batch)` accepts it.
@@ -92,14 +92,14 @@ def make_batches(batch: Any, batching: Batching | None = None) -> Callable[[int]
     Raises:
         WorkloadError: `batch` is neither.
     """
-    if batching is not None and not inspect.isroutine(batch):
+    if hasattr(batching, "split") and not inspect.isroutine(batch):
         with suppress(Exception):  # The user's callable object, and no batch.
             return SampleBatches(batching.wrap(batch))
     if isinstance(batch, (DataLoader, Iterator)) or (hasattr(batch, "__next__") and not callable(batch)):
         raise WorkloadError(f"batch is {describe_type(batch)}", hint="give one batch of it: next(iter(loader))")
     if callable(batch) and not isinstance(batch, Tensor) and pytree.children(batch) is None:
         return CalledBatches(batch, batching)
-    return SampleBatches(batch)
+    return SampleBatches(wrap_batch(batch, batching))
 
 
 def _owned(node: Any, shared: set[int]) -> Any:
@@ -115,9 +115,7 @@ def _owned(node: Any, shared: set[int]) -> Any:
     if children is None:
         return node
     owned = [_owned(child, shared) for _, child in children]
-    if all(new is old for new, (_, old) in zip(owned, children, strict=True)):
-        return node
-    return pytree.rebuild(node, owned)
+    return pytree.rebuild_changed(node, owned)
 
 
 def _addresses(node: Any) -> Iterator[int]:
