@@ -146,6 +146,7 @@ class Inspection:
             not made.
         warnings: Warnings for the plan: gradients that are not the full batch's.
         accumulation_warnings: Warnings for the plan that hold only if an update has more than one micro-batch.
+        draw: The random numbers of the host that trials draw (`devices.host_draws`); None: as they come.
         cautions: Warnings for the plan: weaknesses of the way its trials run.
         notes: Notes for the plan: assumptions that were made.
     """
@@ -181,6 +182,7 @@ class Inspection:
     found_multiple: str | None = None
     modules: Mapping[str, int] = field(default_factory=dict)
     coupling: Coupling | None = None
+    draw: str | None = None
     warnings: tuple[str, ...] = ()
     accumulation_warnings: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()

@@ -126,6 +126,7 @@ class ChildDevice(Device, ABC):
         self._least_size: int | None = None
         self._multiple_of: int | None = None
         self._compiles = self._joined = False
+        self._draw: str | None = None
         self._savers: tuple[str, ...] | None = None
         self.resets_peak = True
 
@@ -153,6 +154,7 @@ class ChildDevice(Device, ABC):
         inspection = child.call(Inspect(savers=self._savers), limit_seconds)
         self._least_size, self._compiles = inspection.least_size, inspection.compiles
         self._joined, self._multiple_of = inspection.joining is not None, inspection.multiple_of
+        self._draw = inspection.draw
         return inspection
 
     def use_savers(self, savers: tuple[str, ...] | None) -> None:
@@ -206,6 +208,7 @@ class ChildDevice(Device, ABC):
             parts=parts,
             joined=self._joined,
             savers=self._savers,
+            draw=self._draw,
             limit_bytes=self.limit_bytes if limit_bytes is None else limit_bytes,
             limit_seconds=min(self._settings.trial_limit_seconds, limit_seconds or math.inf),
         )

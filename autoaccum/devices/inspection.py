@@ -29,6 +29,7 @@ from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWar
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
+from autoaccum.devices.host_draws import find_draw, generator_states
 from autoaccum.devices.meters import Meter, make_meter
 from autoaccum.devices.trial_run import make_accumulator, move_model, seed_everything
 from autoaccum.errors import WorkloadError, first_line
@@ -65,7 +66,9 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     with on_device(find_auxiliary_modules(workload).values(), meter.device):
         accumulator = make_accumulator(workload, model, made, size)
         with collect_warnings() as said:
+            before = generator_states()
             first = accumulator.step(batch)
+            has_drawn = generator_states() != before
             if not math.isfinite(first.loss):
                 raise WorkloadError(
                     f"the loss of batch({size}) is {first.loss}",
@@ -79,6 +82,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
                 accumulator.step(workload.build_batch(2 * size))
         workload, found_multiple = detect_multiple(workload, model, share)
         sample_bytes = measure_sample_bytes(workload, model, size) if share >= 2 * size else None
+        draw = find_worst_draw(workload, model, size) if has_drawn else None
         least_size = find_least_size(workload, model, share)
     batchnorms = batchnorm_names(model)
     if model_device(model) != origin:  # `model()` may return the same object again, on the device where it was made.
@@ -105,6 +109,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
         sample_bytes=sample_bytes,
         found_multiple=found_multiple,
         coupling=coupling,
+        draw=draw,
         warnings=tuple(weighting),
         accumulation_warnings=(*said, *coupled),
     )
@@ -247,15 +252,21 @@ def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int
     The search uses it as a hint: None if it cannot be measured, for any reason.
     """
     try:
-        small, large = (_held_bytes(workload, model, samples) for samples in (size, 2 * size))
+        small, large = (_held_bytes(workload, model, workload.build_batch(samples)) for samples in (size, 2 * size))
     except Exception:  # A model that cannot be observed can still train.
         return None
     return (large - small) // size if large > small else None
 
 
-def _held_bytes(workload: Workload, model: nn.Module, samples: int) -> int:
+def find_worst_draw(workload: Workload, model: nn.Module, size: int) -> str | None:
+    """Return the random numbers of the host by which a forward pass of `size` samples holds most (`find_draw`)."""
+    batch = workload.build_batch(size)
+    return find_draw(lambda: _held_bytes(workload, model, batch))
+
+
+def _held_bytes(workload: Workload, model: nn.Module, batch: Any) -> int:
     device = model_device(model)
-    batch = move_batch(workload.build_batch(samples), device)
+    batch = move_batch(batch, device)
     torch.clear_autocast_cache()
     with StorageRecorder() as recorder, autocast(workload.precision, device):
         terms = workload.objective.terms(model, batch)

@@ -168,7 +168,8 @@ class PartsRequest(Request[Reply]):
     """A job that is an update, and another one by `parts`: micro-batch sizes, in samples.
 
     `joined`: the parts need each other, and every update runs all of them. `coupled` and `savers` replace the
-    workload's, if given. `reduce`: when FSDP2 sums gradients; None: as the Accumulator does by default.
+    workload's, if given. `reduce`: when FSDP2 sums gradients; None: as the Accumulator does by default. `draw`: as
+    `Inspection.draw`.
     """
 
     parts: tuple[int, ...]
@@ -176,6 +177,7 @@ class PartsRequest(Request[Reply]):
     coupled: Coupled | None = None
     reduce: Reduce | None = None
     savers: tuple[str, ...] | None = None
+    draw: str | None = None
 
     @property
     def doing(self) -> str:

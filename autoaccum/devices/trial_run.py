@@ -31,6 +31,7 @@ from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import describe_failure
+from autoaccum.devices.host_draws import generator_states, use_draw
 from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
 from autoaccum.devices.meters import Meter
 from autoaccum.devices.trial_record import Reading, RunTrial, TrialMeasurement, without_evaluation_retries
@@ -81,6 +82,7 @@ class TrialRun:
         made: The model and its optimizer, once they are built.
         parts: The parts of the last update.
         peaks: The sizes of growing parts that ran, and the peak in bytes of each.
+        has_drawn: Whether an update drew random numbers on the host.
 
     Args:
         workload: The workload, with the options of the plan.
@@ -91,6 +93,7 @@ class TrialRun:
             gradients is taken too.
         mesh: The mesh of ranks that the model is sharded over; None: each holds the whole model.
         reduce: Whether gradients of a sharded model are summed over ranks with each part or with the last one.
+        draw: The random numbers of the host that each update draws (`use_draw`).
         before_update: Called before each update.
         around_evaluation: Called before and after the evaluation, and after the update that follows it.
     """
@@ -104,6 +107,7 @@ class TrialRun:
         world_size: int = 1,
         mesh: tuple[int, ...] | None = None,
         reduce: Reduce = "each",
+        draw: str | None = None,
         before_update: Callable[[], None] = lambda: None,
         around_evaluation: Callable[[], object] = lambda: None,
     ) -> None:
@@ -112,7 +116,7 @@ class TrialRun:
         self._share = self._size = -(-share // each) * each
         self._device = device
         self._world_size, self._mesh, self._reduce = world_size, mesh, reduce
-        self._before_update = before_update
+        self._draw, self._before_update = draw, before_update
         self._around_evaluation = around_evaluation
         self._phase: Phase = "start"
         self._accumulator: Accumulator | None = None
@@ -121,6 +125,7 @@ class TrialRun:
         self.made: tuple[nn.Module, Optimizer] | None = None
         self.parts: tuple[int, ...] = ()
         self.peaks: list[tuple[int, int]] = []
+        self.has_drawn = False
 
     @property
     def phase(self) -> Phase:
@@ -237,7 +242,10 @@ class TrialRun:
 
     def _update(self, accumulator: Accumulator, window: Sequence[Any], *, may_skip: bool = False) -> StepResult:
         self._before_update()
+        use_draw(self._draw)
+        before = generator_states()
         result = accumulator.step_parts(window)
+        self.has_drawn = self.has_drawn or generator_states() != before
         if not result.updated and may_skip:
             return result
         if not result.updated:
@@ -283,6 +291,7 @@ def run_trial(
         share,
         meter.device,
         world_size=world_size,
+        draw=request.draw,
         around_evaluation=lambda: evaluation_readings.append(meter.read()),
     )
     failure: BaseException | None = None

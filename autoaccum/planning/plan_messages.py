@@ -237,6 +237,11 @@ def all_notes(
             " computed: `autoaccum verify` checks it"
         )
     notes += of_prediction[:1]
+    if inspection.draw is not None:
+        notes.append(
+            "random numbers that the step draws on the host decide what runs: planned with"
+            f" {inspection.draw}, which keep most of 5 draws"
+        )
     notes += inspection.notes
     idle = sum(1 for parts in schedule.ranks if not sum(parts))
     if idle:

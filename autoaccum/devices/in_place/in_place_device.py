@@ -80,6 +80,7 @@ class InPlaceDevice(Device):
         self._restorer = StateRestorer(self._target)
         self._least_size: int | None = None
         self._joined = False
+        self._draw: str | None = None
         self._savers: tuple[str, ...] | None = None
         self._started: tuple[MemoryLimit, int] | None = None
         self._resources = ExitStack()
@@ -121,6 +122,7 @@ class InPlaceDevice(Device):
         limit, _ = self._start()
         inspection = self._restorer.run(lambda signals: self._inspect(limit, signals))
         self._least_size, self._joined = inspection.least_size, inspection.joining is not None
+        self._draw = inspection.draw
         limit.end_job()
         return dataclasses.replace(inspection, cautions=tuple(self._cautions()))
 
@@ -165,6 +167,7 @@ class InPlaceDevice(Device):
             parts=parts,
             joined=self._joined,
             savers=self._savers,
+            draw=self._draw,
             coupled=coupled,
             limit_bytes=budget_bytes if limit_bytes is None else limit_bytes,
             limit_seconds=limit_seconds,

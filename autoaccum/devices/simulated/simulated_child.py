@@ -31,6 +31,7 @@ from autoaccum.devices.inspection import (
     detect_multiple,
     find_advice,
     find_least_size,
+    find_worst_draw,
     probe_size,
 )
 from autoaccum.devices.simulated.cards import Card, CardInUse
@@ -150,6 +151,8 @@ def _run_traced(
     mode.library_tensors.clear()
     gc.collect()
     mode.numbering.restart()
+    if mode.cpu_values is not None:
+        mode.cpu_values.numbers = torch.Generator().get_state()
     mode.recorder.begin(lambda: trial_run.phase, on_allocation)
     with manual_garbage_collection():
         try:
@@ -200,6 +203,7 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
         least_size=find_least_size(workload, model, share),
         joining=trial_run.joining,
         found_multiple=found_multiple,
+        draw=find_worst_draw(workload, model, size) if trial_run.has_drawn else None,
         accumulation_warnings=tuple(messages),
         cautions=tuple(mode.notices),
         notes=tuple(mode.checks),
@@ -362,7 +366,7 @@ class SimulatedChild:
         return self._options.mesh or (self._options.world_size,) if self._parallel == "fsdp2" else None
 
     def _fields(self, request: PartsRequest[Any]) -> dict[str, Any]:
-        return {"joined": request.joined, "mesh": self._mesh, "reduce": request.reduce or "each"}
+        return {"joined": request.joined, "mesh": self._mesh, "reduce": request.reduce or "each", "draw": request.draw}
 
     def _run(self, job: Callable[[Workload, FakeCudaMode], T], about: str, *, silent: bool = False) -> T | Failure:
         """Run a job on a lazily built batch and model; if it reads values that these lack, run it again on real ones.

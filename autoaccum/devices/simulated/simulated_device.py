@@ -221,7 +221,7 @@ class SimulatedDevice(Device):
             if coupled is None:
                 traces = self._traces.traces_of(parts, fresh, limit_seconds)
             else:
-                request = TraceParts(parts=parts, joined=True, coupled=coupled, savers=self._traces.savers)
+                request = TraceParts(parts=parts, coupled=coupled, **{**self._traces.way, "joined": True})
                 traces = [self._traces.call(request, limit_seconds)]
         except (WorkloadError, NotMeasuredError) as error:
             seconds = time.monotonic() - began

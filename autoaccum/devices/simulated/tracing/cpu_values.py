@@ -37,10 +37,12 @@ class CpuValues:
 
     Attributes:
         lost: A sentence on the first operator that the CPU could not run; empty if there is none.
+        numbers: The state of the card's random generator, which is not the host's.
     """
 
     def __init__(self) -> None:
         self.lost = ""
+        self.numbers = torch.Generator().get_state()
 
     def keep(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
         """Run an operator, and keep what it returns for `out`; what it writes goes to the values of its arguments."""
@@ -61,9 +63,14 @@ class CpuValues:
         """Return the result of an operator, `()` in place of None; None if the CPU cannot compute it."""
         if not all(map(has_values, find_tensors((*args, *kwargs.values())))):
             return None
-        with _disable_current_modes(), torch.no_grad():
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng((), enabled=is_random):
             try:
+                if is_random:
+                    torch.set_rng_state(self.numbers)
                 made = _run(func, args, kwargs)
+                if is_random:
+                    self.numbers = torch.get_rng_state()
             except Exception as error:
                 self.lost = self.lost or f"the CPU cannot run {func} ({first_line(error).partition('. ')[0]})"
                 return None

@@ -86,6 +86,7 @@ class TraceCache:
         self.joined = False
         self.reduce: Reduce | None = None
         self.savers = savers
+        self._draw: str | None = None
         self._by_way: dict[tuple[Reduce | None, tuple[str, ...] | None], _Traces] = {}
         self._inspections: dict[tuple[str, ...] | None, Inspection] = {}
         self._costs: dict[CountCost, UpdateCost] = {}
@@ -93,7 +94,7 @@ class TraceCache:
     @property
     def way(self) -> dict[str, Any]:
         """The fields of a `PartsRequest` beside its parts."""
-        return {"joined": self.joined, "reduce": self.reduce, "savers": self.savers}
+        return {"joined": self.joined, "reduce": self.reduce, "savers": self.savers, "draw": self._draw}
 
     @property
     def small_sizes(self) -> tuple[int, ...]:
@@ -133,7 +134,7 @@ class TraceCache:
         if inspection.multiple_of > 1:
             self.step = inspection.multiple_of
             self._sizes = tuple(self.step * factor for factor in _MULTIPLES)
-        self.joined = inspection.joining is not None
+        self.joined, self._draw = inspection.joining is not None, inspection.draw
         return inspection
 
     def make(self, parts: tuple[int, ...], limit_seconds: float | None = None) -> Trace:
