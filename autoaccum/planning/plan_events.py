@@ -49,6 +49,13 @@ class Tracing:
 
 
 @dataclass(frozen=True)
+class TracedAlone:
+    """The search will take longer: every size is traced by itself, and `reason` says why, as a sentence."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class TrialStarted:
     """A trial starts.
 
@@ -97,6 +104,7 @@ Event = (
     | Inspected
     | SaversTried
     | Tracing
+    | TracedAlone
     | TrialStarted
     | TrialFinished
     | TimingStarted

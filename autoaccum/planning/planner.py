@@ -23,7 +23,7 @@ from autoaccum.devices.update_cost import CountingDevice, SavingDevice
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, WorkloadError, first_line
 from autoaccum.options import Reduce
 from autoaccum.planning.memory_explanation import explain_memory
-from autoaccum.planning.plan_events import Inspected, Listener, Loading, Tracing
+from autoaccum.planning.plan_events import Inspected, Listener, Loading, TracedAlone, Tracing
 from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     all_notes,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 _MIN_SIZES_TO_FORECAST, _MIN_TRIALS_TO_FORECAST = 6, 3
 _FORECAST_TIME_SHARE = 0.25
-"""The part of a time limit that a forecast may take."""
+"""The part of the time left that a forecast may take."""
 
 
 def make_plan(
@@ -234,10 +234,20 @@ class _Planner:
             return Forecast()
         if request.cap < _MIN_SIZES_TO_FORECAST or not isinstance(device, ForecastingDevice):
             return Forecast()
+        least: tuple[Trial, ...] = ()
+        try:
+            if self.predicts and request.options.time_limit is not None and request.max_trials is None:
+                least = (self.runner.try_size(self.inspection.least_size),)
+            left = self.limits.seconds_left(None, 0.0)
+        except SearchStopped:
+            return Forecast(trials=least)
         self.notify(Tracing())
-        limit = request.options.time_limit
-        limit = None if limit is None else limit * _FORECAST_TIME_SHARE
-        return device.forecast(limit_seconds=limit, choose=self._choose_parts)
+        if left is not None and not self.predicts:  # Predicted trials need the traces of a forecast.
+            left *= _FORECAST_TIME_SHARE
+        forecast = device.forecast(limit_seconds=left, choose=self._choose_parts)
+        for reason in forecast.alone:
+            self.notify(TracedAlone(reason))
+        return dataclasses.replace(forecast, trials=least)
 
     def _choose_parts(self, trial: Callable[[int], Trial]) -> tuple[int, ...]:
         """Return the parts that would confirm the plan, as `devices.explanation.ChooseParts`."""
@@ -350,6 +360,7 @@ class _Planner:
             needs=self._memory_needs,
             grow=self.runner.grow if isinstance(self.setup.device, GrowingDevice) and not self.runner.joined else None,
             predict=forecast.peak_bytes,
+            known=forecast.trials,
             answer=lambda size: request.schedule(size).micro_batch,
             isolated=isolated,
             confirms=isolated or self.predicts,

@@ -92,6 +92,7 @@ def search(
     needs: MemoryNeeds | None = None,
     grow: Callable[[int], Trial] | None = None,
     predict: Predict | None = None,
+    known: Sequence[Trial] = (),
     answer: Callable[[int], int] | None = None,
     isolated: bool = True,
     confirms: bool = True,
@@ -112,6 +113,7 @@ def search(
             it where nothing else says which size fits. None where trials are predicted.
         predict: The predicted peak in bytes at a size of at least 2 samples. It decides where the search starts and
             goes while trials confirm it, never where it ends.
+        known: Trials of these sizes that were run before.
         answer: Returns the size that the plan uses if the given one is the largest that fits, and the same for that
             again. None: the largest of `sizes` that is not above it.
         isolated: Whether a failure may be due to what earlier trials left behind in the process.
@@ -126,6 +128,8 @@ def search(
             stopped before any size had run.
     """
     history = _History(trial, sizes, limit_bytes, needs, isolated=isolated, confirms=confirms, answer=answer)
+    for trial_before in known:
+        history.keep(trial_before)
     forecast = None if predict is None else CorrectedForecast(predict, limit_bytes, sizes[-1])
     stop: SearchStopped | None = None
     refuted: list[tuple[Trial, int]] = []

@@ -301,6 +301,10 @@ class PlanProgress(Progress):
             self._try_savers(event)
         elif isinstance(event, plan_events.Tracing):
             self.show("tracing small sizes ...")
+        elif isinstance(event, plan_events.TracedAlone):
+            self.stop()
+            slow = event.reason.replace("was traced", "is traced")
+            self.say(f"{slow}: --time-limit ends the search with what is known then", "dim")
         elif isinstance(event, plan_events.TimingStarted):
             self.show(f"timing updates in micro-batches of {event.micro_batch} ...")
         elif isinstance(event, plan_events.ExplanationStarted):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -106,10 +105,11 @@ class Progress:
             self._live.update(self._live.task_ids[0], line=line, refresh=True)
 
     def _print_lasting(self, ended: threading.Event) -> None:
-        began = time.monotonic()
+        seconds = 0.0
         while not ended.wait(LINE_SECONDS):
+            seconds += LINE_SECONDS
             if (line := self._lasting) is not None:
-                self._print(line.copy().append(f" {time.monotonic() - began:.0f} s", "dim"))
+                self._print(line.copy().append(f" {seconds:.0f} s", "dim"))
 
     def _print(self, text: Text) -> None:
         self._guarded(self.console.print, text, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -18,9 +19,10 @@ from autoaccum.devices.simulated.allocator.replay import least_capacity, replay
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
-from autoaccum.errors import DoesNotFitError, UsageError
+from autoaccum.devices.simulated.trace_records import Trace
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
 from autoaccum.options import Coupled
-from autoaccum.planning.plan_events import Event, Inspected, TrialStarted
+from autoaccum.planning.plan_events import Event, Inspected, TracedAlone, TrialStarted
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
 from autoaccum.planning.planner import plan_on_device
@@ -283,3 +285,60 @@ def test_where_little_is_to_be_won_nothing_is_simulated(target: int, request_: d
 
     _, trials = measure(Forecast(peak_bytes=never), target, **request_)
     assert trials[0].parts[0] == 1
+
+
+class _Slow(SyntheticTracer):
+    """Takes long over sizes from `slow_from` on: as long as it may, and is ended there."""
+
+    slow_from = 3
+
+    def _trace(self, parts: tuple[int, ...], limit_seconds: float | None) -> Trace:
+        if parts[0] < self.slow_from:
+            return super()._trace(parts, limit_seconds)
+        assert limit_seconds is not None, "nothing is traced without a limit"
+        time.sleep(limit_seconds)
+        raise NotMeasuredError(f"it took longer than {limit_seconds} s, and was ended")
+
+
+def test_a_time_limit_ends_a_trace_of_a_forecast_and_leaves_the_least_size() -> None:
+    """A forecast traces sizes 2 and 5: it once took as long as it liked, and nothing was known then."""
+    tracer = _Slow()
+    plan = predict(tracer, time_limit=0.5, gib=20.0)
+    assert (plan.micro_batch, plan.largest_fit, plan.stopped) == (1, 1, "time")
+    assert {trial.micro_batch for trial in plan.trials if trial.ran} == {1}
+    assert "the time limit of 0.5 s ended the search: no size above 1 was tried to its end" in plan.warnings[0]
+    assert tracer.closed <= 1, "no process is started after the limit"
+
+
+def test_half_of_the_time_is_left_for_the_plans_own_parts() -> None:
+    """Small sizes that take long are no reason to end a process that is needed for the answer."""
+
+    class Slower(SyntheticTracer):
+        def _trace(self, parts: tuple[int, ...], limit_seconds: float | None) -> Trace:
+            time.sleep(0.35 if parts[0] > 1 else 0.0)
+            return super()._trace(parts, limit_seconds)
+
+    tracer = Slower()
+    plan = predict(tracer, 64, time_limit=0.6, gib=20.0)
+    assert tracer.traced[:2] == [(1, 1), (2, 2)]
+    assert tracer.closed == 1
+    assert plan.largest_fit >= 1
+
+
+def test_the_plan_says_early_that_every_size_is_traced_by_itself() -> None:
+    events: list[Event] = []
+    asked = make_request(64)
+    card = SimulatedDevice(
+        find_card("rtx3090"),
+        lambda: SyntheticTracer(lambda size: MIB * size**3),
+        share=asked.share,
+        torch_version=(2, 13),
+        memory=MemorySize(bytes=2 * GIB),
+        environment={},
+    )
+    with card:
+        plan_on_device(PlanSetup(card, "model.py", isolated=False), asked, on_event=events.append)
+    names = [type(event).__name__ for event in events]
+    assert names.index("TracedAlone") < names.index("TrialStarted")
+    (alone,) = (event for event in events if isinstance(event, TracedAlone))
+    assert "every size was traced by itself, since memory is not affine in the batch" in alone.reason

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
@@ -242,8 +242,9 @@ class SimulatedDevice(Device):
         """Trace small sizes, which trials need anyway, and forecast the peaks of larger ones from them."""
         if choose is not None:
             self._traces.choose = lambda at: choose(lambda size: self._replayer.trial(at(size), self.limit_bytes))
-        self._peak_bytes(max(2, self._traces.step))
-        return Forecast(peak_bytes=self._peak_bytes)
+        deadline = Deadline(limit_seconds)
+        self._peak_bytes(max(2, self._traces.step), deadline)
+        return Forecast(peak_bytes=partial(self._peak_bytes, deadline=deadline), alone=tuple(self._traces.notes))
 
     def predict(self, parts: tuple[int, ...]) -> Prediction:
         """Return the prediction for `parts` after a fresh trial of them, whether they fit or not."""
@@ -304,10 +305,12 @@ class SimulatedDevice(Device):
 
         return Replayer(self._card, self._settings, self._torch_version, self._replays)
 
-    def _peak_bytes(self, size: int) -> int | None:
+    def _peak_bytes(self, size: int, deadline: Deadline) -> int | None:
         """Return the peak of a size that can be extrapolated, maybe of a card with equal kernels; None for others."""
+        if deadline.is_over and not self._traces.is_fitted:
+            return None
         try:
-            trace = self._traces.extrapolate(size)
+            trace = self._traces.extrapolate(size, limit_seconds=deadline.left_seconds)
         except (WorkloadError, NotMeasuredError):
             return None  # The trial of that size reports why.
         if trace is None:

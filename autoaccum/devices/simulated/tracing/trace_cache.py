@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.child.requests import Reply, Request
+from autoaccum.devices.deadline import Deadline
 from autoaccum.devices.simulated.simulation_requests import CountCost, TraceParts
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_scaling import (
@@ -31,6 +32,10 @@ traced: it often runs other operators, since its dimension is squeezed or broadc
 Choose = Callable[[Callable[[int], Trace]], tuple[int, ...]]
 """Plans by a function that extrapolates the trace of a size; returns the parts that would confirm the plan, or raises.
 """
+
+
+class _TooSlow(Exception):  # noqa: N818 -- no failure of a command: the parts of a trial are traced in its place
+    """Half of the time is over before all small sizes are traced."""
 
 
 class TracingProcess(Protocol):
@@ -95,6 +100,11 @@ class TraceCache:
     def way(self) -> dict[str, Any]:
         """The fields of a `PartsRequest` beside its parts."""
         return {"joined": self.joined, "reduce": self.reduce, "savers": self.savers, "draw": self._draw}
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether traces are extrapolated without making another."""
+        return self._traces.affine is not None
 
     @property
     def small_sizes(self) -> tuple[int, ...]:
@@ -171,12 +181,12 @@ class TraceCache:
         length = 3 if self.reduce == "last" else 2
         several = len(parts) > length and not self.joined
         pairs = {parts[at : at + length]: None for at in range(len(parts) - length + 1)} if several else {parts: None}
-        traces = []
+        traces, deadline = [], Deadline(limit_seconds)
         for pair in sorted(pairs, key=sum):  # The first trace that is made shows if the others can be extrapolated.
             as_traced = self.confirms and (pair[0] != pair[-1] or (fresh and min(pair) == min(parts)))
             extrapolates = len(pair) == 2 and not as_traced
-            trace = self.extrapolate(*pair, limit_seconds=limit_seconds) if extrapolates else None
-            traces.append(trace or self.make(pair, limit_seconds))
+            trace = self.extrapolate(*pair, limit_seconds=deadline.left_seconds) if extrapolates else None
+            traces.append(trace or self.make(pair, deadline.left_seconds))
         return traces
 
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
@@ -212,13 +222,19 @@ class TraceCache:
             reason = f"since memory is not affine in the batch ({error.message})"
             self._traces.notes.append(f"every size was traced by itself, {reason}")
             return None
+        except _TooSlow:
+            return None
 
     def _fit_affine(self, limit_seconds: float | None) -> AffineTrace:
         began = time.monotonic()
         choose, self.choose = self.choose, None
 
         def make(parts: tuple[int, ...]) -> Trace:
-            left = None if limit_seconds is None else max(limit_seconds - (time.monotonic() - began), 0.001)
+            if limit_seconds is None or parts in self._traces.made:
+                return self.make(parts)
+            left = limit_seconds - (time.monotonic() - began)
+            if left < limit_seconds / 2:  # It would probably be ended, and the process with it.
+                raise _TooSlow
             return self.make(parts, left)
 
         *first, last = [(size, size) for size in self._sizes]
