@@ -44,6 +44,9 @@ Parallel = Literal["ddp", "fsdp2"]
 Reduce = Literal["each", "last"]
 """When FSDP2 sums the gradients of an update over ranks: with each micro-batch, or with the last."""
 
+CHECKS: Final = ("warn", "strict", "off")
+"""What training does where its weights are not what the loss divides by: a warning, an error, or nothing."""
+
 RECOMPUTE: Final = "recompute"
 OFFLOADS: Final = ("offload-activations", "offload-gradients", "offload-optimizer")
 """Savers, ways to take less memory of the device for the same gradient; `recompute=N` is for N blocks of the model."""

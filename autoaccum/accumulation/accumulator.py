@@ -55,10 +55,20 @@ from autoaccum.accumulation.step_result import StepObserver, StepPhase, refuse_n
 from autoaccum.accumulation.step_result import StepResult as StepResult
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater, optimizer_parameters
+from autoaccum.accumulation.weighting_check import WeightingCheck
 from autoaccum.accumulation.whole_batch.parts_runners import LockstepParts, join_parts
 from autoaccum.checks import check_word
 from autoaccum.errors import UsageError
-from autoaccum.options import AccumulateIn, BatchNormMode, Joining, Precision, Reduce, read_accumulate_in, read_savers
+from autoaccum.options import (
+    CHECKS,
+    AccumulateIn,
+    BatchNormMode,
+    Joining,
+    Precision,
+    Reduce,
+    read_accumulate_in,
+    read_savers,
+)
 from autoaccum.workload.batches import batch_size, read_batching, split_batch
 from autoaccum.workload.objective import Weights, read_coupled_loss, with_coupling
 
@@ -123,6 +133,10 @@ class Accumulator:
             is raised after the state is restored.
         check_finite: Whether to refuse an update with a loss or (with `clip_norm`) a gradient that is not finite. With
             a scaler, which skips such updates itself, only a loss of NaN is refused.
+        check: What to do where `weight` is not what the loss divides by. At the first updates whose samples differ, the
+            loss of a few samples is compared with those of two parts of them, in evaluation mode and without a graph.
+            `warn` (default) warns with the likely right weight, `strict` raises it as a WorkloadError, `off` compares
+            nothing.
         batchnorm: How BatchNorm in training mode treats the micro-batches. `micro` (default): as in PyTorch, each by
             itself. `running`: normalise by the micro-batch, but update the running statistics once, as the full batch
             would. `frozen`: normalise by the running statistics and leave them as they are, so that the gradient is
@@ -176,6 +190,7 @@ class Accumulator:
         scheduler: LRScheduler | None = None,
         recover: bool = True,
         check_finite: bool = False,
+        check: str = "warn",
         batchnorm: BatchNormMode | None = None,
         coupled: bool | Literal["lockstep"] | None = None,
         outputs: Callable[[nn.Module, Any], Any] | None = None,
@@ -193,6 +208,7 @@ class Accumulator:
         check_optimizer(optimizer, model)
         check_scheduler(scheduler, optimizer)
         check_clip_norm(clip_norm)
+        check_word(check, "check", CHECKS)
         self._multiple_of = 1 if plan is None else int(getattr(plan, "multiple_of", 1))
         if multiple_of is not None:
             self._multiple_of = checked_micro_batch(multiple_of, what="multiple_of")
@@ -260,7 +276,7 @@ class Accumulator:
         self._wrappers = [module for module in found if isinstance(module, DistributedDataParallel)]
         self._interrupts = DelayedInterrupts()
         self._generators = module_generators(all_modules(objective.criterion_module, model))
-        self._first_steps = FirstSteps()
+        self._first_steps, self._weighting = FirstSteps(), WeightingCheck(check, objective)
 
     @property
     def micro_batch(self) -> int:
@@ -439,11 +455,15 @@ class Accumulator:
         buffers = self._savers.buffers(trained, in_fp32=self._in_fp32)
         if buffers is None and is_summed:
             buffers = GradientBuffers(trained, in_fp32=self._in_fp32)
-        warn = self._first_steps.watch(self._backpropagation, modules, parts, is_split=sum(run) > 1)
+        if is_split := sum(run) > 1:
+            with without_calls(self._wrappers):
+                self._weighting.look(self._backpropagation, modules, batches, self.micro_batch, self._multiple_of)
+        warn = self._first_steps.watch(self._backpropagation, modules, parts, is_split=is_split)
         with without_calls(self._wrappers), self._savers.around_parts():
             record = self._backpropagation.run(parts, shares, buffers, batches)
         sums, is_rounded = () if buffers is None else buffers.sums, buffers is not None and not self._in_fp32
         warn(trained if record.values and sizes else (), sums, rounding_warning(trained) if is_rounded else None)
+        self._weighting.tell(self._backpropagation, parts, is_split=is_split)
         self._begin_phase("clip")
         sum_gradients(self._ranks, trained, buffers)
         buffers = around.enter_context(self._savers.around_update(buffers, is_scaled=self._scaler is not None))

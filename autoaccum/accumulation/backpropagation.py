@@ -140,6 +140,7 @@ class Backpropagation:
     BatchNorm works as in PyTorch; `batchnorm_modes` has a subclass for each other mode. Parts are moved to the device
     of the model's first parameter. `on_phase` is called with each phase as it begins. `run_parts` replaces the loop
     over the parts where they need each other (`whole_batch`), `sharded` where FSDP2 shards the model.
+    `compares_samples` is True once the loss was seen to compare samples.
     """
 
     _consequence = f'{NOT_FULL}; batchnorm="exact" corrects that, batchnorm="running" only the running statistics'
@@ -162,7 +163,7 @@ class Backpropagation:
         self._precision = precision
         self._scaler = scaler
         self.on_phase = on_phase
-        self._check_loss = self._has_checked_loss = False
+        self._check_loss = self._has_checked_loss = self.compares_samples = False
         self.device = model_device(model)
 
     def run(
@@ -215,7 +216,8 @@ class Backpropagation:
         _scaled, loss, _terms = self.weighted_terms(part, weights, buffers, record)
         if self._check_loss:
             self._check_loss, self._has_checked_loss = False, True
-            if compares_samples(loss, self.model, part):
+            self.compares_samples = compares_samples(loss, self.model, part)
+            if self.compares_samples:
                 warn_caller(COMPARES_SAMPLES)
         self.on_phase("backward")
         self.backward(loss)

@@ -116,6 +116,7 @@ def _gradients(
         micro_batch=max(sizes),
         multiple_of=math.gcd(*sizes),
         batchnorm=batchnorm,
+        check="off",
         recover=False,
     )
     with fixed_seeds(), neutral_rng():

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from autoaccum.accumulation.batchnorm import BATCHNORMS
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.accumulation.state_hash import ForwardSideEffects
-from autoaccum.accumulation.step_result import WeightingWarning, warn_caller
+from autoaccum.accumulation.step_result import warn_caller
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size
 from autoaccum.workload.objective import AS_ONE_MODULE
 from autoaccum.workload.pytree import tensors
-from autoaccum.workload.weight_candidates import ignored_labels_warning
 
 if TYPE_CHECKING:
     from autoaccum.accumulation.backpropagation import Backpropagation
@@ -163,8 +162,6 @@ class FirstSteps:
                 self._has_accumulated = True
                 found += [*load_balancing_warning(model), *versions.warnings()]
                 found += [] if rounding is None else [rounding]
-                if text := ignored_labels_warning(backpropagation.objective, model, parts):
-                    warn_caller(text, WeightingWarning)
             for text in found:
                 warn_caller(text)
 

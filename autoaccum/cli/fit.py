@@ -15,6 +15,7 @@ import click
 from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, positive
 from autoaccum.cli.outputs import running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError, RankLostError
+from autoaccum.options import CHECKS
 from autoaccum.reporting.console import relative_path
 from autoaccum.training.fit_events import CheckpointWritten, Started, Updated
 
@@ -79,6 +80,13 @@ _CODE_INTERRUPTED = 130
 )
 @click.option(
     "--skip-nonfinite", is_flag=True, help="Skip updates whose loss or gradient is not finite, instead of ending."
+)
+@click.option(
+    "--check",
+    type=click.Choice(CHECKS),
+    default="warn",
+    show_default=True,
+    help="What to do where weights are not what the loss divides by, as the first updates show; strict ends the run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and nothing else there.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")

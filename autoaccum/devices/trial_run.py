@@ -365,6 +365,7 @@ def make_accumulator(
         multiple_of=workload.multiple_of,
         accumulate_in=workload.accumulate_in,
         savers=workload.savers,
+        check="off",
         recover=False,
         reduce=reduce,
         observer=observer,

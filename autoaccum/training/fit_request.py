@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.checks import check_flag, check_word, is_positive, read_count
 from autoaccum.errors import UsageError
-from autoaccum.options import Options
+from autoaccum.options import CHECKS, Options
 
 if TYPE_CHECKING:
     from autoaccum.planning.plan_record import Plan
@@ -70,6 +70,7 @@ class FitRequest:
     seed: int = 0
     workers: int = 0
     skip_nonfinite: bool = False
+    check: str = "warn"
     callbacks: Sequence[Callable[[Any], Any]] = ()
 
     @classmethod
@@ -111,6 +112,7 @@ class FitRequest:
                 f"savers are to be chosen (--savers auto), and a {known} is given",
                 hint="leave one of them out: a plan has the savers it was made with",
             )
+        check_word(self.check, "check", CHECKS)
         check_word(self.resume, "way to resume", ("auto", "must", "never"))
         if self.resume == "must" and self.run_dir is None:
             raise UsageError('resume is "must", and there is no run_dir', hint="name the folder of the run to resume")

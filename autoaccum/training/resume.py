@@ -1,8 +1,9 @@
 """The start of a training: from a checkpoint or new, with its micro-batch and learning rate.
 
 On resuming, these may change: `epochs` and `steps`, everything about evaluations, checkpoints and callbacks, the
-workers that read data, the micro-batch, the plan, the device and its budget, `clip_norm`, `skip_nonfinite`, and the
-workload's code (with a warning). A learning-rate schedule continues from its saved state. All else must be equal.
+workers that read data, the micro-batch, the plan, the device and its budget, `clip_norm`, `skip_nonfinite`, `check`,
+and the workload's code (with a warning). A learning-rate schedule continues from its saved state. All else must
+be equal.
 """
 
 from __future__ import annotations

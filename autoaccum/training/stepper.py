@@ -106,7 +106,7 @@ class Stepper(StepObserver):
     Without a `clip_norm` in the request the gradient norm is still measured, for the log.
 
     Args:
-        request: The request, with `clip_norm` and `skip_nonfinite`.
+        request: The request, with `clip_norm`, `skip_nonfinite` and `check`.
         progress: The progress; skipped windows are counted in it.
         check: Called at the start of each phase of a step; an exception from it rolls the step back.
         notify: Called with `OutOfMemoryRetry`, `SaverAdded`, `CeilingRaised` and `Skipped`.
@@ -151,6 +151,7 @@ class Stepper(StepObserver):
             scaler=components.scaler,
             multiple_of=choice.multiple_of,
             check_finite=True,
+            check=request.check,
             observer=self,
         )
 

@@ -185,6 +185,7 @@ class UpdateRun:
                 savers=fixture.workload.savers,
                 precision="fp32" if fixture.precision == "fp64" else fixture.precision,
                 scaler=scaler,
+                check="off",
                 recover=False,
                 observer=observer,
             )

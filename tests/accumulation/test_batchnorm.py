@@ -305,16 +305,15 @@ def test_frozen_is_refused_if_the_loss_calls_train() -> None:
 
 
 def test_frozen_is_refused_if_a_later_loss_calls_train() -> None:
-    model, calls = one_norm(), []
+    model, updates = one_norm(), list[bool]()
     model(batch_of(9)[0])
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        calls.append(batch)
-        model.train(len(calls) > 3)  # From the second update on, in which it holds for the norm, too.
+        model.train(bool(updates))  # From the second update on, in which it holds for the norm, too.
         return torch.as_tensor(CRITERION(model(batch[0]), batch[1]))
 
     accumulator = accumulator_of(model, "frozen", loss)
-    assert accumulator.step(batch_of(8)).updated
+    updates.append(accumulator.step(batch_of(8)).updated)
     with pytest.raises(UsageError, match="0 ran in training mode, by train"):
         accumulator.step(batch_of(8))
 

@@ -50,6 +50,7 @@ def workload(**fields: Any) -> Workload:
         ({"resume": "yes"}, "there is no way to resume 'yes'"),
         ({"resume": "must"}, 'resume is "must", and there is no run_dir'),
         ({"skip_nonfinite": 1}, "skip_nonfinite is 1: give True or False"),
+        ({"check": "loose"}, "there is no check 'loose': choose warn, strict or off"),
         ({"callbacks": [3]}, "callbacks are"),
         ({"run_dir": 3}, "run_dir is 3: give the name of a folder"),
         ({"plan": "plan.json", "micro_batch": 4}, "micro_batch is 4, and plan is given too"),

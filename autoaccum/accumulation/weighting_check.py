@@ -1,0 +1,199 @@
+"""Compare losses at the first updates in parts, without a graph: whether the parts' weights are those of the loss."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoaccum.accumulation.batchnorm import normalises_by_batch, uncompiled
+from autoaccum.accumulation.first_step_checks import load_balancing_warning
+from autoaccum.accumulation.out_of_memory import release_memory
+from autoaccum.accumulation.reachable_objects import all_modules, find_reachable
+from autoaccum.accumulation.rng_state import RngState, module_generators
+from autoaccum.accumulation.state_hash import PlainAttributes, StateHasher
+from autoaccum.accumulation.step_result import WeightingWarning, warn_caller
+from autoaccum.accumulation.transaction import ModuleState
+from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
+from autoaccum.errors import WorkloadError
+from autoaccum.workload.batches import batch_size, join_batches, split_batch
+from autoaccum.workload.model_loss import IGNORED
+from autoaccum.workload.objective import Objective
+from autoaccum.workload.pytree import CustomBatch
+from autoaccum.workload.weight_candidates import find_leaves, ignored_labels_warning
+from autoaccum.workload.weight_check import Advice, BatchLosses, Unchecked, compare_losses
+
+if TYPE_CHECKING:
+    from autoaccum.accumulation.backpropagation import Backpropagation
+
+_UPDATES, _COMPARISONS, _SAMPLES = 64, 4, 5
+"""The first updates, in which uneven samples are looked for; the most comparisons, since losses that are almost equal
+show nothing; and the samples (or multiples) in each."""
+_VOID = 255
+"""What stands for no class in segmentation maps."""
+_CARD_TOLERANCE = 5e-4
+"""The relative difference up to which losses on a card count as equal: products may be rounded to 10 bits (TF32)."""
+
+
+class WeightingCheck:
+    """Compares the loss of a few samples with the weighted losses of two parts of them, until that has shown something.
+
+    It does so at the first update in several parts, and again where two parts differ in what counts in a sample. No
+    more than a micro-batch is run, or two samples where that has one. A comparison that raises, draws random numbers
+    or waits for other ranks is the last.
+    """
+
+    def __init__(self, mode: str, objective: Objective) -> None:
+        criterion = objective.criterion
+        is_known = criterion is not None and criterion.rule is not None and objective.weight_function is None
+        self._updates = 0 if mode == "off" or is_known or objective.coupled else _UPDATES
+        self._comparisons = 0
+        self._is_strict, self._is_told, self._is_checked = mode == "strict", mode == "off", False
+        self._found: list[str] = []
+
+    def look(
+        self,
+        backpropagation: Backpropagation,
+        modules: Sequence[nn.Module],
+        batches: Sequence[Any],
+        most: int,
+        each: int,
+    ) -> None:
+        """Compare samples of `batches`, which run in parts of at most `most`, multiples of `each`; change nothing."""
+        needs_others = backpropagation.run_parts is not None or backpropagation.sharded is not None
+        if not self._updates or needs_others or backpropagation.ranks.rank or not batches:
+            return
+        self._updates, compared = self._updates - 1, self._comparisons
+        try:
+            is_last = self._compare(backpropagation, modules, batches, max(most // each, 2), each)
+        except Exception:  # Memory may have run out; and what the loss raises, it raises in training, too.
+            is_last = True
+        if self._comparisons > compared and backpropagation.device.type != "cpu":
+            release_memory(backpropagation.device)
+        if is_last or self._comparisons == _COMPARISONS:
+            self._updates = 0
+
+    def tell(self, backpropagation: Backpropagation, parts: Sequence[Any], *, is_split: bool) -> None:
+        """Warn of what was found, or raise it as a WorkloadError, after `parts` have run."""
+        found, self._found = self._found, []
+        if backpropagation.compares_samples or load_balancing_warning(backpropagation.model):  # These are warned of.
+            found = [text for text in found if isinstance(text, Advice)]
+        if found and self._is_strict:
+            raise WorkloadError("; ".join(found))
+        if is_split and not (self._is_told or self._is_checked):
+            text = ignored_labels_warning(backpropagation.objective, backpropagation.model, parts)
+            found = [] if text is None else [text]
+        self._is_told = self._is_told or is_split
+        for text in found:
+            warn_caller(text, WeightingWarning)
+
+    def _compare(
+        self,
+        backpropagation: Backpropagation,
+        modules: Sequence[nn.Module],
+        batches: Sequence[Any],
+        most: int,
+        each: int,
+    ) -> bool:
+        """Compare, unless parts are alike again, and return whether there is no more to be learnt."""
+        model, objective = backpropagation.model, backpropagation.objective
+        large = next((one for one in batches if batch_size(one) >= 2 * each), None)
+        batch = join_batches(batches[:2]) if large is None else large
+        units = min(batch_size(batch) // each, most, _SAMPLES)
+        if units < 2:
+            return False
+        first = max((units - 1) // 2, 1)
+        sizes = [each * first, each * (units - first)]
+        batch = split_batch(batch, [sum(sizes), batch_size(batch) - sum(sizes)])[0]
+        parts = split_batch(batch, sizes)
+        one, other = (dict(_counts(part)) for part in parts)
+        counts = [(one[path], other[path]) for path in one if path in other]
+        uneven = [pair for pair in counts if pair[0] * sizes[1] != pair[1] * sizes[0]]
+        if counts and not uneven and self._comparisons:
+            return False
+        self._comparisons += 1
+        with _evaluating(backpropagation, modules) as random_digest:
+            if any(map(normalises_by_batch, modules)):
+                return True
+            before = random_digest()
+            runs = BatchLosses(model, objective, batch, lambda one: objective.terms(model, one))
+            if backpropagation.device.type != "cpu":
+                runs.tolerance = max(runs.tolerance, _CARD_TOLERANCE)
+            comparison = runs.compare(parts)
+            if not all(math.isfinite(comparison.declared(name)) for name in runs.whole):
+                return False
+            found = compare_losses(runs, batch, comparison, split_batch(batch, sizes[::-1]), coupled=False)
+            if random_digest() != before or any(module.training for module in modules):
+                return True
+        self._found = [text for text in found if not isinstance(text, Unchecked)]
+        others = [(name, comparison.combined(name, one)) for name in runs.whole for one in (sizes, *uneven)]
+        shows = any(not comparison.agrees(*other, runs.tolerance) for other in others)
+        self._is_checked = bool(found or not counts or (uneven and shows))
+        return self._is_checked
+
+
+def _counts(batch: Any) -> Iterator[tuple[str, float]]:
+    """Yield, by path, how many ones a mask has, and entries that are neither ignored nor padding, or the lengths."""
+    for path, leaf in () if isinstance(batch, CustomBatch) else find_leaves(batch):
+        if not isinstance(leaf, Tensor):
+            yield path, sum(len(entry) if hasattr(entry, "__len__") else 1 for entry in leaf)
+        elif leaf.ndim > 1 and not leaf.is_complex():
+            is_mask = bool(((leaf == 0) | (leaf == 1)).all())
+            if not is_mask and not leaf.is_floating_point():
+                rows = leaf.flatten(1)
+                ends = (rows == rows[:, -1:]).flip(1).long().cumprod(1).flip(1)
+                padding = ends * (ends.sum(1, keepdim=True) > 1) if leaf.ndim == 2 else rows == _VOID
+                yield path, float(((rows != IGNORED) & (padding == 0)).sum())
+            elif is_mask:
+                yield path, float(leaf.sum())
+        elif "len" in path.lower():
+            yield path, float(leaf.sum())
+
+
+@contextmanager
+def _evaluating(backpropagation: Backpropagation, modules: Sequence[nn.Module]) -> Iterator[Callable[[], str]]:
+    """Run in evaluation mode, without graph, autocast and talk between ranks; then restore all that a forward changes.
+
+    Yields:
+        A function that returns a digest of all random generators.
+    """
+    objective, model = backpropagation.objective, backpropagation.model
+    criterion = None if objective.criterion is None else objective.criterion.function
+    functions = (*objective.user_functions, objective.weight_function, criterion)
+    used, generators = find_reachable([one for one in functions if one is not None])
+    every = all_modules(*modules, *used.values())
+    generators += module_generators(every)
+    state, attributes = ModuleState(every), PlainAttributes({**used, "": model})
+    random, is_fast = RngState([backpropagation.device], generators), torch.backends.mha.get_fastpath_enabled()
+    alone = _OneRank()  # type: ignore[no-untyped-call]
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)  # It cuts padding off, so that shapes are others.
+        for module in every:
+            module.training = False
+        with warnings.catch_warnings(), torch.no_grad(), uncompiled(), parts_run(IN_SEQUENCE), alone:
+            warnings.simplefilter("ignore")
+            with torch.autocast(backpropagation.device.type, enabled=False):
+                yield lambda: StateHasher().hash([RngState([backpropagation.device]).states, generators])
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+        state.restore()
+        attributes.restore()
+        random.restore()
+
+
+class _OneRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses to talk to other ranks, which do not listen."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func`, unless it is a collective."""
+        if "c10d" in func.namespace:
+            raise RuntimeError(f"{func} waits for other ranks")
+        return func(*args, **(kwargs or {}))
