@@ -26,6 +26,13 @@ _MIXES = (
     f" (weight decay?): {NOT_FULL}; {_AS_ONE}, autoaccum.whole_batch(x) a term of it, or make it a mean over samples"
 )
 
+MIXES_INPUTS = "the loss mixes samples before it calls the model (mixup, CutMix?) and sees one micro-batch at a time"
+MIX_BEFORE = (
+    "mix in batch(size) or collate_fn, where the batch is made and not yet split, and put the mixed inputs and the"
+    " targets to mix (or soft targets) into the batch, a row for each sample"
+)
+"""What is seen of a loss that gives the model mixed inputs, which no mode can cure, and what to do."""
+
 _SHOWN = 5
 
 
@@ -62,6 +69,7 @@ class Coupling:
         loss: True if the loss mixes the rows of the model's outputs, or adds to a sum over them; None if unknown.
         reason: Why the experiment could not be made, or only in part; None if it was made.
         pairs: Those of the modules that return a table of all samples by all samples.
+        inputs: Whether the loss mixes samples in what it gives the model.
         cure: What modes were tried as a cure; None if none was.
     """
 
@@ -69,6 +77,7 @@ class Coupling:
     loss: bool | None = None
     reason: str | None = None
     pairs: tuple[str, ...] = ()
+    inputs: bool = False
     cure: Cure | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -95,7 +104,9 @@ class Coupling:
                 " that the gradient is not the full batch's: let it compute from autoaccum.whole_batch(x), or use a"
                 " layer that looks at one sample at a time (GroupNorm)"
             )
-        if self.loss and not is_joint:
+        if self.inputs:
+            messages.append(f"{MIXES_INPUTS}: {NOT_FULL}; {MIX_BEFORE}")
+        elif self.loss and not is_joint:
             messages.append(self.cured(_MIXES))
         return tuple(messages)
 

@@ -229,17 +229,18 @@ class _Runs:
         """Find the modules that couple samples; after each of them, the halves continue with the whole's values."""
         found: dict[str | None, None] = {}
         pairs: dict[str, None] = {}
-        losses = []
+        losses, mixes_inputs = [], False
         for _ in self._changed_parameters():
             recorder = ModuleCalls(self._sizes, found, pairs)
             losses.append([self.run(batches[0], recorder)])
             for index, part in enumerate(batches[1:]):
                 recorder.part = index
                 losses[-1].append(self.run(part, recorder))
+            mixes_inputs |= recorder.mixes_inputs
         coupling = [name for name in dict.fromkeys([*found, *pairs]) if name is not None]
         loss = True if None in found or not coupling else self._mixes(losses)
         modules, tables = (tuple(name or WHOLE_MODEL for name in names) for names in (coupling, pairs))
-        return Coupling(modules, None if loss and tables else loss, None, tables)
+        return Coupling(modules, None if loss and tables else loss, None, tables, mixes_inputs)
 
     def run(self, batch: Any, calls: ModuleCalls | None = None) -> dict[str, float]:
         """Return the terms of the loss of `batch`, computed by a copy of the model that shares its parameters."""

@@ -33,6 +33,7 @@ class ModuleCalls:
 
     Attributes:
         part: The index of the part that runs; None is the whole.
+        mixes_inputs: Whether the loss gives the model inputs of a sample that depend on the others.
         top_outputs: The outputs of the modules that the loss calls, in a run of the whole, in order.
     """
 
@@ -47,6 +48,7 @@ class ModuleCalls:
         self._whole: dict[Key, list[Tensor]] = {}
         self._row_indices: dict[tuple[Any, ...], list[Tensor]] = {}
         self.part: int | None = None
+        self.mixes_inputs = False
         self.top_outputs: list[Tensor] = []
 
     @contextmanager
@@ -107,6 +109,7 @@ class ModuleCalls:
         if rows.shape != part.shape or rows is part or len(growing) > 1 or (not growing and is_close(rows, part)):
             return part
         self._found[responsible] = None
+        self.mixes_inputs |= call[:2] == ("", "in")
         return rows.clone().requires_grad_().clone() if part.requires_grad else rows.clone()
 
     def _rows(self, whole: Tensor, part: Tensor, dim: int, call: Key) -> Tensor:

@@ -156,6 +156,21 @@ def test_random_mixing_of_samples_is_no_finding() -> None:
     assert "draws indices whose range grows with the batch" in found.reason
 
 
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_mixup_is_to_be_made_before_the_step(joint: bool) -> None:
+    def opposite(model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = (0.7 * tensor + 0.3 * tensor.flip(0) for tensor in batch)
+        return nn.functional.mse_loss(model(inputs), targets)
+
+    found = probe((small.mlp, opposite, small.rows))
+    assert (found.modules, found.loss, found.inputs) == ((), True, True)
+    (message,) = found.warnings(is_joint=joint)
+    assert message.startswith("the loss mixes samples before it calls the model (mixup, CutMix?)")
+    assert "mix in batch(size) or collate_fn" in message
+    assert "coupled" not in message
+    assert not probe((small.mlp, small.root_loss, small.rows)).inputs
+
+
 def test_a_python_generator_used_for_each_sample_is_no_finding() -> None:
     def jittered(model: nn.Module, batch: Any) -> Tensor:
         factors = torch.tensor([random.random() for _ in batch[0]], dtype=batch[0].dtype)

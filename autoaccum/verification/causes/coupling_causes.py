@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoaccum.accumulation.coupling import Coupling, describe_modules, list_names
+from autoaccum.accumulation.coupling import MIX_BEFORE, MIXES_INPUTS, Coupling, describe_modules, list_names
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.cause_experiment import Experiment
 from autoaccum.verification.causes.loss_factors import LARGER, Decomposition, find_factors
@@ -29,7 +29,11 @@ def coupling_causes(experiment: Experiment, coupling: Coupling) -> tuple[Cause, 
         for text, names in found.items()
         if names
     ]
-    return (*causes, _loss_cause(experiment)) if coupling.loss else tuple(causes)
+    if coupling.inputs:
+        causes.append(Cause(kind="coupled loss", found=MIXES_INPUTS, change=MIX_BEFORE, where=("the loss",)))
+    elif coupling.loss:
+        causes.append(_loss_cause(experiment))
+    return tuple(causes)
 
 
 _OUTPUTS = "coupled = True with outputs(model, batch) and coupled_loss(outputs, batch) in place of loss"
@@ -177,7 +181,8 @@ def explain_whole(experiment: Experiment, ablation: Ablation) -> Cause | None:
     is_whole = any(one is not None and one.residual > experiment.rounding for one in found)
     if not is_whole or len(splits[0].whole.terms) > 1:  # Each term may have weights of its own.
         return None
-    return _loss_cause(experiment)
+    cause = _loss_cause(experiment)
+    return replace(cause, change=f"if it mixes inputs (mixup, CutMix), {MIX_BEFORE}; if not, {cause.change}")
 
 
 def _loss_cause(experiment: Experiment) -> Cause:
