@@ -76,6 +76,7 @@ def train_setting(
             steps=_UNLIMITED,
             seed=seed,
             options=Options(device=device),
+            check="off",
             eval_due=monitor.is_due,
             callbacks=[monitor.on_event],
         )
