@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import Dataset, Sampler
 
 from autoaccum.accumulation.rng_state import GENERATORS, Generator
 from autoaccum.workload.module_names import module_files
@@ -126,6 +127,14 @@ def find_reachable(
     return modules, list(generators.values())
 
 
+def find_generators(*owners: object) -> list[Generator]:
+    """Return the generators that `owners` hold, also in functions, the user's objects, or one object of a library."""
+    attributes = [entry for owner in owners for entry in getattr(owner, "__dict__", {}).items()]
+    inner = [entry for _, value in attributes for entry in getattr(value, "__dict__", {}).items()]
+    held = [entry for entry in inner if isinstance(entry[1], GENERATORS)]
+    return find_reachable([owner for owner in owners if callable(owner)], [*attributes, *held])[1]
+
+
 def find_python_attributes(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Any]]:
     """Yield the hooks and unregistered attributes of a model and its optimizer, by name."""
     owners = [(f"{path}." if path else "", vars(module), _REGISTERED) for path, module in model.named_modules()]
@@ -186,7 +195,7 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", value) for value in node if len(node) <= _ENTRIES)
     elif type(node) in MAPPINGS:
         yield from ((str(key), value) for key, value in node.items() if len(node) <= _ENTRIES)
-    elif not isinstance(node, type) and is_user_class(type(node)):
+    elif not isinstance(node, type) and (is_user_class(type(node)) or isinstance(node, (Dataset, Sampler))):
         yield from getattr(node, "__dict__", {}).items()
 
 

@@ -128,17 +128,26 @@ def item_seed(base: int, position: int) -> int:
     return word >> (64 - _BITS)
 
 
-def seed_generators(seed: int) -> None:
-    """Seed the CPU generators of Python, NumPy and torch; those of GPUs stay as they are."""
+def seed_generators(seed: int, others: Iterable[Generator] = ()) -> None:
+    """Seed the CPU generators of Python, NumPy and torch, and `others`; those of GPUs stay as they are."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPUs.
+    for number, generator in enumerate(others, 1):
+        own = item_seed(seed, number)  # With one seed, all would draw the same numbers.
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(own)
+        elif isinstance(generator, np.random.Generator):
+            bits: Any = type(generator.bit_generator)
+            generator.bit_generator.state = bits(own).state
+        else:
+            generator.seed(own)
 
 
 @contextmanager
-def preserve_rng_state() -> Iterator[None]:
-    """Restore the CPU generators of Python, NumPy and torch on exit."""
-    caller = RngState()
+def preserve_rng_state(others: Iterable[Generator] = ()) -> Iterator[None]:
+    """Restore the CPU generators of Python, NumPy and torch, and `others`, on exit."""
+    caller = RngState(generators=others)
     try:
         yield
     finally:

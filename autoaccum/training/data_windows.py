@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from autoaccum.accumulation.reachable_objects import find_generators
+from autoaccum.accumulation.rng_state import seed_generators
 from autoaccum.accumulation.schedule import even_parts, slices, split_evenly
 from autoaccum.errors import UsageError, WorkloadError
 from autoaccum.workload import pytree
@@ -104,6 +106,10 @@ class WindowSource(abc.ABC):
         if not (restored and epoch == self._epoch):
             self._begin(epoch)
 
+    def find_unrepeatable(self) -> str | None:
+        """Return why a resumed run would read other samples or draw other numbers, as a sentence; None if unknown."""
+        return None
+
     @abc.abstractmethod
     def planning_batch(self, worst_of: int | None = None) -> Any:
         """Return a batch, or a function of the size that makes batches of the longest of `worst_of` samples."""
@@ -191,13 +197,21 @@ def set_epoch(thing: Any, epoch: int) -> None:
         setter(epoch)
 
 
-def start_loader_epoch(loader: DataLoader[Any], epoch: int, seed: int) -> None:
-    """Pass the epoch to a loader and its samplers, and seed the generators they were given."""
-    for thing in (loader, loader.batch_sampler, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+def start_loader_epoch(loader: DataLoader[Any], epoch: int, seed: int, sampler: Any = None) -> None:
+    """Pass the epoch to a loader and its samplers, or `sampler` in their place, and seed all generators they have."""
+    samplers = nested_samplers(sampler) or [*nested_samplers(loader.batch_sampler), loader.sampler]
+    seed_generators(seed, find_generators(*samplers))
+    for thing in (loader, *samplers):
         set_epoch(thing, epoch)
         generator = getattr(thing, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)
+
+
+def nested_samplers(sampler: Any) -> list[Any]:
+    """Return a batch sampler or a sampler, and those that it takes its indices from."""
+    inner = getattr(sampler, "sampler", None)
+    return [] if sampler is None else [sampler, *nested_samplers(getattr(sampler, "batch_sampler", inner))]
 
 
 def _layout(node: Any, size: int, *, top: bool = False) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, default_collate
 
+from autoaccum.accumulation.reachable_objects import find_generators
 from autoaccum.accumulation.rng_state import derive_seed, item_seed, preserve_rng_state, seed_generators
 from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type
@@ -19,6 +20,7 @@ from autoaccum.planning.plan_request import DEFAULT_WORST_OF
 from autoaccum.training.checkpoints import NotPortableError, portable
 from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
 from autoaccum.training.data_workers import END, Reader
+from autoaccum.training.fit_events import Notice
 from autoaccum.workload.batches import batch_size, split_batch, wrap_batch
 
 
@@ -78,7 +80,7 @@ class StreamSource(WindowSource):
         except NotPortableError:
             return {**self._committed, "own": None}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> Notice | None:
         """Go to a position, by the data's own state or by reading forward; return a note about which.
 
         Raises:
@@ -97,7 +99,7 @@ class StreamSource(WindowSource):
             note = None if self._length is not None else f"{why}: {windows:,} windows were read forward"
         self._windows, self._ended = windows, state["ended"]
         self._position = self._committed = dict(state)
-        return note
+        return None if note is None else Notice(note, warns=False)
 
     def close(self) -> None:
         """End the workers, except those that the user's loader keeps from epoch to epoch."""
@@ -146,12 +148,12 @@ class StreamSource(WindowSource):
 
     def _open(self) -> Reader:
         seed = derive_seed(self._settings.seed, "stream", self._epoch)
-        seed_generators(seed)
+        data = self._data.dataset if isinstance(self._data, DataLoader) else self._data
+        # What has a state of its own restores its generators itself.
+        seed_generators(seed, () if self._is_stateful else find_generators(data))
+        set_epoch(data, self._epoch)
         if isinstance(self._data, DataLoader):
-            set_epoch(self._data.dataset, self._epoch)
             start_loader_epoch(self._data, self._epoch, seed)
-        else:
-            set_epoch(self._data, self._epoch)
         return Reader(self._data)
 
     def _next_entry(self) -> Any:

@@ -94,6 +94,8 @@ class Loop:
         Raises:
             StopRequested: A signal asked the run to stop.
         """
+        if self._settings is not None and (reason := self._source.find_unrepeatable()):
+            self._notifier.notify(Notice(reason))
         self._evaluator.run_missed()
         if not self.goal.is_reached(self.progress):
             self._source.start_epoch(self.progress.epoch)
@@ -149,7 +151,7 @@ class Loop:
         self._evaluator.restore(record["evaluation"])
         note = self._source.load_state_dict(record["data"])
         if note is not None:
-            self._notifier.notify(Notice(note, warns=False))
+            self._notifier.notify(note)
 
     def _drop_remainder(self, window: Window) -> Window:
         """Drop the samples left over at the end of an epoch, with a notice the first time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,12 +14,28 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, default_collate
 
-from autoaccum.accumulation.rng_state import GENERATORS, derive_seed, item_seed, preserve_rng_state, seed_generators
+from autoaccum.accumulation.reachable_objects import find_generators
+from autoaccum.accumulation.rng_state import (
+    Generator,
+    derive_seed,
+    has_readable_state,
+    item_seed,
+    preserve_rng_state,
+    seed_generators,
+)
 from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
-from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
+from autoaccum.training.data_windows import (
+    DataSettings,
+    Window,
+    WindowSource,
+    nested_samplers,
+    set_epoch,
+    start_loader_epoch,
+)
 from autoaccum.training.data_workers import END, Reader, to_shared_memory, worker_options
+from autoaccum.training.fit_events import Notice
 from autoaccum.workload.model_copies import fixed_seeds
 from autoaccum.workload.samples import spread_indices
 
@@ -27,8 +44,8 @@ class MapStyleSource(WindowSource):
     """Windows of a dataset with `__getitem__`; the position is an epoch and a number of samples.
 
     An epoch's order is drawn with seeds from run, epoch and window. Each item is fetched, and each part collated, with
-    a seed from run, epoch and position. This seeds the CPU generators of Python, NumPy and torch, so a run resumes
-    anywhere without rereading. A generator that a dataset or a custom sampler stores itself is not seeded.
+    a seed from run, epoch and position. This seeds the CPU generators of Python, NumPy and torch, and those that the
+    dataset, the collate function and the samplers hold, so a run resumes anywhere without rereading.
 
     Args:
         loader: The user's loader, whose order and collate function are used; None: shuffled in each epoch.
@@ -107,8 +124,8 @@ class MapStyleSource(WindowSource):
         samples, digest = self._committed
         return {"epoch": self._epoch, "samples": samples, "order": digest}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go to a position without reading items. Return a note if order or random numbers may differ."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> Notice | None:
+        """Go to a position without reading items. Return a warning if the order differs."""
         self._begin(state["epoch"])
         self._is_restored = True
         with preserve_rng_state():
@@ -116,14 +133,38 @@ class MapStyleSource(WindowSource):
                 self._read += sum(map(len, following[0]))
                 self._digest = following[1]
         self.commit()
-        if self._digest != state["order"]:
-            return "the sampler's order has changed: this epoch may omit or repeat samples"
-        if any(isinstance(value, GENERATORS) for value in getattr(self._dataset, "__dict__", {}).values()):
+        if self._digest == state["order"]:
+            return None
+        return Notice("the sampler's order has changed: this epoch may omit or repeat samples")
+
+    def find_unrepeatable(self) -> str | None:
+        """Return why a resumed run would differ: a generator without a seed, or a sampler that orders anew each time.
+
+        A copy of a custom sampler is asked for its first window twice.
+        """
+        samplers = nested_samplers(self._sampler)
+        held = find_generators(self._dataset, self._collate, *samplers)
+        if unseeded := next((generator for generator in held if not has_readable_state(generator)), None):
             return (
-                f"{describe_type(self._dataset)} has a random generator of its own, whose state is lost: draw from"
-                " those of Python, NumPy or torch, which are restored"
+                f"the data draws from {describe_type(unseeded)}, which cannot be seeded: a resumed run would draw other"
+                " numbers; use random.Random, or a generator of NumPy or torch"
             )
-        return None
+        custom = next((sampler for sampler in samplers if not type(sampler).__module__.startswith("torch.")), None)
+        if custom is None or self._repeats_order(held):
+            return None
+        return (
+            f"{describe_type(custom)} gives another order each time it is iterated: a resumed run would omit or repeat"
+            " samples; draw the order from a random generator, or from set_epoch(epoch)"
+        )
+
+    def _repeats_order(self, held: list[Generator]) -> bool:
+        try:
+            copied = _copy_sampler(self._sampler)
+        except TypeError:  # Such as an iterator, which can be read only once.
+            return False
+        with preserve_rng_state(held), self.interruptible():
+            first, again = (next(_windows(copied, self._user_loader, self._settings, 0), None) for _ in range(2))
+        return first == again
 
     def close(self) -> None:
         """End the workers."""
@@ -202,6 +243,7 @@ class PartFetcher:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.users_dataset, self._collate, self._seed = dataset, collate, seed
+        self._generators = find_generators(dataset, collate)
         self._epoch: int | None = None
 
     def __getitems__(self, request: PartRequest) -> Any:
@@ -223,10 +265,11 @@ class PartFetcher:
             return list(self.users_dataset[torch.as_tensor(request.indices)])  # As row by row; nothing is random.
         base, items = derive_seed(self._seed, "item", request.epoch), []
         for position, index in enumerate(request.indices, request.position):
-            seed_generators(item_seed(base, position))
+            seed_generators(item_seed(base, position), self._generators)
             items.append(self.users_dataset[index])
         if not is_plain:
-            seed_generators(item_seed(derive_seed(self._seed, "collate", request.epoch), request.position))
+            seed = item_seed(derive_seed(self._seed, "collate", request.epoch), request.position)
+            seed_generators(seed, self._generators)
         return self._collate(items)
 
 
@@ -242,7 +285,7 @@ def _windows(
         seed_generators(seed)
         if number == 0:
             if loader is not None:
-                start_loader_epoch(loader, epoch, seed)
+                start_loader_epoch(loader, epoch, seed, sampler)
             lists = iter(sampler)
         window, room = [], settings.target_batch
         while room > 0:
@@ -258,6 +301,14 @@ def _windows(
             return
         digest = zlib.crc32(repr(list(chain.from_iterable(window))).encode(), digest)
         yield [indices for indices in window if indices], digest
+
+
+def _copy_sampler(sampler: Any) -> Any:
+    copied = copy.copy(sampler)
+    for name in ("batch_sampler", "sampler"):
+        if hasattr(copied, name):
+            setattr(copied, name, _copy_sampler(getattr(copied, name)))
+    return copied
 
 
 def _samples_per_epoch(sampler: Any) -> int | None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 import autoaccum
 from autoaccum.accumulation.state_hash import StateHasher
@@ -167,6 +167,66 @@ def test_a_run_stopped_anywhere_ends_where_it_would_have_ended(tmp_path: Path, k
     assert digest(resumed) == digest(whole)
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
     assert resumed.evaluation == whole.evaluation
+
+
+class OwnOrder(Sampler[int]):
+    """Draws each epoch's order from a generator of its own, or, without one, shuffles that of the epoch before."""
+
+    def __init__(self, rng: Any = None) -> None:
+        self.rng, self.order = rng, list(range(SAMPLES))
+
+    def __iter__(self) -> Iterator[int]:
+        if isinstance(self.rng, torch.Generator):
+            return iter(torch.randperm(SAMPLES, generator=self.rng).tolist())
+        order = self.order if self.rng is None else list(range(SAMPLES))
+        (random if self.rng is None else self.rng).shuffle(order)
+        return iter(order[:])
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Sevens(Sampler[list[int]]):
+    """Batches of another sampler's indices."""
+
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self.base = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self.base)
+        return (indices[at : at + 7] for at in range(0, SAMPLES, 7))
+
+
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "torch": lambda: {"batch_size": 7, "sampler": OwnOrder(torch.Generator())},
+    "Python": lambda: {"batch_size": 7, "sampler": OwnOrder(random.Random())},
+    "NumPy": lambda: {"batch_size": 7, "sampler": OwnOrder(np.random.default_rng())},
+    "in a batch sampler": lambda: {"batch_sampler": Sevens(OwnOrder(torch.Generator()))},
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_sampler_with_a_generator_of_its_own_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    def load() -> DataLoader[Any]:
+        return DataLoader(Augmented(), **SAMPLERS[kind]())
+
+    whole = run(tmp_path / "whole", data=load, eval_data=None, eval_every=None)
+    resumed = interrupted(tmp_path / "parts", [6], data=load, eval_data=None, eval_every=None)
+    assert digest(resumed) == digest(whole)
+    assert whole.warnings == resumed.warnings == ()
+
+
+def test_an_order_that_depends_on_earlier_epochs_is_warned_of_at_the_start(tmp_path: Path) -> None:
+    def load() -> DataLoader[Any]:
+        return DataLoader(Augmented(), batch_size=7, sampler=OwnOrder())
+
+    seen: list[Any] = []
+    resumed = interrupted(tmp_path, [6], data=load, on_event=seen.append)
+    kinds = [type(event).__name__ for event in seen]
+    start = next(event for event in seen if isinstance(event, Notice))
+    assert start.text.startswith("an OwnOrder gives another order each time it is iterated")
+    assert kinds.index("Notice") < kinds.index("Updated")
+    assert [text.partition(" order")[0] for text in resumed.warnings] == ["the sampler's", "an OwnOrder gives another"]
 
 
 def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:

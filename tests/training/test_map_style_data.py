@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -67,16 +68,68 @@ class EpochSampler(Sampler[int]):
 
 
 class OwnGenerator(Sampler[int]):
-    """Draws from a hidden generator."""
+    """Draws from a generator under a name of its own, some numbers at the start and some late."""
 
-    def __init__(self) -> None:
-        self.own = np.random.default_rng(1)
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def draw(self, below: int) -> int:
+        if isinstance(self.rng, torch.Generator):
+            return int(torch.randint(below, (), generator=self.rng))
+        return int(self.rng.integers(below) if isinstance(self.rng, np.random.Generator) else self.rng.randint(0, 99))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.own.permutation(COUNT).tolist())
+        rest, start = list(range(COUNT)), self.draw(COUNT)
+        while rest:
+            yield rest.pop((start + self.draw(COUNT)) % len(rest))
 
     def __len__(self) -> int:
         return COUNT
+
+
+class Pairs(Sampler[list[int]]):
+    """Takes its indices from another sampler, through a generator of its own as well."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.drawn = sampler, {"own": random.Random(4)}
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self.sampler)
+        self.drawn["own"].shuffle(indices)
+        return (indices[at : at + 2] for at in range(0, COUNT, 2))
+
+
+class Reshuffled(Sampler[int]):
+    """Shuffles the order of the epoch before: it depends on all epochs so far."""
+
+    def __init__(self) -> None:
+        self.order, self.rng = list(range(COUNT)), random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        self.rng.shuffle(self.order)
+        return iter(self.order[:])
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+class Counting(EpochSampler):
+    """Counts its epochs itself."""
+
+    def __iter__(self) -> Iterator[int]:
+        self.seen = getattr(self, "seen", 0) + 1
+        return iter([(index * 5 + self.seen) % COUNT for index in range(COUNT)])
+
+
+class AugmentedRows(DrawingRows):
+    """Draws from generators of its own, one of them within an object, as libraries of augmentations have them."""
+
+    def __init__(self) -> None:
+        super().__init__(COUNT)
+        self.rng, self.transform = np.random.RandomState(3), SimpleNamespace(random_generator=np.random.default_rng(3))
+
+    def __getitem__(self, index: int) -> Any:
+        return super().__getitem__(index) + self.rng.rand() + self.transform.random_generator.random()
 
 
 def generator() -> torch.Generator:
@@ -98,6 +151,16 @@ FORMS: dict[str, Any] = {
     ),
     "batches of its own": lambda: DataLoader(DrawingRows(COUNT), batch_sampler=[list(range(n)) for n in range(1, 10)]),
     "epochs": lambda: DataLoader(DrawingRows(COUNT), 4, sampler=EpochSampler()),
+    "dataset's own generators": lambda: DataLoader(AugmentedRows(), 4, shuffle=True),
+    **{
+        f"sampler's own {type(rng()).__name__}": lambda rng=rng: DataLoader(
+            DrawingRows(COUNT), 4, sampler=OwnGenerator(rng())
+        )
+        for rng in (torch.Generator, random.Random, np.random.default_rng, np.random.RandomState)
+    },
+    "batch sampler's own generators": lambda: DataLoader(
+        DrawingRows(COUNT), batch_sampler=Pairs(OwnGenerator(torch.Generator()))
+    ),
 }
 
 
@@ -148,6 +211,7 @@ def test_resumes_at_any_window_bit_for_bit(form: str) -> None:
         torch.manual_seed(number)
         resumed = opened(data, **more)
         assert resumed.load_state_dict(state) is None
+        assert resumed.find_unrepeatable() is None
         windows = windows_of(resumed, range(whole[number][0], 3))
         assert_same(windows, whole[number + 1 :])
         rows = data if form == "dataset" else data.dataset
@@ -157,24 +221,34 @@ def test_resumes_at_any_window_bit_for_bit(form: str) -> None:
     assert_same(windows_of(resumed, range(2, 3)), [entry for entry in whole if entry[0] == 2])
 
 
-def test_a_changed_order_is_reported() -> None:
+@pytest.mark.parametrize("sampler", [Reshuffled, Counting])
+def test_an_order_that_cannot_be_repeated_is_told_at_the_start_and_when_it_changes(sampler: Any) -> None:
     def make() -> Source:
-        return opened(DataLoader(DrawingRows(COUNT), 4, sampler=OwnGenerator()))
+        return opened(DataLoader(DrawingRows(COUNT), 4, sampler=sampler()))
 
-    _, states = remaining(make(), range(2))
-    assert make().load_state_dict(states[0]) is None
+    source = make()
+    reason = source.find_unrepeatable()
+    assert reason is not None
+    assert reason.startswith(f"a {sampler.__name__} gives another order each time it is iterated: a resumed run would")
+    _, states = remaining(source, range(2))
     note = make().load_state_dict(states[5])
     assert note is not None
-    assert note.startswith("the sampler's order has changed")
+    assert note.text.startswith("the sampler's order has changed")
+    assert note.warns
 
 
-def test_a_generator_in_a_dataset_is_reported() -> None:
+def test_a_sampler_that_ends_once_is_told_and_not_used_up() -> None:
+    source = opened(DataLoader(DrawingRows(COUNT), 4, sampler=(index for index in range(COUNT))))  # type: ignore[arg-type]
+    assert "a generator gives another order" in str(source.find_unrepeatable())
+    assert indices_of(windows_of(source, range(1)), 0) == list(range(COUNT))
+
+
+def test_a_generator_that_cannot_be_seeded_is_told_at_the_start() -> None:
     rows = DrawingRows(COUNT)
-    rows.own = random.Random(1)  # type: ignore[attr-defined]
-    source = opened(rows)
-    note = source.load_state_dict(source.state_dict())
-    assert note is not None
-    assert note.startswith("a DrawingRows has a random generator of its own")
+    rows.own = random.SystemRandom()  # type: ignore[attr-defined]
+    reason = opened(rows).find_unrepeatable()
+    assert reason is not None
+    assert reason.startswith("the data draws from a SystemRandom, which cannot be seeded: a resumed run would draw")
 
 
 @pytest.mark.parametrize("form", ["dataset", "loader", "global generators", "own generator"])
