@@ -145,9 +145,9 @@ def seed_generators(seed: int, others: Iterable[Generator] = ()) -> None:
 
 
 @contextmanager
-def preserve_rng_state(others: Iterable[Generator] = ()) -> Iterator[None]:
-    """Restore the CPU generators of Python, NumPy and torch, and `others`, on exit."""
-    caller = RngState(generators=others)
+def preserve_rng_state() -> Iterator[None]:
+    """Restore the CPU generators of Python, NumPy and torch on exit."""
+    caller = RngState()
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoaccum.checks import is_one_of_ranks
 from autoaccum.cli.flags import HelpWithHeadings, count, natural, options, positive
 from autoaccum.cli.outputs import running_words, stdout_kept
 from autoaccum.errors import AutoaccumError, CheckpointError, RankLostError
@@ -20,7 +21,6 @@ from autoaccum.reporting.console import relative_path
 from autoaccum.training.fit_events import CheckpointWritten, Started, Updated
 
 if TYPE_CHECKING:
-    from autoaccum.accumulation.ranks.group import Ranks
     from autoaccum.training.fit_events import FitResult
 
 _OUTPUTS = ("as_json", "quiet", "resume")
@@ -123,20 +123,16 @@ def command(workload: str, as_json: bool, quiet: bool, **asked: Any) -> None:
       3    could not be planned, checkpoints could not be written or read, or another rank failed or ended
       130  ended by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP; all three after a checkpoint
     """
-    from autoaccum.accumulation.ranks.launch import launched_ranks
-
     seen = _Seen(asked["target_batch"], starts_anew=asked["resume"] == "never")
-    with launched_ranks(on_cards=asked["device"] != "cpu") as ranks:
-        _fit(workload, asked, seen, ranks, as_json=as_json, quiet=quiet)
-
-
-def _fit(workload: str, asked: dict[str, Any], seen: _Seen, ranks: Ranks, *, as_json: bool, quiet: bool) -> None:
-    """Train, and show the result; of several ranks, only the first shows anything but errors."""
-    shows = ranks.rank == 0
+    # Of several ranks, only the first shows anything but errors.
+    shows = not is_one_of_ranks() or os.environ.get("RANK") == "0"
     try:
-        result = _train(workload, asked, seen, quiet=quiet or not shows)
-        if shows:
-            _show(result, asked, seen, ranks.size, as_json=as_json, quiet=quiet)
+        from autoaccum.accumulation.ranks.launch import launched_ranks
+
+        with launched_ranks(on_cards=asked["device"] != "cpu") as ranks:
+            result = _train(workload, asked, seen, quiet=quiet or not shows)
+            if shows:
+                _show(result, asked, seen, ranks.size, as_json=as_json, quiet=quiet)
     except (KeyboardInterrupt, SystemExit) as leaving:
         if not _is_signal(leaving):
             raise

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import io
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -17,15 +19,16 @@ from typing import Any
 import click
 
 import autoaccum
+from autoaccum.checks import counted
 from autoaccum.cli.flags import HelpWithHeadings
 from autoaccum.errors import AutoaccumError, UsageError
 
 _COMMANDS = ("plan", "verify", "fit", "tune", "guard", "explain", "gpus")
-_ENDED = {"verify": "the comparison was", "guard": "the measurements were"}
-"""What Ctrl-C ends, by command; the trials of all others."""
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _CODE_BROKEN_PIPE = 128 + 13
 _CODE_OUR_BUG = 3
+_THREADS_SECONDS = 10.0
+"""How long threads that are not daemons may still run after a command."""
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """Errors of writing stdout: those of files have messages of their own."""
 
@@ -49,7 +52,10 @@ class Root(HelpWithHeadings, click.Group):
         """Run a command and leave with its exit code."""
         words = list(sys.argv[1:] if args is None else args)
         asked = f"autoaccum {words[0]}" if words and words[0] in _COMMANDS else "autoaccum"
-        sys.exit(_guarded(lambda: self._run(words or ["--help"]), asked))
+        code = _guarded(lambda: self._run(words or ["--help"]), asked)
+        if args is None:  # The process is this command's.
+            threading.Thread(target=_end_without_threads, args=(code,), daemon=True).start()
+        sys.exit(code)
 
     def _run(self, words: list[str]) -> None:
         with self.make_context("autoaccum", words) as context:
@@ -70,7 +76,7 @@ def main() -> None:
     """
 
 
-def _guarded(run: Callable[[], None], asked: str) -> int:
+def _guarded(run: Callable[[], None], asked: str) -> Any:
     """Run a command; an exception becomes a message and an exit code."""
     _prepare_streams()
     try:
@@ -84,15 +90,30 @@ def _guarded(run: Callable[[], None], asked: str) -> int:
     except click.ClickException as error:
         return _report(_usage_error(error, asked))
     except (KeyboardInterrupt, click.Abort):
-        ended = _ENDED.get(asked.rpartition(" ")[2], "the trials were")
-        _say(f"interrupted: {ended} ended, no file was written")
+        _say("interrupted: no file was written")
         return _CODE_INTERRUPTED
     except BrokenPipeError:
         _silence_stdout()
         return _CODE_BROKEN_PIPE
+    except SystemExit as leaving:
+        return leaving.code
     except Exception as error:
         return _report_unforeseen(error)
     return 0
+
+
+def _end_without_threads(code: Any) -> None:
+    """End the process, if Python still waits for threads that the workload has left running."""
+    time.sleep(_THREADS_SECONDS)
+    ours = threading.main_thread()
+    left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not ours]
+    if left and not ours.is_alive():  # Else handlers of atexit run, or a script that called `main`.
+        _say(f"note: ended without waiting longer for {counted(len(left), 'thread')} that the workload left: {left[0]}")
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else 1)
 
 
 def _report_unforeseen(error: Exception) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -32,6 +33,16 @@ class PlainConsole(Console):
             if not self.stderr:
                 raise
             self.quiet = True
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render with control characters escaped, as a name may have them: they would reach the terminal."""
+        for segment in super().render(renderable, options):
+            is_plain = segment.control or segment.text.isprintable()
+            yield segment if is_plain else Segment(_escaped(segment.text), segment.style)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Return a string, such as a cell of a table, as it is shown, so that it gets the room it takes."""
+        return super().render_str(_escaped(text), **options)
 
     @property
     def can_redraw(self) -> bool:
@@ -133,12 +144,16 @@ def path_value(path: object, style: str = "") -> Text:
 
 
 def one_line(text: str) -> str:
-    r"""Replace each control character of `text` by a space.
+    r"""Replace each space of another kind and each line break of `text` by a space, and escape control characters.
 
     >>> one_line("a\tname\n\x1b[31mred")
-    'a name  [31mred'
+    'a name \\x1b[31mred'
     """
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    return "".join(letter if letter.isprintable() else " " for letter in _escaped(text))
+
+
+def _escaped(text: str) -> str:
+    return "".join(letter if letter.isprintable() or letter.isspace() else repr(letter)[1:-1] for letter in text)
 
 
 def relative_path(path: Path) -> str:

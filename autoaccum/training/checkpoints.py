@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import re
 import time
@@ -142,7 +143,9 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             f"{path} is of format {content.get('version')}, this autoaccum reads format {VERSION}",
             hint="resume with the version that wrote it, or start a new run in another folder",
         )
-    record: dict[str, Any] = content["record"]
+    record: dict[str, Any] = content.get("record", {})
+    if content.get("outline", "") not in ("", _digest_outline(record)):  # Earlier versions wrote none.
+        raise DamagedFileError(f"{path} is damaged (its values are not those that were written)")
     return record
 
 
@@ -170,7 +173,9 @@ class Checkpoints:
             CheckpointError: The file cannot be written; earlier checkpoints stay.
         """
         path = self.folder / f"checkpoint-{update:08}.pt"
-        write_file(path, {"format": FORMAT, "version": VERSION, "record": portable(dict(record))})
+        content = portable(dict(record))
+        outline = _digest_outline(content)
+        write_file(path, {"format": FORMAT, "version": VERSION, "outline": outline, "record": content})
         paths = self.paths()
         for earlier in paths[paths.index(path) + self._keep :]:
             with suppress(OSError):  # Tried again the next time.
@@ -282,6 +287,21 @@ def _own_values(tensor: Tensor) -> Tensor:
     values = tensor.detach().resolve_conj().resolve_neg().to("cpu")
     is_part = values.layout is torch.strided and values.untyped_storage().nbytes() != values.nbytes
     return values.clone(memory_format=torch.contiguous_format) if is_part else values
+
+
+def _digest_outline(record: Any) -> str:
+    """Return a checksum of a record's names, plain values and forms of tensors; the file has one of their values."""
+
+    def outline(node: Any) -> Any:
+        if isinstance(node, Tensor):
+            return node.dtype, tuple(node.shape)
+        if isinstance(node, Mapping):
+            return [(outline(key), outline(value)) for key, value in node.items()]
+        if isinstance(node, set):
+            return sorted(map(repr, node))
+        return [type(node), *map(outline, node)] if isinstance(node, list | tuple) else node
+
+    return hashlib.sha256(repr(outline(record)).encode()).hexdigest()
 
 
 def _below(path: str, key: object) -> str:

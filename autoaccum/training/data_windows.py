@@ -106,8 +106,8 @@ class WindowSource(abc.ABC):
         if not (restored and epoch == self._epoch):
             self._begin(epoch)
 
-    def find_unrepeatable(self) -> str | None:
-        """Return why a resumed run would read other samples or draw other numbers, as a sentence; None if unknown."""
+    def order_warning(self) -> str | None:
+        """Return a warning if a resumed run would read other samples, as far as that can be tried."""
         return None
 
     @abc.abstractmethod
@@ -198,20 +198,15 @@ def set_epoch(thing: Any, epoch: int) -> None:
 
 
 def start_loader_epoch(loader: DataLoader[Any], epoch: int, seed: int, sampler: Any = None) -> None:
-    """Pass the epoch to a loader and its samplers, or `sampler` in their place, and seed all generators they have."""
-    samplers = nested_samplers(sampler) or [*nested_samplers(loader.batch_sampler), loader.sampler]
+    """Pass the epoch to a loader and its samplers, `sampler` in place of its own, and seed the generators they hold."""
+    first = loader.batch_sampler if sampler is None else sampler
+    samplers = first, loader.sampler, getattr(first, "sampler", None)
     seed_generators(seed, find_generators(*samplers))
     for thing in (loader, *samplers):
         set_epoch(thing, epoch)
         generator = getattr(thing, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)
-
-
-def nested_samplers(sampler: Any) -> list[Any]:
-    """Return a batch sampler or a sampler, and those that it takes its indices from."""
-    inner = getattr(sampler, "sampler", None)
-    return [] if sampler is None else [sampler, *nested_samplers(getattr(sampler, "batch_sampler", inner))]
 
 
 def _layout(node: Any, size: int, *, top: bool = False) -> Any:

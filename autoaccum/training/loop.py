@@ -94,8 +94,6 @@ class Loop:
         Raises:
             StopRequested: A signal asked the run to stop.
         """
-        if self._settings is not None and (reason := self._source.find_unrepeatable()):
-            self._notifier.notify(Notice(reason))
         self._evaluator.run_missed()
         if not self.goal.is_reached(self.progress):
             self._source.start_epoch(self.progress.epoch)

@@ -6,7 +6,7 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any
@@ -15,25 +15,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, default_collate
 
 from autoaccum.accumulation.reachable_objects import find_generators
-from autoaccum.accumulation.rng_state import (
-    Generator,
-    derive_seed,
-    has_readable_state,
-    item_seed,
-    preserve_rng_state,
-    seed_generators,
-)
+from autoaccum.accumulation.rng_state import derive_seed, item_seed, preserve_rng_state, seed_generators
 from autoaccum.accumulation.schedule import slices, split_evenly
 from autoaccum.checks import describe_type
 from autoaccum.planning.plan_request import DEFAULT_WORST_OF
-from autoaccum.training.data_windows import (
-    DataSettings,
-    Window,
-    WindowSource,
-    nested_samplers,
-    set_epoch,
-    start_loader_epoch,
-)
+from autoaccum.training.data_windows import DataSettings, Window, WindowSource, set_epoch, start_loader_epoch
 from autoaccum.training.data_workers import END, Reader, to_shared_memory, worker_options
 from autoaccum.training.fit_events import Notice
 from autoaccum.workload.model_copies import fixed_seeds
@@ -137,34 +123,23 @@ class MapStyleSource(WindowSource):
             return None
         return Notice("the sampler's order has changed: this epoch may omit or repeat samples")
 
-    def find_unrepeatable(self) -> str | None:
-        """Return why a resumed run would differ: a generator without a seed, or a sampler that orders anew each time.
-
-        A copy of a custom sampler is asked for its first window twice.
-        """
-        samplers = nested_samplers(self._sampler)
-        held = find_generators(self._dataset, self._collate, *samplers)
-        if unseeded := next((generator for generator in held if not has_readable_state(generator)), None):
-            return (
-                f"the data draws from {describe_type(unseeded)}, which cannot be seeded: a resumed run would draw other"
-                " numbers; use random.Random, or a generator of NumPy or torch"
-            )
-        custom = next((sampler for sampler in samplers if not type(sampler).__module__.startswith("torch.")), None)
-        if custom is None or self._repeats_order(held):
+    def order_warning(self) -> str | None:
+        """Return a warning if a custom sampler, of which a copy is asked for its first window twice, differs."""
+        samplers = [each for each in (getattr(self._sampler, "sampler", None), self._sampler) if each is not None]
+        custom = [each for each in samplers if not type(each).__module__.startswith("torch.")]
+        if not custom:
             return None
-        return (
-            f"{describe_type(custom)} gives another order each time it is iterated: a resumed run would omit or repeat"
-            " samples; draw the order from a random generator, or from set_epoch(epoch)"
-        )
-
-    def _repeats_order(self, held: list[Generator]) -> bool:
-        try:
-            copied = _copy_sampler(self._sampler)
-        except TypeError:  # Such as an iterator, which can be read only once.
-            return False
-        with preserve_rng_state(held), self.interruptible():
+        with suppress(TypeError), preserve_rng_state(), self.interruptible():  # An iterator cannot be copied.
+            copied = copy.copy(self._sampler)
+            if samplers[1:]:
+                copied.sampler = copy.copy(samplers[0])
             first, again = (next(_windows(copied, self._user_loader, self._settings, 0), None) for _ in range(2))
-        return first == again
+            if first == again:
+                return None
+        return (
+            f"{describe_type(custom[0])} gives another order each time it is iterated: a resumed run would omit or"
+            " repeat samples; draw the order from a random generator, or from set_epoch(epoch)"
+        )
 
     def close(self) -> None:
         """End the workers."""
@@ -301,14 +276,6 @@ def _windows(
             return
         digest = zlib.crc32(repr(list(chain.from_iterable(window))).encode(), digest)
         yield [indices for indices in window if indices], digest
-
-
-def _copy_sampler(sampler: Any) -> Any:
-    copied = copy.copy(sampler)
-    for name in ("batch_sampler", "sampler"):
-        if hasattr(copied, name):
-            setattr(copied, name, _copy_sampler(getattr(copied, name)))
-    return copied
 
 
 def _samples_per_epoch(sampler: Any) -> int | None:

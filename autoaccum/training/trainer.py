@@ -88,14 +88,17 @@ def train(request: FitRequest, on_event: Callable[[Any], Any] | None = None) -> 
         if checkpoint is not None:
             check_same_run(checkpoint, run)
         check_choice(request, setup, components, choice, notify)
+        # Ranks meet here, and one that waits for the others can still be stopped at once.
+        choice = _lower(choice, None if folder is None else ranks.by_first(folder.read_ceiling), notify)
         signals = stack.enter_context(StopSignals())
         stack.enter_context(ranks.ending(signals))
         stack.callback(source.close)  # Before StopSignals ends, which hides errors of workers that a signal ended.
-        choice = _lower(choice, None if folder is None else ranks.by_first(folder.read_ceiling), notify)
         parts = request, setup, components, source, choice, folder, run
         loop = Loop(*parts, signals=signals, notifier=notifier, ranks=ranks)
         if ranks.rank > 0:
             _seed_training(request.seed, ranks.rank)
+        if folder is not None and (warning := source.order_warning()):
+            notify(Notice(warning))
         if checkpoint is not None:
             loop.restore(checkpoint.record)
             loop.checkpoint_writer.resume_from(checkpoint.path)

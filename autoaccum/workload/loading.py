@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import errno
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import itertools
 import os
+import reprlib
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -72,12 +74,20 @@ def load_workload(reference: str, command: str = "plan") -> Workload:
 
 def _parse_reference(reference: str) -> tuple[str, str | None]:
     target, colon, name = split_reference(reference)
-    if not target.strip() or (colon and not name.isidentifier()):
+    if not target.strip() or (colon and not name.isidentifier()) or not _can_be_path(target):
         raise WorkloadError(
-            f"{reference!r} is not a reference to a workload",
+            f"{reprlib.repr(reference)} is not a reference to a workload",
             hint="write model.py, model.py:name or package.module:name",
         )
     return target, name if colon else None
+
+
+def _can_be_path(target: str) -> bool:
+    try:
+        Path(target).stat()
+    except (OSError, ValueError) as error:  # A null byte is a ValueError.
+        return getattr(error, "errno", errno.ENAMETOOLONG) != errno.ENAMETOOLONG
+    return True
 
 
 def _is_path(target: str) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from rich.text import Text
 
 from autoaccum.errors import UsageError, WorkloadError
-from autoaccum.reporting.console import make_console, print_error
+from autoaccum.reporting.console import make_console, make_table, print_error, print_rows, print_table
 
 
 class ClosedPipe(io.StringIO):
@@ -62,3 +62,24 @@ def test_a_users_traceback_comes_first() -> None:
     shown = 'Traceback (most recent call last):\n  File "model.py", line 3\nKeyError: 3\n'
     print_error(make_console(file=file), WorkloadError("model() raised KeyError", user_traceback=shown))
     assert file.getvalue() == f"{shown}error: model() raised KeyError\n"
+
+
+ODD = "a\x1b[31mb\x9b2J\u202ec"
+SHOWN = r"a\x1b[31mb\x9b2J\u202ec"
+
+
+def test_control_characters_in_names_are_shown_and_do_not_reach_the_terminal() -> None:
+    file = io.StringIO()
+    console = make_console(file=file, width=200, force_terminal=True, color_system="standard")
+    print_error(console, WorkloadError(f"there is no file {ODD}", user_traceback=f"File {ODD}\n\traised"))
+    console.print(f"update 1  {ODD} 0.5")
+    table = make_table("name")
+    table.add_row(ODD)
+    print_table(console, table)
+    print_rows(console, [("where", Text(f"{ODD}.weight", "yellow"))])
+    text = file.getvalue()
+    assert text.count(SHOWN) == 5
+    assert "\x9b" not in text
+    assert "\u202e" not in text
+    assert "\x1b[31mb" not in text
+    assert "\x1b[1;31merror:" in text, "its own colours stay"

@@ -94,4 +94,4 @@ def test_odd_names_neither_break_the_table_nor_command_the_terminal() -> None:
     )  # fmt: skip
     text = draw(explanation, width=200)
     assert all(line.isprintable() for line in text.splitlines())
-    assert "a name of [31m  kind" in text
+    assert r"a name of\x1b[31m \u202ekind" in text

@@ -180,7 +180,7 @@ def test_what_others_named_stays_on_its_line() -> None:
         device={"name": "cpu\x1b[2J", "kind": "cpu"},
     )
     text = draw(odd)
-    assert "note         a note [31m\n" in text
+    assert "note         a note\\x1b[31m\n" in text
     assert "[red]careful[/red] :smile:" in text, "no markup"
     assert all(line.isprintable() for line in text.splitlines())
 

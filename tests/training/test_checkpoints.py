@@ -7,7 +7,7 @@ import os
 import random
 import resource
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,37 @@ def test_any_truncation_is_found(tmp_path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(DamagedFileError, match="is damaged"):
             read_checkpoint(path)
+
+
+ALTERATIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a name is gone": lambda content: content["record"].pop("update"),
+    "a number": lambda content: content["record"].update(update=7),
+    "a type": lambda content: content["record"].update(update=[1]),
+    "a tensor's form": lambda content: content["record"].update(weights=torch.ones(3)),
+    "all of it": lambda content: content.pop("record"),
+}
+
+
+@pytest.mark.parametrize("kind", ALTERATIONS)
+def test_an_altered_checkpoint_is_skipped_although_its_checksums_are_right(kind: str, tmp_path: Path) -> None:
+    store, notices = Checkpoints(tmp_path), list[Any]()
+    store.write(1, {"update": 1, "weights": torch.ones(2)})
+    path = store.write(2, {"update": 2, "weights": torch.ones(2)})
+    content = torch.load(path, weights_only=True)
+    ALTERATIONS[kind](content)
+    torch.save(content, path)
+    found = store.newest(notices.append)
+    assert found is not None
+    assert found[1]["update"] == 1
+    assert "2.pt is damaged (its values are not those that were written) and was skipped" in notices[0].text
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_outline(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).write(1, {"update": 1})
+    content = torch.load(path, weights_only=True)
+    del content["outline"]
+    torch.save(content, path)
+    assert read_checkpoint(path) == {"update": 1}
 
 
 class Malicious:

@@ -210,8 +210,8 @@ def test_resumes_at_any_window_bit_for_bit(form: str) -> None:
         random.seed(number)
         torch.manual_seed(number)
         resumed = opened(data, **more)
+        assert resumed.order_warning() is None
         assert resumed.load_state_dict(state) is None
-        assert resumed.find_unrepeatable() is None
         windows = windows_of(resumed, range(whole[number][0], 3))
         assert_same(windows, whole[number + 1 :])
         rows = data if form == "dataset" else data.dataset
@@ -227,7 +227,7 @@ def test_an_order_that_cannot_be_repeated_is_told_at_the_start_and_when_it_chang
         return opened(DataLoader(DrawingRows(COUNT), 4, sampler=sampler()))
 
     source = make()
-    reason = source.find_unrepeatable()
+    reason = source.order_warning()
     assert reason is not None
     assert reason.startswith(f"a {sampler.__name__} gives another order each time it is iterated: a resumed run would")
     _, states = remaining(source, range(2))
@@ -238,17 +238,9 @@ def test_an_order_that_cannot_be_repeated_is_told_at_the_start_and_when_it_chang
 
 
 def test_a_sampler_that_ends_once_is_told_and_not_used_up() -> None:
-    source = opened(DataLoader(DrawingRows(COUNT), 4, sampler=(index for index in range(COUNT))))  # type: ignore[arg-type]
-    assert "a generator gives another order" in str(source.find_unrepeatable())
+    source = opened(DataLoader(DrawingRows(COUNT), 4, sampler=(index for index in range(COUNT))))
+    assert "a generator gives another order" in str(source.order_warning())
     assert indices_of(windows_of(source, range(1)), 0) == list(range(COUNT))
-
-
-def test_a_generator_that_cannot_be_seeded_is_told_at_the_start() -> None:
-    rows = DrawingRows(COUNT)
-    rows.own = random.SystemRandom()  # type: ignore[attr-defined]
-    reason = opened(rows).find_unrepeatable()
-    assert reason is not None
-    assert reason.startswith("the data draws from a SystemRandom, which cannot be seeded: a resumed run would draw")
 
 
 @pytest.mark.parametrize("form", ["dataset", "loader", "global generators", "own generator"])

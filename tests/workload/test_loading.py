@@ -316,6 +316,8 @@ REFERENCES = {
     "name is a number": ("model.py:SIZE", r"SIZE in model\.py is an int, neither a workload nor a model"),
     "no name": ("model.py:", r"'model\.py:' is not a reference to a workload: write model\.py, model\.py:name"),
     "empty": ("", r"'' is not a reference to a workload"),
+    "null byte": ("a\0b.py", r"'a\\x00b\.py' is not a reference to a workload: write model\.py"),
+    "too long": ("x" * 5000, r"^'x+\.\.\.x+' is not a reference to a workload: write model\.py"),
     "no such module": ("nothing.here:x", r"there is no module 'nothing'"),
     "no such submodule": ("torch.nothing:x", r"there is no module 'torch\.nothing'"),
 }

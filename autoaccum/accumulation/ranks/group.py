@@ -7,10 +7,13 @@ others at the next of them, in place of what they expect. All then know the same
 
 from __future__ import annotations
 
+import ctypes
 import io
 import pickle
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -34,6 +37,8 @@ _ROW_BYTES = 2048
 _GRACE_SECONDS, _PATIENCE_SECONDS = 3.0, 20.0
 """How long ranks that see an exchange fail wait for the others to see it, to tell who is gone: at least, and while
 several are missing, of which some may be busy."""
+
+_LONGEST_NAP_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         members = dist.get_process_group_ranks(group)
         try:
-            self._control = dist.new_group(members, timeout=_timeout(group), backend="gloo")
+            self._control = interruptibly(lambda: dist.new_group(members, timeout=_timeout(group), backend="gloo"))
         except (RuntimeError, dist.DistError) as error:
             raise RankLostError(
                 f"a rank of {self.size} ended or did not come", hint=f"look at its output ({first_line(error)[:200]})"
@@ -192,8 +197,15 @@ class Ranks:
     def _gather_rows(self, row: Tensor) -> Tensor:
         import torch.distributed as dist
 
-        rows = row.new_empty(self.size, len(row))
-        dist.all_gather(list(rows.unbind()), row, group=self._control)
+        rows, began = row.new_empty(self.size, len(row)), time.monotonic()
+        work: Any = dist.all_gather(list(rows.unbind()), row, group=self._control, async_op=True)
+        try:
+            while not work.is_completed():  # Signals are handled between two naps, and not within `wait`.
+                time.sleep(min(_LONGEST_NAP_SECONDS, (time.monotonic() - began) / 10))
+        except BaseException:  # Destroyed, the group would wait for this work to end: it is kept for good.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._control))
+            raise
+        work.wait()
         return rows
 
     def _lost_error(self, error: Exception) -> RankLostError:
@@ -214,6 +226,20 @@ class Ranks:
             f"{who} of {self.size} ended or no longer answer{'' if several else 's'}",
             hint=f"look at its output; nothing was changed here since the last update ({first_line(error)[:200]})",
         )
+
+
+def interruptibly(meet: Callable[[], _T]) -> _T:
+    """Return what `meet` returns, called in a thread: PyTorch's waits for other ranks let no signal be handled."""
+    done = Future[_T]()
+
+    def run() -> None:
+        try:
+            done.set_result(meet())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result()
 
 
 class TensorPickler(pickle.Pickler):

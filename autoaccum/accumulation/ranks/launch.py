@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from autoaccum.accumulation.ranks.group import Ranks, join_ranks, world_size
+from autoaccum.accumulation.ranks.group import Ranks, interruptibly, join_ranks, world_size
 from autoaccum.checks import is_one_of_ranks, join_words
 from autoaccum.errors import NotMeasuredError, UsageError
 
@@ -57,13 +57,17 @@ def launched_ranks(*, on_cards: bool = True) -> Iterator[Ranks]:
                 hint="start as many ranks as there are cards, or take --device cpu",
             )
         torch.cuda.set_device(card)
-    # Under a name of its own: a second group of this process would meet at the addresses that the first one left.
-    store = PrefixStore(f"autoaccum/{next(_groups)}", _meeting_place())
-    backend = "cpu:gloo,cuda:nccl" if on_cards else "gloo"
-    dist.init_process_group(
-        backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
-    )
-    ranks = join_ranks()
+
+    def meet() -> Ranks:
+        # Under a name of its own: a second group of this process would meet at the addresses that the first one left.
+        store = PrefixStore(f"autoaccum/{next(_groups)}", _meeting_place())
+        backend = "cpu:gloo,cuda:nccl" if on_cards else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"])
+        )
+        return join_ranks()
+
+    ranks = interruptibly(meet)
     try:
         yield ranks
     finally:

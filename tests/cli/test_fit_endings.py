@@ -1,0 +1,104 @@
+"""A `fit` ends when it is told to, also while it waits for other ranks, and when threads of the workload run on."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from command_line import autoaccum, environment, wait_for
+
+from autoaccum.cli import root
+
+WORKLOAD = """
+import os, pathlib, threading, time, torch
+from torch import nn
+
+x = torch.randn(16, 3)
+dataset = torch.utils.data.TensorDataset(x, x)
+criterion = nn.MSELoss()
+
+def model():
+    pathlib.Path("started" + os.environ.get("RANK", "")).touch()
+    pass  # SLEEP
+    return nn.Linear(3, 3)
+"""
+LEAKS = 'threading.Thread(target=time.sleep, args=(600,), name="uploader").start()'
+RANK_0_SLEEPS = 'time.sleep(600 * (os.environ["RANK"] == "0"))'
+WORDS = ["fit", "m.py", "--target-batch", "8", "--micro-batch", "4", "--steps", "1", "--run-dir", "run"]
+
+
+@contextmanager
+def rank_of_two(number: int, folder: Path, port: int) -> Iterator[subprocess.Popen[str]]:
+    about = {"RANK": str(number), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    words = [sys.executable, "-m", "autoaccum", *WORDS]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, cwd=folder, env=environment(**about), text=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:  # It may have been given the very port that it connects to.
+        return probe.connect_ex(("127.0.0.1", port)) == 0 and probe.getsockname() != probe.getpeername()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code", "how"), [(signal.SIGTERM, 143, "ended"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_rank_that_waits_for_one_that_never_comes_can_be_stopped(
+    tmp_path: Path, number: int, code: int, how: str
+) -> None:
+    (tmp_path / "m.py").write_text(WORKLOAD)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        with rank_of_two(1, tmp_path, server.getsockname()[1]) as second:
+            server.settimeout(120)
+            with server.accept()[0]:  # It has met nobody.
+                second.send_signal(number)
+                assert second.wait(30) == code
+        port = server.getsockname()[1]
+    with rank_of_two(0, tmp_path, port) as first:
+        while first.poll() is None and not is_listening(port):
+            time.sleep(0.1)
+        first.send_signal(number)
+        assert first.communicate(timeout=30) == ("", f"{how} before training began: nothing is lost\n")
+        assert first.returncode == code
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_what_another_does_can_be_stopped(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(WORKLOAD.replace("pass  # SLEEP", RANK_0_SLEEPS))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with ExitStack() as stack:
+        _, second = (stack.enter_context(rank_of_two(number, tmp_path, port)) for number in (0, 1))
+        wait_for(tmp_path / "started1")
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(2)
+        second.send_signal(signal.SIGTERM)
+        assert second.wait(30) == 143
+
+
+@pytest.mark.slow
+def test_threads_that_the_workload_leaves_do_not_keep_the_command_from_ending(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(WORKLOAD.replace("pass  # SLEEP", LEAKS))
+    done = autoaccum(tmp_path, *WORDS)
+    assert done.returncode == 0
+    assert done.stderr.endswith("note: ended without waiting longer for 1 thread that the workload left: uploader\n")
+    assert "weights      run/model.pt" in done.stdout
+    assert autoaccum(tmp_path, *WORDS[:4], "--target-batch", "9", *WORDS[4:]).returncode == 2
+
+
+def test_a_script_that_calls_the_command_is_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(root, "_THREADS_SECONDS", 0.0)
+    root._end_without_threads(0)
