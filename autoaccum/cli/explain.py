@@ -69,8 +69,7 @@ def command(
     stderr = make_console(stderr=True)
     with Progress(stderr, quiet=quiet) as progress:
         progress.show("tracing the update ...")
-        on_output = progress.print_output if stderr.can_redraw else None
-        check = check_snapshot(snapshot, workload, request, micro_batch, on_output=on_output)
+        check = check_snapshot(snapshot, workload, request, micro_batch, on_output=progress.print_output)
     if as_json:
         click.echo(snapshot_json(check), nl=False)
     else:

@@ -182,8 +182,7 @@ def _progress(form: str, *, quiet: bool) -> Iterator[dict[str, Any]]:
     stderr = make_console(stderr=True)
     read_by_github = form == "github" or _on_github()
     with GuardProgress(stderr, quiet=quiet, harmless=harmless if read_by_github else None) as progress:
-        passing = progress.print_output if stderr.can_redraw or read_by_github else None
-        yield {"on_event": progress.notify, "on_output": passing}
+        yield {"on_event": progress.notify, "on_output": progress.print_output}
     if not quiet and form == "text":
         stderr.print()
 

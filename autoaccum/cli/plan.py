@@ -235,9 +235,8 @@ def command(
             progress.notify(event)
             outputs.listen(event)
 
-        on_output = progress.print_output if stderr.can_redraw else None
         began = time.monotonic()
-        found = plan(workload, on_event=listen, on_output=on_output, **request)
+        found = plan(workload, on_event=listen, on_output=progress.print_output, **request)
     if framework is not None:
         found = for_framework(found, framework)
     offer: dict[str, Any] = {
@@ -350,7 +349,7 @@ def _compare(
                 on_start=lambda card, ranks: progress.show(
                     f"planning for {f'{ranks} x {card}' if ranged else card} ..."
                 ),
-                on_output=progress.print_output if stderr.can_redraw else None,
+                on_output=progress.print_output,
             )
             rows = compare_plans(plans, list(cards), choose_world_sizes(within), listen)
             for text in table_warnings(rows):
@@ -400,8 +399,7 @@ def _show_savers(
     asked = PlanRequest(request["target_batch"], options, max_micro_batch=request["max_micro_batch"])
     stderr = make_console(stderr=True)
     with PlanProgress(stderr, quiet=quiet) as progress:
-        on_output = progress.print_output if stderr.can_redraw else None
-        setup = make_setup(workload, asked, on_output=on_output)
+        setup = make_setup(workload, asked, on_output=progress.print_output)
         with setup.device:
             trials = SaverTrials(setup.device, asked, SearchLimits(None, None), progress.notify)
             table = compare_savers(trials, setup.reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -42,6 +43,7 @@ class Progress:
         self._outlives_console, self._auto_refresh = outlives_console, auto_refresh
         self._live: rich_progress.Progress | None = None
         self._warned: set[str] = set()
+        self._printed: set[str] = set()
         self._lasting: Text | None = None
         self._ended: threading.Event | None = None
 
@@ -81,8 +83,14 @@ class Progress:
             self._guarded(print_labelled, self.console, "warning", one_line(text), "yellow")
 
     def print_output(self, line: str) -> None:
-        """Print what a workload printed, even if quiet."""
-        self._print(Text.from_ansi(line))
+        """Print what a workload printed, even if quiet: a line once, as each of its processes prints it again.
+
+        Of a bar, which is redrawn after a carriage return, that is the last state, whatever its times are.
+        """
+        *redrawn, last = line.rstrip("\r").split("\r")
+        if (key := re.sub(r"[\d.:?]+", "", last) if redrawn else last) not in self._printed:
+            self._printed.add(key)
+            self._print(Text.from_ansi(last))
 
     def stop(self) -> None:
         """Remove the live line."""

@@ -80,8 +80,8 @@ def test_the_report_is_on_stdout_progress_on_stderr(guard: Guard, found: Report,
     result = invoke()
     assert result.exit_code == code
     assert result.stdout.splitlines()[-1] == report_text(found).splitlines()[-1]
-    assert re.match(r"1/1 +\d+\.\d s  ", result.stderr)
-    assert invoke("-q").stderr == ""
+    assert re.match(r"::error::of the workload\n1/1 +\d+\.\d s  ", result.stderr)
+    assert invoke("-q").stderr == "::error::of the workload\n"
 
 
 def test_what_is_asked_for_reaches_the_guard(guard: Guard, folder: Path) -> None:

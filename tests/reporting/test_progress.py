@@ -137,3 +137,19 @@ def test_without_a_terminal_what_lasts_is_printed_now_and_then(quiet: bool, monk
     lines = file.getvalue().splitlines()
     assert lines == [] if quiet else all(line.startswith("tracing small sizes ... 0 s") for line in lines[:2])
     assert quiet or len(lines) >= 2
+
+
+def test_what_each_process_of_a_workload_prints_is_printed_once() -> None:
+    """Trials load the workload again: bars and reports of libraries once came back with each of them."""
+    file = io.StringIO()
+    with PlanProgress(make_console(file=file, width=40)) as progress:
+        for rate in ("96.1it/s", "101.33it/s"):
+            progress.print_output("Some weights are new")
+            progress.print_output(f"\rLoading: 0%| | 0/3\rLoading: 100%|###| 3/3 [00:00<00:00, {rate}]")
+            progress.print_output(f"step took {rate}\r")
+    assert file.getvalue().splitlines() == [
+        "Some weights are new",
+        "Loading: 100%|###| 3/3 [00:00<00:00, 96.1it/s]",
+        "step took 96.1it/s",
+        "step took 101.33it/s",
+    ]
