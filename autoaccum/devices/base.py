@@ -121,6 +121,7 @@ class Inspection:
     """The facts about a workload that are found before any trial.
 
     Attributes:
+        dtypes: The dtypes of its parameters, such as `bf16`.
         loss: The name of its loss: "loss", "criterion" for a function of outputs and targets, or "model" if the model
             computes the loss.
         least_size: The smallest micro-batch that can be trained at all, in samples: 2 where a BatchNorm would have one
@@ -161,6 +162,7 @@ class Inspection:
     reduction: str
     weight: str
     environment: Mapping[str, Any]
+    dtypes: tuple[str, ...] = ("fp32",)
     loss: Literal["loss", "criterion", "model"] = "loss"
     compiles: bool = False
     least_size: int = 1

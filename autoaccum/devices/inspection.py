@@ -126,6 +126,7 @@ def describe_setup(
         "model": model_class(unwrap_model(model)).__name__,
         "parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": storage_bytes(parameters),
+        "dtypes": tuple(dict.fromkeys(_name_dtype(parameter.dtype) for parameter in parameters)),
         "precision": workload.precision,
         "optimizer": type(optimizer).__name__,
         "reduction": objective.reduction,
@@ -149,6 +150,10 @@ def describe_setup(
             for name, module in find_auxiliary_modules(workload).items()
         },
     }
+
+
+def _name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def describe_model(workload: Workload, model: nn.Module) -> dict[str, Any]:

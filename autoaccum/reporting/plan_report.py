@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.checks import counted
+from autoaccum.checks import counted, join_words
 from autoaccum.devices.base import Trial
 from autoaccum.options import OFFLOADS, mesh_word
 from autoaccum.planning import plan_events
@@ -382,9 +382,14 @@ def _failure(trial: Trial) -> str:
 def _headline(event: plan_events.Inspected) -> Text:
     seen = event.inspection
     where = "predicted for" if event.predicted else "on"
+    if seen.dtypes == ("fp32",):
+        of, precision = "", f"{seen.precision}, "
+    else:
+        of = f" in {join_words(seen.dtypes)}"
+        precision = "" if seen.precision == "fp32" else f"autocast to {seen.precision}, "
     return Text.assemble(
         (seen.name, "bold"),
-        f": {seen.model}, {seen.parameters:,} parameters, {seen.precision}, {seen.optimizer}; "
+        f": {seen.model}, {seen.parameters:,} parameters{of}, {precision}{seen.optimizer}; "
         f"{where} {event.device} with {format_bytes(event.limit_bytes)}, sizes up to {event.cap}",
     )
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,6 +45,15 @@ def test_reports_what_will_be_trained() -> None:
     assert inspection.warnings == ()
     assert inspection.environment["torch"] == torch.__version__
     assert inspection.environment["threads"] == torch.get_num_threads()
+
+
+def test_reports_the_dtypes_of_parameters() -> None:
+    def mixed() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).bfloat16(), nn.Linear(2, 2))
+
+    cast = with_loss(lambda model, batch: model[1](model[0](batch[0]).bfloat16()).float().sum())
+    assert inspect_workload(make(linear), share=8).dtypes == ("fp32",)
+    assert inspect_workload(replace(cast, model=mixed), share=8).dtypes == ("fp32", "bf16")
 
 
 def test_passes_on_what_the_check_of_the_weighting_says() -> None:

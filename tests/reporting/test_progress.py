@@ -68,6 +68,21 @@ def test_one_line_per_trial() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "precision", "words"),
+    [
+        (("fp32",), "fp32", "parameters, fp32, AdamW"),
+        (("bf16",), "fp32", "parameters in bf16, AdamW"),
+        (("bf16", "fp32"), "fp16", "parameters in bf16 and fp32, autocast to fp16, AdamW"),
+    ],
+)
+def test_the_dtype_of_parameters_is_theirs(dtypes: tuple[str, ...], precision: str, words: str) -> None:
+    file = io.StringIO()
+    with PlanProgress(make_console(file=file, width=200)) as progress:
+        progress.notify(Inspected(replace(INSPECTION, dtypes=dtypes, precision=precision), "cpu", GIB, 256))
+    assert words in file.getvalue()
+
+
 def test_trials_of_other_budgets_show_the_budget() -> None:
     file = Terminal()
     progress = PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None))
