@@ -296,6 +296,8 @@ class PlanProgress(Progress):
             self.stop()
             self._predicted = event.predicted
             self.say(_headline(event))
+            for caution in event.inspection.cautions if event.predicted else ():
+                self.say(f"warning: {caution}", "yellow")
             self.say(_COLUMNS.format(size="micro-batch", outcome="outcome", peak="peak", seconds="time"), "dim")
         elif isinstance(event, plan_events.SaversTried):
             self._try_savers(event)

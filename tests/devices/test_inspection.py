@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -48,12 +47,16 @@ def test_reports_what_will_be_trained() -> None:
 
 
 def test_reports_the_dtypes_of_parameters() -> None:
-    def mixed() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2).bfloat16(), nn.Linear(2, 2))
+    class Mixed(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self
+            return torch.as_tensor(second(first(x).bfloat16())).float()
 
-    cast = with_loss(lambda model, batch: model[1](model[0](batch[0]).bfloat16()).float().sum())
+    def mixed() -> nn.Module:
+        return Mixed(nn.Linear(4, 4), nn.Linear(4, 2).bfloat16())
+
     assert inspect_workload(make(linear), share=8).dtypes == ("fp32",)
-    assert inspect_workload(replace(cast, model=mixed), share=8).dtypes == ("fp32", "bf16")
+    assert inspect_workload(make(mixed), share=8).dtypes == ("fp32", "bf16")
 
 
 def test_passes_on_what_the_check_of_the_weighting_says() -> None:

@@ -83,6 +83,13 @@ def test_the_dtype_of_parameters_is_theirs(dtypes: tuple[str, ...], precision: s
     assert words in file.getvalue()
 
 
+def test_cautions_of_a_simulation_are_told_before_its_trials() -> None:
+    file = io.StringIO()
+    with PlanProgress(make_console(file=file, width=200)) as progress:
+        progress.notify(Inspected(replace(INSPECTION, cautions=("values are read",)), "rtx3090", GIB, 256, True))
+    assert file.getvalue().splitlines()[1] == "warning: values are read"
+
+
 def test_trials_of_other_budgets_show_the_budget() -> None:
     file = Terminal()
     progress = PlanProgress(make_console(file=file, width=80, force_terminal=True, color_system=None))

@@ -52,6 +52,7 @@ from autoaccum.devices.simulated.trace_records import LabelledTrace, Trace
 from autoaccum.devices.simulated.tracing.cost_counter import CostCounter
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
+from autoaccum.devices.simulated.tracing.known_values import MAX_KNOWN_ELEMENTS
 from autoaccum.devices.simulated.tracing.labelling import BlockLabeller, CallStacks
 from autoaccum.devices.simulated.tracing.one_rank import prepare_ranks, simulate_ranks
 from autoaccum.devices.simulated.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
@@ -63,6 +64,7 @@ from autoaccum.devices.trial_record import Inspect, Loaded, PartsRequest
 from autoaccum.devices.trial_run import TrialRun, move_model, seed_everything
 from autoaccum.devices.update_cost import UpdateCost
 from autoaccum.options import Options, Parallel
+from autoaccum.workload.pytree import tensors
 from autoaccum.workload.spec import Workload
 
 T = TypeVar("T")
@@ -205,10 +207,22 @@ def inspect_simulated(workload: Workload, share: int, mode: FakeCudaMode, **of_r
         found_multiple=found_multiple,
         draw=find_worst_draw(workload, model, size) if trial_run.has_drawn else None,
         accumulation_warnings=tuple(messages),
-        cautions=tuple(mode.notices),
+        cautions=(*mode.notices, *_limit_reads(workload.build_batch(size), size, share, mode)),
         notes=tuple(mode.checks),
     )
     return inspection, trace
+
+
+def _limit_reads(batch: Any, size: int, share: int, mode: FakeCudaMode) -> list[str]:
+    """Return a warning if the step reads values that are not known of larger micro-batches."""
+    counts = [leaf.numel() // size for leaf in tensors(batch) if not leaf.is_floating_point()]
+    most = MAX_KNOWN_ELEMENTS // max((*counts, 1))
+    if not mode.read_at or mode.cpu_values is not None or most >= share:
+        return []
+    return [
+        f"values are read, at {mode.read_at}, and known for micro-batches of at most {most} samples: for larger ones"
+        " have the CPU compute them (--values cpu)"
+    ]
 
 
 class SimulatedChild:

@@ -29,7 +29,7 @@ from autoaccum.devices.simulated.tracing.known_values import (
 )
 from autoaccum.devices.simulated.tracing.operator_cache import OperatorCache
 from autoaccum.devices.simulated.tracing.recorder import Recorder
-from autoaccum.devices.simulated.tracing.value_reads import read_scalar, reads_for_user
+from autoaccum.devices.simulated.tracing.value_reads import locate_read, read_scalar, reads_for_user
 from autoaccum.devices.simulated.unsupported import UnknownValueError, UnsupportedError
 
 _META, _CPU = torch.device("meta"), torch.device("cpu")
@@ -71,6 +71,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         lazy: Whether large CPU tensors are made without values too.
         notices: Sentences on differences between the simulation and a real run.
         checks: Sentences on checks of values that were assumed to pass.
+        read_at: The first line that has read known values; empty if none has.
         library_tensors: Tensors that a library keeps from its first call until the next trial run, by name.
         phase: The phase in which the last trial run ended or failed.
         sharded_type: DTensor, while ranks are simulated.
@@ -93,6 +94,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self.lazy = False
         self.notices: dict[str, None] = {}
         self.checks: dict[str, None] = {}
+        self.read_at = ""
         self.library_tensors: dict[str, torch.Tensor] = {}
         self.numbering = ObjectNumbers()
         self.phase: Phase = "start"
@@ -181,7 +183,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _read(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the value of a tensor, or whether two tensors are equal."""
         if func is _aten._local_scalar_dense.default:
-            if self.cpu_values is not None and reads_for_user():
+            if reads_for_user():
                 self.count_read()
             return read_scalar(args[0], self.checks, computed=self.cpu_values is not None)
         known = compute(func, args, kwargs)
@@ -204,8 +206,9 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return values.to(kwargs.get("dtype") or values.dtype, copy=True)
 
     def count_read(self) -> None:
-        """Count a read of values, where they are computed."""
+        """Count a read of values, where they are computed, and keep the line of the first one."""
         self.recorder.reads += self.cpu_values is not None
+        self.read_at = self.read_at or locate_read()
 
     def _run_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of an operator with a value-dependent shape; None if the values are not known."""

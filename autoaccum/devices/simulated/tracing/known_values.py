@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from autoaccum.devices.simulated.unsupported import NotMaterialisedError
 
-_MAX_KNOWN_ELEMENTS = 1 << 22
+MAX_KNOWN_ELEMENTS = 1 << 22
 """Larger tensors have no known values. Batches of tokens or label maps are smaller; images and n x n scores are not."""
 _ATTRIBUTE = "_autoaccum_known"
 _CPU = torch.device("cpu")
@@ -266,7 +266,7 @@ def _is_mask(tensor: Tensor) -> bool:
 
 def _too_large(tensor: Tensor) -> bool:
     return (
-        tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() > _MAX_KNOWN_ELEMENTS * tensor.itemsize
+        tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() > MAX_KNOWN_ELEMENTS * tensor.itemsize
     )
 
 

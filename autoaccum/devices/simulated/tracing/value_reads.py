@@ -75,6 +75,12 @@ def reads_for_user() -> bool:
     return not is_own and _assumed_value(frame) is None
 
 
+def locate_read() -> str:
+    """Return the line that reads a value, and the user's line that called it."""
+    frame = _calling_frame()
+    return "" if frame is None else _locate(frame)
+
+
 def unknown_value_error(tensor: Tensor) -> UnknownValueError:
     """Return the error for reading `tensor`."""
     text = f"a value is read from a tensor of shape {tuple(tensor.shape)} that is on the card"
@@ -94,7 +100,7 @@ def read_list(tensor: Tensor) -> Any:
     value = _assumed_value(_calling_frame())
     known = None if computed and value is not None else values_of(tensor)
     if known is not None:
-        if computed:
+        if mode is not None:
             mode.count_read()
         return known.tolist()
     if value is None:

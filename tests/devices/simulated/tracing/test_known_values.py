@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from textwrap import indent
 from types import ModuleType
@@ -264,3 +265,37 @@ def test_a_card_gives_back_what_it_was_given_until_that_is_written_to() -> None:
         moved.mul_(2)
         with pytest.raises(Exception, match="a value is read"):
             moved.cpu().tolist()
+
+
+READING = """
+class M(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+    def forward(self, x, mask):
+        return self.layer(x) * {read}
+model = M
+def batch(n): return torch.randn(n, 8), torch.ones(n, {length}, dtype=torch.long)
+def loss(model, batch): return model(*batch).sum()
+criterion = None
+"""
+
+
+@pytest.mark.parametrize(
+    ("read", "length", "most"),
+    [
+        ("max(mask.sum(1).tolist())", 1 << 17, 32),
+        ("mask.sum().item()", 1 << 17, 32),
+        ("len(mask[:, 0].nonzero())", 1 << 17, 32),
+        ("mask.sum().item()", 1 << 14, None),
+        ("mask.sum()", 1 << 17, None),
+    ],
+)
+def test_values_that_larger_batches_do_not_have_are_told_at_once(
+    simulated: Callable[..., Any], read: str, length: int, most: int | None
+) -> None:
+    seen = simulated(READING.format(read=read, length=length))(Inspect())
+    assert not isinstance(seen, Failure), seen
+    said = rf"values are read, at .*model.py:\d+, and known for micro-batches of at most {most} samples: .*--values cpu"
+    assert len(seen.cautions) == (most is not None)
+    assert all(re.match(said, text) for text in seen.cautions), seen.cautions
