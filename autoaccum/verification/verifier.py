@@ -208,14 +208,12 @@ class Verifier:
         uneven = shorten(self._batch, runs.sizes, new_labels=new_labels)
         if uneven is None:
             return
-        for way in uneven.ways:
-            ran = [one for batch in way if (one := self._runs_of(runs, batch)) is not None]
-            for one in ran:
-                if one is ran[-1] or _compared(one, "accumulator", "uneven", tolerances)[0].equal:
-                    self._note(f"samples are equally long, so they were shortened in {list_names(uneven.paths)}")
-                    self._compare_both(one, "uneven", tolerances)
-                    return
-        self._untested = uneven.paths if uneven.is_known else ()
+        other = next((one for batch in uneven.batches if (one := self._runs_of(runs, batch)) is not None), None)
+        if other is not None:
+            self._note(f"samples are equally long, so they were shortened in {list_names(uneven.paths)}")
+            self._compare_both(other, "uneven", tolerances)
+        elif uneven.is_known:
+            self._untested = uneven.paths
 
     def _runs_of(self, runs: PairedRuns, batch: Any) -> PairedRuns | None:
         """Return the same parts of another batch; None where it does not run, or its loss is not finite."""

@@ -39,22 +39,21 @@ class _Counter(NamedTuple):
 
 
 class UnevenBatches(NamedTuple):
-    """Ways to shorten the samples of a batch.
+    """A batch with its samples shortened.
 
     Attributes:
         paths: The masks and labels that say which entries count.
         is_known: Whether that is certain of one of them.
-        ways: Lists of batches. The first list of which some batch runs decides; its batches differ only in the value
-            that stands for padding, so one of them without a difference is enough.
+        batches: Shortened in one way and another, of which the first that runs is to be taken.
     """
 
     paths: tuple[str, ...]
     is_known: bool
-    ways: tuple[tuple[Any, ...], ...]
+    batches: tuple[Any, ...]
 
 
 def shorten(batch: Any, sizes: Sequence[int], *, new_labels: bool) -> UnevenBatches | None:
-    """Return ways to make samples of `batch` unequally long; None where nothing says which entries count.
+    """Make samples of `batch` unequally long; return None where nothing says which entries count.
 
     None, too, where parts of these `sizes` differ in all that does. With `new_labels`, labels may get ignored entries
     that have none; a loss that does not ignore these raises.
@@ -63,9 +62,9 @@ def shorten(batch: Any, sizes: Sequence[int], *, new_labels: bool) -> UnevenBatc
     if not any(counter.is_even(sizes) for counter in counters):
         return None
     sure = [counter for counter in counters if counter.is_known or counter.ignored != IGNORED]
-    subsets = [one for one in (counters, sure if len(sure) < len(counters) else []) if one]
-    ways = tuple(tuple(_shorten(batch, subset, sizes)) for subset in subsets)
-    return UnevenBatches(tuple(one.path for one in counters), any(one.is_known for one in counters), ways)
+    made = [_shorten(batch, subset, sizes) for subset in (counters, sure)]
+    paths, is_known = tuple(one.path for one in counters), any(one.is_known for one in counters)
+    return UnevenBatches(paths, is_known, tuple(one for one in made if one is not None))
 
 
 def shorten_apart(batch: Any, *, new_labels: bool) -> Iterator[Any]:
@@ -115,37 +114,33 @@ def _read_mask(path: str, leaf: Tensor) -> _Counter | None:
     return _Counter(path, leaf, 0, is_named and leaf.ndim == 2)
 
 
-def _shorten(batch: Any, counters: Sequence[_Counter], sizes: Sequence[int]) -> Iterator[Any]:
-    """Yield batches with all `counters` shortened, those of the same size alike, and ids and lengths with them."""
+def _shorten(batch: Any, counters: Sequence[_Counter], sizes: Sequence[int]) -> Any:
+    """Return `batch` with all `counters` shortened, those of the same size alike, and ids and lengths with them.
+
+    None where all samples are too short for that.
+    """
     changed: dict[str, Tensor] = {}
     ends: dict[int, Tensor] = {}
     for path, leaf, ignored, _ in counters:
-        end = ends.setdefault(leaf[0].numel(), _ends(leaf != ignored))
-        changed[path] = _cut(leaf, ignored, end)
+        changed[path] = _cut(leaf, ignored, ends.setdefault(leaf[0].numel(), _ends(leaf != ignored)))
     if all(counter._replace(leaf=changed[counter.path]).is_even(sizes) for counter in counters):
-        return
-    others = [(path, leaf) for path, leaf in _tensors(batch) if is_integer(leaf) and path not in changed]
-    for path, leaf in others:
+        return None
+    for path, leaf in _tensors(batch):
+        if path in changed or not is_integer(leaf):
+            continue
         if leaf.ndim == 1 and "len" in path.lower() and len(ends) == 1:
             changed[path] = torch.minimum(leaf, next(iter(ends.values())).to(leaf))
-    ids = {path: leaf for path, leaf in others if leaf.ndim == 2 and leaf.shape[1] in ends}
-    padding = {path: _padding(leaf, counters) for path, leaf in ids.items()}
-    for unknown in (0, None) if None in padding.values() else (0,):
-        values = {path: unknown if value is None else value for path, value in padding.items()}
-        cut = {
-            path: _cut(ids[path], value, ends[ids[path].shape[1]])
-            for path, value in values.items()
-            if value is not None
-        }
-        yield _replaced(batch, changed | cut)
+        elif leaf.ndim == 2 and leaf.shape[1] in ends:
+            changed[path] = _cut(leaf, _padding(leaf, counters), ends[leaf.shape[1]])
+    return _replaced(batch, changed)
 
 
-def _padding(ids: Tensor, counters: Sequence[_Counter]) -> float | None:
-    """Return the value of all entries of `ids` that do not count; None where all count, or they differ."""
+def _padding(ids: Tensor, counters: Sequence[_Counter]) -> float:
+    """Return the value of all entries of `ids` that do not count; 0 where all count, or they differ."""
     for counter in reversed(counters):  # Masks first: labels ignore more than padding.
         if counter.leaf.shape == ids.shape and len(found := torch.unique(ids[counter.leaf == counter.ignored])) == 1:
             return float(found)
-    return None
+    return 0.0
 
 
 def _ends(counted: Tensor) -> Tensor:

@@ -31,11 +31,6 @@ class Candidate:
     code: str
     counts: tuple[float, ...]
 
-    def shares(self, start: int) -> tuple[float, ...]:
-        """Return the shares of the parts from `start` on; candidates with equal shares cannot be distinguished."""
-        counts = self.counts[start:]
-        return tuple(round(count / max(sum(counts), 1e-300), 12) for count in counts)
-
 
 def list_candidates(batch: Any, parts: list[Any], likely: str | None = None) -> list[Candidate]:
     """Return all candidates, the likeliest first: samples, labels not ignored, masks, lengths, sums.

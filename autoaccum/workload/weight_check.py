@@ -69,16 +69,12 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
 def _check_uneven(runs: BatchLosses, batch: Any, sizes: list[int], coupled: bool) -> list[str]:
     """Compare a batch whose samples are equally long with them shortened; what does not run shows nothing."""
     uneven = shorten(batch, sizes, new_labels=runs.may_fail)
-    for way in () if uneven is None else uneven.ways:
-        found = []
-        for varied in way:
-            with suppress(WorkloadError):
-                comparison = runs.compare(split_batch(varied, sizes), varied)
-                if all(map(math.isfinite, comparison.whole.values())):
-                    others = split_batch(varied, sizes[::-1])
-                    found.append(compare_losses(runs, varied, comparison, others, coupled=coupled, apart=True))
-        if found:
-            return next((one for one in found if not one), found[-1])
+    for varied in () if uneven is None else uneven.batches:
+        with suppress(WorkloadError):
+            comparison = runs.compare(split_batch(varied, sizes), varied)
+            if all(map(math.isfinite, comparison.whole.values())):
+                others = split_batch(varied, sizes[::-1])
+                return compare_losses(runs, varied, comparison, others, coupled=coupled, apart=True)
     return []
 
 
