@@ -95,8 +95,10 @@ def _find_counters(batch: Any, new_labels: bool) -> list[_Counter]:
     masks = [mask for path, leaf in tensors if (mask := _read_mask(path, leaf)) is not None]
     shapes, labels = {mask.leaf.shape for mask in masks if mask.leaf.ndim > 1 and new_labels}, []
     for path, leaf in tensors:
-        is_marked = is_integer(leaf) and bool((leaf == IGNORED).any())
-        if is_marked or (is_integer(leaf) and leaf.shape in shapes and path_rank(path) < path_rank("mask")):
+        if not is_integer(leaf) or not leaf.dtype.is_signed:
+            continue
+        is_marked = bool((leaf == IGNORED).any())
+        if is_marked or (leaf.shape in shapes and path_rank(path) < path_rank("mask")):
             labels.append(_Counter(path, leaf, IGNORED, is_marked))
     return [*labels, *(mask for mask in masks if mask.path not in {label.path for label in labels})]
 
