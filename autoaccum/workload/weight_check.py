@@ -62,7 +62,7 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
         batch = take_small_batch(workload, each * _SAMPLES)
         parts, others = (split_batch(batch, [each * size for size in sizes]) for sizes in _SPLITS)
         runs = _run_copy(workload, batch)
-        found = compare_losses(runs, batch, runs.compare(parts), others, coupled=coupled, apart=True)
+        found = compare_losses(runs, batch, runs.compare(parts), others, coupled=coupled)
         return found or _check_uneven(runs, batch, [each * size for size in _SPLITS[0]], coupled)
 
 
@@ -74,7 +74,7 @@ def _check_uneven(runs: BatchLosses, batch: Any, sizes: list[int], coupled: bool
             comparison = runs.compare(split_batch(varied, sizes), varied)
             if all(map(math.isfinite, comparison.whole.values())):
                 others = split_batch(varied, sizes[::-1])
-                return compare_losses(runs, varied, comparison, others, coupled=coupled, apart=True)
+                return compare_losses(runs, varied, comparison, others, coupled=coupled)
     return []
 
 
@@ -136,17 +136,11 @@ def _run_copy(workload: Workload, batch: Any) -> BatchLosses:
 
 
 def compare_losses(
-    runs: BatchLosses,
-    batch: Any,
-    comparison: LossComparison,
-    others: list[Any],
-    *,
-    coupled: bool,
-    apart: bool = False,
+    runs: BatchLosses, batch: Any, comparison: LossComparison, others: list[Any], *, coupled: bool
 ) -> list[str]:
     """Return what `check_weighting` does for the `comparison` of two parts of `batch`; `others` are two other parts.
 
-    With `apart`, weights that fit are also tried on changed batches.
+    Weights that fit are also tried on changed batches.
     """
     parts = comparison.parts
     comparison.raise_if_nan()
@@ -158,10 +152,9 @@ def compare_losses(
     again = runs.losses(parts[0])
     if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in comparison.losses[0].items()):
         return [Unchecked("the weighting could not be checked, since the loss differs from run to run")]
-    further = [*(runs.compare_apart(batch, list(map(batch_size, parts))) if apart else ())]
-    every = [*parts, *others, *(part for one in further for part in one.parts)]
+    further = [runs.compare(others, batch), *runs.compare_apart(batch, list(map(batch_size, parts)))]
+    every = [*parts, *(part for one in further for part in one.parts)]
     candidates = [_SUM, *list_candidates(batch, every, runs.likely_weight)]
-    further.insert(0, runs.compare(others, batch))
     fitting = {name: _fitting(comparison, name, candidates, 0, runs.tolerance) for name in wrong}
     fitting = {name: narrow(name, fits, further, _PARTS, runs.tolerance)[0] for name, fits in fitting.items()}
     weights = {name: fits[0].code for name, fits in fitting.items() if fits}
