@@ -54,7 +54,7 @@ class WeightingCheck:
         is_known = criterion is not None and criterion.rule is not None and objective.weight_function is None
         self._updates = 0 if mode == "off" or is_known or objective.coupled else _UPDATES
         self._comparisons = 0
-        self._is_strict, self._is_told, self._is_checked = mode == "strict", mode == "off", False
+        self._is_strict, self._is_told, self._is_checked = mode == "strict", False, False
         self._found: list[str] = []
 
     def look(
