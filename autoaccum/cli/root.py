@@ -113,7 +113,7 @@ def _end_without_threads(code: Any) -> None:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()
-        os._exit(code if isinstance(code, int) else 1)
+        os._exit(code or 0)
 
 
 def _report_unforeseen(error: Exception) -> int:

@@ -125,14 +125,14 @@ class MapStyleSource(WindowSource):
 
     def order_warning(self) -> str | None:
         """Return a warning if a custom sampler, of which a copy is asked for its first window twice, differs."""
-        samplers = [each for each in (getattr(self._sampler, "sampler", None), self._sampler) if each is not None]
+        samplers = (getattr(self._sampler, "sampler", self._sampler), self._sampler)
         custom = [each for each in samplers if not type(each).__module__.startswith("torch.")]
         if not custom:
             return None
         with suppress(TypeError), preserve_rng_state(), self.interruptible():  # An iterator cannot be copied.
             copied = copy.copy(self._sampler)
-            if samplers[1:]:
-                copied.sampler = copy.copy(samplers[0])
+            with suppress(AttributeError):  # A list has no samplers.
+                copied.sampler = copy.copy(copied.sampler)
             first, again = (next(_windows(copied, self._user_loader, self._settings, 0), None) for _ in range(2))
             if first == again:
                 return None

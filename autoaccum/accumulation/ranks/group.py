@@ -10,12 +10,11 @@ from __future__ import annotations
 import ctypes
 import io
 import pickle
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -230,16 +229,8 @@ class Ranks:
 
 def interruptibly(meet: Callable[[], _T]) -> _T:
     """Return what `meet` returns, called in a thread: PyTorch's waits for other ranks let no signal be handled."""
-    done = Future[_T]()
-
-    def run() -> None:
-        try:
-            done.set_result(meet())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return done.result()
+    with ThreadPool(1) as pool:  # Of a daemon, which does not keep Python from ending.
+        return pool.apply_async(meet).get()
 
 
 class TensorPickler(pickle.Pickler):
