@@ -205,15 +205,13 @@ class Verifier:
         if runs.objective.reduction == "sum" or runs.objective.coupled or not self._is_equal:
             return
         new_labels = runs.fixture.device.type == "cpu"  # A loss that does not ignore them would end a GPU's context.
-        uneven = shorten(self._batch, runs.sizes, new_labels=new_labels)
-        if uneven is None:
-            return
-        other = next((one for batch in uneven.batches if (one := self._runs_of(runs, batch)) is not None), None)
-        if other is not None:
-            self._note(f"samples are equally long, so they were shortened in {list_names(uneven.paths)}")
-            self._compare_both(other, "uneven", tolerances)
-        elif uneven.is_known:
-            self._untested = uneven.paths
+        ways = shorten(self._batch, runs.sizes, new_labels=new_labels)
+        for way in ways:
+            if way.batch is not None and (other := self._runs_of(runs, way.batch)) is not None:
+                self._note(f"samples are equally long, so they were shortened in {list_names(way.paths)}")
+                self._compare_both(other, "uneven", tolerances)
+                return
+        self._untested = ways[-1].paths if ways and ways[-1].is_known else ()
 
     def _runs_of(self, runs: PairedRuns, batch: Any) -> PairedRuns | None:
         """Return the same parts of another batch; None where it does not run, or its loss is not finite."""

@@ -38,33 +38,34 @@ class _Counter(NamedTuple):
         return all(mean == means[0] for mean in means)
 
 
-class UnevenBatches(NamedTuple):
+class Shortened(NamedTuple):
     """A batch with its samples shortened.
 
     Attributes:
         paths: The masks and labels that say which entries count.
         is_known: Whether that is certain of one of them.
-        batches: Shortened in one way and another, of which the first that runs is to be taken.
+        batch: The batch; None where its samples are too short already.
     """
 
     paths: tuple[str, ...]
     is_known: bool
-    batches: tuple[Any, ...]
+    batch: Any
 
 
-def shorten(batch: Any, sizes: Sequence[int], *, new_labels: bool) -> UnevenBatches | None:
-    """Make samples of `batch` unequally long; return None where nothing says which entries count.
+def shorten(batch: Any, sizes: Sequence[int], *, new_labels: bool) -> list[Shortened]:
+    """Make samples of `batch` unequally long: in several ways, of which the first that runs is to be taken.
 
-    None, too, where parts of these `sizes` differ in all that does. With `new_labels`, labels may get ignored entries
-    that have none; a loss that does not ignore these raises.
+    There is none where nothing says which entries count, or parts of these `sizes` differ in all that does. With
+    `new_labels`, labels may get ignored entries that have none; a loss that does not ignore these raises.
     """
     counters = _find_counters(batch, new_labels)
     if not any(counter.is_even(sizes) for counter in counters):
-        return None
+        return []
     sure = [counter for counter in counters if counter.is_known or counter.ignored != IGNORED]
-    made = [_shorten(batch, subset, sizes) for subset in (counters, sure)]
-    paths, is_known = tuple(one.path for one in counters), any(one.is_known for one in counters)
-    return UnevenBatches(paths, is_known, tuple(one for one in made if one is not None))
+    return [
+        Shortened(tuple(one.path for one in each), any(one.is_known for one in each), _shorten(batch, each, sizes))
+        for each in (counters, sure)[: 1 if len(sure) == len(counters) else 2]
+    ]
 
 
 def shorten_apart(batch: Any, *, new_labels: bool) -> Iterator[Any]:
@@ -98,7 +99,7 @@ def _find_counters(batch: Any, new_labels: bool) -> list[_Counter]:
         if not is_integer(leaf) or not leaf.dtype.is_signed:
             continue
         is_marked = bool((leaf == IGNORED).any())
-        if is_marked or (leaf.shape in shapes and path_rank(path) < path_rank("mask")):
+        if is_marked or (leaf.shape in shapes and path_rank(path) < path_rank("mask") and "ids" not in path):
             labels.append(_Counter(path, leaf, IGNORED, is_marked))
     return [*labels, *(mask for mask in masks if mask.path not in {label.path for label in labels})]
 

@@ -68,8 +68,7 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
 
 def _check_uneven(runs: BatchLosses, batch: Any, sizes: list[int], coupled: bool) -> list[str]:
     """Compare a batch whose samples are equally long with them shortened; what does not run shows nothing."""
-    uneven = shorten(batch, sizes, new_labels=runs.may_fail)
-    for varied in () if uneven is None else uneven.batches:
+    for varied in [way.batch for way in shorten(batch, sizes, new_labels=runs.may_fail) if way.batch is not None]:
         with suppress(WorkloadError):
             comparison = runs.compare(split_batch(varied, sizes), varied)
             if all(map(math.isfinite, comparison.whole.values())):

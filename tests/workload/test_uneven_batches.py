@@ -18,9 +18,7 @@ HALVES = (4, 4)
 
 
 def shortened(batch: Any) -> Any:
-    uneven = shorten(batch, HALVES, new_labels=True)
-    assert uneven is not None
-    return uneven.batches[0]
+    return shorten(batch, HALVES, new_labels=True)[0].batch
 
 
 def test_ids_labels_masks_and_lengths_are_shortened_alike() -> None:
@@ -55,7 +53,7 @@ def test_padding_that_is_there_is_used_again() -> None:
     ids=["images", "ids of a fixed length", "one-hot targets", "uneven already", "no masks"],
 )
 def test_what_says_nothing_of_lengths_is_left_alone(batch: Any) -> None:
-    assert shorten(batch, HALVES, new_labels=True) is None
+    assert shorten(batch, HALVES, new_labels=True) == []
 
 
 @pytest.mark.parametrize(
@@ -71,18 +69,25 @@ def test_what_says_nothing_of_lengths_is_left_alone(batch: Any) -> None:
     ids=["named", "float", "padding is True", "pixels", "samples", "a prompt that is ignored"],
 )
 def test_masks_and_labels_are_recognised(leaf: Any, known: bool) -> None:
-    uneven = shorten(leaf, HALVES, new_labels=True)
-    assert uneven is not None
-    assert uneven.is_known is known
-    (before,), (after,) = tensors(leaf), tensors(uneven.batches[0])
+    (way,) = shorten(leaf, HALVES, new_labels=True)
+    assert way.is_known is known
+    (before,), (after,) = tensors(leaf), tensors(way.batch)
     assert not torch.equal(before, after)
     assert before.shape == after.shape
 
 
 def test_labels_that_ignore_nothing_stay_where_a_loss_could_not_bear_it() -> None:
-    uneven = shorten({"mask": ONES, "labels": IDS}, HALVES, new_labels=False)
-    assert uneven is not None
-    assert uneven.paths == ('batch["mask"]',)
+    batch = {"mask": ONES, "labels": IDS}
+    assert [way.paths for way in shorten(batch, HALVES, new_labels=False)] == [('batch["mask"]',)]
+    assert [way.paths for way in shorten(batch, HALVES, new_labels=True)] == [
+        ('batch["labels"]', 'batch["mask"]'),
+        ('batch["mask"]',),
+    ]
+
+
+def test_labels_of_a_dtype_without_negative_numbers_stay() -> None:
+    (way,) = shorten({"mask": ONES, "labels": IDS.to(torch.uint8)}, HALVES, new_labels=True)
+    assert way.paths == ('batch["mask"]',)
 
 
 def test_one_thing_at_a_time_is_changed_to_tell_counts_apart() -> None:
