@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 from importlib import import_module
 from pathlib import Path
 
@@ -41,6 +43,18 @@ def test_ci_finds_both_commands() -> None:
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert "command_of 'autoaccum plan'" in script
     assert "command_of pytest" in script
+
+
+def test_ci_takes_the_oldest_torch_in_turn_with_the_newest(tmp_path: Path) -> None:
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (function,) = re.findall(r"^second_torch\(\).*?^}$", script, re.DOTALL | re.MULTILINE)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    commit = "git -c user.name=a -c user.email=a@b commit -q --allow-empty -m one"
+    lines = ("set -euo pipefail", "git init -q", function, *(commit, "second_torch") * 2)
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, check=True)
+    (least,) = re.findall(r'"torch>=(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert done.stdout.split() == [f"torch=={least}", "torch"]
+    assert f"PyTorch, {least} or newer" in README
 
 
 def test_the_terminal_block_shows_the_first_command() -> None:
