@@ -7,9 +7,12 @@ from pathlib import Path
 from command_line import Command
 
 from autoaccum import Plan
+from autoaccum.devices.environment import read_torch_release
+from autoaccum.devices.simulated.operators.matmul import keeps_workspace
 from autoaccum.units import KIB
 
-WORKSPACE = 8_519_680  # Of cuBLAS, as PyTorch gives it.
+# Of cuBLAS, as PyTorch gives it: up to 2.14, the thread of forward passes and autograd's keep their own.
+WORKSPACES = 8_519_680 * (2 if keeps_workspace({}, read_torch_release()) else 1)
 TILE = (18 + 17 + 16 + 15) * 32_768 * 2
 """TRL's logits in bfloat16: of the four longest texts, the tokens that are predicted."""
 FILE = """
@@ -34,8 +37,8 @@ def test_a_fine_tuning_by_trl_is_planned(tmp_path: Path, command: Command) -> No
     assert done.returncode == 0, done.stderr
     plan = Plan.load(tmp_path / "plan.json")
     assert (plan.kind, plan.micro_batches) == ("predicted", (4, 4))
-    # A Trainer of transformers with the same model and data has a peak of 8.40 MiB, nearly all of it cuBLAS's
-    # workspace. TRL adds one tile, into which each product is written, as wide for a small vocabulary as for any.
+    # A Trainer of transformers with the same model and data has a peak that is nearly all cuBLAS's
+    # workspaces. TRL adds one tile, into which each product is written, as wide for a small vocabulary as for any.
     peak = plan.trials[-1].peak_allocated_bytes
     assert peak is not None
-    assert TILE < peak - WORKSPACE < TILE + 512 * KIB
+    assert TILE < peak - WORKSPACES < TILE + 512 * KIB

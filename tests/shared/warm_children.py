@@ -220,6 +220,7 @@ def main(descriptor: int, kind: str, imports: Sequence[str]) -> None:
     """Import what children of that kind need; then be copied until the other end is closed, as by the tests' end."""
     sys.path[0] = str(Path(__file__).parents[2])
     _import(kind, imports)
+    sys.stdout.flush()  # What imports print is not the copies': Ultralytics does where it has no settings yet.
     _serve(socket.socket(fileno=descriptor), measured=kind == "measured")
 
 

@@ -61,6 +61,9 @@ def _register_cuda_kernels(library: torch.library.Library, stack: ExitStack) -> 
         register(name, _never_called, "CUDA")
     if torch_release() < (2, 15):
         stack.enter_context(patched(_METAS, "_meta_grouped_mm_common", _grouped_mm))
+    if torch_release() < (2, 13):
+        for name in ("addmm.dtype", "addmm.dtype_out"):
+            register(name, _addmm_in_dtype, "AutogradCUDA")
 
 
 @cache
@@ -76,6 +79,13 @@ def _grouped_mm(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Any:
     if mat_a.dtype not in (torch.float32, torch.float16) or mat_b.dtype != mat_a.dtype:
         return _GROUPED_MM(mat_a, mat_b, *args, **kwargs)
     return _METAS._create_grouped_mm_output_tensor(mat_a, mat_b, kwargs["offs"], None)
+
+
+def _addmm_in_dtype(
+    bias: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor | None = None, **_: Any
+) -> Tensor:
+    """Run `addmm` without values, as PyTorch does from 2.13 on; before, its fake tensors take the dtype for `beta`."""
+    return torch.mm(left, right, out_dtype=out_dtype, out=out).add_(bias)
 
 
 def _never_called(*_: Any, **__: Any) -> Any:

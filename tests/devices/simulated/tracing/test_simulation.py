@@ -166,6 +166,14 @@ def test_what_has_a_kernel_on_cuda_alone_is_not_taken_apart(mode: FakeCudaMode) 
     assert all(_has(name, "CUDA") for name in known)
 
 
+def test_products_of_half_precision_are_added_in_float32(mode: FakeCudaMode) -> None:
+    total = torch.zeros(4, 6, device="cuda")
+    left, right = (torch.ones(shape, device="cuda", dtype=torch.bfloat16) for shape in ((4, 5), (5, 6)))
+    made = torch.addmm(total, left, right, out_dtype=torch.float32)
+    assert (made.dtype, made.shape) == (torch.float32, (4, 6))
+    assert torch.addmm(total, left, right, out_dtype=torch.float32, out=total) is total
+
+
 def _has(name: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key))
 
