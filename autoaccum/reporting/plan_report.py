@@ -384,14 +384,13 @@ def _failure(trial: Trial) -> str:
 def _headline(event: plan_events.Inspected) -> Text:
     seen = event.inspection
     where = "predicted for" if event.predicted else "on"
-    if seen.dtypes == ("fp32",):
-        of, precision = "", f"{seen.precision}, "
-    else:
+    of, precision = "", seen.precision
+    if seen.dtypes != ("fp32",):
         of = f" in {join_words(seen.dtypes)}"
-        precision = "" if seen.precision == "fp32" else f"autocast to {seen.precision}, "
+        precision = "no autocast" if precision == "fp32" else f"autocast to {precision}"
     return Text.assemble(
         (seen.name, "bold"),
-        f": {seen.model}, {seen.parameters:,} parameters{of}, {precision}{seen.optimizer}; "
+        f": {seen.model}, {seen.parameters:,} parameters{of}, {precision}, {seen.optimizer}; "
         f"{where} {event.device} with {format_bytes(event.limit_bytes)}, sizes up to {event.cap}",
     )
 

@@ -72,7 +72,7 @@ def test_one_line_per_trial() -> None:
     ("dtypes", "precision", "words"),
     [
         (("fp32",), "fp32", "parameters, fp32, AdamW"),
-        (("bf16",), "fp32", "parameters in bf16, AdamW"),
+        (("bf16",), "fp32", "parameters in bf16, no autocast, AdamW"),
         (("bf16", "fp32"), "fp16", "parameters in bf16 and fp32, autocast to fp16, AdamW"),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NoReturn, TypeVar
@@ -69,9 +70,20 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     stack.callback(ranks.leave)
     replace_ranks(ranks)
     mode.sharded_type = DTensor
-    stack.enter_context(patched(nn.DataParallel, "__init__", _refuse_data_parallel))
-    stack.enter_context(patched(nn.parallel.DistributedDataParallel, "__init__", _refuse_ddp))
-    stack.enter_context(patched(FullyShardedDataParallel, "__init__", _refuse_fsdp1))
+    for wrapper, what, hint in (
+        (
+            nn.DataParallel,
+            "nn.DataParallel divides a batch among the cards of one process, but each rank has one card",
+            "return the module that it wraps from model()",
+        ),
+        (
+            nn.parallel.DistributedDataParallel,
+            "DistributedDataParallel sums gradients in C++, which cannot be traced",
+            "return the bare model, of which the Accumulator sums the gradients (--parallel ddp)",
+        ),
+        (FullyShardedDataParallel, "FullyShardedDataParallel is FSDP1", "shard by FSDP2 (fully_shard)"),
+    ):
+        stack.enter_context(patched(wrapper, "__init__", partial(_refuse, what, hint)))
     local: dict[str, Any] = {name: _of_local_tensor(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")}
     for name, answer in local.items():
         stack.enter_context(patched(DTensor, name, answer))
@@ -83,22 +95,8 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     stack.enter_context(patched(_fsdp_init, "_get_managed_states", _moving_first(_fsdp_init._get_managed_states)))
 
 
-def _refuse_data_parallel(*_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedError(
-        "nn.DataParallel divides a batch among the cards of one process, but each rank has one card",
-        hint="return the module that it wraps from model()",
-    )
-
-
-def _refuse_ddp(*_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedError(
-        "DistributedDataParallel sums gradients in C++, which cannot be traced",
-        hint="return the bare model, of which the Accumulator sums the gradients (--parallel ddp)",
-    )
-
-
-def _refuse_fsdp1(*_: Any, **__: Any) -> NoReturn:
-    raise UnsupportedError("FullyShardedDataParallel is FSDP1", hint="shard by FSDP2 (fully_shard)")
+def _refuse(what: str, hint: str, *_: Any, **__: Any) -> NoReturn:
+    raise UnsupportedError(what, hint=hint)
 
 
 def _of_local_tensor(name: str) -> property:
