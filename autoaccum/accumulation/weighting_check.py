@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,7 +171,8 @@ def _evaluating(backpropagation: Backpropagation, modules: Sequence[nn.Module]) 
     generators += module_generators(every)
     state, attributes = ModuleState(every), PlainAttributes({**used, "": model})
     random, is_fast = RngState([backpropagation.device], generators), torch.backends.mha.get_fastpath_enabled()
-    alone = _OneRank()  # type: ignore[no-untyped-call]
+    has_others = backpropagation.ranks.size > 1
+    alone = _OneRank() if has_others else nullcontext()  # type: ignore[no-untyped-call]
     try:
         torch.backends.mha.set_fastpath_enabled(False)  # It cuts padding off, so that shapes are others.
         for module in every:

@@ -18,7 +18,7 @@ from autoaccum import Accumulator
 from autoaccum.accumulation.rng_state import RngState
 from autoaccum.accumulation.state_hash import StateHasher, state_digest
 from autoaccum.accumulation.step_result import WeightingWarning
-from autoaccum.errors import WorkloadError
+from autoaccum.errors import RankFailedError, WorkloadError
 
 WORDS, LENGTH = 20, 9
 RIGHT = "the likely right weight is: def weight(batch): return (batch[1] != -100).sum()"
@@ -200,6 +200,23 @@ def test_it_runs_no_more_than_a_micro_batch_and_ends() -> None:
         for _ in range(2):
             accumulator.step(rows(*UNEVEN))
     assert sizes == [-3, -1, -2, 3, 3, 2, 3, 3, 2]
+
+
+def strict_on_ranks() -> str:
+    accumulator = accumulator_of(tagger(), check="strict")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            accumulator.step(rows(*UNEVEN))
+        except (WorkloadError, RankFailedError) as error:
+            return str(error)
+    return ""
+
+
+def test_a_strict_check_ends_the_step_on_all_ranks() -> None:
+    first, second = on_ranks(2, strict_on_ranks, timeout=60)
+    assert first.endswith(RIGHT)
+    assert second.startswith("rank 0 failed: WorkloadError: the weighting does not match the loss")
 
 
 def step_on_ranks(talks: bool) -> list[str]:
