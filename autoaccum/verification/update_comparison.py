@@ -163,6 +163,8 @@ def _is_rounded(tensor: Tensor) -> bool:
 
 def _largest(tensor: Tensor) -> float:
     entries = _entries(tensor).abs()
+    if entries.numel() and math.isfinite(largest := entries.max().item()):
+        return largest
     entries = entries[entries.isfinite()]
     return entries.max().item() if entries.numel() else 0.0
 
@@ -171,7 +173,7 @@ def _apart(one: Tensor, two: Tensor) -> Tensor:
     """Return the absolute difference of each entry, flat, in float64."""
     left, right = _entries(one), _entries(two).to(one.device)
     apart = (left - right).abs()
-    if bool(apart.isfinite().all()):
+    if not apart.numel() or math.isfinite(apart.max().item()):
         return apart
     same = (left == right) | (left.isnan() & right.isnan())
     return apart.masked_fill(~apart.isfinite(), math.inf).masked_fill(same, 0.0)
