@@ -17,16 +17,19 @@ from autoaccum.reporting.verify_report import (
 )
 from autoaccum.verification.verification_result import Verification
 
+_TONES: dict[str, Tone] = {"equivalent": "good", "not equivalent": "bad", "weighting not tested": "warn"}
+
 
 def verify_page(found: Verification, *, again: Sequence[str]) -> Page:
     """Return the page of a verification; `again` is the command that suggestions begin with."""
     compared = sum(one.compared for comparison in found.comparisons for one in comparison.differences)
+    answer = "equivalent" if found.equivalent else "weighting not tested" if found.untested else "not equivalent"
     name = str(found.workload.get("model") or found.workload.get("name") or "the workload")
     return Page(
         kind="autoaccum verify",
         title=f"{name}: {verdict(found, verbose=True).plain}",
         tiles=[
-            ("the accumulated update", *_verdict(found)),
+            ("the accumulated update", answer, _TONES[answer]),
             ("samples, in parts of", f"{found.target_batch} / {found.micro_batch}", ""),
             ("precision", found.precision, ""),
             ("tensors and terms compared", f"{compared:,}", ""),
@@ -38,12 +41,6 @@ def verify_page(found: Verification, *, again: Sequence[str]) -> Page:
             Section("Made with", (Facts.of(_settings(found)),)),
         ],
     )
-
-
-def _verdict(found: Verification) -> tuple[str, Tone]:
-    if found.untested:
-        return "weighting not tested", "warn"
-    return ("equivalent", "good") if found.equivalent else ("not equivalent", "bad")
 
 
 def _causes(found: Verification, again: Sequence[str]) -> Iterator[Block]:
