@@ -168,6 +168,7 @@ def describe_model(workload: Workload, model: nn.Module) -> dict[str, Any]:
         # Of models of transformers only, which a Trainer trains.
         **({"checkpointing": True} if own else {}),
         **({"ignores_items": True} if ignores(model) else {}),
+        **({"trainer": workload.loss.trained_by} if hasattr(workload.loss, "trained_by") else {}),
     }
 
 

@@ -22,10 +22,12 @@ from autoaccum.options import RECOMPUTE
 from autoaccum.planning.framework_arguments import ADDS_MEANS
 from autoaccum.planning.plan_record import Plan
 from autoaccum.workload.model_loss import ignores_items
-from autoaccum.workload.transformers_trainer import PRECISIONS, TrainerLoss, check_supported
+from autoaccum.workload.transformers_trainer import PRECISIONS, TrainerLoss, check_supported, counts_rows
 
 _KEPT = ("offload-gradients", "offload-optimizer")
 """Savers that take the update from the framework's own optimizer."""
+_UNDIVIDED: Any = {"size": lambda batch: 1, "split": lambda batch, sizes: [batch]}
+"""How packed sequences are counted: the Trainer collated them, so that they are not split further."""
 
 
 class PlanCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no types.
@@ -146,18 +148,19 @@ class AccumulatorMixin:
         model.train()
         if callable(switch := getattr(self.optimizer, "train", None)):
             switch()
-        accumulator, gradients = self._made_for(model)
+        accumulator, gradients = self._made_for(model, window[0])
         result = accumulator.step_parts([self._prepare_inputs(batch) for batch in window])  # type: ignore[attr-defined]
         gradients.restore()
         return torch.tensor(result.loss, device=self.args.device)
 
-    def _made_for(self, model: nn.Module) -> tuple[Accumulator, _Gradients]:
+    def _made_for(self, model: nn.Module, batch: Any) -> tuple[Accumulator, _Gradients]:
         """Return the Accumulator of this call of `train`, which has an optimizer and a prepared model of its own."""
         optimizer = unwrap_optimizer(self.optimizer)
         if self._accumulator is None or self._gradients is None or self._gradients.of != (model, optimizer):
             loss = TrainerLoss(self, self.model)
             self._gradients = _Gradients(model, optimizer)
-            self._accumulator = Accumulator(model, self._gradients, loss.compute, **loss.divides, **self._settings)
+            settings = self._settings if counts_rows(batch) else {**self._settings, **_UNDIVIDED}
+            self._accumulator = Accumulator(model, self._gradients, loss.compute, **loss.divides, **settings)
         return self._accumulator, self._gradients
 
 

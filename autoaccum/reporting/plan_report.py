@@ -161,7 +161,12 @@ def describe_extra_memory(plan: Plan) -> list[str]:
 
 
 def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
-    """Return the line of Python that trains by the plan: with its file, or with its numbers."""
+    """Return the line of Python that trains by the plan: with its file, or with its numbers; or what gives it."""
+    if trainer := plan.workload.get("recipe", {}).get("trainer"):
+        if trainer != "transformers" or plan.workload.get("precision") == "fp16":
+            return f"the arguments that --for {trainer} prints"
+        given = f"micro_batch={plan.micro_batch}" if kept is None else f"plan={str(kept)!r}"
+        return f"autoaccum.integrations.transformers.AccumulatorTrainer(..., {given}).train()"
     given = {"criterion": "criterion=criterion, ", "model": ""}.get(str(plan.workload.get("loss")), "loss, ")
     numbers = [f"micro_batch={plan.micro_batch}"]
     if plan.workload.get("reduction") == "sum":

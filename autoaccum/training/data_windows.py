@@ -162,7 +162,7 @@ class WindowSource(abc.ABC):
     def _longest(self, samples: list[Any], collate: Callable[[list[Any]], Any] | None) -> LongestBatches:
         """Return batches of `samples`, the longest first; in the given order if nothing in them has a length."""
         with suppress(WorkloadError):
-            samples = longest_first(samples, len(samples))
+            samples = longest_first(samples, len(samples), collate)
         return LongestBatches(samples, collate, self._settings.batching)
 
     def _join_alike(self, parts: list[Any], sizes: list[int]) -> list[Any]:

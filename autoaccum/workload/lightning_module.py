@@ -143,6 +143,8 @@ class TrainingStep:
         plugin: The Trainer's precision plugin where it is no autocast, and sets dtypes.
     """
 
+    trained_by = "lightning"
+
     def __init__(self, trainer: TrialTrainer, datamodule: Any, plugin: Any) -> None:
         self._trainer, self._datamodule, self._plugin = trainer, datamodule, plugin
 

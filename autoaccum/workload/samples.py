@@ -8,6 +8,7 @@ import itertools
 import numbers
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -79,19 +80,28 @@ def take_longest(workload: Workload, count: Any, largest_batch: int | None = Non
             hint="define dataset = loader.dataset and collate = loader.collate_fn, or write batch(size)",
         )
     with fixed_seeds(), user_code("the dataset"):
-        longest = longest_first(
-            _some_samples(workload.dataset, number), number if largest_batch is None else largest_batch
-        )
+        kept = number if largest_batch is None else largest_batch
+        longest = longest_first(some_samples(workload.dataset, number), kept, workload.collate)
     if not longest:
         raise WorkloadError("the dataset has no samples", hint="give one with samples, or write def batch(size)")
     made = LongestBatches(longest, workload.collate, workload.batching)
     return dataclasses.replace(workload, batch=made, worst_of=number)
 
 
-def longest_first(samples: Iterable[Any], count: int) -> list[Any]:
-    """Return the `count` longest samples, longest first, ties in order; raise WorkloadError if none has a length."""
-    longest = heapq.nlargest(count, samples, key=_length)
-    if longest and _length(longest[0]) < 0:
+def longest_first(samples: Iterable[Any], count: int, collate: Callable[[list[Any]], Any] | None = None) -> list[Any]:
+    """Return the `count` longest samples, longest first, ties in order; raise WorkloadError if none has a length.
+
+    Samples without tensors, such as texts, are as long as what `collate` makes of them.
+    """
+
+    def length(sample: Any) -> int:
+        number = _length(sample)
+        with suppress(Exception):  # It may need several samples.
+            return number if number >= 0 or collate is None else _length(collate([sample]))
+        return number
+
+    longest = heapq.nlargest(count, samples, key=length)
+    if longest and length(longest[0]) < 0:
         raise WorkloadError(
             f"the samples have no tensors to measure their length by, the first is {describe_type(longest[0])}",
             hint="return tensors, arrays or lists of numbers from the dataset, or write def batch(size)",
@@ -111,7 +121,8 @@ def spread_indices(total: int, count: int) -> list[int]:
     return [rng.randrange(part * total // count, (part + 1) * total // count) for part in range(count)]
 
 
-def _some_samples(dataset: Any, count: int) -> Iterator[Any]:
+def some_samples(dataset: Any, count: int) -> Iterator[Any]:
+    """Return `count` samples spread over a dataset; the first ones of an iterable dataset."""
     # IterableDataset inherits a __getitem__ that only raises.
     has_indices = not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__")
     if has_indices and hasattr(dataset, "__len__"):
@@ -176,7 +187,7 @@ def _mixed_samples(dataset: Any, size: int) -> list[Any]:
     if dataset is None or isinstance(dataset, DataLoader) or hasattr(dataset, "__next__"):
         return []
     with user_code("the dataset"):
-        samples = list(_some_samples(dataset, _READ_PER_SAMPLE * size))
+        samples = list(some_samples(dataset, _READ_PER_SAMPLE * size))
     lengths = [_length(sample) for sample in samples]
     if len(samples) <= size or len(set(lengths)) == 1:
         return samples[:size]

@@ -78,7 +78,7 @@ def describe_form(node: Any, size: int, *, top: bool = True) -> Form:
     if isinstance(node, Mapping) and all(map(is_quotable, node)):
         kind = "dict" if type(node) in (dict, OrderedDict, defaultdict) else "mapping"
         return {kind: {name: describe_form(child, size, top=False) for name, child in node.items()}}
-    kind = node.kind if isinstance(node, pytree.MarkedList) else type(node)
-    if kind in (list, tuple) and not is_samples(node, size, top=top):
-        return {kind.__name__: [describe_form(child, size, top=False) for child in node]}
+    form: type = node.kind if isinstance(node, pytree.MarkedList) else type(node)
+    if form in (list, tuple) and not is_samples(node, size, top=top):
+        return {form.__name__: [describe_form(child, size, top=False) for child in node]}
     return "other"

@@ -8,11 +8,13 @@ Trainer that has neither its model nor its data.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -23,11 +25,12 @@ from torch.optim import Optimizer
 from autoaccum.checks import type_name
 from autoaccum.errors import WorkloadError
 from autoaccum.options import Precision
+from autoaccum.workload.batches import batch_size, has_size
 from autoaccum.workload.model_copies import copy_module, empty_tensors, fixed_seeds
 from autoaccum.workload.model_loss import ModelLoss, ignores_items
 from autoaccum.workload.optimizers import OptimizerLike
 from autoaccum.workload.pytree import map_tensors, tensors
-from autoaccum.workload.samples import take_longest
+from autoaccum.workload.samples import some_samples, take_longest
 from autoaccum.workload.spec import Workload
 from autoaccum.workload.tracebacks import user_code
 from autoaccum.workload.trainers import SAMPLES
@@ -48,6 +51,9 @@ def make_workload(trainer: Any, *, live: bool = False) -> Workload:
     """
     check_supported(trainer)
     args, model = trainer.args, trainer.model
+    for name, value in vars(trainer).items():
+        if isinstance(value, nn.Module) and value is not model and name not in _LEFT_OUT and model in value.modules():
+            raise WorkloadError(f"{name} of the Trainer ({type_name(value)}) holds the model itself", hint=_WRITE)
     shadow = _shadow(trainer)
     dataset, collate = _read_data(trainer)
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"
@@ -69,7 +75,56 @@ def make_workload(trainer: Any, *, live: bool = False) -> Workload:
         modules={name: value for name, value in vars(trainer).items() if _is_auxiliary(name, value, model)},
         name=type_name(model),
     )
+    if _is_packed(collate, dataset):
+        packed = PackedBatches(collate)
+        workload = dataclasses.replace(workload, collate=packed, split=packed.split, size=packed.size)
     return take_longest(workload, SAMPLES)
+
+
+def _is_packed(collate: Any, dataset: Any) -> bool:
+    """Return whether the first dimension of a batch does not count its samples, as where sequences are packed."""
+    try:
+        with fixed_seeds():
+            samples = list(some_samples(dataset, 2))
+            made = collate(samples)
+    except Exception:
+        return False  # It will be met, and shown, later.
+    return isinstance(made, Mapping) and not counts_rows(made, len(samples))
+
+
+def counts_rows(batch: Any, size: int | None = None) -> bool:
+    """Return whether a batch can be split into samples, `size` of them if it is given."""
+    with suppress(WorkloadError):
+        return batch_size(batch) >= 0 if size is None else has_size(batch, size)
+    return False
+
+
+class PackedBatches:
+    """Collates, counts and splits batches whose tensors are packed: a part is collated of its own samples."""
+
+    def __init__(self, collate: Callable[[list[Any]], Mapping[str, Any]]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Sequence[Any]) -> _Packed:
+        """Return the batch of `samples`."""
+        made = _Packed(self._collate(list(samples)))
+        made.samples = samples
+        return made
+
+    def split(self, batch: _Packed, sizes: Sequence[int]) -> list[_Packed]:
+        """Return parts of `sizes` samples."""
+        bounds = pairwise(accumulate(sizes, initial=0))
+        return [self(batch.samples[start:stop]) for start, stop in bounds]
+
+    def size(self, batch: _Packed) -> int:
+        """Return the number of samples."""
+        return len(batch.samples)
+
+
+class _Packed(dict[str, Any]):
+    """A batch, with the samples that it was made of."""
+
+    samples: Sequence[Any]
 
 
 def check_supported(trainer: Any) -> None:
@@ -261,6 +316,8 @@ class TrainerLoss:
 
 class PreparedLoss:
     """The loss of a model that is prepared as for the Trainer."""
+
+    trained_by = "transformers"
 
     def __init__(self, shadow: Any, loss: TrainerLoss) -> None:
         self._shadow, self._loss = shadow, loss

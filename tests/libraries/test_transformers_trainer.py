@@ -169,6 +169,11 @@ def test_what_no_trial_can_run_is_refused(tmp_path: Path) -> None:
         autoaccum.plan(trainer=trainer, batch=[1], target_batch=4)
     with pytest.raises(WorkloadError, match="compute_loss of Old takes no num_items_in_batch"):
         workload_of(make_trainer(tmp_path, Old))
+    trainer.loss = HoldsModel(trainer.model)
+    with pytest.raises(
+        WorkloadError, match="loss of the Trainer .HoldsModel. holds the model itself: write model, batch"
+    ):
+        workload_of(trainer)
     trainer.args._n_gpu = 2
     with pytest.raises(WorkloadError, match="2 cards by DataParallel"):
         workload_of(trainer)
@@ -223,6 +228,28 @@ def test_the_exact_trainer_has_the_full_batchs_gradient_and_resumes(tmp_path: Pa
     assert len(rest) == 2
     for one, other in zip(again.model.parameters(), parts.model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_the_exact_trainer_takes_packed_sequences(tmp_path: Path) -> None:
+    from autoaccum.integrations.transformers import AccumulatorTrainer
+
+    packing = hf.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+
+    def flatten(samples: list[dict[str, Tensor]]) -> Any:
+        return packing([{name: one[name].tolist() for name in ("input_ids", "labels")} for one in samples])
+
+    _, truth = train(tmp_path / "whole", hf.Trainer, size=8, steps=1, data_collator=flatten)
+    _, found = train(tmp_path / "parts", AccumulatorTrainer, size=4, steps=2, micro_batch=4, data_collator=flatten)
+    assert len(truth) == len(found) == 3
+    assert max(map(largest_difference, found, truth)) <= 1e-10
+
+
+class HoldsModel(nn.Module):
+    """As a loss of sentence-transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
 
 
 RANK = """

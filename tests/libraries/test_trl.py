@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from command_line import Command
 
 from autoaccum import Plan
@@ -42,3 +43,24 @@ def test_a_fine_tuning_by_trl_is_planned(tmp_path: Path, command: Command) -> No
     peak = plan.trials[-1].peak_allocated_bytes
     assert peak is not None
     assert TILE < peak - WORKSPACES < TILE + 512 * KIB
+
+
+PACKED = "import warnings\nwarnings.simplefilter('ignore')\n" + FILE.replace(
+    "disable_tqdm=True)", "disable_tqdm=True, use_cpu=True, bf16=False, packing=True, max_length=32)"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        ("plan", ["--gpu", "rtx4090", "--max-micro-batch", "2", "-o", "plan.json"], "Trainer(..., plan='plan.json')"),
+        ("verify", ["--micro-batch", "2"], "equivalent: "),
+    ],
+)
+def test_packed_sequences_are_collated_in_parts(
+    name: str, words: list[str], says: str, tmp_path: Path, command: Command
+) -> None:
+    (tmp_path / "train.py").write_text(PACKED)
+    done = command(tmp_path, name, "train.py:trainer", "--target-batch", "4", *words)
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout

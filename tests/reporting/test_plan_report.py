@@ -197,3 +197,30 @@ def test_what_others_named_stays_on_its_line() -> None:
 def test_the_line_that_trains(workload: dict[str, str], options: str) -> None:
     line = accumulator_line(replace(make_plan(), workload=workload))
     assert line == f"autoaccum.Accumulator(model, optimizer, loss, {options}).step(batch)"
+
+
+MIXIN = "autoaccum.integrations.transformers.AccumulatorTrainer(..., "
+
+
+@pytest.mark.parametrize(
+    ("trainer", "precision", "kept", "line"),
+    [
+        (
+            "transformers",
+            "bf16",
+            None,
+            f"{MIXIN}micro_batch=86).train()",
+        ),
+        (
+            "transformers",
+            "fp32",
+            Path("p.json"),
+            f"{MIXIN}plan='p.json').train()",
+        ),
+        ("transformers", "fp16", None, "the arguments that --for transformers prints"),
+        ("lightning", "fp32", None, "the arguments that --for lightning prints"),
+    ],
+)
+def test_a_trainer_trains_by_what_its_file_has(trainer: str, precision: str, kept: Path | None, line: str) -> None:
+    workload = {"recipe": {"trainer": trainer}, "precision": precision}
+    assert accumulator_line(replace(make_plan(), workload=workload), kept) == line

@@ -193,3 +193,13 @@ def test_without_batch_a_small_batch_comes_from_the_dataset() -> None:
 def test_samples_of_another_structure_than_the_batch_are_not_used() -> None:
     taken = take_small_batch(make(batch=lambda size: torch.zeros(size, 9), dataset=TEXTS), 3)
     assert taken.shape == (3, 9)
+
+
+def test_texts_are_as_long_as_what_collate_makes_of_them() -> None:
+    def collate(texts: list[str]) -> Tensor:
+        return torch.zeros(len(texts), max(len(text.split()) for text in texts))
+
+    texts = ["Donaudampfschiff", "a b c", "a b", "d e f g"]
+    assert longest_first(texts, 2, collate) == ["d e f g", "a b c"]
+    with pytest.raises(WorkloadError, match=r"no tensors to measure their length by, the first is a str"):
+        longest_first(texts, 2)

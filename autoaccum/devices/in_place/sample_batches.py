@@ -92,7 +92,7 @@ def make_batches(batch: Any, batching: BatchReader = None) -> Callable[[int], An
     Raises:
         WorkloadError: `batch` is neither.
     """
-    if hasattr(batching, "split") and not inspect.isroutine(batch):
+    if batching is not None and hasattr(batching, "split") and not inspect.isroutine(batch):
         with suppress(Exception):  # The user's callable object, and no batch.
             return SampleBatches(batching.wrap(batch))
     if isinstance(batch, (DataLoader, Iterator)) or (hasattr(batch, "__next__") and not callable(batch)):
