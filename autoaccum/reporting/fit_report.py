@@ -136,7 +136,8 @@ class TrainingProgress(Progress):
         self, console: PlainConsole, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__(console, quiet=quiet, outlives_console=True, auto_refresh=False)
-        self._planning = PlanProgress(console, quiet=quiet, outlives_console=True)
+        # Trials in this process refuse other threads.
+        self._planning = PlanProgress(console, quiet=quiet, outlives_console=True, auto_refresh=False)
         self._clock = clock
         self._seconds_between = _REDRAW_SECONDS if console.can_redraw else _LINE_SECONDS
         self._next_drawn = 0.0
