@@ -54,8 +54,8 @@ def command(
     `accumulate(model, micro_batches)` in the file, which leaves the gradient of an update in `.grad`.
 
     Where something differs, experiments find the cause: BatchNorm, a loss or model that couples samples, a wrong
-    `weight` or `reduction`, random numbers that cannot be replayed, state kept between calls, a detached term, a
-    regulariser counted once per part, an under-weighted last window, or non-determinism. `proved` says that the
+    `weight` or `reduction`, random numbers that cannot be replayed, state kept between calls, a detached term, an
+    under-weighted last window, or non-determinism. `proved` says that the
     comparison is equal with the cause removed.
 
     With --world-size 2 the update is that of two processes, each with its share of the batch, and `accumulate` is

@@ -27,7 +27,6 @@ CauseKind = Literal[
     "randomness",
     "state",
     "detached",
-    "regulariser",
     "non-determinism",
     "hook",
     "ranks",

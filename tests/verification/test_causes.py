@@ -97,27 +97,13 @@ PROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         ("tokens",),
         f'return {{"tokens": {TOKENS}, "size": len(batch["input_ids"])}}',
     ),
-    "a mean by what the batch does not tell": (pairs(planted.secret_loss), "weight", (), "no usual count"),
     "classes that have weights in a buffer": (
         pairs(planted.buffer_weighted_loss, planted.Weighted),
         "weight",
         (),
         "def weight(batch): return model.weights[batch[1]].sum()",
     ),
-    "a mean over words that are hidden at random": (
-        texts(planted.own_loss, planted.masked),
-        "weight",
-        ("aten.rand (planted_causes.py)",),
-        'reduction = "sum"',
-    ),
     "a sum, said to be a mean": (pairs(small.summed_loss), "reduction", (), 'reduction = "sum"'),
-    "a regulariser in a sum": (pairs(planted.penalised_sum, reduction="sum"), "regulariser", (), "weight_decay"),
-    "a regulariser as a term of a sum": (
-        pairs(planted.penalised_terms, reduction="sum"),
-        "regulariser",
-        ("penalty",),
-        "weight_decay",
-    ),
     "an RNN that keeps its state": (sequences(planted.Keeping), "state", ("hidden",), "reset it"),
     "a buffer that counts calls": (classes(planted.Counting), "state", ("calls",), "once per update"),
     "a feature that is cached without its graph": (classes(planted.Caching), "detached", ("kept",), "in every call"),
@@ -147,16 +133,19 @@ PROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         (),
         "zero_grad() once",
     ),
-    "a loop that leaves a loss scale": (classes(small.Mlp, accumulate=loops.scaled), "accumulate", (), "unscale_"),
-    "a loop that adds a regulariser for each part": (
-        pairs(small.penalised_loss, accumulate=loops.penalised),
-        "regulariser",
+    "a loop that leaves a loss scale": (classes(small.Mlp, accumulate=loops.scaled), "accumulate", (), "count / total"),
+    "a loop that clips after each part": (
+        classes(small.Mlp, accumulate=loops.clipping_parts),
+        "accumulate",
         (),
-        "once per window",
+        "count / total",
     ),
 }
 
 CURED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
+    "a regulariser in a sum": (pairs(planted.penalised_sum, reduction="sum"), "coupled loss", None, "coupled_loss"),
+    "a sum and a regulariser, said to be a mean": (pairs(planted.penalised_sum), "coupled loss", None, "coupled_loss"),
+    "a mean by what the batch does not tell": (pairs(planted.secret_loss), "coupled loss", None, "def weight(batch)"),
     "a mean that divides by one sample more": (
         pairs(planted.one_more_loss),
         "coupled loss",
@@ -215,11 +204,17 @@ UNPROVED: dict[str, tuple[Workload, str, tuple[str, ...] | None, str]] = {
         (),
         "total[name]",
     ),
-    "a loop that clips after each part": (
-        classes(small.Mlp, accumulate=loops.clipping_parts),
+    "a loop that adds a regulariser for each part": (
+        pairs(small.penalised_loss, accumulate=loops.penalised),
         "accumulate",
-        (),
-        "once per update",
+        None,
+        "as loss(model, part) does",
+    ),
+    "a regulariser as a term of a sum": (
+        pairs(planted.penalised_terms, reduction="sum"),
+        "reduction",
+        ("penalty",),
+        "all of them means",
     ),
     "a loop that detaches a loss": (
         pairs(small.two_losses, small.TwoHeads, accumulate=loops.detaching),
@@ -249,8 +244,8 @@ def test_finds_the_one_cause(case: str) -> None:
 
 TOGETHER: dict[str, tuple[Workload, set[str]]] = {
     "state and BatchNorm": (classes(planted.KeepingNormalised), {"state", "batchnorm"}),
+    "words that are hidden at random": (texts(planted.own_loss, planted.masked), {"randomness", "coupled loss"}),
     "state and a sum": (pairs(small.summed_loss, planted.Remembering), {"state", "reduction"}),
-    "a sum and a regulariser, said to be a mean": (pairs(planted.penalised_sum), {"reduction", "regulariser"}),
 }
 
 

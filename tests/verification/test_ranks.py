@@ -103,11 +103,11 @@ def test_a_loop_of_ranks_that_is_right() -> None:
 @pytest.mark.parametrize(
     ("accumulate", "kind", "text"),
     [
-        (averaged, "ranks", "means are averaged over ranks, though each rank divides by a count of its own"),
-        (averaged_twice, "ranks", "divided by the number of ranks once too often"),
-        (added, "ranks", "the means of the ranks are added up"),
+        (averaged, "ranks", "the parts have wrong weights"),
+        (averaged_twice, "ranks", "the losses are divided by a fixed number"),
+        (added, "ranks", "the parts have wrong weights"),
         (apart, "ranks", "the ranks end with different gradients"),
-        (undivided, "accumulate", "on a rank, the losses of the parts are added up without dividing them"),
+        (undivided, "ranks", "the losses are divided by a fixed number"),
     ],
 )
 def test_what_a_loop_of_ranks_does_wrong_is_named(accumulate: Any, kind: str, text: str) -> None:

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
-
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.cause_experiment import Experiment
 from autoaccum.verification.causes.loop_factors import (
     LoopMistake,
-    RankMistake,
     SplitFactors,
-    find_loss_scale,
     find_mistake,
-    find_rank_mistake,
-    is_close,
-    shares_grow,
-    split_by_rank,
 )
 from autoaccum.verification.causes.loss_factors import (
     SUM,
@@ -52,11 +44,6 @@ _CHANGES: Mapping[LoopMistake, str] = {
     "left out": "run every part of the window forward and backward",
 }
 
-_FOUND_OF_RANKS: Mapping[RankMistake, str] = {
-    "averaged": "means are averaged over ranks, though each rank divides by a count of its own: {counts}",
-    "averaged twice": "the gradient is divided by the number of ranks once too often, as by DDP's average: {counts}",
-    "added": "the means of the ranks are added up, though each rank divides by its own count only: {counts}",
-}
 _APART = "the ranks end with different gradients: each has that of its own samples"
 _JOIN = "wrap the model in DistributedDataParallel, or sum .grad over the ranks (dist.all_reduce) before the update"
 _OF_ALL_RANKS = (
@@ -66,9 +53,6 @@ _OF_ALL_RANKS = (
 
 _NONE = 1e-12
 """A gradient below this share of the full gradient's largest entry counts as none."""
-
-_LEAST_SHARE = 1e3
-"""Slack for a term this many times smaller than the gradient: it carries the gradient's rounding."""
 
 
 def explain_loop(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...] | None:
@@ -83,44 +67,19 @@ def explain_loop(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...
         if split is None:
             return _explain_other_gradient(experiment, parts, ablation)
         other = _fit_other_split(experiment, ablation)
-        norm, scale = _clipped_norm(runs.user_loop(ablation)), find_loss_scale(split, other)
     except AutoaccumError:
         return None
     mistake = find_mistake(split, other)
     counts = f"they count for {numbers(split.factors)}, their shares are {numbers(split.shares)}"
-    if scale is not None:
-        undo = "do not scale the loss in accumulate(), or undo it at the end, as scaler.unscale_(optimizer) does"
-        return _loop_cause(
-            f"gradients are left multiplied by {scale:g}, as by a GradScaler: {counts}",
-            undo if is_close(split.ratio, scale) else f"{undo}; and {_correct_line(runs, counted)}",
-            proved=True,
-        )
-    if len(runs.parts_by_rank) > 1:
-        return _explain_ranks(split, runs, counted, counts)
-    if norm is not None and (mistake in ("constant", "scaled") or shares_grow(split.ratios)):
-        found = f"the loop clips the gradient to a norm of {norm:g}; the full batch's gradient is not clipped here"
-        return _loop_cause(found, "do not clip in accumulate(): clip once per update, after it")
     if mistake is None:
         return None
     mistake = "scaled" if mistake == "mean of means" and counted == SUM else mistake
     found = _FOUND[mistake].format(counts=counts, parts=split.parts)
     kind: CauseKind = "last window" if mistake == "constant" and experiment.window == "last" else "accumulate"
-    return _loop_cause(found, _CHANGES.get(mistake) or _correct_line(runs, counted), kind=kind, proved=True)
-
-
-def _explain_ranks(split: SplitFactors, runs: PairedRuns, counted: str, counts: str) -> tuple[Cause] | None:
-    """Explain the factors of the parts of several ranks: how these are joined, or what each does by itself."""
-    change = _correct_line(runs, counted) + _OF_ALL_RANKS
-    between = find_rank_mistake(split, runs.parts_by_rank)
-    if between is not None:
-        return _loop_cause(_FOUND_OF_RANKS[between].format(counts=counts), change, kind="ranks", proved=True)
-    ranks = len(runs.parts_by_rank)
-    for one in split_by_rank(split, runs.parts_by_rank):  # As DDP found them, before it divided.
-        mistake = find_mistake(SplitFactors(tuple(ranks * factor for factor in one.factors), one.shares))
-        if mistake is not None:
-            found = f"on a rank, {_FOUND[mistake].format(counts=counts, parts=split.parts)}"
-            return _loop_cause(found, _CHANGES.get(mistake) or change, proved=True)
-    return None
+    change = _CHANGES.get(mistake) or _correct_line(runs, counted)
+    if len(runs.parts_by_rank) > 1:
+        kind, change = "ranks", change if mistake in _CHANGES else change + _OF_ALL_RANKS
+    return _loop_cause(found, change, kind=kind, proved=True)
 
 
 def _loop_cause(
@@ -141,15 +100,6 @@ def _explain_other_gradient(
         found = f"the loop's gradient does not reach {list_names(unreached)}, the full batch's does"
         whole = "backpropagate the whole of loss(model, part): no .detach(), .item() or no_grad() on its terms"
         return _loop_cause(found, whole, kind="detached", where=unreached)
-    if _repeats_a_term(experiment, parts, ablation):
-        return _loop_cause(
-            "the loop's gradient is the full batch's plus, once for each further part, a term that is the same for"
-            " any batch, such as a regulariser",
-            "multiply that term by the part's share as well, as in (loss + term) * count / total, or add it once per"
-            " window",
-            kind="regulariser",
-            proved=True,
-        )
     if not workload_shares(parts.runs, list(parts.whole.terms)):
         return _loop_cause(
             "the terms of the loss divide by different counts, and the loop does not give each its own share",
@@ -170,18 +120,6 @@ def _unreached_parameters(full: UpdateResult, own: UpdateResult) -> tuple[str, .
     reached = {name for name, one in full.gradients.items() if largest_entry([one]) > least}
     found = tuple(name for name in full.gradients if name in reached and largest_entry([own.gradients[name]]) <= least)
     return () if len(found) == len(full.gradients) else found
-
-
-def _repeats_a_term(experiment: Experiment, parts: Decomposition, ablation: Ablation) -> bool:
-    """Return whether the loop's gradient is the full batch's plus the same term once for each further part."""
-    other = _other_split(experiment)
-    if other is None or min(len(parts.runs.sizes), len(other.sizes)) < 2:
-        return False
-    once, again = (
-        (flatten(runs.user_loop(ablation).gradients, parts.whole.parameters) - parts.gradient) / (len(runs.sizes) - 1)
-        for runs in (parts.runs, other)
-    )
-    return find_residual(once, [again], (1.0,)) <= experiment.rounding * _LEAST_SHARE
 
 
 def _other_split(experiment: Experiment) -> PairedRuns | None:
@@ -205,17 +143,6 @@ def _fit_other_split(experiment: Experiment, ablation: Ablation) -> SplitFactors
     parts = Decomposition(runs, ablation, experiment.rounding)
     right = _find_shares(parts)
     return None if right is None else _fit_factors(experiment, parts, right[0])
-
-
-def _clipped_norm(own: UpdateResult) -> float | None:
-    """Return the norm that a gradient was clipped to; None where its norm is not a round number.
-
-    `clip_grad_norm_` divides by the norm plus 1e-6 (torch/nn/utils/clip_grad.py), so the result is a little smaller.
-    """
-    rows = [gradient.norm() for gradient in own.gradients.values() if gradient is not None]
-    norm = float(torch.stack(rows).norm()) if rows else 0.0
-    rounded = float(f"{norm:.1g}")
-    return rounded if 0 <= rounded - norm <= 1e-4 * rounded else None
 
 
 def _find_shares(parts: Decomposition) -> tuple[tuple[float, ...], str] | None:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from autoaccum.accumulation.schedule import slices
-
 LoopMistake = Literal[
     "zeroed", "left out", "undivided", "divided twice", "mean of means", "constant", "scaled", "uneven"
 ]
-RankMistake = Literal["averaged", "averaged twice", "added"]
 
 _CLOSE = 1e-6
-
-_LEAST_SCALE = 2.0**8
-"""The smallest loss scale looked for: a smaller factor may be a count of parts or samples."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +39,6 @@ class SplitFactors:
     def ratio(self) -> float | None:
         """The ratio of factor to share of all parts; None where it differs."""
         return _constant(self.ratios)
-
-
-def shares_grow(ratios: Sequence[float]) -> bool:
-    """Return whether each part's ratio is larger than the one before, as when the loop clips after every part."""
-    grows = all(one <= two * (1 + _CLOSE) for one, two in itertools.pairwise(ratios))
-    return bool(ratios) and 0 < ratios[0] < ratios[-1] <= 1 and grows
 
 
 def find_mistake(split: SplitFactors, other: SplitFactors | None = None) -> LoopMistake | None:
@@ -85,23 +71,6 @@ def find_mistake(split: SplitFactors, other: SplitFactors | None = None) -> Loop
     return "uneven" if split.ratio is None else "scaled"
 
 
-def find_loss_scale(split: SplitFactors, other: SplitFactors | None = None) -> float | None:
-    """Find the loss scale that was not undone: a large power of two, the same for any number of parts.
-
-    >>> find_loss_scale(SplitFactors((16384.0, 16384.0), (0.25, 0.25)), SplitFactors((16384.0, 32768.0), (0.25, 0.5)))
-    65536.0
-    >>> find_loss_scale(SplitFactors((4.0, 4.0), (0.5, 0.5))) is None
-    True
-    """
-    again = other or split
-    for scale, same in ((split.ratio, again.ratio), (split.common, again.common)):
-        if scale is not None and scale >= _LEAST_SCALE and is_close(same, scale):
-            nearest = 2.0 ** round(math.log2(scale))
-            if is_close(nearest, scale):
-                return nearest
-    return None
-
-
 def is_close(one: float | None, two: float) -> bool:
     """Return whether two numbers are equal to rounding."""
     return one is not None and abs(one - two) <= _CLOSE * max(abs(one), abs(two))
@@ -115,30 +84,3 @@ def _is_fixed(split: SplitFactors, other: SplitFactors) -> bool:
 
 def _constant(values: Sequence[float]) -> float | None:
     return values[0] if values and all(is_close(value, values[0]) for value in values) else None
-
-
-def split_by_rank(split: SplitFactors, parts_by_rank: Sequence[int]) -> list[SplitFactors]:
-    """Return the factors of each rank that has parts, as they would be if its own parts were the whole window."""
-    found = []
-    for own in (one for one, count in zip(slices(parts_by_rank), parts_by_rank, strict=True) if count):
-        total = sum(split.shares[own]) or 1.0
-        found.append(SplitFactors(split.factors[own], tuple(share / total for share in split.shares[own])))
-    return found
-
-
-def find_rank_mistake(split: SplitFactors, parts_by_rank: Sequence[int]) -> RankMistake | None:
-    """Name what is wrong with how ranks are joined, where each is right by itself; None where it is something else.
-
-    >>> find_rank_mistake(SplitFactors((0.25, 0.25, 0.5), (0.1, 0.1, 0.8)), (2, 1))
-    'averaged'
-    >>> find_rank_mistake(SplitFactors((0.1, 0.4), (0.2, 0.8)), (1, 1))
-    'averaged twice'
-    >>> find_rank_mistake(SplitFactors((1.0, 1.0), (0.5, 0.5)), (1, 1))
-    'added'
-    """
-    ranks, count = split_by_rank(split, parts_by_rank), len(parts_by_rank)
-    if is_close(split.ratio, 1 / count):
-        return "averaged twice"
-    if all(is_close(one.ratio, 1 / count) for one in ranks):
-        return "averaged"
-    return "added" if all(is_close(one.ratio, 1.0) for one in ranks) else None
