@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from itertools import takewhile
-from typing import Final, NamedTuple
+from typing import Final
 
 from autoaccum.devices.explanation import Category, Holding
 from autoaccum.workload.module_names import common_name, compact_names, mask_numbers
@@ -55,12 +55,10 @@ class Share:
     Attributes:
         module: The module, with all modules in it, named as in `ModuleShare.name`.
         differences: All differences in these modules, with those that are 0.
-        is_remainder: Whether it is what remains besides other shares.
     """
 
     module: str
     differences: tuple[Difference, ...]
-    is_remainder: bool = False
 
     @property
     def bytes(self) -> int:
@@ -68,41 +66,22 @@ class Share:
         return _net(self.differences)
 
 
-def is_folded(holding: Holding) -> bool:
-    """Return whether a holding is the sum that a lock keeps for all small modules."""
-    return not (holding.module or holding.kind or holding.op or holding.dtype)
-
-
-class _Group(NamedTuple):
-    """Differences, and the number of parts of their paths that name the module which explains them."""
-
-    rows: list[Difference]
-    depth: int
-    is_remainder: bool = False
-
-
-def attribute_to_modules(differences: Sequence[Difference], modules: Iterable[str]) -> list[Share]:
+def attribute_to_modules(differences: Sequence[Difference]) -> list[Share]:
     """Split the growth of one category among the deepest modules that explain it.
 
-    Modules that differ only in numbers are treated as one, unless one of them has nearly all. A growth stays with the
-    containing module if all in it grew alike, if both it and its children have a part, or if too many children do.
-    What belongs to no module is a share of its own.
-
-    `differences` has one row per module, also where nothing changed; `modules` are all modules, before and now.
+    Modules that differ only in numbers are treated as one. A growth stays with the containing module if all in it grew
+    alike, if both it and its children have a part, or if too many children do. What belongs to no module is a share of
+    its own. There is one difference per module, also where nothing changed.
     """
-    known = _Names(modules, differences)
-    inside = [difference for difference in differences if difference.module]
-    outside = [difference for difference in differences if not difference.module and difference.bytes]
-    groups = [*(_Group([difference], 0) for difference in outside), *_split(inside, 0)]
-    return [
-        Share(known.called(_changed(group.rows), group.depth), tuple(group.rows), group.is_remainder)
-        for group in groups
-    ]
+    outside = [Share("", (row,)) for row in differences if not row.module and row.bytes]
+    inside = [row for row in differences if row.module]
+    paths = {".".join(row.parts[:depth]) for row in inside for depth in range(1, len(row.parts) + 1)}
+    return [*outside, *_split(inside, 0, paths)]
 
 
-def _split(rows: list[Difference], depth: int) -> list[_Group]:
-    """Group what grew in a module, or in several that differ only in numbers."""
-    changed = _changed(rows)
+def _split(rows: Sequence[Difference], depth: int, paths: Set[str]) -> list[Share]:
+    """Split what grew in a module, or in several that differ only in numbers."""
+    changed = [row for row in rows if row.bytes]
     children: dict[str, list[Difference]] = defaultdict(list)
     for row in rows:
         children[mask_numbers(row.parts[depth]) if len(row.parts) > depth else ""].append(row)
@@ -112,27 +91,16 @@ def _split(rows: list[Difference], depth: int) -> list[_Group]:
     large = [child for name, child in children.items() if nets[name] > little]
     together = own > little or not 0 < len(large) <= _MOST or (len(large) > 1 and _is_even(rows, deep=depth > 0))
     if not changed or together:
-        return [_Group(rows, depth)] if changed else []
-    groups = [group for child in large for group in _numbered(child, depth)]
-    if sum(abs(_net(group.rows)) > little for group in groups) > _MOST:
-        groups = [_Group(child, depth + 1) for child in large]
+        return [Share(_name(changed, depth, paths), tuple(rows))] if changed else []
+    shares = []
+    for child in large:
+        numbered = {row.parts[depth] for row in child if row.bytes}
+        shares += _split([row for row in child if row.parts[depth] in numbered], depth + 1, paths)
+    if sum(abs(share.bytes) > little for share in shares) > _MOST:
+        shares = [Share(_name(child, depth + 1, paths), tuple(child)) for child in large]
     taken = {id(row) for child in large for row in child}
-    rest = [row for row in changed if id(row) not in taken]
-    return [*groups, *([_Group(rest, depth, True)] if rest else [])]
-
-
-def _numbered(rows: list[Difference], depth: int) -> list[_Group]:
-    """Group modules that differ only in numbers: the one that has nearly all, or all that changed as one."""
-    single: dict[str, list[Difference]] = defaultdict(list)
-    for row in rows:
-        single[row.parts[depth]].append(row)
-    single = {name: own for name, own in single.items() if _changed(own)}
-    nets = {name: abs(_net(own)) for name, own in single.items()}
-    most = max(nets, key=lambda name: nets[name])
-    if len(single) > 1 and nets[most] >= (1 - _LITTLE) * sum(nets.values()):
-        rest = _changed(row for name, own in single.items() if name != most for row in own)
-        return [*_split(single[most], depth + 1), *([_Group(rest, depth + 1, True)] if rest else [])]
-    return _split([row for own in single.values() for row in own], depth + 1)
+    rest = tuple(row for row in changed if id(row) not in taken)
+    return [*shares, *([Share(_name(rest, depth, paths), rest)] if rest else [])]
 
 
 def _is_even(rows: Sequence[Difference], *, deep: bool) -> bool:
@@ -148,53 +116,25 @@ def _is_even(rows: Sequence[Difference], *, deep: bool) -> bool:
     return _net(alike) / grown >= _NEARLY_ALL and sum(row.before_bytes for row in alike) >= _NEARLY_ALL * before
 
 
-class _Names:
-    """Names groups of modules, knowing all modules of the model."""
+def _name(rows: Iterable[Difference], depth: int, paths: Set[str]) -> str:
+    """Name the modules of this depth that contain these differences, with `*` for numbers that stand for all of them.
 
-    def __init__(self, modules: Iterable[str], differences: Iterable[Difference]) -> None:
-        self._alike: dict[str, set[str]] = defaultdict(set)
-        for path in {path for module in modules for path in _paths(module)}:
-            self._alike[mask_numbers(path)].add(path)
-        self._holding = {path for row in differences for path in _paths(row.module)}
-
-    def called(self, rows: Iterable[Difference], depth: int) -> str:
-        """Return the name of the module of these rows, with `*` for numbers that stand for most modules of that name.
-
-        Numbered modules of several classes are layers of the module that contains them, which is named instead. So is
-        the module around several that have no common name; the name of the whole model is empty.
-        """
-        rows = list(rows)
-        held = [holding for row in rows if len(row.parts) == depth for holding in (*row.before, *row.now)]
-        if depth > 1 and len({holding.kind for holding in held if holding.kind}) > 1:
-            depth -= rows[0].parts[depth - 1].isdecimal()
-        names = list(dict.fromkeys(".".join(row.parts[:depth]) for row in rows))
-        if len(names) == 1:
-            return names[0]
-        if len({mask_numbers(name) for name in names}) > 1:  # The remainder of several modules.
-            return ""
-        starred = common_name(names)
-        alike = re.compile(r"\d+".join(map(re.escape, starred.split("*"))))
-        others = {name for name in self._alike[mask_numbers(names[0])] if alike.fullmatch(name)} - set(names)
-        if len(names) > len(others) and not self._holding & others:
-            return starred if starred.strip("*.") else ""
-        pieces = compact_names(names)
-        return pieces[0][0] if len(pieces) == 1 else ".".join(_common(names))
-
-
-def _paths(module: str) -> Iterator[str]:
-    """Yield a module's path and those of the modules that contain it."""
-    parts = module.split(".")
-    yield from (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-
-
-def _common(names: Iterable[str]) -> list[str]:
-    """Return the common beginning of these paths, as parts."""
-    columns = zip(*(name.split(".") for name in names), strict=True)
-    return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
-
-
-def _changed(rows: Iterable[Difference]) -> list[Difference]:
-    return [row for row in rows if row.bytes]
+    Several that have no common name are named by the module around them, as are numbered layers of several classes; the
+    name of the whole model is empty.
+    """
+    inside = [row for row in rows if row.bytes]
+    kinds = {holding.kind for row in inside if len(row.parts) == depth for holding in (*row.before, *row.now)}
+    depth -= depth > 1 and len(kinds) > 1 and inside[0].parts[depth - 1].isdecimal()
+    names = list(dict.fromkeys(".".join(row.parts[:depth]) for row in inside))
+    if len({mask_numbers(name) for name in names}) > 1:  # The remainder of several modules.
+        return ""
+    starred = common_name(names)
+    alike = re.compile(r"\d+".join(map(re.escape, starred.split("*"))))
+    if not any(alike.fullmatch(path) for path in paths - set(names)):
+        return starred if starred.strip("*.") else ""
+    patterns = compact_names(names)
+    around = os.path.commonprefix([name.split(".") for name in names])
+    return patterns[0][0] if len(patterns) == 1 else ".".join(around)
 
 
 def _net(rows: Iterable[Difference]) -> int:

@@ -15,7 +15,6 @@ from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
 from autoaccum.guarding.growth import find_growths
 from autoaccum.guarding.guard_result import Growth, Measurement
-from autoaccum.guarding.lock import fold
 from autoaccum.units import MIB
 
 
@@ -101,65 +100,15 @@ def test_what_a_model_keeps_between_updates_is_reported() -> None:
     ]
 
 
-class TestRenamed:
-    def test_other_names_for_the_same_are_no_growth(self) -> None:
-        before = [
-            row(category, f"h.{n}.mlp.{name}", 4)
-            for n in range(3)
-            for name in ("up", "down")
-            for category in CATEGORIES[:2]
-        ]
-        now = [
-            dataclasses.replace(each, module=each.module.replace("h.", "layers.").replace("up", "w1"))
-            for each in before
-        ]
-        assert told(measured(*before), measured(*now)) == []
-        grown = [dataclasses.replace(each, bytes=3 * each.bytes) if "w1" in each.module else each for each in now]
-        assert {module for _, module, bytes_, _ in told(measured(*before), measured(*grown)) if bytes_ > 0} == {
-            "layers.*.mlp.w1"
-        }
-
-    @pytest.mark.parametrize("wrapper", ["0", "net", "model.module"])
-    def test_what_is_wrapped_is_the_same(self, wrapper: str) -> None:
-        plain = [
-            row("parameters", "head", 4, kind="Linear"),
-            row("activations", "", 4, kind="Net"),
-            row("activations", "", 2, kind="", op="aten._log_softmax"),
-            *blocks(3, mlp=8, act=2),
-        ]
-        grown = [*plain[:3], *blocks(3, mlp=16, act=2)]
-        wrapped, wrapped_and_grown = (
-            [
-                dataclasses.replace(each, module=f"{wrapper}.{each.module}".rstrip(".")) if each.kind else each
-                for each in rows
-            ]
-            for rows in (plain, grown)
-        )
-        assert told(measured(*plain), measured(*wrapped)) == []
-        assert told(measured(*wrapped), measured(*plain)) == []
-        assert told(measured(*plain), measured(*wrapped_and_grown)) == [
-            ("activations", f"{wrapper}.blocks.*.mlp", 24, "")
-        ]
-        assert told(measured(*wrapped), measured(*grown)) == [("activations", "blocks.*.mlp", 24, "")]
-
-
-class TestFolded:
-    """A lock keeps no small modules apart."""
-
-    SMALL = tuple(row("activations", f"norms.{n}{letter}", 0.01) for n, letter in enumerate("abcdefgh"))
-
-    def test_what_was_folded_is_not_new(self) -> None:
-        before = measured(*blocks(2, mlp=64), *self.SMALL)
-        assert told(fold(before), before) == []
-
-    def test_a_module_with_parameters_of_its_own_is_new_whatever_was_folded(self) -> None:
-        before = measured(*blocks(2, mlp=64), row("activations", "norm", 0.1))
-        now = measured(*blocks(2, mlp=64), row("activations", "mix", 64), row("parameters", "mix", 8))
-        found = told(fold(before), now)
-        assert [(module, change) for _, module, _, change in found if module] == [
-            ("mix", "new, aten.mm in bf16"),
-            ("mix", "new"),
-        ]
+def test_a_module_with_another_name_is_another_module() -> None:
+    before = [row("parameters", "h.mlp", 4, op=""), row("activations", "h.mlp", 8)]
+    now = [dataclasses.replace(each, module=f"net.{each.module}") for each in before]
+    assert told(measured(*before), measured(*now)) == [
+        ("activations", "net.h.mlp", 8, "new, aten.mm in bf16"),
+        ("parameters", "net.h.mlp", 4, "new"),
+        ("parameters", "h.mlp", -4, "gone"),
+        ("activations", "h.mlp", -8, "gone"),
+    ]
 
 
 class TestMoved:
@@ -209,13 +158,11 @@ ROWS = st.lists(
 )
 
 
-@given(ROWS, ROWS, st.booleans(), st.sampled_from(["forward", "backward"]))
-def test_whatever_is_held_what_is_reported_adds_up(
-    was: list[Holding], is_now: list[Holding], folded: bool, phase: Phase
-) -> None:
+@given(ROWS, ROWS, st.sampled_from(["forward", "backward"]))
+def test_whatever_is_held_what_is_reported_adds_up(was: list[Holding], is_now: list[Holding], phase: Phase) -> None:
     held: dict[Category, int] = {"activations": 3 * MIB}
     before = measured(*was, moments=(Moment(phase="forward", held_bytes=3 * MIB, categories=held),))
     now = measured(*is_now, unused_mib=3, phase=phase)
-    told(fold(before) if folded else before, now)
+    told(before, now)
     back = find_growths(now, before)
     assert sum(growth.bytes for growth in back) == before.peak_bytes - now.peak_bytes

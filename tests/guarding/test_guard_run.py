@@ -45,8 +45,9 @@ from autoaccum.guarding.project import Project
 from autoaccum.units import GIB
 
 TRAIN, OTHER = a_case(), a_case("other.py")
-LARGER = a_measurement(*a_measurement().holdings, Holding(category="activations", module="extra", bytes=GIB))
-OLD = "largest = 32"
+*_BLOCKS, _HEAD, _WORKSPACE = a_measurement().holdings
+LARGER = a_measurement(*_BLOCKS, Holding(category="activations", module="extra", bytes=GIB), _HEAD, _WORKSPACE)
+OLD = '"largest": 32'
 Found = Mapping[str, Measurement | AutoaccumError]
 
 
@@ -199,7 +200,7 @@ def test_the_first_update_needs_no_lock(bench: Bench) -> None:
 
 def test_a_lock_that_cannot_be_read_stays_until_it_is_rewritten(locked: Bench) -> None:
     lock = locked.project.lock
-    lock.write_text(lock.read_text().replace(OLD, "largest = 3"))
+    lock.write_text(lock.read_text().replace(OLD, '"largest": 3'))
     text = lock.read_text()
     with pytest.raises(LockFileError, match="anew by `autoaccum guard model.py --gpu NAME --target-batch N --update -"):
         locked.guard()

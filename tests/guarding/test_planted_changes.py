@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -145,10 +146,10 @@ def test_the_modes_of_what_needs_the_whole_batch_are_locked(tmp_path: Path) -> N
     kept = as_locked(now, tmp_path, case)
     assert kept.coupled == "yes"
     assert compare(case, kept, now, Tolerance()).outcome == "unchanged"
-    assert "coupled =" in (tmp_path / "autoaccum.lock").read_text()
+    assert '"coupled": "yes"' in (tmp_path / "autoaccum.lock").read_text()
     explanation = compare(case, as_locked(before, tmp_path, case), now, Tolerance()).explanation
     assert "batchnorm micro -> exact, coupled no -> yes" in explanation
-    assert "coupled =" not in (tmp_path / "autoaccum.lock").read_text()
+    assert '"coupled": "yes"' not in (tmp_path / "autoaccum.lock").read_text()
 
 
 def together() -> list[tuple[str, ...]]:
@@ -189,9 +190,11 @@ def check_same(now: Measurement, locked: Measurement, better: str = "within") ->
     assert verdict.outcome in ("unchanged", "within", better), verdict.explanation
     assert verdict.exit_code == 0
     assert now.held_bytes == locked.held_bytes
-    assert all(
-        growth.category == "unused" for growth in verdict.growths if abs(growth.bytes) > locked.peak_bytes / 1000
-    )
+    moved = Counter[str]()  # A module with another name is another module: one shrank, one grew.
+    for growth in verdict.growths:
+        moved[growth.category] += growth.bytes
+    del moved["unused"]
+    assert all(abs(size) <= locked.peak_bytes / 1000 for size in moved.values())
 
 
 SMALL = """

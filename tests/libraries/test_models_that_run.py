@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,8 @@ from pathlib import Path
 import pytest
 from command_line import ROOT, Command, environment
 from warm_children import WarmPython
+
+from autoaccum.guarding.lock import read_lock
 
 MODELS = Path(__file__).parent / "models"
 IMPORTED = (
@@ -136,10 +137,9 @@ def test_a_model_is_planned_verified_and_guarded(
     if name in COMPARED:
         guarded = command(tmp_path, "guard", "-q")
         assert (guarded.returncode, guarded.stdout.partition(":")[0]) == (0, "unchanged")
-    lock = (tmp_path / "autoaccum.lock").read_text()
-    for category, known in BYTES.get(name, {}).items():
-        (held,) = re.findall(rf"^categories\.{category} = ([\d_]+)", lock, re.MULTILINE)
-        assert (category, int(held)) == (category, known)
+    (measured,) = read_lock(tmp_path / "autoaccum.lock", "").values()
+    held = {str(category): size for category, size in measured.categories.items()}
+    assert {category: held[category] for category in BYTES.get(name, {})} == BYTES.get(name, {})
 
 
 @pytest.mark.parametrize("name", REFUSED)
