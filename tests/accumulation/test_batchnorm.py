@@ -276,6 +276,7 @@ def assert_same_statistics(one: nn.Module, other: nn.Module) -> None:
 
 @FORGIVING
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.filterwarnings("ignore:torch.compile with fullgraph=True found no compiled frames")  # Of torch 2.12.
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_statistics_of_a_model_compiled_before_are_recorded(fullgraph: bool) -> None:
     model, batch = one_norm(), batch_of(8)
