@@ -244,8 +244,8 @@ def fit(
         seed: Seeds the weights of a workload's model, the order of the data, and all random numbers of training.
         workers: Processes that read a map-style dataset; a DataLoader uses its own.
         skip_nonfinite: Skip an update with a non-finite loss or gradient instead of ending the run.
-        check: What to do where the weights are not what the loss divides by, as the first updates show: `warn`,
-            `strict` (end the run before the update) or `off`.
+        check: What to do if the first updates show that `weight` is not what the loss divides by: `warn`, `strict`
+            (end the run before the update) or `off` (do not check).
         progress: Draw a progress bar on stderr, or print lines where stderr is no terminal.
         callbacks: Called with every event (`autoaccum.training.fit_events`); one that returns True ends the training.
         options: Fields of `autoaccum.options.Options`, each in place of the plan's or the workload's own. `optimizer`:

@@ -45,7 +45,7 @@ Reduce = Literal["each", "last"]
 """When FSDP2 sums the gradients of an update over ranks: with each micro-batch, or with the last."""
 
 CHECKS: Final = ("warn", "strict", "off")
-"""What training does where its weights are not what the loss divides by: a warning, an error, or nothing."""
+"""What training does if `weight` is not what the loss divides by: warn, raise an error, or not even check."""
 
 RECOMPUTE: Final = "recompute"
 OFFLOADS: Final = ("offload-activations", "offload-gradients", "offload-optimizer")

@@ -90,7 +90,7 @@ class Accumulator:
     ends the training. Ctrl-C takes effect between forward, backward and update; a second Ctrl-C takes effect at once.
 
     Under an initialised process group of several ranks, every rank makes an Accumulator and steps with its own samples;
-    all together are the effective batch, whatever share a rank has: an empty batch is none. Weights are summed over
+    all together are the effective batch, whatever share a rank has, even an empty one. Weights are summed over
     ranks before the first backward, gradients once per update, in float32 where parameters are of half precision. A
     module wrapped in DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers
     of rank 0, and with the least of their micro-batches. An error on one rank ends the step on all, and memory that
@@ -133,10 +133,10 @@ class Accumulator:
             is raised after the state is restored.
         check_finite: Whether to refuse an update with a loss or (with `clip_norm`) a gradient that is not finite. With
             a scaler, which skips such updates itself, only a loss of NaN is refused.
-        check: What to do where `weight` is not what the loss divides by. At the first updates whose samples differ, the
-            loss of a few samples is compared with those of two parts of them, in evaluation mode and without a graph.
-            `warn` (default) warns with the likely right weight, `strict` raises it as a WorkloadError, `off` compares
-            nothing.
+        check: What to do if `weight` is not what the loss divides by. The first updates whose samples differ in length
+            compare the loss of a few samples with the weighted losses of two parts of them, in evaluation mode and
+            without gradients. `warn` (default) issues a warning with the likely right weight, `strict` raises it as a
+            WorkloadError, `off` skips the comparison.
         batchnorm: How BatchNorm in training mode treats the micro-batches. `micro` (default): as in PyTorch, each by
             itself. `running`: normalise by the micro-batch, but update the running statistics once, as the full batch
             would. `frozen`: normalise by the running statistics and leave them as they are, so that the gradient is

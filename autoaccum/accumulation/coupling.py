@@ -26,10 +26,10 @@ _MIXES = (
     f" (weight decay?): {NOT_FULL}; {_AS_ONE}, autoaccum.whole_batch(x) a term of it, or make it a mean over samples"
 )
 
-MIXES_INPUTS = "the loss mixes samples before it calls the model (mixup, CutMix?) and sees one micro-batch at a time"
+MIXES_INPUTS = "the loss mixes samples before it calls the model (mixup, CutMix?), but sees one micro-batch at a time"
 MIX_BEFORE = (
-    "mix in batch(size) or collate_fn, where the batch is made and not yet split, and put the mixed inputs and the"
-    " targets to mix (or soft targets) into the batch, a row for each sample"
+    "mix in batch(size) or collate_fn, before the batch is split, and put the mixed inputs and both targets (or soft"
+    " targets) into the batch, one row per sample"
 )
 """What is seen of a loss that gives the model mixed inputs, which no mode can cure, and what to do."""
 

@@ -86,7 +86,7 @@ _CODE_INTERRUPTED = 130
     type=click.Choice(CHECKS),
     default="warn",
     show_default=True,
-    help="What to do where weights are not what the loss divides by, as the first updates show; strict ends the run.",
+    help="Compare `weight` with the loss at the first updates; if it is wrong, warn, or end the run (strict).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and nothing else there.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")

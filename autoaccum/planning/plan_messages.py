@@ -239,8 +239,8 @@ def all_notes(
     notes += of_prediction[:1]
     if inspection.draw is not None:
         notes.append(
-            "random numbers that the step draws on the host decide what runs: planned with"
-            f" {inspection.draw}, which keep most of 5 draws"
+            f"random numbers drawn on the host decide what runs: planned with {inspection.draw}, which need the most"
+            " memory of 5 draws"
         )
     notes += inspection.notes
     idle = sum(1 for parts in schedule.ranks if not sum(parts))

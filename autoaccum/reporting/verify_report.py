@@ -138,7 +138,7 @@ def describe_cause(cause: Cause, *, number: int, of: int) -> tuple[list[tuple[st
     none = Text("no experiment made the comparison equal", "dim")
     proved = ("proved", Text(proof)) if cause.proved else ("unproved", none)
     if cause.batches is not None and cause.proved:
-        proved = ("tried", Text(f"it agrees on {counted(cause.batches, 'batch')}, this one included"))
+        proved = ("tried", Text(f"fits all of {counted(cause.batches, 'batch')}, yours included"))
     return [*rows, ("change", Text(words))], code[0] if code else "", proved
 
 
@@ -153,7 +153,7 @@ def _print_next(console: Console, found: Verification, again: Sequence[str]) -> 
 def next_command(found: Verification, again: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return what to do after a difference, and the command for it; empty where there is none."""
     if found.untested:
-        return f"let batch(size) return short and long samples: {', '.join(found.untested)} could not be shortened", ()
+        return f"could not shorten {', '.join(found.untested)}: let batch(size) return short and long samples", ()
     norms = [cause for cause in found.causes if cause.kind == "batchnorm"]
     line: Sequence[str] = again if found.causes else ()
     if norms and found.batchnorm not in ("frozen", "exact"):
@@ -235,9 +235,9 @@ class VerificationProgress(Progress):
                     f" {event.precision} on {event.device}",
                 )
             )
-            self.show("comparing with the full batch (sooner with --target-batch 4 --micro-batch 2) ...")
+            self.show("comparing with the full batch (faster with --target-batch 4 --micro-batch 2) ...")
         elif isinstance(event, Compared):
             self.show("comparing a shorter window ...")
         elif isinstance(event, Diagnosing):
-            limit = f" (for {event.limit_seconds:g} s at most, --time-limit)"
-            self.show(f"{format_parts(event.comparison.micro_batches)} differ: searching for the cause{limit} ...")
+            limit = f" (at most {event.limit_seconds:g} s, see --time-limit)"
+            self.show(f"{format_parts(event.comparison.micro_batches)} differs: searching for the cause{limit} ...")

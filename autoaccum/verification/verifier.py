@@ -185,7 +185,7 @@ class Verifier:
         if largest_entry(runs.full().gradients.values()) == 0:
             raise NotMeasuredError(
                 f"every gradient of batch({sum(sizes)}) is zero, so there is nothing to compare",
-                hint="give a batch of which the model learns",
+                hint="return samples from batch(size) that give the model a gradient",
             )
         return runs
 
@@ -209,7 +209,7 @@ class Verifier:
         ways = shorten(self._batch, runs.sizes, new_labels=new_labels)
         for way in ways:
             if way.batch is not None and (other := self._runs_of(runs, way.batch)) is not None:
-                self._note(f"samples are equally long, so they were shortened in {list_names(way.paths)}")
+                self._note(f"samples are equally long: also compared with shortened {list_names(way.paths)}")
                 self._compare_both(other, "uneven", tolerances)
                 return
         self._untested = ways[-1].paths if ways and ways[-1].is_known else ()

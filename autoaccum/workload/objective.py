@@ -31,7 +31,7 @@ _OUTPUT_NAMES = ("output", "outputs", "pred", "preds", "prediction", "prediction
 """Names of a first argument that show that the function is a criterion and not `loss(model, batch)`."""
 
 AS_ONE_MODULE = (
-    "where a loss module holds the model, or parameters of its own, train that module: model = TheLoss(net), and"
+    "if a loss module holds the model, or has parameters itself, train that module: model = TheLoss(net) and"
     " def loss(model, batch): return model(*batch)"
 )
 """The advice for a loss whose gradient does not reach the model that it is given."""

@@ -19,7 +19,7 @@ from autoaccum.workload import pytree
 ANY = -1
 """The size of a value that belongs to all samples; it agrees with every size."""
 _CHANNELS = (1, 3, 4)
-_WAY_OUT = "write split(batch, sizes) and size(batch)"
+_WAY_OUT = "define split(batch, sizes) and size(batch)"
 _UNLIKELY = 10
 _ROWS = (0, 1)
 """The costs of reading records as one batch and as samples: the first, if nothing else decides."""
@@ -81,8 +81,8 @@ class Readings:
                 leaves = [*pytree.tensors(node)]
                 what = f"{key[0]} is {describe_type(node)} of {len(node)} whose tensors all have {len(leaves[0])} rows"
                 if samples in rivals or any(map(_looks_like_image, leaves)):
-                    raise WorkloadError(f"{what}: each entry may hold the whole batch or one sample", hint=_WAY_OUT)
-                self.guesses.append(f"{what}: it is read as {samples} samples; if each entry is a sample, {_WAY_OUT}")
+                    raise WorkloadError(f"{what}: an entry may be one sample, or hold values of all", hint=_WAY_OUT)
+                self.guesses.append(f"{what}: read as {samples} samples; if every entry is one sample, {_WAY_OUT}")
         self._known |= found
         return marked
 

@@ -190,6 +190,6 @@ def ignored_labels_warning(objective: Objective, model: nn.Module, parts: Sequen
     if inferred == "samples" and len(set(torch.cat(counted).tolist())) < 2:
         return None
     return (
-        f"{path} has ignored entries ({IGNORED}), but parts are weighted by their samples, not by the other entries:"
+        f"{path} has ignored entries ({IGNORED}), but parts are weighted by samples, not by the entries that count:"
         f" the likely right weight is: def weight(batch): return {label_code(path, divisor)}"
     )

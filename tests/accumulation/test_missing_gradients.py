@@ -13,7 +13,7 @@ from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import NotMeasuredError, WorkloadError
 
-REFUSED = "no gradient reaches the model: the loss uses another model than it is given, .*train that module: model ="
+REFUSED = "no gradient reaches the model: the loss does not use the model it is given, .*train that module: model ="
 
 
 def net(dtype: torch.dtype | None = None) -> nn.Module:

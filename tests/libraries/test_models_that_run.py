@@ -59,9 +59,7 @@ RUN = {
     "dpo.py": Expected(),
     "unet.py": Expected(),
     "deeplab.py": Expected(),
-    "faster_rcnn.py": Expected(
-        values=True, cause="coupled loss", change="autoaccum.whole_batch(x) of what is compared"
-    ),
+    "faster_rcnn.py": Expected(values=True, cause="coupled loss", change="compare autoaccum.whole_batch(x)"),
     "yolo.py": Expected(values=True, cause="weight", change="no usual count of the batch gives these shares"),
     "gnn.py": Expected(),
     "lstm.py": Expected(),

@@ -41,7 +41,7 @@ def batch(n):
 
 model, criterion = Net, nn.MSELoss()
 """
-SAID = "random numbers that the step draws on the host decide what runs"
+SAID = "random numbers drawn on the host decide what runs"
 
 
 def plan(path: Path, skips: str) -> Plan:
@@ -82,7 +82,7 @@ def test_what_may_be_skipped_is_planned_to_run(skips: str, near: int, never: Pla
     drawn = plan(tmp_path / "drawn.py", skips)
     assert (notes(never), notes(drawn)) == (
         [],
-        [f"{SAID}: planned with numbers near {near}, which keep most of 5 draws"],
+        [f"{SAID}: planned with numbers near {near}, which need the most memory of 5 draws"],
     )
     assert (drawn.micro_batches, drawn.peak_bytes) == (never.micro_batches, never.peak_bytes)
     assert [trial.peak_reserved_bytes for trial in drawn.trials] == [each.peak_reserved_bytes for each in never.trials]
@@ -92,7 +92,7 @@ def test_what_may_be_skipped_is_planned_to_run(skips: str, near: int, never: Pla
 def test_numbers_without_a_worst_end_are_planned_as_the_worst_of_several(tmp_path: Path) -> None:
     planned = plan(tmp_path / "middle.py", "not 0.2 < random.random() < 0.8")
     (said,) = notes(planned)
-    assert re.search(r"planned with those of seed [123], which keep most of 5 draws$", said)
+    assert re.search(r"planned with those of seed [123], which need the most memory of 5 draws$", said)
 
 
 @pytest.mark.parametrize("skips", ["random.random() < 0", "torch.rand(64).sum() < 0"])

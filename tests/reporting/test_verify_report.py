@@ -37,13 +37,13 @@ def test_equal_is_one_line() -> None:
 def test_what_was_not_tested_is_the_first_line() -> None:
     lines = drawn(dataclasses.replace(FOUND, equivalent=False, untested=("batch[2]",), notes=())).splitlines()
     assert lines[0] == "equal on 16 samples of equal length: weighting by tokens was not tested"
-    assert lines[-1] == "let batch(size) return short and long samples: batch[2] could not be shortened"
+    assert lines[-1] == "could not shorten batch[2]: let batch(size) return short and long samples"
 
 
 def test_a_weight_is_said_to_agree_and_not_to_be_proved() -> None:
     weight = dataclasses.replace(DIFFERENT.causes[0], kind="weight", batches=3)
     text = drawn(dataclasses.replace(DIFFERENT, causes=(weight,)))
-    assert "tried        it agrees on 3 batches, this one included" in text.splitlines()
+    assert "tried        fits all of 3 batches, yours included" in text.splitlines()
     assert "proved" not in text
 
 

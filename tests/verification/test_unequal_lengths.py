@@ -72,7 +72,7 @@ def test_a_wrong_weight_shows_on_samples_that_are_equally_long(case: str) -> Non
     assert cause.change.endswith(f"def weight(batch): return {code}")
     assert cause.batches is not None
     assert cause.batches > 1
-    assert any("they were shortened" in note for note in verification.notes)
+    assert any("also compared with shortened" in note for note in verification.notes)
 
 
 RIGHT: dict[str, tuple[Any, Any, Any]] = {
@@ -139,4 +139,4 @@ def test_the_first_line_and_the_exit_code_say_what_was_not_tested(tmp_path: Path
     assert done.returncode == 3, done.stderr
     first, *_, last = done.stdout.splitlines()
     assert first == "equal on 16 samples of equal length: weighting by tokens was not tested"
-    assert last == 'let batch(size) return short and long samples: batch["mask"] could not be shortened'
+    assert last == 'could not shorten batch["mask"]: let batch(size) return short and long samples'

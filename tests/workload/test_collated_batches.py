@@ -192,7 +192,7 @@ def test_parts_have_the_gradient_of_the_full_batch(form: str) -> None:
     loss(full, batch).backward()  # type: ignore[no-untyped-call]
     accumulator = Accumulator(parts, torch.optim.SGD(parts.parameters(), lr=1.0), loss, micro_batch=4)
     if guessed:
-        with pytest.warns(AccumulationWarning, match=rf"read as {N} samples; if each entry is a sample, "):
+        with pytest.warns(AccumulationWarning, match=rf"read as {N} samples; if every entry is one sample, "):
             result = accumulator.step(batch)
     else:
         result = accumulator.step(batch)
@@ -246,7 +246,7 @@ def test_what_was_read_as_rows_is_not_read_as_samples_later() -> None:
 def test_refuses_what_nothing_decides(batch: Any, path: str) -> None:
     model = nn.Linear(1, 1)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters()), lambda model, batch: None, micro_batch=1)
-    with pytest.raises(WorkloadError, match=rf"{path}.*: write split\(batch, sizes\) and size\(batch\)"):
+    with pytest.raises(WorkloadError, match=rf"{path}.*: define split\(batch, sizes\) and size\(batch\)"):
         accumulator.step(batch)
 
 

@@ -26,7 +26,7 @@ from autoaccum.verification.update_comparison import Tolerances
 from autoaccum.verification.update_run import UNCHANGED, Ablation
 from autoaccum.verification.verification_result import Cause, Comparison
 
-_FIRST = "try a smaller model, or one term of the loss at a time, until both are equal"
+_FIRST = "try a smaller model, or one term of the loss at a time, until the updates are equal"
 _COARSE = 1e-2
 """With more rounding than this, as in half precision, any arithmetic seems to fit."""
 
@@ -239,10 +239,10 @@ def _unknown_cause(experiment: Experiment, why: str | None, coupling: Coupling) 
     found, change = f"{why}; tried: {tried}{f' ({coupling.reason})' if coupling.reason else ''}", _FIRST
     if why is None:
         limit = experiment.runs.fixture.deadline.limit_seconds
-        found = f"the search for the cause stopped at the time limit of {limit:g} s; to be tried: {tried}"
+        found = f"the search for the cause stopped at the time limit of {limit:g} s; possible causes: {tried}"
         if experiment.refuted:
-            found += f"; not enough by itself: {list_names(experiment.refuted)}"
-        change = f"verify with --target-batch 4 --micro-batch 2, or a longer --time-limit; or {_FIRST}"
+            found += f"; not the only cause: {list_names(experiment.refuted)}"
+        change = f"verify with --target-batch 4 --micro-batch 2, or with a longer --time-limit; or {_FIRST}"
     return Cause(
         kind="unknown",
         found=found,

@@ -39,13 +39,13 @@ def coupling_causes(experiment: Experiment, coupling: Coupling) -> tuple[Cause, 
 _OUTPUTS = "coupled = True with outputs(model, batch) and coupled_loss(outputs, batch) in place of loss"
 
 _COMPARES = (
-    "the loss compares samples or averages over them (in-batch negatives, a statistic of the batch, outputs of"
-    " shape (n, 1) with targets of shape (n,)), of which a part has only its own, or it adds up terms that divide by"
+    "the loss compares samples with each other or uses a statistic of the batch (in-batch negatives, outputs of shape"
+    " (n, 1) with targets of shape (n,)), but a part has only its own samples; or it adds up terms that divide by"
     " different counts"
 )
 _SIMPLER = (
-    "give what is compared the same shape, and compute a statistic of targets where the batch is made, before it is"
-    " split"
+    "give outputs and targets the same shape, and compute statistics of the targets when the batch is made, before it"
+    " is split"
 )
 
 _TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
@@ -76,7 +76,7 @@ _TEXTS: Mapping[str, tuple[CauseKind, str, str]] = {
         "coupled model",
         "a matrix of all pairs of samples, as for in-batch negatives, is computed in {modules}: a micro-batch has only"
         " the pairs of its own samples",
-        f"no weight helps here: take {_OUTPUTS}, and compute this matrix in coupled_loss",
+        f"no weight helps here: use {_OUTPUTS}, and compute this matrix in coupled_loss",
     ),
     "balancing loss": (
         "coupled loss",
@@ -190,7 +190,7 @@ def _loss_cause(experiment: Experiment) -> Cause:
     first = "check first that split(batch, sizes) returns each sample once, in order; if it does, "
     change = (
         f"{first if isinstance(experiment.runs.batch, CustomBatch) else ''}{_SIMPLER}; return terms that divide by"
-        f" different counts, or a mean and a sum, as a dict; otherwise no weight helps: take {_OUTPUTS}, or"
-        " autoaccum.whole_batch(x) of what is compared"
+        f" different counts, or a mean and a sum, as a dict; otherwise no weight helps: use {_OUTPUTS}, or"
+        " compare autoaccum.whole_batch(x)"
     )
     return Cause(kind="coupled loss", found=_COMPARES, change=change, where=("the loss",))

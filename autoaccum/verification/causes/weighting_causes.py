@@ -23,14 +23,14 @@ from autoaccum.workload.weight_check import advise, name_term
 _FUNCTION = Cause(
     kind="coupled loss",
     found=(
-        "the gradients of the parts give the full batch's only with factors that no count explains: the loss is not a"
-        " sum over samples divided by a count, but a function of it (a root, a norm, an exponential, a maximum), or it"
-        " divides by something that does not add up over parts, or that the batch does not show"
+        "the parts' gradients add up to the full batch's only with factors that no count in the batch explains: the"
+        " loss is a function of a mean (a root, a norm, an exponential, a maximum), or its divisor does not add up over"
+        " parts, or is not in the batch"
     ),
     change=(
-        "return a sum over samples divided by a count that adds up over parts, and apply such functions only to what"
-        " is reported, or write def weight(batch) if you know the divisor; otherwise outputs(model, batch) and"
-        " coupled_loss(outputs, batch) with coupled = True compute the loss once, of the whole batch"
+        "train on the mean, and apply such a function only to what you log; if you know the divisor, write def"
+        " weight(batch); otherwise define outputs(model, batch) and coupled_loss(outputs, batch) with coupled = True,"
+        " which compute the loss once, over the whole batch"
     ),
     where=("the loss",),
 )
