@@ -28,9 +28,9 @@ _FUNCTION = Cause(
         " parts, or is not in the batch"
     ),
     change=(
-        "train on the mean, and apply such a function only to what you log; if you know the divisor, write def"
-        " weight(batch); otherwise define outputs(model, batch) and coupled_loss(outputs, batch) with coupled = True,"
-        " which compute the loss once, over the whole batch"
+        "return a mean whose divisor adds up over parts, and apply such functions only to what you log, or write def"
+        " weight(batch) if you know the divisor; otherwise define outputs(model, batch) and coupled_loss(outputs,"
+        " batch) with coupled = True, which compute the loss once, over the whole batch"
     ),
     where=("the loss",),
 )
