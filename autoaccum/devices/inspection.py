@@ -20,8 +20,6 @@ from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.savers.activation_checkpointing import (
-    batchnorms_updated_twice,
-    list_modules,
     trained_blocks,
 )
 from autoaccum.accumulation.sharded_tensors import model_class
@@ -157,14 +155,10 @@ def _name_dtype(dtype: torch.dtype) -> str:
 
 
 def describe_model(workload: Workload, model: nn.Module) -> dict[str, Any]:
-    """Return what the recipe of a step has to know of the model, such as the blocks that it may recompute."""
-    blocks = trained_blocks(model)
-    norms = batchnorms_updated_twice(model, blocks)
+    """Return what the recipe of a step has to know of the model."""
     ignores = workload.loss.ignores_items if isinstance(workload.loss, PreparedLoss) else ignores_items
     own = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
     return {
-        "blocks": blocks,
-        "counted_twice": list_modules(norms) if norms else "",
         # Of models of transformers only, which a Trainer trains.
         **({"checkpointing": True} if own else {}),
         **({"ignores_items": True} if ignores(model) else {}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import keyword
-import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ import jinja2
 
 from autoaccum.accumulation.schedule import format_parts
 from autoaccum.errors import UsageError
-from autoaccum.options import OFFLOADS, RECOMPUTE
 from autoaccum.planning.plan_record import Plan
 from autoaccum.reporting.plan_report import describe_extra_memory
 from autoaccum.units import format_bytes
@@ -30,7 +28,6 @@ _WIDTH, _LONGEST_LINE, _LONGEST_IN_LOOP = 88, 120, 100
 _FEW = 3
 """Up to this many tensors in a tuple are written out; more with a comprehension."""
 _RESERVED_NAMES = sys.stdlib_module_names | {"torch", "numpy", "autoaccum"}
-_LAST_NUMBER = re.compile(r"\d+(?=\D*$)")
 _ROOM = "The plan leaves memory for what the training loop holds besides the step: "
 _ALTERNATIVES = "write loss(model, batch) and weight(batch), or train with autoaccum.Accumulator"
 
@@ -67,18 +64,13 @@ def check_emittable(
             " coupled loss or whole_batch(x)",
             hint="plan without --emit, and write the loop around autoaccum.Accumulator",
         )
-    if offloads := [word for word in savers if word in OFFLOADS]:
+    if savers:
         raise UsageError(
-            f"--emit writes a few lines of plain PyTorch, without {' and '.join(offloads)}",
+            f"--emit writes a few lines of plain PyTorch, without {' and '.join(savers)}",
             hint="plan without --emit, and write the loop around autoaccum.Accumulator",
         )
     if recipe is None:
         return
-    if savers and batchnorm == "micro" and (norms := recipe["counted_twice"]):
-        raise UsageError(
-            f"{' and '.join(savers)} in plain PyTorch would update the statistics of {norms} twice",
-            hint="plan with --batchnorm frozen, or write the loop around autoaccum.Accumulator",
-        )
     not_written: str | None = None
     if recipe["divisor"] == "class weights":
         not_written = "the criterion's mean is over class weights"
@@ -148,10 +140,9 @@ def _template_values(plan: Plan, recipe: Mapping[str, Any]) -> dict[str, Any]:
     form, has_call, is_sum = recipe["batch"], recipe["call"] is not None, recipe["divisor"] == "nothing"
     by_weight = recipe["divisor"] == "weight"
     by_term = by_weight and bool(recipe["weights"])
-    takes_weight, recomputed = by_weight and not (recipe.get("own") or {}).get("weight"), _recomputed(plan, recipe)
+    takes_weight = by_weight and not (recipe.get("own") or {}).get("weight")
     typed = {
         "Callable": takes_weight or not recipe.get("own"),
-        "Iterator": recomputed,
         "Mapping": bool(recipe["terms"]),
     }
     precision = str(plan.workload.get("precision", "fp32"))
@@ -166,7 +157,6 @@ def _template_values(plan: Plan, recipe: Mapping[str, Any]) -> dict[str, Any]:
         "by_term": by_term,
         "takes_weight": takes_weight,
         "typed": ", ".join(name for name, is_used in typed.items() if is_used),
-        "recomputed": recomputed,
         "sums_wide": sums_wide,
         "shared_loss": "part_loss" if is_sum or sums_wide or by_term else "part_loss * share",
         "batch_type": _type_of(form),
@@ -210,22 +200,6 @@ def _wrapped(text: str, first: str = "", later: str = "") -> str:
 
 
 # --- code for batches ------------------------------------------------------------------------------------------------
-
-
-def _recomputed(plan: Plan, recipe: Mapping[str, Any]) -> str:
-    """Return code for the list of the blocks to recompute, evenly spread as `Recompute` takes them; or none."""
-    words = [word for word in plan.workload.get("savers") or () if word.startswith(RECOMPUTE)]
-    if not words:
-        return ""
-    blocks = list(recipe["blocks"])
-    count = int(words[0].partition("=")[2] or len(blocks))
-    before, after = _LAST_NUMBER.split(blocks[0])
-    if blocks == [f"{before}{index}{after}" for index in range(len(blocks))]:
-        number = "i" if count == len(blocks) else f"i * {len(blocks)} // {count}"
-        return f'[f"{before}{{{number}}}{after}" for i in range({count})]'
-    names = [f'"{blocks[index * len(blocks) // count]}"' for index in range(count)]
-    line = f"[{', '.join(names)}]"
-    return line if len(line) <= _LONGEST_IN_LOOP else "[\n" + "".join(f"    {name},\n" for name in names) + "]"
 
 
 def _refused_form() -> UsageError:

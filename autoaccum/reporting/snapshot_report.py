@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.devices.simulated.allocator.caching_allocator import MIN_BLOCK_BYTES
 from autoaccum.devices.simulated.explain.recorded_update import (
     Figure,
     RequestDifference,
+    Source,
     SourceDifference,
     UpdateComparison,
 )
@@ -75,9 +75,6 @@ def _figures(update: UpdateComparison) -> Table:
         ("peak reserved", update.reserved),
     ):
         table.add_row(name, precise_bytes(figure.recorded), precise_bytes(figure.predicted), _change(figure))
-    requests = update.recorded_requests - update.predicted_requests
-    both = f"{requests:+,}" if requests else "none"
-    table.add_row("requests", f"{update.recorded_requests:,}", f"{update.predicted_requests:,}", both)
     return table
 
 
@@ -87,13 +84,10 @@ def _change(figure: Figure) -> str:
 
 
 def _join_layers(differences: Sequence[SourceDifference]) -> list[SourceDifference]:
-    """Return the differences that are worth a row, the largest first; those of equal layers are one."""
-    alike: dict[tuple[str, ...], list[SourceDifference]] = {}
+    """Return the largest differences first; those of equal layers are one."""
+    alike: dict[Source, list[SourceDifference]] = {}
     for one in differences:
-        if abs(one.recorded_bytes - one.predicted_bytes) >= MIN_BLOCK_BYTES:  # Loops differ in scalars.
-            source = one.source
-            key = source.category, mask_numbers(source.module), source.op, source.line
-            alike.setdefault(key, []).append(one)
+        alike.setdefault(replace(one.source, module=mask_numbers(one.source.module)), []).append(one)
     joined = [
         SourceDifference(
             replace(group[0].source, module=common_name([one.source.module for one in group])),
@@ -117,12 +111,8 @@ def _sources(differences: Sequence[SourceDifference]) -> Table:
             Text(one_line(source.op) or _NONE),
             Text(_short(source.line) or _NONE),
         )
-    rest = differences[_MOST_SOURCES:]
-    if rest:
-        recorded, predicted = (
-            sum(getattr(one, name) for one in rest) for name in ("recorded_bytes", "predicted_bytes")
-        )
-        table.add_row(f"{len(rest)} more", format_bytes(recorded), format_bytes(predicted), "", "", "")
+    if differences[_MOST_SOURCES:]:
+        table.add_row(f"{len(differences) - _MOST_SOURCES} more")
     return table
 
 

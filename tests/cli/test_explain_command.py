@@ -63,7 +63,9 @@ def test_another_model_is_told_by_module_operator_and_line(command: Command, fol
     assert (gelu["source"]["category"], gelu["source"]["module"]) == ("activations", "Net")
     assert gelu["predicted_bytes"] - gelu["recorded_bytes"] == 24 * 64 * 256 * 4
     difference = sum(one["recorded_bytes"] - one["predicted_bytes"] for one in update["differences"])
-    assert difference == update["held"]["recorded"] - update["held"]["predicted"] < 0
+    held = update["held"]["recorded"] - update["held"]["predicted"]
+    assert difference < 0, "the recorded model is the smaller one"
+    assert abs(difference - held) < 512, "all but scalars has a row"
 
 
 def test_what_cannot_be_the_recorded_update_says_why(command: Command, folder: Path) -> None:

@@ -41,4 +41,3 @@ def test_the_card_gives_the_predicted_addresses_and_peaks(write_workload: Callab
             simulation.inspect()
             compared = simulation.compare(recording, PARTS)
     assert compared.agrees, compared
-    assert compared.recorded_requests > 50

@@ -83,10 +83,6 @@ def frozen(plan: Plan) -> Plan:
     return dataclasses.replace(plan, workload={**plan.workload, "batchnorm": "frozen"})
 
 
-def saving(plan: Plan, *savers: str) -> Plan:
-    return dataclasses.replace(plan, workload={**plan.workload, "savers": savers})
-
-
 def variants(plan: Plan) -> Iterator[tuple[str, str]]:
     """A name and the text of every kind of file there is."""
     for name, form in FORMS.items():
@@ -115,15 +111,6 @@ def variants(plan: Plan) -> Iterator[tuple[str, str]]:
     ):
         yield f"frozen {name}", emit_wrapper(frozen(with_recipe(plan, **recipe)))
     yield "one part half", emit_wrapper(with_recipe(one, half=["bfloat16"]))
-    for name, saver, blocks, recipe in (
-        ("all", "recompute", [f"h.{number}" for number in range(48)], {}),
-        ("some", "recompute=30", [f"h.{number}" for number in range(48)], {"divisor": "samples"}),
-        ("stages", "recompute", [f"layer{at}.{number}" for at in range(1, 5) for number in range(3)], {}),
-        ("long names", "recompute=5", [f"model.text_{side}.block.{at}" for side in "ab" for at in range(3)], {}),
-        ("own", "recompute", ["h.0", "h.1"], {**OWN, "divisor": "samples"}),
-        ("half", "recompute", ["h.0", "h.1"], {"half": ["bfloat16"], "batch": FORMS["nested"], "call": "one"}),
-    ):
-        yield f"recompute {name}", emit_wrapper(saving(with_recipe(plan, blocks=blocks, **recipe), saver))
     nasty = 'a \\ back """ slash\nand a very long warning, ' + "x" * 200
     named = {**plan.workload, "name": 'we"ir\\d', "digest": ""}
     yield "nasty", emit_wrapper(dataclasses.replace(plan, workload=named, warnings=("Careful.", nasty)))

@@ -79,16 +79,6 @@ def checkpoint_blocks(model: nn.Module, names: Sequence[str]) -> Callable[[], No
     return undo
 
 
-def batchnorms_updated_twice(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the BatchNorms that PyTorch alone would have update their running statistics twice in these blocks."""
-    return [
-        f"{name}.{path}" if path else name
-        for name in names
-        for path, module in model.get_submodule(name).named_modules()
-        if isinstance(module, BATCHNORMS) and module.training and module.running_mean is not None
-    ]
-
-
 def describe_blocks(names: Sequence[str]) -> str:
     """Return the number and the paths of blocks in words, with `*` for the numbers in which paths differ.
 
