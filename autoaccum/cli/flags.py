@@ -44,8 +44,8 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     },
     "values": {
         "metavar": "cpu",
-        "help": "With --gpu: also run each step that is traced on the CPU, on the same samples, and answer code that "
-        "reads values (.item(), a boolean mask, nonzero, unique, nms) as the CPU does. It takes as long as there.",
+        "help": "With --gpu: also run each traced step on the CPU, with the same samples, to answer code that reads "
+        "values (.item(), a boolean mask, nonzero, unique, nms). Takes as long as a step on the CPU.",
     },
     "memory": {"metavar": "SIZE", "help": "Memory budget: 10GiB, 24GB, or 80% of the total.  [default: what is free]"},
     "reserve": {"metavar": "SIZE", "help": "Leave this much of the budget free."},
@@ -76,8 +76,8 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "metavar": "SAVER",
         "help": "A way to take less memory for the same gradient. recompute: run the model's repeated blocks again in "
         "backward (recompute=N: N of them); offload-activations, offload-gradients, offload-optimizer: keep these in "
-        "host memory. Repeatable. Alone, plan and fit also take auto: the least costly that suffice; and plan with "
-        "--gpu takes show: a table of the sets that no other beats in both time and largest micro-batch.",
+        "host memory. Repeatable. By itself, plan and fit also take auto: the least costly savers that suffice. "
+        "plan with --gpu also takes show: a table of the Pareto-optimal sets (time, largest micro-batch).",
     },
     "optimizer": {"metavar": "NAME", "help": "Optimizer of torch.optim, in place of the workload's."},
     "keeps": {

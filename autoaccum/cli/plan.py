@@ -41,13 +41,13 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", 
     gpu={
         "metavar": "NAME[,NAME...]|all",
         "help": "Predict for this card instead, without a GPU: a name of `autoaccum gpus`, or a size such as 24GiB. "
-        "Several, or all, make a table with a row for each.",
+        "Several cards, or all, give a table with one row per card.",
     },
     world_size={
         "type": CountOrRange(),
         "metavar": "N|N..M",
-        "help": "Ranks that share the target batch. With --gpu also a range, for a table over its powers of two and "
-        "the least that trains the model; with several cards the least of each.",
+        "help": "Ranks that share the target batch. With --gpu also a range: one row per power of two, and the "
+        "smallest number of ranks that works (per card).",
     },
 )
 @click.option("--max-micro-batch", type=count, metavar="N", help="Try no larger micro-batch.")
@@ -137,26 +137,26 @@ def command(
     `coupled_loss(outputs, batch)`. Optional are `optimizer(params)`, `precision`, `weight(batch)`, which is the
     divisor of a mean other than over samples, and most of the flags below by name.
 
-    Each trial makes two updates in a child process, by the Accumulator that trains. The first one grows its
-    micro-batches and shows where memory will end. Only sizes with a schedule of their own are tried then: the
-    plan ran, in a fresh process, and a schedule with fewer parts ran out of memory. The gradient of its updates is
-    the full batch's, so the learning rate stays.
+    Each trial makes two updates in a child process, with the Accumulator that will train. The first trial grows its
+    micro-batches to see where memory ends; then only sizes that change the schedule are tried. The plan has run in a
+    fresh process, and the schedule with fewer parts ran out of memory. Its updates have the full batch's gradient, so
+    keep your learning rate.
 
     With --gpu nothing runs on a card: one training step is traced on tensors without values, and its allocations
     are replayed by a model of PyTorch's allocator in that card's memory. Such a plan is marked `predicted`, with a
-    band.
+    margin of error.
 
-    With --gpu and --world-size N it is the first of N ranks, whose model is replicated or sharded by FSDP2
-    (--parallel), block by block, or as `parallelize(model, mesh)` of the file does it.
+    With --gpu and --world-size N the plan is for the first of N ranks. The model is replicated or sharded by FSDP2
+    (--parallel), block by block or by the file's `parallelize(model, mesh)`.
 
-    With several cards, or --gpu all, a table has a row for each: from few traces, since cards with equal kernels
-    share them, and with the speed of each by an estimate, relative to the fastest.
+    With several cards, or --gpu all, a table has one row per card. Cards with equal kernels share a trace. Speeds are
+    estimates, relative to the fastest card.
 
-    With --savers auto the plan takes the least costly savers with which one sample fits, or with --micro-batch N
-    those with which N do.
+    With --savers auto the plan takes the least costly savers with which one sample fits; with --micro-batch N, the
+    least costly with which N samples fit.
 
-    With --world-size N and as many cards, or with --device cpu and a --memory for each, N ranks try at the same
-    time, each on its own, and the least that fits counts. So they do under torchrun, without --world-size.
+    With --world-size N and N cards, or with --device cpu and --memory for each rank, N ranks run trials at the same
+    time, and the smallest of their micro-batches counts. Under torchrun, omit --world-size.
 
     What the outcomes of trials mean:
       ok      it ran
@@ -182,7 +182,7 @@ def command(
 
     Exit codes:
       0  a plan was made
-      1  not even one sample fits, or with --savers auto not with any savers
+      1  not even one sample fits; with --savers auto, not with any savers
       2  wrong usage, or the workload is missing or raises
       3  the trials gave no answer
     """

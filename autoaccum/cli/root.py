@@ -108,7 +108,7 @@ def _end_without_threads(code: Any) -> None:
     ours = threading.main_thread()
     left = [thread.name for thread in threading.enumerate() if not thread.daemon and thread is not ours]
     if left and not ours.is_alive():  # Else handlers of atexit run, or a script that called `main`.
-        _say(f"note: ended without waiting longer for {counted(len(left), 'thread')} that the workload left: {left[0]}")
+        _say(f"note: stopped waiting for {counted(len(left), 'thread')} that the workload left running: {left[0]}")
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):

@@ -28,7 +28,7 @@ _OUTPUTS = ("as_json", "output", "report", "force", "quiet", "verbose")
         "help": "Precision of the comparison.  [default: fp64, whatever the workload trains in]",
     },
     device={"default": "cpu", "metavar": "cpu|cuda|cuda:N", "help": "Where the comparison runs."},
-    time_limit="Stop searching for the causes of a difference then. The answer comes first.  [default: 60]",
+    time_limit="Stop the search for causes after this time. The answer is printed before it starts.  [default: 60]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON on stdout, and nothing else there.")
 @click.option("-o", "--output", metavar="FILE", help="Write the record to a file.")
@@ -62,7 +62,7 @@ def command(
     called on each with its micro-batches: wrap the model in DistributedDataParallel there, or shard it by
     fully_shard, as your script does.
 
-    A large model in float64 takes long and much memory: --target-batch 4 --micro-batch 2 shows the same sooner.
+    A large model in float64 takes long and needs much memory: --target-batch 4 --micro-batch 2 shows the same faster.
 
     Example:
       autoaccum verify model.py --batchnorm frozen
@@ -71,7 +71,7 @@ def command(
       0  equivalent
       1  not equivalent
       2  wrong usage, or the workload is missing or raises
-      3  could not be compared, or its weighting could not be tested
+      3  the updates could not be compared, or the weighting could not be tested
     """
     from autoaccum.api import verify
     from autoaccum.files import check_output, write_text

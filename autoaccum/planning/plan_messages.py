@@ -230,7 +230,7 @@ def all_notes(
     notes = []
     of_prediction = () if prediction is None else prediction.notes
     if schedule.iter_size > 1 and inspection.coupling is None:
-        notes.append("it was not tried whether the gradient is the full batch's: `autoaccum verify` checks it")
+        notes.append("gradient equivalence was not checked: run `autoaccum verify`")
     if inspection.loss == "model" and inspection.coupling is None and inspection.weight.endswith(")"):
         notes.append(
             f"the divisor of the loss, {inspection.weight}, was taken from the model's class, since nothing was"

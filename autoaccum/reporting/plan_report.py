@@ -311,7 +311,7 @@ class PlanProgress(Progress):
         elif isinstance(event, plan_events.TracedAlone):
             self.stop()
             slow = event.reason.replace("was traced", "is traced")
-            self.say(f"{slow}: --time-limit ends the search with what is known then", "dim")
+            self.say(f"{slow}: to stop earlier with the best size so far, give --time-limit", "dim")
         elif isinstance(event, plan_events.TimingStarted):
             self.show(f"timing updates in micro-batches of {event.micro_batch} ...")
         elif isinstance(event, plan_events.ExplanationStarted):

@@ -145,7 +145,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         )
     record: dict[str, Any] = content.get("record", {})
     if content.get("outline", "") not in ("", _digest_outline(record)):  # Earlier versions wrote none.
-        raise DamagedFileError(f"{path} is damaged (its values are not those that were written)")
+        raise DamagedFileError(f"{path} is damaged (its values differ from those that were written)")
     return record
 
 

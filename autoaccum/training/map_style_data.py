@@ -137,8 +137,8 @@ class MapStyleSource(WindowSource):
             if first == again:
                 return None
         return (
-            f"{describe_type(custom[0])} gives another order each time it is iterated: a resumed run would omit or"
-            " repeat samples; draw the order from a random generator, or from set_epoch(epoch)"
+            f"{describe_type(custom[0])} yields a different order each time it is iterated: a resumed run would omit or"
+            " repeat samples; draw the order from a random generator, or derive it in set_epoch(epoch)"
         )
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ _LEFT_OUT = (
     *("model", "model_wrapped", "optimizer", "lr_scheduler", "train_dataset", "eval_dataset", "callback_handler"),
     *("data_collator", "_memory_tracker", "model_init", "_eval_dataloaders", "gather_function"),
 )
-_WRITE = "write model, batch and loss into a file, as in examples/workload_file.md"
+_WRITE = "define model, batch and loss in a file, as in examples/workload_file.md"
 
 
 def make_workload(trainer: Any, *, live: bool = False) -> Workload:
@@ -53,7 +53,7 @@ def make_workload(trainer: Any, *, live: bool = False) -> Workload:
     args, model = trainer.args, trainer.model
     for name, value in vars(trainer).items():
         if isinstance(value, nn.Module) and value is not model and name not in _LEFT_OUT and model in value.modules():
-            raise WorkloadError(f"{name} of the Trainer ({type_name(value)}) holds the model itself", hint=_WRITE)
+            raise WorkloadError(f"the Trainer's {name} ({type_name(value)}) holds the model itself", hint=_WRITE)
     shadow = _shadow(trainer)
     dataset, collate = _read_data(trainer)
     evaluates = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no"

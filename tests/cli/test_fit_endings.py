@@ -94,7 +94,7 @@ def test_threads_that_the_workload_leaves_do_not_keep_the_command_from_ending(tm
     (tmp_path / "m.py").write_text(WORKLOAD.replace("pass  # SLEEP", LEAKS))
     done = autoaccum(tmp_path, *WORDS)
     assert done.returncode == 0
-    assert done.stderr.endswith("note: ended without waiting longer for 1 thread that the workload left: uploader\n")
+    assert done.stderr.endswith("note: stopped waiting for 1 thread that the workload left running: uploader\n")
     assert "weights      run/model.pt" in done.stdout
     assert autoaccum(tmp_path, *WORDS[:4], "--target-batch", "9", *WORDS[4:]).returncode == 2
 

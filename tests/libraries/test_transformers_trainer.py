@@ -171,7 +171,7 @@ def test_what_no_trial_can_run_is_refused(tmp_path: Path) -> None:
         workload_of(make_trainer(tmp_path, Old))
     trainer.loss = HoldsModel(trainer.model)
     with pytest.raises(
-        WorkloadError, match="loss of the Trainer .HoldsModel. holds the model itself: write model, batch"
+        WorkloadError, match="the Trainer's loss .HoldsModel. holds the model itself: define model, batch"
     ):
         workload_of(trainer)
     trainer.args._n_gpu = 2

@@ -122,7 +122,7 @@ def test_notes_say_where_it_was_not_looked(cut: int, looked: bool) -> None:
     if not looked:
         found = dataclasses.replace(found, coupling=None)  # As where a card is simulated.
     notes = all_notes(found, make_schedule(8, cut), PlanRequest(8), cut, None, ())
-    assert any("`autoaccum verify` checks it" in note for note in notes) == (cut < 8 and not looked)
+    assert any("gradient equivalence was not checked" in note for note in notes) == (cut < 8 and not looked)
 
 
 def test_a_process_of_its_own_tells_it_too(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_an_altered_checkpoint_is_skipped_although_its_checksums_are_right(kind:
     found = store.newest(notices.append)
     assert found is not None
     assert found[1]["update"] == 1
-    assert "2.pt is damaged (its values are not those that were written) and was skipped" in notices[0].text
+    assert "2.pt is damaged (its values differ from those that were written) and was skipped" in notices[0].text
 
 
 def test_a_checkpoint_of_an_earlier_version_has_no_outline(tmp_path: Path) -> None:

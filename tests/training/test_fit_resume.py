@@ -224,9 +224,10 @@ def test_an_order_that_depends_on_earlier_epochs_is_warned_of_at_the_start(tmp_p
     resumed = interrupted(tmp_path, [6], data=load, on_event=seen.append)
     kinds = [type(event).__name__ for event in seen]
     start = next(event for event in seen if isinstance(event, Notice))
-    assert start.text.startswith("an OwnOrder gives another order each time it is iterated")
+    assert start.text.startswith("an OwnOrder yields a different order each time it is iterated")
     assert kinds.index("Notice") < kinds.index("Updated")
-    assert [text.partition(" order")[0] for text in resumed.warnings] == ["an OwnOrder gives another", "the sampler's"]
+    starts = [text.partition(" order")[0] for text in resumed.warnings]
+    assert starts == ["an OwnOrder yields a different", "the sampler's"]
 
 
 def test_fp16_resumes_with_its_scale(tmp_path: Path) -> None:

@@ -229,7 +229,9 @@ def test_an_order_that_cannot_be_repeated_is_told_at_the_start_and_when_it_chang
     source = make()
     reason = source.order_warning()
     assert reason is not None
-    assert reason.startswith(f"a {sampler.__name__} gives another order each time it is iterated: a resumed run would")
+    assert reason.startswith(
+        f"a {sampler.__name__} yields a different order each time it is iterated: a resumed run would"
+    )
     _, states = remaining(source, range(2))
     note = make().load_state_dict(states[5])
     assert note is not None
@@ -239,7 +241,7 @@ def test_an_order_that_cannot_be_repeated_is_told_at_the_start_and_when_it_chang
 
 def test_a_sampler_that_ends_once_is_told_and_not_used_up() -> None:
     source = opened(DataLoader(DrawingRows(COUNT), 4, sampler=(index for index in range(COUNT))))
-    assert "a generator gives another order" in str(source.order_warning())
+    assert "a generator yields a different order" in str(source.order_warning())
     assert indices_of(windows_of(source, range(1)), 0) == list(range(COUNT))
 
 

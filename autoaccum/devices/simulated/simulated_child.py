@@ -220,8 +220,8 @@ def _limit_reads(batch: Any, size: int, share: int, mode: FakeCudaMode) -> list[
     if not mode.read_at or mode.cpu_values is not None or most >= share:
         return []
     return [
-        f"values are read, at {mode.read_at}, and known for micro-batches of at most {most} samples: for larger ones"
-        " have the CPU compute them (--values cpu)"
+        f"the step reads values, at {mode.read_at}, that are known up to micro-batches of {most} samples: for larger"
+        " ones, let the CPU compute them (--values cpu)"
     ]
 
 

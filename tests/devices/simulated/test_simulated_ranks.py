@@ -293,7 +293,7 @@ def test_replicas_of_shards_sum_in_place_before_the_last_part_ends(simulated: Si
             "def parallelize(model, mesh):\n    from torch.distributed.fsdp import FullyShardedDataParallel\n"
             "    return FullyShardedDataParallel(model)",
             {},
-            "FullyShardedDataParallel is FSDP1",
+            "FullyShardedDataParallel (FSDP1) cannot be traced",
         ),
         ("def parallelize(model, mesh):\n    return 3", {}, r"parallelize(model, mesh) returned an int"),
         ("def parallelize(model, mesh):\n    pass", {}, "parallelize(model, mesh) shards no parameter"),

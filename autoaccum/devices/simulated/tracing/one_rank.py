@@ -73,15 +73,15 @@ def simulate_ranks(size: int, mode: FakeCudaMode, stack: ExitStack) -> None:
     for wrapper, what, hint in (
         (
             nn.DataParallel,
-            "nn.DataParallel divides a batch among the cards of one process, but each rank has one card",
-            "return the module that it wraps from model()",
+            "nn.DataParallel splits a batch over several cards of one process, but each rank has one card",
+            "return the wrapped module from model()",
         ),
         (
             nn.parallel.DistributedDataParallel,
             "DistributedDataParallel sums gradients in C++, which cannot be traced",
-            "return the bare model, of which the Accumulator sums the gradients (--parallel ddp)",
+            "return the bare model: the Accumulator sums its gradients (--parallel ddp)",
         ),
-        (FullyShardedDataParallel, "FullyShardedDataParallel is FSDP1", "shard by FSDP2 (fully_shard)"),
+        (FullyShardedDataParallel, "FullyShardedDataParallel (FSDP1) cannot be traced", "use fully_shard (FSDP2)"),
     ):
         stack.enter_context(patched(wrapper, "__init__", partial(_refuse, what, hint)))
     local: dict[str, Any] = {name: _of_local_tensor(name) for name in ("device", "is_cuda", "is_cpu", "is_meta")}

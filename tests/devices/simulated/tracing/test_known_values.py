@@ -296,6 +296,7 @@ def test_values_that_larger_batches_do_not_have_are_told_at_once(
 ) -> None:
     seen = simulated(READING.format(read=read, length=length))(Inspect())
     assert not isinstance(seen, Failure), seen
-    said = rf"values are read, at .*model.py:\d+, and known for micro-batches of at most {most} samples: .*--values cpu"
+    known = f"that are known up to micro-batches of {most} samples"
+    said = rf"the step reads values, at .*model.py:\d+, {known}: .*--values cpu"
     assert len(seen.cautions) == (most is not None)
     assert all(re.match(said, text) for text in seen.cautions), seen.cautions
