@@ -26,7 +26,7 @@ from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.model_loss import IGNORED
 from autoaccum.workload.objective import Objective
 from autoaccum.workload.pytree import CustomBatch
-from autoaccum.workload.weight_candidates import find_leaves, ignored_labels_warning
+from autoaccum.workload.weight_candidates import find_leaves, ignored_labels_warning, is_integer
 from autoaccum.workload.weight_check import Advice, BatchLosses, Unchecked, compare_losses
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class WeightingCheck:
 
 
 def _counts(batch: Any) -> Iterator[tuple[str, float]]:
-    """Yield, by path, how many ones a mask has, and entries that are neither ignored nor padding, or the lengths."""
+    """Yield, by path, how many ones a mask has, entries that are neither ignored nor padding, or a sum of integers."""
     for path, leaf in () if isinstance(batch, CustomBatch) else find_leaves(batch):
         if not isinstance(leaf, Tensor):
             yield path, sum(len(entry) if hasattr(entry, "__len__") else 1 for entry in leaf)
@@ -152,7 +152,7 @@ def _counts(batch: Any) -> Iterator[tuple[str, float]]:
                 yield path, float(((rows != IGNORED) & (padding == 0)).sum())
             elif is_mask:
                 yield path, float(leaf.sum())
-        elif "len" in path.lower():
+        elif is_integer(leaf):  # Classes may have weights; lengths.
             yield path, float(leaf.sum())
 
 

@@ -93,21 +93,23 @@ def _tensors(batch: Any) -> list[tuple[str, Tensor]]:
 def _find_counters(batch: Any, new_labels: bool) -> list[_Counter]:
     """Find labels and masks; labels without an ignored entry only if there is a mask of their shape."""
     tensors = _tensors(batch)
-    masks = [mask for path, leaf in tensors if (mask := _read_mask(path, leaf)) is not None]
-    shapes, labels = {mask.leaf.shape for mask in masks if mask.leaf.ndim > 1 and new_labels}, []
+    masks = {path: mask for path, leaf in tensors if (mask := _read_mask(path, leaf)) is not None}
+    shapes, labels = {mask.leaf.shape for mask in masks.values() if mask.leaf.ndim > 1 and new_labels}, []
     for path, leaf in tensors:
-        if not is_integer(leaf) or not leaf.dtype.is_signed:
+        if path in masks or not is_integer(leaf) or not leaf.dtype.is_signed:
             continue
         is_marked = bool((leaf == IGNORED).any())
         if is_marked or (leaf.shape in shapes and path_rank(path) < path_rank("mask") and "ids" not in path):
             labels.append(_Counter(path, leaf, IGNORED, is_marked))
-    return [*labels, *(mask for mask in masks if mask.path not in {label.path for label in labels})]
+    return [*labels, *masks.values()]
 
 
 def _read_mask(path: str, leaf: Tensor) -> _Counter | None:
     """Return a tensor of zeros and ones as a counter if it is called a mask, or its rows are those of padding masks."""
     is_named = "mask" in path.lower()
-    if leaf.is_complex() or (is_integer(leaf) and not is_named) or not bool(((leaf == 0) | (leaf == 1)).all()):
+    if leaf.is_complex() or (is_integer(leaf) and not is_named and leaf.ndim < 2):  # Classes.
+        return None
+    if not bool(((leaf == 0) | (leaf == 1)).all()):
         return None
     ones = leaf.reshape(len(leaf), -1).bool()
     if not ones.any():  # True stands for padding.

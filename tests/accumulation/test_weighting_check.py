@@ -181,6 +181,16 @@ def test_a_wrong_weighting_is_named(name: str) -> None:
     assert message.endswith(advice)
 
 
+def test_weights_of_classes_show_once_there_are_several_classes() -> None:
+    def weighted(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=torch.tensor([1.0, 20.0]))
+
+    model, inputs = nn.Linear(5, 2), torch.randn(8, 5)
+    accumulator = accumulator_of(model, weighted, micro_batch=4)
+    assert not said(lambda: accumulator.step((inputs, torch.zeros(8, dtype=torch.long))))
+    assert said(lambda: accumulator.step((inputs, torch.tensor([0, 1] * 4))))
+
+
 def test_micro_batches_of_one_sample_are_joined() -> None:
     accumulator = accumulator_of(tagger(), micro_batch=1)
     (message,) = said(lambda: accumulator.step_parts([rows(length) for length in UNEVEN]))

@@ -61,12 +61,13 @@ def test_what_says_nothing_of_lengths_is_left_alone(batch: Any) -> None:
     [
         ({"mask": ONES}, True),
         ((ONES,), False),
+        ((ONES.long(),), False),
         ((torch.zeros(SAMPLES, LENGTH).bool(),), False),
         ((torch.ones(SAMPLES, 1, 4, 4),), False),
         ((torch.ones(SAMPLES),), False),
         (({"labels": IDS.masked_fill(torch.arange(LENGTH) < 3, -100)}), True),
     ],
-    ids=["named", "float", "padding is True", "pixels", "samples", "a prompt that is ignored"],
+    ids=["named", "float", "integers", "padding is True", "pixels", "samples", "a prompt that is ignored"],
 )
 def test_masks_and_labels_are_recognised(leaf: Any, known: bool) -> None:
     (way,) = shorten(leaf, HALVES, new_labels=True)
@@ -74,6 +75,12 @@ def test_masks_and_labels_are_recognised(leaf: Any, known: bool) -> None:
     (before,), (after,) = tensors(leaf), tensors(way.batch)
     assert not torch.equal(before, after)
     assert before.shape == after.shape
+
+
+def test_a_mask_of_integers_without_a_name_is_not_taken_for_labels() -> None:
+    ways = shorten((IDS, ONES.long()), HALVES, new_labels=True)
+    assert all(way.batch[1].min() >= 0 for way in ways)
+    assert ways[-1].paths == ("batch[1]",)
 
 
 def test_labels_that_ignore_nothing_stay_where_a_loss_could_not_bear_it() -> None:
