@@ -138,7 +138,7 @@ def describe_cause(cause: Cause, *, number: int, of: int) -> tuple[list[tuple[st
     none = Text("no experiment made the comparison equal", "dim")
     proved = ("proved", Text(proof)) if cause.proved else ("unproved", none)
     if cause.batches is not None and cause.proved:
-        proved = ("tried", Text(f"fits all of {counted(cause.batches, 'batch')}, yours included"))
+        proved = ("tried", Text(f"fits {counted(cause.batches, 'batch')}, yours included"))
     return [*rows, ("change", Text(words))], code[0] if code else "", proved
 
 
