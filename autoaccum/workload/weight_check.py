@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ from autoaccum.workload.uneven_batches import shorten, shorten_apart
 from autoaccum.workload.weight_candidates import Candidate, list_candidates
 
 _SAMPLES = 5
-_SPLITS = ((2, 3), (3, 2))
+_SIZES = (2, 3)
 """Sizes of unequal parts; none is 1, since BatchNorm and contrastive losses need more samples."""
 
 _PARTS = 2
@@ -60,21 +60,14 @@ def check_weighting(workload: Workload, *, coupled: bool = False) -> list[str]:
     each = workload.multiple_of or 1
     with fixed_seeds():
         batch = take_small_batch(workload, each * _SAMPLES)
-        parts, others = (split_batch(batch, [each * size for size in sizes]) for sizes in _SPLITS)
+        sizes = [each * size for size in _SIZES]
+        parts = split_batch(batch, sizes)
         runs = _run_copy(workload, batch)
-        found = compare_losses(runs, batch, runs.compare(parts), others, coupled=coupled)
-        return found or _check_uneven(runs, batch, [each * size for size in _SPLITS[0]], coupled)
-
-
-def _check_uneven(runs: BatchLosses, batch: Any, sizes: list[int], coupled: bool) -> list[str]:
-    """Compare a batch whose samples are equally long with them shortened; what does not run shows nothing."""
-    for varied in [way.batch for way in shorten(batch, sizes, new_labels=runs.may_fail) if way.batch is not None]:
-        with suppress(WorkloadError):
-            comparison = runs.compare(split_batch(varied, sizes), varied)
-            if all(map(math.isfinite, comparison.whole.values())):
-                others = split_batch(varied, sizes[::-1])
-                return compare_losses(runs, varied, comparison, others, coupled=coupled)
-    return []
+        found = compare_losses(runs, batch, runs.compare(parts), coupled=coupled)
+        ways = [] if found else shorten(batch, sizes, new_labels=runs.may_fail)
+        for varied, comparison in runs.compare_changed((way.batch for way in ways if way.batch is not None), sizes):
+            return compare_losses(runs, varied, comparison, coupled=coupled)
+        return found
 
 
 class BatchLosses:
@@ -106,13 +99,18 @@ class BatchLosses:
         whole = self.whole if batch is None else self.losses(batch)
         return LossComparison(self.objective, whole, parts, [self.losses(part) for part in parts])
 
-    def compare_apart(self, batch: Any, sizes: Sequence[int]) -> Iterator[LossComparison]:
-        """Yield comparisons of batches in which masks, labels and padding of `batch` no longer count the same."""
-        for varied in shorten_apart(batch, new_labels=self.may_fail):
+    def compare_apart(self, batch: Any, sizes: Sequence[int]) -> list[LossComparison]:
+        """Compare batches in which masks, labels and padding of `batch` no longer count the same."""
+        changed = shorten_apart(batch, new_labels=self.may_fail)
+        return [comparison for _, comparison in self.compare_changed(changed, sizes)]
+
+    def compare_changed(self, batches: Iterable[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, LossComparison]]:
+        """Yield those of `batches` that run with a finite loss, and their comparisons with parts of these sizes."""
+        for batch in batches:
             with suppress(WorkloadError):
-                comparison = self.compare(split_batch(varied, sizes), varied)
+                comparison = self.compare(split_batch(batch, sizes), batch)
                 if all(map(math.isfinite, comparison.whole.values())):
-                    yield comparison
+                    yield batch, comparison
 
 
 def _run_copy(workload: Workload, batch: Any) -> BatchLosses:
@@ -134,14 +132,12 @@ def _run_copy(workload: Workload, batch: Any) -> BatchLosses:
     return BatchLosses(model, objective, batch, forward)
 
 
-def compare_losses(
-    runs: BatchLosses, batch: Any, comparison: LossComparison, others: list[Any], *, coupled: bool
-) -> list[str]:
-    """Return what `check_weighting` does for the `comparison` of two parts of `batch`; `others` are two other parts.
+def compare_losses(runs: BatchLosses, batch: Any, comparison: LossComparison, *, coupled: bool) -> list[str]:
+    """Return what `check_weighting` does for the `comparison` of two parts of `batch`.
 
-    Weights that fit are also tried on changed batches.
+    Weights that fit are also tried on parts of the sizes exchanged, and on changed batches.
     """
-    parts = comparison.parts
+    parts, sizes = comparison.parts, list(map(batch_size, comparison.parts))
     comparison.raise_if_nan()
     wrong = comparison.mismatched(runs.tolerance)
     if not wrong:
@@ -151,7 +147,7 @@ def compare_losses(
     again = runs.losses(parts[0])
     if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in comparison.losses[0].items()):
         return [Unchecked("the weighting could not be checked, since the loss differs from run to run")]
-    further = [runs.compare(others, batch), *runs.compare_apart(batch, list(map(batch_size, parts)))]
+    further = [runs.compare(split_batch(batch, sizes[::-1]), batch), *runs.compare_apart(batch, sizes)]
     every = [*parts, *(part for one in further for part in one.parts)]
     candidates = [_SUM, *list_candidates(batch, every, runs.likely_weight)]
     fitting = {name: _fitting(comparison, name, candidates, 0, runs.tolerance) for name in wrong}

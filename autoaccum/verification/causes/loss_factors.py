@@ -242,7 +242,7 @@ def _other_batches(runs: PairedRuns, ablation: Ablation) -> list[LossComparison]
 
     total = sum(runs.sizes)
     losses = BatchLosses(runs.fixture.fresh().model, runs.objective, runs.batch, forward)
-    return list(losses.compare_apart(runs.batch, [total // 2, total - total // 2]))
+    return losses.compare_apart(runs.batch, [total // 2, total - total // 2])
 
 
 def _fits(splits: Sequence[Decomposition], name: str, counts: Sequence[float], *, alone: bool) -> bool:
