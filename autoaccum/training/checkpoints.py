@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import time
@@ -18,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.checks import describe_type
 from autoaccum.errors import CheckpointError, UsageError, first_line
 from autoaccum.training.fit_events import CheckpointFailed, CheckpointWritten, Notice
@@ -291,17 +292,7 @@ def _own_values(tensor: Tensor) -> Tensor:
 
 def _digest_outline(record: Any) -> str:
     """Return a checksum of a record's names, plain values and forms of tensors; the file has one of their values."""
-
-    def outline(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            return node.dtype, tuple(node.shape)
-        if isinstance(node, Mapping):
-            return [(outline(key), outline(value)) for key, value in node.items()]
-        if isinstance(node, set):
-            return sorted(map(repr, node))
-        return [type(node), *map(outline, node)] if isinstance(node, list | tuple) else node
-
-    return hashlib.sha256(repr(outline(record)).encode()).hexdigest()
+    return StateHasher().hash(tree_map_only(Tensor, lambda one: torch.empty_like(one, device="meta"), record))
 
 
 def _below(path: str, key: object) -> str:
