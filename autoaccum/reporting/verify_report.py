@@ -53,7 +53,8 @@ def print_verification(
     if verbose or not (found.equivalent or found.causes or found.untested):
         for comparison in found.comparisons:
             console.print()
-            _print_comparison(console, comparison)
+            print_line(console, Text(comparison_title(comparison), "bold"))
+            print_table(console, comparison_table(comparison))
     if verbose or (found.notes and not found.equivalent):
         console.print()
     if verbose:
@@ -89,12 +90,6 @@ def difference_line(comparison: Comparison) -> Text:
     verb = "is" if worst.quantity in ("loss", "update") else "are"
     how = f"off by {_error(worst.error)}{_of(worst)}" if math.isfinite(worst.error) else "missing or infinite in one"
     return Text.assemble(("not equivalent", "bold red"), f": the {worst.quantity} {verb} {how}{where}")
-
-
-def _print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print one window: its parts, and a line for each quantity."""
-    print_line(console, Text(comparison_title(comparison), "bold"))
-    print_table(console, comparison_table(comparison))
 
 
 def comparison_title(comparison: Comparison) -> str:

@@ -222,13 +222,10 @@ def _remaining_cause(experiment: Experiment, coupling: Coupling) -> Cause:
     """Return the cause that remains when all coupling is known: the whole model, or unknown."""
     known = None
     if not experiment.is_coupled and not coupling.modules and experiment.rounding <= _COARSE:
-        ablation = replace(_base_ablation(experiment), neutral_rng=bool(experiment.runs.rng_sites))
+        norms, draws = frozenset(experiment.batchnorms), bool(experiment.runs.rng_sites)
+        ablation = Ablation(eval_modules=norms, fresh_state=bool(experiment.state), neutral_rng=draws)
         known = explain_whole(experiment, ablation)
     return known or _unknown_cause(experiment, "no experiment makes both updates equal", coupling)
-
-
-def _base_ablation(experiment: Experiment) -> Ablation:
-    return Ablation(eval_modules=frozenset(experiment.batchnorms), fresh_state=bool(experiment.state))
 
 
 def _unknown_cause(experiment: Experiment, why: str | None, coupling: Coupling) -> Cause:

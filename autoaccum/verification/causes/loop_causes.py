@@ -122,10 +122,6 @@ def _unreached_parameters(full: UpdateResult, own: UpdateResult) -> tuple[str, .
     return () if len(found) == len(full.gradients) else found
 
 
-def _other_split(experiment: Experiment) -> PairedRuns | None:
-    return next((one for one in experiment.splits if len(one.sizes) != len(experiment.runs.sizes)), None)
-
-
 def _fit_factors(experiment: Experiment, parts: Decomposition, shares: tuple[float, ...]) -> SplitFactors | None:
     """Find the factor of each part in the loop's gradient; None where no factors of the parts give it."""
     own = flatten(parts.runs.user_loop(parts.ablation).gradients, parts.whole.parameters)
@@ -137,7 +133,7 @@ def _fit_factors(experiment: Experiment, parts: Decomposition, shares: tuple[flo
 
 def _fit_other_split(experiment: Experiment, ablation: Ablation) -> SplitFactors | None:
     """Find the factors of the same window in another number of parts."""
-    runs = _other_split(experiment)
+    runs = next((one for one in experiment.splits if len(one.sizes) != len(experiment.runs.sizes)), None)
     if runs is None:
         return None
     parts = Decomposition(runs, ablation, experiment.rounding)
