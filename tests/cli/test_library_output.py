@@ -37,7 +37,7 @@ NOISE = ("printed at import", WARNED, "from below", "Loading weights: 3/3", "wei
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default:warned at import")
+@pytest.mark.filterwarnings("ignore:warned at import")
 @pytest.mark.parametrize(
     "words",
     [

@@ -54,7 +54,7 @@ def test_equivalent_is_zero_and_one_line() -> None:
     assert result.exit_code == 0, result.stderr
     (line,) = result.stdout.splitlines()
     assert line.startswith("equivalent: the accumulated update is the full batch's, to ")
-    assert line.endswith(" of the largest gradient entry (16 as 4 + 4 + 4 + 4, float64)")
+    assert line.endswith(" of the largest gradient entry (4 tensors, 16 samples as 4 + 4 + 4 + 4, float64)")
     shown = invoke("model.py", "--optimizer", "SGD", "--micro-batch", "5", "-v").stdout.splitlines()
     assert shown[0] == line
     assert "the Accumulator, whole window: 4 + 4 + 4 + 4 = 16" in shown

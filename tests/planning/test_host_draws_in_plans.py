@@ -97,7 +97,7 @@ def test_numbers_without_a_worst_end_are_planned_as_the_worst_of_several(tmp_pat
 
 @pytest.mark.parametrize("skips", ["random.random() < 0", "torch.rand(64).sum() < 0"])
 def test_numbers_that_decide_nothing_change_nothing(skips: str, tmp_path: Path) -> None:
-    planned = plan(tmp_path / "nothing.py", skips)
+    planned = plan(tmp_path / "draws_nothing.py", skips)
     assert notes(planned) == []
 
 

@@ -318,7 +318,7 @@ REFERENCES = {
     "empty": ("", r"'' is not a reference to a workload"),
     "null byte": ("a\0b.py", r"'a\\x00b\.py' is not a reference to a workload: write model\.py"),
     "too long": ("x" * 5000, r"^'x+\.\.\.x+' is not a reference to a workload: write model\.py"),
-    "no such module": ("nothing.here:x", r"there is no module 'nothing'"),
+    "no such module": ("no_such_module.here:x", r"there is no module 'no_such_module'"),
     "no such submodule": ("torch.nothing:x", r"there is no module 'torch\.nothing'"),
 }
 

@@ -115,7 +115,7 @@ def death_error(death: ChildDied, doing: str, limit_seconds: float) -> Autoaccum
     """Return the error for the death of a child before any trial; `doing` names its job (`Request.doing`)."""
     if death.kind == "limit":
         return NotMeasuredError(
-            f"{doing} took longer than {limit_seconds:g} s, and was ended",
+            f"{doing} took longer than {round(limit_seconds, 1):g} s, and was ended",
             hint="look for what does not end there, or raise --time-limit or --trial-limit",
         )
     message = f"{doing}: its process {death}"
