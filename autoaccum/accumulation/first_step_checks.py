@@ -102,7 +102,7 @@ def check_gradients(model: nn.Module, trained: Sequence[Tensor], sums: Collectio
     expected = [parameter for parameter in trained if id(parameter) in own]
     if expected and not any(one.grad is not None or one in sums for one in expected):
         raise WorkloadError(
-            "no gradient reaches the model: the loss does not use the model it is given, or only detached outputs",
+            "no gradient reaches the model: the loss does not use the model it is given, or detaches its outputs",
             hint=f"call the model that is passed to loss(model, batch); {AS_ONE_MODULE}",
         )
 

@@ -203,14 +203,14 @@ def advise(objective: Objective, found: Mapping[str, str], terms: Collection[str
     """
     complete, codes = len(found) == len(terms), set(found.values())
     if codes == {"sum"} and complete:
-        return 'the loss is a sum, write reduction = "sum"' + (" and no weight" if objective.weight_function else "")
+        return 'the loss is a sum; write reduction = "sum"' + (" and no weight" if objective.weight_function else "")
     if "sum" in codes or (objective.reduction == "sum" and not complete):
-        return "some terms of the loss are sums and others are means, make all of them means"
+        return "some terms of the loss are sums and others are means; make all of them means"
     removal = "" if objective.reduction == "mean" else ' without reduction = "sum"'
     if complete and len(codes) == 1:
         code = next(iter(codes))
         if code == samples and removal:
-            return 'the loss is a mean over samples, remove reduction = "sum"'
+            return 'the loss is a mean over samples; remove reduction = "sum"'
     elif objective.weight_function is None:
         code = "{" + ", ".join(f'"{name}": {found.get(name, samples)}' for name in terms) + "}"
     else:

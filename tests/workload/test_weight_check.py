@@ -112,7 +112,7 @@ def lengths_less_one(model: nn.Module, batch: Any) -> Any:
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "mask": (masked, {}, 'return (batch["attention_mask"] != 0).sum()'),
-    "sum": (summed, {}, 'the loss is a sum, write reduction = "sum"'),
+    "sum": (summed, {}, 'the loss is a sum; write reduction = "sum"'),
     "sum with a weight": (summed, {"weight": lambda b: len(b["ids"])}, 'write reduction = "sum" and no weight'),
     "mean over samples, said to be a sum": (sample_loss, {"reduction": "sum"}, 'remove reduction = "sum"'),
     "mean over tokens, said to be a sum": (
