@@ -278,7 +278,7 @@ class LossComparison:
         how = "added up" if self.objective.reduction == "sum" else f"weighted by {self.objective.source}"
         return (
             f"the weighting does not match the loss ({name_term(name)} of {self.samples} samples is "
-            f"{self.whole[name]:.6g}, its parts of {sizes} {how} give {self.declared(name):.6g})"
+            f"{self.whole[name]:.6g}; its parts of {sizes}, {how}, give {self.declared(name):.6g})"
         )
 
 

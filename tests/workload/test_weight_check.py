@@ -79,7 +79,7 @@ def test_names_the_shifted_tokens_a_language_model_averages_over() -> None:
     (sentence,) = check_weighting(workload(shifted_loss))
     assert sentence.endswith('def weight(batch): return (batch["labels"][:, 1:] != -100).sum()')
     assert "the loss of 5 samples is" in sentence
-    assert "weighted by samples give" in sentence
+    assert "weighted by samples, give" in sentence
 
 
 def test_sees_through_a_head_that_starts_at_zero() -> None:

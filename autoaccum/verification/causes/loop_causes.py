@@ -70,7 +70,7 @@ def explain_loop(experiment: Experiment, ablation: Ablation) -> tuple[Cause, ...
     except AutoaccumError:
         return None
     mistake = find_mistake(split, other)
-    counts = f"they count for {numbers(split.factors)}, their shares are {numbers(split.shares)}"
+    counts = f"they count for {numbers(split.factors)}, but should count for {numbers(split.shares)}"
     if mistake is None:
         return None
     mistake = "scaled" if mistake == "mean of means" and counted == SUM else mistake
@@ -97,12 +97,12 @@ def _explain_other_gradient(
         return None
     unreached = _unreached_parameters(parts.whole, parts.runs.user_loop(ablation))
     if unreached:
-        found = f"the loop's gradient does not reach {list_names(unreached)}, the full batch's does"
+        found = f"the loop's gradient does not reach {list_names(unreached)}, but the full batch's does"
         whole = "backpropagate the whole of loss(model, part): no .detach(), .item() or no_grad() on its terms"
         return _loop_cause(found, whole, kind="detached", where=unreached)
     if not workload_shares(parts.runs, list(parts.whole.terms)):
         return _loop_cause(
-            "the terms of the loss divide by different counts, and the loop does not give each its own share",
+            "the terms of the loss divide by different counts, but the loop does not weight each by its own",
             "weight each term of each part by weight(part)[name] / total[name], where total is the sum over all parts"
             " of the window; then call backward() on the sum of the terms",
         )
@@ -163,6 +163,6 @@ def _correct_line(runs: PairedRuns, counted: str) -> str:
     if counted == runs.objective.source:
         what = "weight(part)" if runs.objective.weight_function else f"its {counted.partition(' (')[0]}"
     return (
-        f"(loss(model, part) * count / total).backward(), where count is the part's ({what}) and total the sum of the"
-        " counts of all parts of the window"
+        f"(loss(model, part) * count / total).backward(), where count is the part's ({what}) and total is the sum over"
+        " all parts of the window"
     )
