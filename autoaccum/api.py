@@ -340,8 +340,8 @@ def verify(
         options: Fields of `autoaccum.options.Options`: `optimizer` (a live one is copied with its state), `precision`
             (when None float64, whatever the workload trains in, or float32 with a note where float64 does not run),
             `batchnorm`, `coupled`, `multiple_of`, `worst_of`, `device` (the CPU by default) and `time_limit`: seconds
-            to search for the causes of a difference (60 when None), whose experiments begin once the answer is known;
-            at the limit the cause is `unknown`. `world_size`: compare
+            to search for the causes of a difference (60 when None), once the answer is known; when they are over, the
+            cause is `unknown`. `world_size`: compare
             an update of so many ranks, in processes on this machine, with that of one; `accumulate` is called on each
             rank with the bare model and its own micro-batches, and wraps or shards the model as your script does.
 

@@ -147,7 +147,7 @@ class Options:
         mesh: The ranks in one or two dimensions: (2, 8) are two replicas of a model sharded over 8 (HSDP); None: one
             dimension.
         equal: Only equal micro-batches.
-        time_limit: Seconds that the search may take; for `verify` the search for the causes of a difference.
+        time_limit: Seconds that the search may take; for `verify`, the search for the causes of a difference.
         trial_limit: Seconds that one trial may take.
 
     Raises:

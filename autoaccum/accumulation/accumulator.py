@@ -93,8 +93,8 @@ class Accumulator:
     all together are the effective batch, whatever share a rank has, even an empty one. Weights are summed over
     ranks before the first backward, gradients once per update, in float32 where parameters are of half precision. A
     module wrapped in DistributedDataParallel is used without the wrapper. All ranks begin with the weights and buffers
-    of rank 0, and with the least of their micro-batches. An error on one rank ends the step on all, and memory that
-    runs out on one makes all repeat it in smaller micro-batches. `batchnorm="exact"` and `"running"`, a coupled loss
+    of rank 0, and with the smallest of their micro-batches. An error on one rank ends the step on all; if one runs
+    out of memory, all repeat the step in smaller micro-batches. `batchnorm="exact"` and `"running"`, a coupled loss
     and `whole_batch` take the samples of all ranks, of which some may have none; with `"micro"`, running statistics are
     each rank's own.
 

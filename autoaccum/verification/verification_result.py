@@ -63,8 +63,8 @@ class Comparison:
 
     Attributes:
         method: `accumulator`, or `accumulate` for the workload's own loop.
-        window: `whole` for the target batch, `uneven` for the same with samples shortened, `last` for a shorter one, as
-            at the end of an epoch.
+        window: `whole` for the target batch, `uneven` for the same batch with samples shortened, `last` for a shorter
+            window, as at the end of an epoch.
         micro_batches: The parts, in samples.
         differences: One for each quantity.
     """
@@ -91,7 +91,7 @@ class Cause:
         where: The modules, attributes, terms or lines concerned; may be empty.
         proved: The same comparison without this cause (and the others that were found) was equal.
         mode: The mode of autoaccum that takes it away, as in `batchnorm="exact"`; None where there is none.
-        batches: With how many batches the weight that is proposed agrees; None where none is.
+        batches: The number of batches that the proposed weight fits; None if no weight is proposed.
         left: The largest difference of gradients with that mode (and the others' changes), relative to the largest
             entry; None where it was not proved.
     """
@@ -126,8 +126,8 @@ class Verification:
         seconds: The time it took.
         coupled: Whether the loss was computed of the outputs of the whole batch (`options.Coupled`).
         world_size: The ranks that shared each accumulated update.
-        untested: Masks and labels that count the same of all samples and could not be shortened, so that a weighting by
-            them was not tested.
+        untested: Masks and labels that count the same in all samples and could not be shortened, so weighting by them
+            was not tested.
         schema: The version of the record.
     """
 
