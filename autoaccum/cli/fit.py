@@ -86,7 +86,7 @@ _CODE_INTERRUPTED = 130
     type=click.Choice(CHECKS),
     default="warn",
     show_default=True,
-    help="Compare `weight` with the loss at the first updates; if it is wrong, warn, or end the run (strict).",
+    help="If the first updates show a wrong `weight`: warn, end the run (strict), or do not check it (off).",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on stdout, and nothing else there.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")

@@ -76,8 +76,8 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "metavar": "SAVER",
         "help": "A way to take less memory for the same gradient. recompute: run the model's repeated blocks again in "
         "backward (recompute=N: N of them); offload-activations, offload-gradients, offload-optimizer: keep these in "
-        "host memory. Repeatable. By itself, plan and fit also take auto: the least costly savers that suffice. "
-        "plan with --gpu also takes show: a table of the Pareto-optimal sets (time, largest micro-batch).",
+        "host memory. Repeatable. plan and fit also take auto, alone: the least costly savers that suffice. "
+        "plan with --gpu also takes show, alone: a table of the Pareto-optimal sets (time, largest micro-batch).",
     },
     "optimizer": {"metavar": "NAME", "help": "Optimizer of torch.optim, in place of the workload's."},
     "keeps": {
