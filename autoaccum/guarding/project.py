@@ -53,7 +53,7 @@ class Project:
         """
         target, _, name = split_reference(workload)
         path = cwd / Path(target).expanduser()
-        if not (target.endswith(".py") or "/" in target or path.is_file()):
+        if not (target.endswith(".py") or "/" in target or os.path.isfile(path)):  # noqa: PTH113 -- a name may be too long
             return workload
         # A link to a file keeps its own name; links to its folder are resolved.
         resolved, folder = Path(os.path.realpath(path.parent)) / path.name, os.path.realpath(self.folder)

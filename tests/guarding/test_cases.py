@@ -56,6 +56,7 @@ class TestCase:
         )
         assert "'a b.py'" in guard_command(a_case("a b.py"), tmp_path)
         assert guard_command(Case(), tmp_path) == "autoaccum guard model.py --gpu NAME --target-batch N"
+        assert "x" * 5000 in guard_command(a_case("x" * 5000), tmp_path)
 
     def test_what_means_the_same_is_the_same_case(self) -> None:
         given: dict[str, Any] = {"workload": "train.py", "micro_batch": 8}
@@ -159,6 +160,7 @@ class TestProject:
             assert found.reference(written, cwd) == known
         (project / "link").symlink_to(project / "sub")
         assert found.reference("link/real.py", project) == "sub/real.py"
+        assert found.reference("x" * 5000, project) == "x" * 5000
         with pytest.raises(UsageError, match=r"\.\./a\.py lies outside of .*, the folder of the lock: guard it from"):
             found.reference("../a.py", project)
 
