@@ -59,12 +59,14 @@ class Readings:
         if size is not None and size not in sizes:
             return batch
         samples = size or min((one for one in sizes if one != ANY), key=lambda one: (sizes[one], -one), default=ANY)
-        found, rows = dict[Any, bool](), dict[Any, Any]()
+        found, shown, rows = dict[Any, bool](), dict[Any, bool](), dict[Any, Any]()
 
         def decide(key: Any, node: Any, top: bool) -> bool:
             if pytree.are_records(node) and _reading_costs(node, top=top) == _ROWS:
                 rows[key] = node
-            return found.setdefault(key, is_samples(node, samples, top=top))
+            if (read := found.setdefault(key, is_samples(node, samples, top=top))) or len(node) != samples:
+                shown[key] = read  # Else as many rows as entries, which may be chance.
+            return read
 
         marked = _mark(batch, decide)
         if samples < 2:
@@ -83,7 +85,7 @@ class Readings:
                 if samples in rivals or any(map(_looks_like_image, leaves)):
                     raise WorkloadError(f"{what}: an entry may be one sample, or hold values of all", hint=_WAY_OUT)
                 self.guesses.append(f"{what}: read as {samples} samples; if every entry is one sample, {_WAY_OUT}")
-        self._known |= found
+        self._known |= shown
         return marked
 
 

@@ -216,6 +216,12 @@ def test_the_promised_size_decides() -> None:
     assert [len(part) for part in split_batch(targets, [1, 1])] == [1, 1]
 
 
+def test_as_many_rows_as_entries_decide_nothing_for_later_batches() -> None:
+    readings = Readings()
+    counts = [batch_size(readings.wrap({"x": [torch.zeros(2, 5)] * size, "text": ["a"] * size})) for size in (2, 8, 2)]
+    assert counts == [2, 8, 2]
+
+
 def test_what_was_read_as_samples_stays_so_when_counts_are_equal_by_chance() -> None:
     readings = Readings()
     assert batch_size(readings.wrap(boxes(3, 1, 2))) == 3
