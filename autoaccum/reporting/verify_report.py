@@ -74,9 +74,9 @@ def verdict(found: Verification, *, verbose: bool = False) -> Text:
     """Return the verdict in one line: equivalent or not and by how much, or what was not tested."""
     if found.equivalent:
         more = "" if verbose or not found.notes else f"; -v shows {len(found.notes)} note{'s' * (len(found.notes) > 1)}"
-        return Text.assemble(
-            ("equivalent", "bold green"), f": the accumulated update is the full batch's, {_how_equal(found)}{more}"
-        )
+        neutral = " but for random numbers, which were replaced by neutral values" if found.neutral_random else ""
+        how = f"{neutral}: the accumulated update is the full batch's, {_how_equal(found)}{more}"
+        return Text.assemble(("equivalent", "bold green"), how)
     if found.untested:
         missing = "of equal length: weighting by tokens was not tested"
         return Text.assemble(("equal", "bold yellow"), f" on {found.target_batch} samples {missing}")

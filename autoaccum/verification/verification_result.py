@@ -128,6 +128,7 @@ class Verification:
         world_size: The ranks that shared each accumulated update.
         untested: Masks and labels that count the same in all samples and could not be shortened, so weighting by them
             was not tested.
+        neutral_random: Whether random numbers were replaced by neutral values, since they could not be replayed.
         schema: The version of the record.
     """
 
@@ -147,6 +148,7 @@ class Verification:
     coupled: Coupled = False
     world_size: int = 1
     untested: tuple[str, ...] = ()
+    neutral_random: bool = False
     schema: int = SCHEMA
 
     def __post_init__(self) -> None:

@@ -92,6 +92,7 @@ class Verifier:
         self._causes: list[Cause] = []
         self._notes: list[str] = []
         self._untested: tuple[str, ...] = ()
+        self._is_neutral = False
         self._precision = cast("Precision", options.precision or "fp64")  # May become float32.
         self._double: Fixture | None = None
         self._team: RankTeam | None = None
@@ -265,6 +266,7 @@ class Verifier:
         self._comparisons.append(found)
         self._notify(Compared(found))
         if runs.mismatch is not None:
+            self._is_neutral = True
             whose = "the Accumulator's" if method == "accumulator" else "accumulate()'s"
             where = f"in the full batch's update and in {whose} by {format_parts(runs.sizes)}"
             self._note(f"random numbers were replaced by neutral values, {where}: {runs.mismatch}")
@@ -359,6 +361,7 @@ class Verifier:
             environment=describe_environment(runs.fixture.device),
             world_size=self._options.world_size,
             untested=self._untested if self._is_equal else (),
+            neutral_random=self._is_neutral,
             seconds=time.monotonic() - began,
         )
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from autoaccum import Workload, verify
 from autoaccum.errors import WorkloadError
+from autoaccum.reporting.verify_report import verdict
 from autoaccum.verification.verification_result import Verification
 
 CRITERION = nn.CrossEntropyLoss()
@@ -270,6 +271,8 @@ def test_state_is_the_hint_where_not_even_the_whole_window_runs() -> None:
 def test_a_permutation_is_held_and_said() -> None:
     verification = found(classes(planted.Mixing))
     assert verification.equivalent
+    assert verification.neutral_random
+    assert "replaced by neutral values" in verdict(verification).plain.partition(":")[0]
     assert any("randperm" in note for note in verification.notes)
 
 

@@ -99,5 +99,5 @@ def test_data_parallel_on_one_card_is_the_module(simulated: Callable[..., Callab
 def test_ranks_refuse_data_parallel(mode: FakeCudaMode) -> None:
     with ExitStack() as stack:
         simulate_ranks(2, mode, stack)
-        with pytest.raises(UnsupportedError, match="among the cards of one process"):
+        with pytest.raises(UnsupportedError, match="but each rank has one card"):
             nn.DataParallel(nn.Linear(2, 2))
