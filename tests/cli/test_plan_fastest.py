@@ -69,8 +69,11 @@ def test_savers_are_chosen_by_timed_updates_of_each(
 @pytest.mark.slow
 def test_savers_for_a_card_that_is_not_here_are_chosen_by_an_estimate(folder: Path, command: Command) -> None:
     (folder / "blocks.py").write_text(blocks_source(2, hidden=1024, length=256, width=16))
-    asked = ("--gpu", "24GiB", "--memory", "26MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
-    done = command(folder, "plan", "blocks.py", "--target-batch", "8", *asked)
+    asked = ("--gpu", "24GiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
+    for budget in ("24MiB", "26MiB"):  # The workspaces of torch 2.11 take 2 MiB more.
+        done = command(folder, "plan", "blocks.py", "--target-batch", "8", "--memory", budget, *asked)
+        if done.returncode == 0:
+            break
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
     assert plan.kind == "predicted"
