@@ -97,15 +97,6 @@ def batch_versions(batches: Sequence[Any]) -> list[int]:
     return [tensor._version for tensor in pytree.tensors(batches) if not tensor.is_inference()]
 
 
-def state_digest(
-    model: nn.Module, optimizer: Optimizer, scaler: GradScaler | None = None, *, criterion: nn.Module | None = None
-) -> str:
-    """Return a SHA-256 over all of `state_entries`; equal values give equal digests, whatever objects hold them."""
-    modules = {"": model} if criterion is None else {"": model, "criterion": criterion}
-    found = state_entries(modules, optimizer, scaler, device=next(model.parameters()).device)
-    return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()
-
-
 def state_entries(
     roots: Mapping[str, nn.Module],
     optimizer: Optimizer | None = None,

@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from small_training import CRITERION, assert_close, batch_of, net, sgd
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.backpropagation import has_weight, make_shares
 from autoaccum.accumulation.schedule import windows
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import UsageError, WorkloadError
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

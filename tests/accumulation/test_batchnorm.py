@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from small_training import CRITERION, batch_of, sgd
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.batchnorm import STATISTICS, batchnorm_names
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
 from autoaccum.options import BATCHNORM_MODES

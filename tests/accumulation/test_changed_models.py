@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from small_training import CRITERION, Net, assert_close, batch_of, net, sgd
+from state_digests import state_digest
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.state_hash import state_digest
 
 
 class Counted(nn.Module):

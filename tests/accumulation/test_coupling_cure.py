@@ -7,12 +7,12 @@ from typing import Any
 import coupled_models as small
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.nn import functional
 
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES, Coupling
 from autoaccum.accumulation.coupling_probe import probe_model, probe_workload
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.workload.objective import resolve_objective
 from autoaccum.workload.spec import Workload

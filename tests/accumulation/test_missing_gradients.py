@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 
 from autoaccum import Accumulator, Workload, verify
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import NotMeasuredError, WorkloadError
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 from command_line import environment
+from state_digests import state_digest
 from torch import Tensor, nn
 from warm_children import WarmPython
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.out_of_memory import OutOfMemory, find_out_of_memory, is_context_dead
-from autoaccum.accumulation.state_hash import state_digest
 
 CERTAIN = [
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.68 GiB",

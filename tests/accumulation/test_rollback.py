@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import UpdateInterrupted
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

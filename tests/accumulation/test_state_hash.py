@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from state_digests import state_digest
 from torch import nn
 
-from autoaccum.accumulation.state_hash import ForwardSideEffects, PlainAttributes, state_digest, state_entries
+from autoaccum.accumulation.state_hash import ForwardSideEffects, PlainAttributes, state_entries
 
 
 def build() -> tuple[Any, torch.optim.Optimizer]:

@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.errors import NonFiniteError
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from memory_errors import OutOfMemoryAt
 from small_training import CRITERION, batch_of, net, sgd
+from state_digests import state_digest
 from torch import nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.update import StorageRecorder, preallocate
 
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoaccum import Accumulator
 from autoaccum.accumulation.rng_state import RngState
-from autoaccum.accumulation.state_hash import StateHasher, state_digest
+from autoaccum.accumulation.state_hash import StateHasher
 from autoaccum.accumulation.step_result import WeightingWarning
 from autoaccum.errors import RankFailedError, WorkloadError
 

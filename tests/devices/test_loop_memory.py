@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
 from autoaccum.devices.trial_run import TrialRun
 from autoaccum.errors import WorkloadError

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.devices.card_meter import card_limit
 from autoaccum.units import MIB

@@ -7,12 +7,12 @@ from functools import cache
 from typing import Any
 
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoaccum
 from autoaccum import Accumulator
-from autoaccum.accumulation.state_hash import state_digest
 
 
 def unet() -> Any:

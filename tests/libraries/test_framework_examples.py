@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from imported_files import import_file
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from autoaccum.accumulation.accumulator import Accumulator
 from autoaccum.accumulation.argument_checks import current_facts
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import AccumulationWarning
 from autoaccum.errors import UsageError
 from autoaccum.workload.objective import resolve_objective

@@ -10,11 +10,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from command_line import Command
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.trainers import workload_of
 

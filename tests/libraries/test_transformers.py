@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from command_line import Command
+from state_digests import state_digest
 from tiny_transformers import SIZES, WORDS, bert, hf, llama
 from torch import Tensor, nn
 
 import autoaccum
 from autoaccum import Accumulator, Workload
-from autoaccum.accumulation.state_hash import state_digest
 
 IMPORTED = ("transformers.models.bert.modeling_bert",)
 

@@ -15,13 +15,13 @@ import torch
 from command_line import Command, environment
 from pictured_plans import MEASURED, plan, trial
 from small_trainers import LONGEST, Texts, make_trainer, wide_loss
+from state_digests import state_digest
 from tiny_transformers import NO_DROPOUT, bert, hf, llama
 from torch import Tensor, nn
 from warm_children import WarmRanks
 
 import autoaccum
 from autoaccum import Plan
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import PlanFileError, UsageError, WorkloadError
 from autoaccum.units import GIB, MIB
 from autoaccum.workload.model_copies import REPLACED_BY

@@ -10,12 +10,12 @@ from typing import Any
 import coupled_models as small
 import pytest
 import torch
+from state_digests import state_digest
 from torch import nn
 
 import autoaccum
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
 from autoaccum.accumulation.schedule import make_schedule
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.base import Inspection, TrialSettings
 from autoaccum.devices.cpu import CpuDevice
 from autoaccum.devices.inspection import inspect_workload

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import autoaccum
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.training.fit_events import EpochEnded, Evaluated, Started, Updated
 
 SAMPLES, TARGET, EPOCHS = 155, 16, 3

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim import lr_scheduler as schedules
 
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import UsageError
 from autoaccum.training.checkpoints import portable
 from autoaccum.training.training_setup import TrainingComponents

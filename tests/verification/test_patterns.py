@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.verification.causes.loop_factors import LoopMistake, SplitFactors, find_mistake
+from autoaccum.verification.causes.loop_causes import LoopMistake, SplitFactors, find_mistake
 
 COUNTS = ((3, 1, 2), (4, 2))
 EVEN = ((3, 3, 3, 3), (4, 4, 4))

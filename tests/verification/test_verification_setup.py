@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.api import verify
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.verification.verification_result import Compared, Diagnosing, VerificationStarted

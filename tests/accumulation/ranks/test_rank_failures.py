@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from memory_errors import OutOfMemoryAt
 from on_ranks import NEVER, Died, on_ranks
+from state_digests import state_digest
 from torch import Tensor, nn
 
 from autoaccum import Accumulator
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.errors import DoesNotFitError, RankFailedError, RankLostError, UsageError
 

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from memory_errors import OutOfMemoryAt
 from on_ranks import NEVER, Died, on_ranks
 from rank_updates import Net, pairs, shard
+from state_digests import state_digest
 from torch import Tensor, nn
 
 from autoaccum import Accumulator
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.errors import AutoaccumError, RankFailedError, RankLostError, UpdateInterrupted
 
 

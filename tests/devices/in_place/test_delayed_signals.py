@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.in_place.saved_state import SavedState
 

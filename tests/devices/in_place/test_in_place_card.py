@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from state_digests import state_digest
 from torch import nn
 
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.options import Options
 from autoaccum.units import GIB, MIB, MemorySize

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from memory_errors import OutOfMemoryAt
+from state_digests import state_digest
 from torch import Tensor, nn
 from warm_children import WarmPython
 
 from autoaccum.accumulation.accumulator import StepResult
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices import trial_run
 from autoaccum.devices.trial_run import TrialRun
 
@@ -77,7 +77,7 @@ import json, sys
 import torch
 from torch import nn
 from autoaccum.accumulation.accumulator import StepResult
-from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.accumulation.state_hash import state_entries
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.options import Options
 from autoaccum.units import MIB, MemorySize
@@ -123,7 +123,7 @@ live = torch.optim.AdamW(model.parameters())
 for parameter in model.parameters():
     parameter.grad = torch.ones_like(parameter)
 live.step()
-before, soft = state_digest(model, live), resource.getrlimit(resource.RLIMIT_DATA)
+before, soft = state_entries({"": model}, live), resource.getrlimit(resource.RLIMIT_DATA)
 found = []
 for batch, loss, optimizer, parts in (
     (pairs, nn.CrossEntropyLoss(), live, (100000, 100000)),
@@ -138,7 +138,7 @@ for batch, loss, optimizer, parts in (
     trial = device.trial(parts)
     found.append({
         "outcome": trial.outcome, "phase": trial.phase, "message": trial.message,
-        "same": state_digest(model, live) == before, "limit": resource.getrlimit(resource.RLIMIT_DATA) == soft,
+        "same": state_entries({"": model}, live) == before, "limit": resource.getrlimit(resource.RLIMIT_DATA) == soft,
         "peak": trial.peak_reserved_bytes,
     })
 print(json.dumps(found))

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from state_digests import state_digest
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from autoaccum.accumulation.state_hash import state_digest
 from autoaccum.devices.in_place.saved_state import SavedState
 from autoaccum.errors import NotMeasuredError, WorkloadError
 

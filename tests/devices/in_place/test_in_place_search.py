@@ -20,7 +20,7 @@ SEARCH = """
 import json
 import torch
 from torch import nn
-from autoaccum.accumulation.state_hash import state_digest
+from autoaccum.accumulation.state_hash import state_entries
 from autoaccum.devices.in_place import InPlaceDevice, LiveObjects
 from autoaccum.options import Options
 from autoaccum.planning.search import search
@@ -34,7 +34,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 sample = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
 objective, options = resolve_objective(nn.CrossEntropyLoss()), Options(optimizer=optimizer)
 live = LiveObjects(model=model, batch=sample, objective=objective, options=options)
-before = state_digest(model, optimizer)
+before = state_entries({"": model}, optimizer)
 with InPlaceDevice(live, share=400, memory=MemorySize(bytes=60 * MIB)) as device:
     inspection = device.inspect()
     result = search(
@@ -44,7 +44,7 @@ with InPlaceDevice(live, share=400, memory=MemorySize(bytes=60 * MIB)) as device
 print(json.dumps({
     "largest_fit": result.largest_fit, "first_fail": result.first_fail, "capped": result.capped,
     "trials": [(trial.micro_batch, trial.outcome, trial.peak_reserved_bytes) for trial in result.trials],
-    "same": state_digest(model, optimizer) == before, "limit": device.limit_bytes,
+    "same": state_entries({"": model}, optimizer) == before, "limit": device.limit_bytes,
 }))
 """
 
