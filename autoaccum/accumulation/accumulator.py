@@ -276,7 +276,7 @@ class Accumulator:
         self._wrappers = [module for module in found if isinstance(module, DistributedDataParallel)]
         self._interrupts = DelayedInterrupts()
         self._generators = module_generators(all_modules(objective.criterion_module, model))
-        self._first_steps, self._weighting = FirstSteps(), WeightingCheck(check, objective)
+        self._first_steps, self._weighting = FirstSteps(), WeightingCheck(check, objective, self._multiple_of)
 
     @property
     def micro_batch(self) -> int:
@@ -457,7 +457,7 @@ class Accumulator:
             buffers = GradientBuffers(trained, in_fp32=self._in_fp32)
         if is_split := sum(run) > 1:
             with without_calls(self._wrappers):
-                self._weighting.look(self._backpropagation, modules, batches, self.micro_batch, self._multiple_of)
+                self._weighting.look(self._backpropagation, modules, batches, self.micro_batch)
         warn = self._first_steps.watch(self._backpropagation, modules, parts, is_split=is_split)
         with without_calls(self._wrappers), self._savers.around_parts():
             record = self._backpropagation.run(parts, shares, buffers, batches)

@@ -49,29 +49,24 @@ class WeightingCheck:
     or waits for other ranks is the last.
     """
 
-    def __init__(self, mode: str, objective: Objective) -> None:
+    def __init__(self, mode: str, objective: Objective, multiple_of: int) -> None:
         criterion = objective.criterion
         is_known = criterion is not None and criterion.rule is not None and objective.weight_function is None
         self._updates = 0 if mode == "off" or is_known or objective.coupled else _UPDATES
-        self._comparisons = 0
+        self._comparisons, self._each = 0, multiple_of
         self._is_strict, self._is_told, self._is_checked = mode == "strict", False, False
         self._found: list[str] = []
 
     def look(
-        self,
-        backpropagation: Backpropagation,
-        modules: Sequence[nn.Module],
-        batches: Sequence[Any],
-        most: int,
-        each: int,
+        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], batches: Sequence[Any], most: int
     ) -> None:
-        """Compare samples of `batches`, which run in parts of at most `most`, multiples of `each`; change nothing."""
+        """Compare samples of `batches`, which run in parts of at most `most`; change nothing."""
         needs_others = backpropagation.run_parts is not None or backpropagation.sharded is not None
         if not self._updates or needs_others or backpropagation.ranks.rank or not batches:
             return
         self._updates, compared = self._updates - 1, self._comparisons
         try:
-            is_last = self._compare(backpropagation, modules, batches, max(most // each, 2), each)
+            is_last = self._compare(backpropagation, modules, batches, most)
         except Exception:  # Memory may have run out; and what the loss raises, it raises in training, too.
             is_last = True
         if self._comparisons > compared and backpropagation.device.type != "cpu":
@@ -94,18 +89,13 @@ class WeightingCheck:
             warn_caller(text, WeightingWarning)
 
     def _compare(
-        self,
-        backpropagation: Backpropagation,
-        modules: Sequence[nn.Module],
-        batches: Sequence[Any],
-        most: int,
-        each: int,
+        self, backpropagation: Backpropagation, modules: Sequence[nn.Module], batches: Sequence[Any], most: int
     ) -> bool:
         """Compare, unless parts are alike again, and return whether there is no more to be learnt."""
-        model, objective = backpropagation.model, backpropagation.objective
+        model, objective, each = backpropagation.model, backpropagation.objective, self._each
         large = next((one for one in batches if batch_size(one) >= 2 * each), None)
         batch = join_batches(batches[:2]) if large is None else large
-        units = min(batch_size(batch) // each, most, _SAMPLES)
+        units = min(batch_size(batch) // each, max(most // each, 2), _SAMPLES)
         if units < 2:
             return False
         first = max((units - 1) // 2, 1)

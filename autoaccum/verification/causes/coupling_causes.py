@@ -8,7 +8,7 @@ from dataclasses import replace
 from autoaccum.accumulation.coupling import MIX_BEFORE, MIXES_INPUTS, Coupling, describe_modules, list_names
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.cause_experiment import Experiment
-from autoaccum.verification.causes.loss_factors import LARGER, Decomposition, find_factors
+from autoaccum.verification.causes.weighting_causes import LARGER, Decomposition, find_factors
 from autoaccum.verification.fixture import OUTSIDE
 from autoaccum.verification.update_run import Ablation
 from autoaccum.verification.verification_result import Cause, CauseKind

@@ -9,7 +9,7 @@ from typing import Literal
 from autoaccum.accumulation.coupling import list_names
 from autoaccum.errors import AutoaccumError
 from autoaccum.verification.causes.cause_experiment import Experiment
-from autoaccum.verification.causes.loss_factors import (
+from autoaccum.verification.causes.weighting_causes import (
     SUM,
     Decomposition,
     find_factors,

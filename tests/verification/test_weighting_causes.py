@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoaccum.verification.causes.loss_factors import find_factors, find_residual, flatten
+from autoaccum.verification.causes.weighting_causes import find_factors, find_residual, flatten
 
 SHARES = st.lists(st.floats(0.01, 10), min_size=1, max_size=5)
 
