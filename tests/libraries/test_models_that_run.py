@@ -67,7 +67,7 @@ RUN = {
     "gan.py:discriminator": Expected(),
     "ppo.py": Expected(),
     "ppo.py:usual": Expected(
-        cause="coupled loss", change="compute a statistic of targets where the batch is made", guarded=False
+        cause="coupled loss", change="compute statistics of the targets when the batch is made", guarded=False
     ),
     "moe.py": Expected(precision="fp32"),
     "adamw8bit.py": Expected(),
