@@ -27,7 +27,7 @@ from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWar
 from autoaccum.accumulation.update import StorageRecorder
 from autoaccum.devices.base import Inspection
 from autoaccum.devices.environment import describe_environment
-from autoaccum.devices.host_draws import find_draw, generator_states
+from autoaccum.devices.host_draws import find_draw, find_own_generators, generator_states
 from autoaccum.devices.meters import Meter, make_meter
 from autoaccum.devices.trial_run import make_accumulator, move_model, seed_everything
 from autoaccum.errors import WorkloadError, first_line
@@ -64,9 +64,9 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
     with on_device(find_auxiliary_modules(workload).values(), meter.device):
         accumulator = make_accumulator(workload, model, made, size)
         with collect_warnings() as said:
-            before = generator_states()
+            before = generator_states(own := find_own_generators(workload.objective, model))
             first = accumulator.step(batch)
-            has_drawn = generator_states() != before
+            has_drawn = generator_states(own) != before
             if not math.isfinite(first.loss):
                 raise WorkloadError(
                     f"the loss of batch({size}) is {first.loss}",
@@ -261,7 +261,7 @@ def measure_sample_bytes(workload: Workload, model: nn.Module, size: int) -> int
 def find_worst_draw(workload: Workload, model: nn.Module, size: int) -> str | None:
     """Return the random numbers of the host by which a forward pass of `size` samples holds most (`find_draw`)."""
     batch = workload.build_batch(size)
-    return find_draw(lambda: _held_bytes(workload, model, batch))
+    return find_draw(lambda: _held_bytes(workload, model, batch), find_own_generators(workload.objective, model))
 
 
 def _held_bytes(workload: Workload, model: nn.Module, batch: Any) -> int:

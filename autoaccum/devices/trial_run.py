@@ -31,7 +31,7 @@ from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.update import optimizer_parameters
 from autoaccum.devices.base import Phase
 from autoaccum.devices.child.failures import describe_failure
-from autoaccum.devices.host_draws import generator_states, use_draw
+from autoaccum.devices.host_draws import drawing, find_own_generators, generator_states
 from autoaccum.devices.loop_memory import EmaModel, HeldOutputs, evaluate, hold_outputs
 from autoaccum.devices.meters import Meter
 from autoaccum.devices.trial_record import Reading, RunTrial, TrialMeasurement, without_evaluation_retries
@@ -93,7 +93,7 @@ class TrialRun:
             gradients is taken too.
         mesh: The mesh of ranks that the model is sharded over; None: each holds the whole model.
         reduce: Whether gradients of a sharded model are summed over ranks with each part or with the last one.
-        draw: The random numbers of the host that each update draws (`use_draw`).
+        draw: The random numbers of the host that each update draws (`devices.host_draws.drawing`).
         before_update: Called before each update.
         around_evaluation: Called before and after the evaluation, and after the update that follows it.
     """
@@ -226,6 +226,7 @@ class TrialRun:
         self._phase = "optimizer"
         optimizer = self._workload.build_optimizer(model)
         self.made = model, optimizer
+        self._generators = find_own_generators(self._workload.objective, model)
         self._phase = "batch"
         self._size = max(self._share, *parts)
         batch = self._workload.build_batch(self._size)
@@ -242,10 +243,10 @@ class TrialRun:
 
     def _update(self, accumulator: Accumulator, window: Sequence[Any], *, may_skip: bool = False) -> StepResult:
         self._before_update()
-        use_draw(self._draw)
-        before = generator_states()
-        result = accumulator.step_parts(window)
-        self.has_drawn = self.has_drawn or generator_states() != before
+        with drawing(self._draw, self._generators):
+            before = generator_states(self._generators)
+            result = accumulator.step_parts(window)
+            self.has_drawn = self.has_drawn or generator_states(self._generators) != before
         if not result.updated and may_skip:
             return result
         if not result.updated:
@@ -266,7 +267,8 @@ class TrialRun:
         assert self.made is not None
         self._phase = "evaluation"
         self._around_evaluation()
-        evaluate(self._workload, self.made[0])
+        with drawing(self._draw, self._generators):
+            evaluate(self._workload, self.made[0])
         self._around_evaluation()
         self._phase = "forward"
 

@@ -24,9 +24,15 @@ import numpy as np
 import torch
 from torch import nn
 
+numbers, made = np.random.default_rng(), torch.Generator()
+
+def is_less(limit, rng=np.random.Generator(np.random.SFC64(3))):
+    return rng.random() < limit
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
+        self.draws, self.settings = np.random.RandomState(0), dict(own=random.Random(0))
         self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(10))
 
     def forward(self, x):
@@ -76,6 +82,12 @@ def notes(plan: Plan) -> list[str]:
         ("np.random.uniform(0, 1) > 0.4", 0),
         ("torch.rand([]) < 0.6", 1),
         ("random.choice([True, False])", 1),
+        ("numbers.random() < 0.6", 1),
+        ("numbers.uniform() > 0.4", 0),
+        ("is_less(0.6)", 1),
+        ("self.settings['own'].random() < 0.6", 1),
+        ("self.draws.rand() < 0.6", 1),
+        ("torch.rand([], generator=made) < 0.6", 1),
     ],
 )
 def test_what_may_be_skipped_is_planned_to_run(skips: str, near: int, never: Plan, tmp_path: Path) -> None:
@@ -113,3 +125,9 @@ def test_trials_on_the_cpu_draw_the_worst_numbers(tmp_path: Path) -> None:
     assert drawn.peak_reserved_bytes is not None
     assert never.peak_reserved_bytes is not None
     assert drawn.peak_reserved_bytes > never.peak_reserved_bytes - 2 * MIB
+
+
+def test_trials_on_the_cpu_find_generators_of_the_workload(tmp_path: Path) -> None:
+    (path := tmp_path / "model.py").write_text(MODEL.format(skips="numbers.random() < 0.6"))
+    with CpuDevice(make_settings(str(path), 64, 400 * MIB)) as device:
+        assert device.inspect().draw == "numbers near 1"
