@@ -139,7 +139,6 @@ class Inspection:
         accumulate_in: The dtype that its gradients are summed in (`options.AccumulateIn`).
         savers: Ways in which it takes less memory of the device (`options.read_savers`).
         blocks: Its repeated blocks that can run again in backward.
-        compiles: The update imported PyTorch's compiler, which other processes import before their trials.
         multiple_of: Every micro-batch is a multiple of so many samples, as the workload says or as was detected.
         found_multiple: The plan's note on a multiple that was detected.
         modules: Bytes of the modules beside the model (`accumulation.reachable_objects`), by name.
@@ -164,7 +163,6 @@ class Inspection:
     environment: Mapping[str, Any]
     dtypes: tuple[str, ...] = ("fp32",)
     loss: Literal["loss", "criterion", "model"] = "loss"
-    compiles: bool = False
     least_size: int = 1
     update_bytes: int | None = None
     update_samples: int = 0

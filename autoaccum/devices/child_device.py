@@ -125,7 +125,7 @@ class ChildDevice(Device, ABC):
         self._limit_bytes: int | None = None
         self._least_size: int | None = None
         self._multiple_of: int | None = None
-        self._compiles = self._joined = False
+        self._joined = False
         self._draw: str | None = None
         self._savers: tuple[str, ...] | None = None
         self.resets_peak = True
@@ -152,7 +152,7 @@ class ChildDevice(Device, ABC):
         child = self._use_child()
         self._start_standby()
         inspection = child.call(Inspect(savers=self._savers), limit_seconds)
-        self._least_size, self._compiles = inspection.least_size, inspection.compiles
+        self._least_size = inspection.least_size
         self._joined, self._multiple_of = inspection.joining is not None, inspection.multiple_of
         self._draw = inspection.draw
         return inspection
@@ -255,7 +255,7 @@ class ChildDevice(Device, ABC):
         if self._limit_bytes is not None:  # An earlier child has loaded it within its limit.
             settings = dataclasses.replace(settings, load_limit_seconds=None)
         paths = ImportPaths.of(settings.checkout)
-        load = LoadWorkload(device=self.name, paths=paths, compiles=self._compiles, **settings.to_request())
+        load = LoadWorkload(device=self.name, paths=paths, **settings.to_request())
         return LoadedChild(settings, load, process)
 
     def _start_standby(self) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from functools import singledispatchmethod
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from autoaccum.accumulation.out_of_memory import release_memory
 from autoaccum.devices.base import Inspection
-from autoaccum.devices.child.compiler_import import COMPILER, is_put_off
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.import_paths import check_loaded
 from autoaccum.devices.child.requests import Request
@@ -25,7 +23,7 @@ from autoaccum.devices.trial_record import Inspect, Loaded, LoadWorkload, RunTri
 from autoaccum.devices.trial_run import run_trial, seed_everything
 from autoaccum.devices.update_timer import UpdateTimer
 from autoaccum.errors import UsageError
-from autoaccum.options import RECOMPUTE, Options
+from autoaccum.options import Options
 from autoaccum.workload.loading import load_workload
 from autoaccum.workload.samples import apply_settings
 from autoaccum.workload.spec import Workload
@@ -63,8 +61,6 @@ class TrialChild:
         request.paths.use()
         try:
             meter = make_meter(request.device)
-            if request.compiles:
-                import_module(COMPILER)
             seed_everything()
             self._workload = load_requested(request)
         except BaseException as error:
@@ -83,23 +79,19 @@ class TrialChild:
     def _inspect(self, request: Inspect) -> Inspection | Failure:
         assert self._workload is not None
         assert self._meter is not None
-        put_off = is_put_off()
         try:
             inspection = inspect_workload(request.replaced(self._workload), self._share, meter=self._meter)
         except BaseException as error:
             return describe_failure(error, f"an update from a small batch of {self._workload.name}")
         release_memory()
         self._meter.rebase()  # It compiled kernels and imported modules that no trial needs.
-        return replace(inspection, compiles=put_off and not is_put_off())
+        return inspection
 
     @handle.register
     def _trial(self, request: RunTrial) -> TrialMeasurement:
         """Run one trial under the limit, which is lifted before a failure is described."""
         assert self._workload is not None
         assert self._meter is not None
-        if is_put_off() and any(word.startswith(RECOMPUTE) for word in request.replaced(self._workload).savers):
-            import_module(COMPILER)  # torch.utils.checkpoint would; it is PyTorch's memory, not the trial's.
-            self._meter.rebase()
         release_memory()
         window = None
         if request.record is not None:

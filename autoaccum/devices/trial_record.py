@@ -134,10 +134,7 @@ class Loaded:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadWorkload(Request[Loaded]):
-    """Load the workload, and make the device ready; the fields are those of `TrialSettings`.
-
-    `compiles`: import PyTorch's compiler first, so that its memory does not count as a trial's.
-    """
+    """Load the workload, and make the device ready; the fields are those of `TrialSettings`."""
 
     device: str
     paths: ImportPaths
@@ -145,7 +142,6 @@ class LoadWorkload(Request[Loaded]):
     share: int
     options: Mapping[str, Any]
     pickled: str | None = None
-    compiles: bool = False
 
     doing = "loading the workload"
 

@@ -75,25 +75,3 @@ def test_a_fresh_trial_runs_in_the_standby_process_for_which_there_has_to_be_roo
         assert standby_of(device) in children_of_this_process()
     assert device._standby is None
     assert children_of_this_process() == before
-
-
-COMPILING = """
-    import torch
-    from torch import nn
-
-    criterion = nn.MSELoss()
-
-    def model():
-        return nn.Linear(8, 8)
-
-    def batch(size):
-        import torch._dynamo
-
-        return torch.randn(size, 8), torch.randn(size, 8)
-"""
-
-
-def test_a_compiler_that_training_imports_does_not_count_as_memory_of_its_trials(write_workload: Any) -> None:
-    with CpuDevice(make_settings(write_workload(COMPILING), 8, 16 * MIB)) as device:
-        assert device.inspect().compiles
-        assert device.trial((1, 1), fresh=True, spare=False).outcome == "ok"

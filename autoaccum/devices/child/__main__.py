@@ -11,7 +11,6 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from autoaccum.devices.child.compiler_import import put_off_compiler
 from autoaccum.devices.child.connection import ParentConnection, serve
 from autoaccum.devices.child.requests import Prepare, Ready, Request, find_class, read_request
 
@@ -45,7 +44,6 @@ def _prepare(request: Prepare) -> None:
     """
     request.paths.use()
     gc.disable()
-    put_off_compiler()
     with suppress(Exception):
         find_class(request.handler).prepare()
     if not request.measured:

@@ -19,7 +19,6 @@ from autoaccum.accumulation.ranks.parallelize import choose_parallel
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
 from autoaccum.accumulation.step_result import StepResult
 from autoaccum.devices.base import Inspection
-from autoaccum.devices.child.compiler_import import is_put_off
 from autoaccum.devices.child.failures import Failure, describe_failure
 from autoaccum.devices.child.requests import Request
 from autoaccum.devices.environment import describe_environment
@@ -390,7 +389,7 @@ class SimulatedChild:
         assert self._workload is not None
         assert self._mode is not None
         failure: BaseException | None = None
-        live, put_off = self._mode.recorder.live_storages(), is_put_off()
+        live = self._mode.recorder.live_storages()
         try:
             workload = with_copied_criterion(self._workload)
             auxiliary = find_auxiliary_modules(workload).values()
@@ -399,16 +398,9 @@ class SimulatedChild:
             with on_device(auxiliary, DEVICE), warnings.catch_warnings():
                 if silent:
                     warnings.simplefilter("ignore")
-                done = job(workload, self._mode)
-            if put_off == is_put_off():
-                return done
+                return job(workload, self._mode)
         except BaseException as error:
             failure = error
-        if failure is None:  # The compiler was imported, and the frames of an import keep tensors alive.
-            self._traces.clear()
-            gc.collect()
-            self._mode.recorder.forget_all_but(live)
-            return self._run(job, about, silent=silent)
         if self._lazy and reads_missing_host_value(failure):
             self._lazy, failure = self._lazy[:-1], None
             gc.collect()

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from autoaccum.devices.child.compiler_import import COMPILER, AroundImport, Unloaded, is_put_off
 from autoaccum.errors import UsageError
 
 _MISSING = object()
-_COMPILER_DEFAULTS = {
-    "fake_tensor_cache_enabled": True,
-    "fake_tensor_cache_crosscheck_enabled": False,
-    "error_on_nested_fx_trace": True,  # Of `torch.utils.checkpoint`.
-    "_custom_ops_profile": None,
-}
 CUDNN = {(2, 11): 91_900, (2, 15): 92_600}
 """cuDNN of each release's default wheel (its Requires-Dist); a release in between has that of the older one."""
 
@@ -49,71 +39,10 @@ class patched:  # noqa: N801  # A context manager that is called like a function
         setattr(self._owner, self._name, self._value)
 
     def __exit__(self, *_: object) -> None:
-        self._value = vars(self._owner)[self._name]  # For the next `__enter__`.
         if self._before is _MISSING:
             delattr(self._owner, self._name)
         else:
             setattr(self._owner, self._name, self._before)
-
-
-class Patches(ExitStack):
-    """A stack of patches, and of what else is undone at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._patches: list[patched] = []
-
-    def enter_context(self, cm: Any) -> Any:
-        """Enter a context until the end; a patch may be lifted meanwhile."""
-        if isinstance(cm, patched):
-            self._patches.append(cm)
-        return super().enter_context(cm)
-
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Lift all patches for a while."""
-        for patch in reversed(self._patches):
-            patch.__exit__()
-        try:
-            yield
-        finally:
-            for patch in self._patches:
-                patch.__enter__()
-
-
-@contextmanager
-def compiler_unloaded(patches: Patches) -> Iterator[None]:
-    """Keep PyTorch from importing its compiler until `patches` end; within, a `FakeTensorMode` takes its defaults.
-
-    Nothing is compiled on a simulated card. Code that imports the compiler gets it: meanwhile, all patches are lifted,
-    since it keeps tables of functions of `torch.cuda`.
-    """
-    if not is_put_off():
-        yield
-        return
-    names, config_name = vars(torch), f"{COMPILER}.config"
-    config = Unloaded(config_name, **_COMPILER_DEFAULTS)
-    names["_dynamo"] = unloaded = Unloaded(COMPILER, config=config, disable=lambda function, *_, **__: function)
-
-    def forget() -> None:
-        if names.get("_dynamo") is unloaded:
-            del names["_dynamo"]
-
-    @contextmanager
-    def importing(_: Any) -> Iterator[None]:
-        forget()
-        with patches.lifted(), _disable_current_modes():
-            yield
-
-    finder = AroundImport(COMPILER, importing)
-    sys.meta_path.insert(0, finder)
-    patches.callback(sys.meta_path.remove, finder)
-    patches.callback(forget)
-    sys.modules[config_name] = config  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[config_name]
 
 
 class ObjectNumbers:

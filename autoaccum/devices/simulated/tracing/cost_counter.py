@@ -49,7 +49,7 @@ class CostCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """As `FakeCudaMode._should_skip_dynamo`; skipping the compiler would import it besides."""
+        """As `FakeCudaMode._should_skip_dynamo`."""
         return False
 
     def __init__(self, phase: Callable[[], Phase]) -> None:

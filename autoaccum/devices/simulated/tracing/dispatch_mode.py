@@ -88,7 +88,7 @@ class FakeCudaMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-        self.beside = FakeTensorMode()  # It could import the compiler later.
+        self.beside = FakeTensorMode()
         self.cache_enabled = False  # `OperatorCache` is faster, and hardly a call that misses it hits FakeTensorMode's.
         self.recorder = recorder
         self.lazy = False

@@ -8,10 +8,10 @@ supports. Python still sees `cuda:0`, and the dispatch keys stay CUDA's, so CUDA
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,10 +20,9 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from autoaccum.devices.child.compiler_import import AroundImport
 from autoaccum.devices.simulated.cards import Card, CardInUse
 from autoaccum.devices.simulated.operators.registry import install_kernels
-from autoaccum.devices.simulated.torch_patches import Patches, compiler_unloaded, patch_hashes, patched, torch_release
+from autoaccum.devices.simulated.torch_patches import patch_hashes, patched, torch_release
 from autoaccum.devices.simulated.tracing import autocast
 from autoaccum.devices.simulated.tracing.dispatch_mode import DEVICE_QUERY, FakeCudaMode, device_seen_by_cpp
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE, check_index, patch_torch_cuda
@@ -49,7 +48,6 @@ COMPILED = (
     "the model is compiled (torch.compile), but its eager step is predicted: compiled, it usually takes less memory"
 )
 _META = torch.device("meta")
-_TRITON = "triton.runtime.jit"
 _AS_TENSOR, _TENSOR = torch.as_tensor, torch.tensor
 _NATIVE_GENERATOR: Any = torch.Generator
 
@@ -96,9 +94,8 @@ def _never_called(*_: Any, **__: Any) -> Any:
 def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterator[FakeCudaMode]:
     """Simulate `card` in this process, preferably one of its own; everything is restored at the end."""
     in_use = CardInUse(card) if isinstance(card, Card) else card
-    with Patches() as stack:
-        with compiler_unloaded(stack):
-            mode = FakeCudaMode(recorder or Recorder())
+    with ExitStack() as stack:
+        mode = FakeCudaMode(recorder or Recorder())
         _patch_device_queries(stack)
         _hide_fake_tensors(stack)
         patch_torch_cuda(in_use, mode.recorder, stack)
@@ -119,22 +116,10 @@ def simulate(card: Card | CardInUse, recorder: Recorder | None = None) -> Iterat
 
 
 def _patch_triton(stack: ExitStack) -> None:
-    """Patch Triton where it is imported, which PyTorch does only to compile."""
-
-    def patch(module: Any) -> None:
-        stack.enter_context(patched(module.JITFunction, "run", _launch_nothing))
-
-    @contextmanager
-    def importing(module: Any) -> Iterator[None]:
-        yield
-        patch(module)
-
-    if (imported := sys.modules.get(_TRITON)) is not None:
-        patch(imported)
-    else:
-        finder = AroundImport(_TRITON, importing)
-        sys.meta_path.insert(0, finder)
-        stack.callback(sys.meta_path.remove, finder)
+    """Have kernels of Triton launch nothing, if it is installed."""
+    with suppress(ImportError):
+        kernels: Any = import_module("triton.runtime.jit")
+        stack.enter_context(patched(kernels.JITFunction, "run", _launch_nothing))
 
 
 def _launch_nothing(kernel: Any, *args: Any, **kwargs: Any) -> None:

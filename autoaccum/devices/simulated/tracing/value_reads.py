@@ -27,7 +27,6 @@ _ASSUMED_VALUES = (
 """By calling module and function (any if empty), the value assumed for a read. All other callers get an error."""
 
 _INTERNAL_MODULES = (
-    "autoaccum.devices.child.compiler_import",
     "autoaccum.devices.simulated",
     "torch._compile",
     "torch._dynamo",
