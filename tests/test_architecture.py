@@ -73,7 +73,6 @@ WITHOUT_TORCH = (
     "tuning/tune_request.py",
     "tuning/optuna_search.py",
     "tuning/study.py",
-    "reporting/figures/file_format.py",
     "training/stop_signals.py",
     "workload/module_names.py",
 )

@@ -65,7 +65,7 @@ class Outputs:
         """
         from autoaccum.files import check_output
         from autoaccum.reporting.emit import check_emittable, module_name
-        from autoaccum.reporting.figures.file_format import picture_format
+        from autoaccum.reporting.figures.style import picture_format
 
         for option, file in self._asked.items():
             check_output(file, force=self._force, hint=_WAYS_OUT[option])
@@ -121,8 +121,8 @@ class Outputs:
 
     def _write_picture(self, plan: Plan, file: Path) -> None:
         from autoaccum.files import write_bytes
-        from autoaccum.reporting.figures.file_format import picture_format
         from autoaccum.reporting.figures.memory_figure import draw_memory
+        from autoaccum.reporting.figures.style import picture_format
 
         write_bytes(file, draw_memory(plan, self._account, picture_format(str(file))), force=self._force)
 

@@ -385,7 +385,7 @@ def _show_savers(
     from autoaccum.planning.saver_trials import SaverTrials
     from autoaccum.planning.trial_runner import SearchLimits
     from autoaccum.reporting.console import make_console
-    from autoaccum.reporting.figures.file_format import picture_format
+    from autoaccum.reporting.figures.style import picture_format
     from autoaccum.reporting.plan_report import PlanProgress
     from autoaccum.reporting.plan_table import print_savers, savers_json
 

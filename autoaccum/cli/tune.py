@@ -139,9 +139,8 @@ def command(
 
 
 def _check_outputs(workload: str, storage: str | None, output: str | None, plot: str | None, *, force: bool) -> None:
-    """Raise UsageError now for a file that could not be written later or is an input, or for missing matplotlib."""
+    """Raise UsageError now for a file that could not be written later or is an input."""
     from autoaccum.files import check_output
-    from autoaccum.reporting.figures.file_format import picture_format
     from autoaccum.tuning.study import parse_storage_address, storage_file
 
     study = storage_file(parse_storage_address(storage))
@@ -152,7 +151,6 @@ def _check_outputs(workload: str, storage: str | None, output: str | None, plot:
         check_output(output, force=force, hint="for the record on stdout, use --json")
     if plot is None:
         return
-    picture_format("throughput.svg")
     folder = Path(plot)
     if folder.exists() and (not folder.is_dir() or (any(folder.glob("*.svg")) and not force)):
         raise UsageError(f"{plot} is there already", hint="choose another folder, or overwrite its pictures by --force")
@@ -181,10 +179,12 @@ def _show(
             _write_pictures(tuning, Path(plot), force=force)
             written["pictures"] = Path(plot)
         if report is not None:
+            from autoaccum.reporting.figures.tuning_figure import draw_tuning
             from autoaccum.reporting.page.tune_page import tune_page
 
+            pictures = draw_tuning(tuning, click.get_current_context().params["storage"])
             hidden = _without_password(tuning)
-            write_page(tune_page(tuning), report, force=force, without=("quiet",), instead=hidden)
+            write_page(tune_page(tuning, pictures), report, force=force, without=("quiet",), instead=hidden)
             written["report"] = Path(report)
     except AutoaccumError:
         print_tuning(stderr, tuning, _offers(tuning, output), written)

@@ -113,7 +113,7 @@ def test_pictures_are_drawn_from_the_study(studied: Any) -> None:
     drawn = draw_tuning(tuning, str(file))
     assert sorted(drawn) == ["courses.svg", "rates.svg", "throughput.svg", "trials.svg"]
     words = {name: " ".join(ElementTree.fromstring(content).itertext()) for name, content in drawn.items()}
-    assert "Throughput on cpu, in updates of 16 samples" in words["throughput.svg"]
+    assert "on cpu, in updates of 16 samples" in words["throughput.svg"]
     assert "knee at 8" in words["throughput.svg"]
     assert "learning_rate" in words["rates.svg"]
 

@@ -1,11 +1,12 @@
-"""Plans and accounts made by hand, as pictures find them at their worst."""
+"""Plans and memory reports made by hand, as pictures find them at their worst."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from autoaccum.accumulation.schedule import make_schedule
+from factories import make_plan
+
 from autoaccum.devices.base import Outcome, Phase, Trial
 from autoaccum.devices.explanation import CATEGORIES, Category, CurvePoint, Explanation, MemoryReport, Timeline
 from autoaccum.planning.plan_record import Plan
@@ -13,15 +14,9 @@ from autoaccum.units import GIB, MIB
 
 POINTS = 200
 PHASES: tuple[tuple[int, Phase], ...] = (
-    (0, "batch"),
-    (1, "forward"),
-    (25, "backward"),
-    (80, "batch"),
-    (81, "forward"),
-    (105, "backward"),
-    (190, "clip"),
+    (0, "batch"), (1, "forward"), (25, "backward"), (80, "batch"), (81, "forward"), (105, "backward"), (190, "clip"),
     (191, "update"),
-)
+)  # fmt: skip
 Held = Mapping[Category, Callable[[int], int]]
 
 
@@ -40,40 +35,26 @@ USUAL: Held = {
 }
 
 
-def account(
-    held: Held = USUAL,
-    *,
-    unused: int = GIB,
-    phases: tuple[tuple[int, Phase], ...] = PHASES,
-    curve: tuple[CurvePoint, ...] = (),
-    module: str = "blocks.*.mlp",
-) -> MemoryReport:
-    """An account of two micro-batches of 12 samples."""
+def memory_report(held: Held = USUAL, *, curve: tuple[CurvePoint, ...] = (), **changes: Any) -> MemoryReport:
+    """A report of two micro-batches of 12 samples; `changes` are of its explanation."""
     categories = {category: tuple(map(of, range(POINTS))) for category, of in held.items()}
     total = [sum(column) for column in zip(*categories.values(), strict=True)]
     peak_at = max(range(POINTS), key=total.__getitem__)
-    peak_bytes = total[peak_at] + unused
+    peak_bytes = total[peak_at] + GIB
     at_peak = {category: categories[category][peak_at] if category in held else 0 for category in CATEGORIES}
+    facts: dict[str, Any] = {"phase": "backward", "op": "aten.mm", "module": "blocks.*.mlp", **changes}
     return MemoryReport(
         explanation=Explanation(
             card="rtx3090 (simulated)",
             parts=(12, 12),
             peak_bytes=peak_bytes,
-            categories={**at_peak, "unused": unused},
+            categories={**at_peak, "unused": GIB},
             context_bytes=300 * MIB,
-            phase="backward",
-            op="aten.mm",
-            module=module,
+            **facts,
         ),
-        timeline=Timeline(categories=categories, reserved_bytes=(peak_bytes,) * POINTS, phases=phases, peak_at=peak_at),
+        timeline=Timeline(categories=categories, reserved_bytes=(peak_bytes,) * POINTS, phases=PHASES, peak_at=peak_at),
         curve=curve,
     )
-
-
-def curve_through(size: int, peak_bytes: int, last: int) -> tuple[CurvePoint, ...]:
-    """Return a curve that reaches a peak at `size`, and continues to `last`."""
-    peaks = {at: int(peak_bytes * (0.2 + 0.8 * at / size)) for at in (2, size // 2, size, last) if at >= 2}
-    return tuple(CurvePoint(at, peak, int(0.9 * peak)) for at, peak in sorted(peaks.items()))
 
 
 def trial(size: int, outcome: Outcome = "ok", peak_bytes: int | None = None, **changes: Any) -> Trial:
@@ -85,28 +66,17 @@ def plan(
     size: int, target: int, limit_bytes: int, peak_bytes: int | None, trials: tuple[Trial, ...], **changes: Any
 ) -> Plan:
     """A predicted plan of micro-batches of `size`; the first of `trials` is of it."""
-    schedule = make_schedule(target, size)
-    return Plan(
-        **{
-            "kind": "predicted",
-            "target_batch": target,
-            "micro_batch": schedule.micro_batch,
-            "iter_size": schedule.iter_size,
-            "micro_batches": schedule.micro_batches,
-            "world_size": 1,
-            "largest_fit": size,
-            "capped": False,
-            "limit_bytes": limit_bytes,
-            "peak_bytes": peak_bytes,
-            "least_bytes": min(limit_bytes, int(0.9 * (peak_bytes or limit_bytes))),
-            "band_bytes": 40 * MIB,
-            "device": {"name": "rtx3090 (simulated)"},
-            "environment": {},
-            "workload": {"model": "GPT2"},
-            "trials": trials,
-            **changes,
-        }
-    )
+    fields: dict[str, Any] = {
+        "kind": "predicted",
+        "limit_bytes": limit_bytes,
+        "peak_bytes": peak_bytes,
+        "least_bytes": min(limit_bytes, int(0.9 * (peak_bytes or limit_bytes))),
+        "band_bytes": 40 * MIB,
+        "device": {"name": "rtx3090 (simulated)"},
+        "workload": {"model": "GPT2"},
+        "trials": trials,
+    }
+    return make_plan(target, size, **fields | changes)
 
 
 MEASURED: dict[str, Any] = {
@@ -120,26 +90,17 @@ MEASURED: dict[str, Any] = {
 
 def usual(limit_share: float = 1.05) -> tuple[Plan, MemoryReport]:
     """As most plans are: two sizes tried, and a limit somewhat above the peak."""
-    made = account()
-    peak = made.explanation.peak_bytes
+    peak = memory_report().explanation.peak_bytes
+    points = {at: int(peak * (0.2 + 0.8 * at / 12)) for at in (2, 6, 12, 14)}
+    curve = tuple(CurvePoint(at, peak_bytes, int(0.9 * peak_bytes)) for at, peak_bytes in points.items())
     trials = (trial(12, "ok", peak), trial(13, "oom", int(1.066 * peak)))
-    made = account(curve=curve_through(12, peak, 14))
-    return plan(12, 256, int(limit_share * peak), peak, trials), made
+    return plan(12, 256, int(limit_share * peak), peak, trials), memory_report(curve=curve)
 
 
 def extremes() -> dict[str, tuple[Plan, MemoryReport | None]]:
     """By name, what pictures must cope with."""
-    one = 40 * GIB
-    small: Held = {category: lambda at: 90 * MIB for category in CATEGORIES if category not in ("unused", "parameters")}
-    dwarfed = account({"parameters": lambda at: one, **small}, unused=200 * MIB, module="layers.*." + 40 * "long.")
-    whole: tuple[tuple[int, Phase], ...] = (
-        (0, "model"), (10, "forward"), (30, "backward"), (60, "update"), (80, "forward"), (100, "backward"),
-        (120, "forward"), (140, "backward"), (160, "clip"), (161, "update"), (180, "forward"),
-    )  # fmt: skip
-    thick = account({c: lambda at: GIB for c in CATEGORIES if c != "unused"}, phases=whole, module="")
-    dwarfed_peak, thick_peak = dwarfed.explanation.peak_bytes, thick.explanation.peak_bytes
-    below, far = usual(0.93), usual(6.0)
-    lone = plan(1, 8, int(1.01 * dwarfed_peak), dwarfed_peak, (trial(1, "ok", dwarfed_peak), trial(2, "oom")))
+    thick = memory_report({category: lambda at: GIB for category in CATEGORIES if category != "unused"}, module="")
+    peak = thick.explanation.peak_bytes
     sizes = (1, 2, 4, 120, 100, 110, 105, 102, 101)
     at = {size: 300 * MIB + size * 16 * MIB for size in sizes}
     ran = tuple(trial(size, "ok" if size <= 100 else "oom", min(at[size], 2 * GIB)) for size in sizes)
@@ -149,20 +110,9 @@ def extremes() -> dict[str, tuple[Plan, MemoryReport | None]]:
     return {
         "a tight size": (plan(12, 256, 10 * GIB, 9 * GIB, tried), None),
         "usual": usual(),
-        "limit below the peak": below,
-        "limit far above": far,
-        "one category dwarfs all": (lone, dwarfed),
-        "all are thick": (plan(1, 8, 10 * GIB, thick_peak, (trial(1, "ok", thick_peak),)), thick),
-        "a single phase": (
-            plan(1, 8, 10 * GIB, thick_peak, (trial(1, "ok", thick_peak),)),
-            account(phases=((0, "update"),)),
-        ),
-        "odd names": (plan(1, 1, 10 * GIB, thick_peak, (trial(1, "ok", thick_peak),), **odd), thick),
+        "limit below the peak": usual(0.93),
+        "limit far above": usual(6.0),
+        "odd names": (plan(1, 1, 10 * GIB, peak, (trial(1, "ok", peak),), **odd), thick),
         "measured on a CPU": (plan(100, 200, 2 * GIB, at[100], ran, **MEASURED), None),
         "no peak measured": (plan(100, 200, 2 * GIB, None, blind, **MEASURED), None),
-        "a single trial": (plan(1, 1, 2 * GIB, 50 * MIB, (trial(1, "ok", 50 * MIB),), capped=True, **MEASURED), None),
-        "a curve of one point": (
-            lone,
-            account({"parameters": lambda at: one}, curve=(CurvePoint(2, one + 2 * GIB),)),
-        ),
     }

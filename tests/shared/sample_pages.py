@@ -55,7 +55,7 @@ def pages() -> dict[str, Page]:
         ),
         "verify": verify_page(verified, again=["autoaccum", "verify", "model.py"]),
         "guard": guard_page(report(*ALL.verdicts[:-1], grown)),
-        "tune": tune_page(study()),
+        "tune": tune_page(study(), {}),
     }
 
 

@@ -1,49 +1,75 @@
-"""The style of all figures: matplotlib's settings, and writing the file."""
+"""The style of all pictures: their file formats, matplotlib's settings, and writing the file."""
 
 from __future__ import annotations
 
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from pathlib import PurePath
+from typing import Any, Final, Literal, TypeAlias
 
 import matplotlib.style
-from matplotlib.figure import Figure
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure, SubFigure
 
+from autoaccum.errors import UsageError
 from autoaccum.reporting.console import one_line
 from autoaccum.reporting.figures.colours import DARK, LIGHT
-from autoaccum.reporting.figures.file_format import Format
 
-FONTS: Final = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")
+Format = Literal["svg", "png"]
+Panel: TypeAlias = Callable[[SubFigure], None]
+"""Draws one chart, within `picture_settings`."""
+
+_ENDINGS: Final[dict[str, Format]] = {".svg": "svg", ".png": "png"}
+_FONTS: Final = ("DejaVu Sans", "Verdana", "Geneva", "sans-serif")
 """The first comes with matplotlib; the others are hardly wider, for viewers of an SVG without it."""
 
-TITLE_POINTS: Final = 12.0
-TEXT_POINTS: Final = 9.0
+WIDTH: Final = 7.2
+HEIGHT: Final = 3.6
+"""Of one chart, in inches."""
 
+TEXT_POINTS: Final = 9.0
+_TITLE_POINTS, _LONGEST_TITLE = 11.0, 70
 _DPI = 200
 _TAG, _DIGITS = re.compile(r"<[^>]+>"), re.compile(r"(\d+\.\d\d)\d+")
 
 
-def picture_bytes(draw: Callable[[], Figure], title: str, form: Format) -> bytes:
-    """Return a figure as a file; the same figure gives the same bytes.
+def picture_format(path: str) -> Format:
+    """Return the format of the ending of `path`; raise UsageError for another one."""
+    ending = PurePath(path).suffix
+    if ending.lower() not in _ENDINGS:
+        seen = f"ends in {ending}" if ending else "has no ending"
+        raise UsageError(f"the picture {path} {seen}", hint="give a name that ends in .svg or .png")
+    return _ENDINGS[ending.lower()]
+
+
+def draw_panels(panels: Sequence[Panel], form: Format = "svg", *, title: str = "", height: float = HEIGHT) -> bytes:
+    """Draw charts below each other, each of `height` inches, as a file; the same charts give the same bytes."""
+    with picture_settings():
+        figure = Figure(figsize=(WIDTH, height * len(panels)), layout="constrained")
+        FigureCanvasAgg(figure)
+        if title:
+            figure.suptitle(cut(title, _LONGEST_TITLE), size=_TITLE_POINTS, weight="bold", parse_math=False)
+        for draw, part in zip(panels, figure.subfigures(len(panels), squeeze=False)[:, 0], strict=True):
+            draw(part)
+        return picture_bytes(figure, form, title)
+
+
+def picture_bytes(figure: Figure, form: Format = "svg", title: str = "") -> bytes:
+    """Return a figure as a file; call it within `picture_settings`.
 
     An SVG is light, or dark where the viewer prefers that; a PNG is light. Both have an opaque background, so that they
     can be read on any page.
-
-    Args:
-        draw: Makes the figure, within `picture_settings`.
-        title: The title of an SVG.
-        form: `svg` or `png`.
     """
     file = io.BytesIO()
-    with picture_settings():
-        figure = draw()
-        if form == "png":
-            figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None})
-            return file.getvalue()
-        figure.savefig(file, format="svg", metadata={"Date": None, "Creator": "autoaccum", "Title": one_line(title)})
+    figure.set_facecolor(LIGHT["panel"])
+    if form == "png":
+        figure.savefig(file, format="png", dpi=_DPI, metadata={"Software": None})
+        return file.getvalue()
+    about = {"Title": one_line(title)} if title else {}
+    figure.savefig(file, format="svg", metadata={"Date": None, "Creator": "autoaccum", **about})
     return _finish(file.getvalue().decode()).encode()
 
 
@@ -54,7 +80,7 @@ def _finish(svg: str) -> str:
         for role, light in LIGHT.items()
         for what in ("fill", "stroke")
     ]
-    rules = "\n".join(["@media (prefers-color-scheme: dark) {", *exchanged, "}"])
+    rules = "\n".join(["@media screen and (prefers-color-scheme: dark) {", *exchanged, "}"])
     styled = svg.replace("</defs>", f'<style type="text/css">\n{rules}\n</style>\n</defs>', 1)
     return _TAG.sub(lambda tag: _DIGITS.sub(r"\1", tag[0]), styled)
 
@@ -64,13 +90,16 @@ def picture_settings() -> Iterator[None]:
     """Use matplotlib's defaults with our settings, whatever the user has set; restore everything afterwards."""
     ours = {
         "font.family": "sans-serif",
-        "font.sans-serif": FONTS,
+        "font.sans-serif": _FONTS,
         "font.size": TEXT_POINTS,
         "axes.titlesize": TEXT_POINTS,
-        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), colour("ink")),
-        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), colour("muted")),
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), LIGHT["ink"]),
+        **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), LIGHT["muted"]),
         "axes.facecolor": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
         "hatch.linewidth": 0.8,
+        "legend.frameon": False,
         "svg.fonttype": "none",
         "svg.hashsalt": "autoaccum",
     }
@@ -79,11 +108,12 @@ def picture_settings() -> Iterator[None]:
         yield
 
 
-def colour(role: str) -> str:
-    """Return the light colour of a role; a viewer that prefers dark replaces it."""
-    return LIGHT[role]
-
-
 def pointing() -> dict[str, Any]:
     """Return the style of lines that point to a mark or a number."""
-    return {"color": colour("ink"), "linewidth": 1.0, "linestyle": (0, (3, 2))}
+    return {"color": LIGHT["ink"], "linewidth": 1.0, "linestyle": (0, (3, 2))}
+
+
+def cut(text: str, longest: int) -> str:
+    """Return a text on one line, cut to a length."""
+    text = one_line(text)
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."

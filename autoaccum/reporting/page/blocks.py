@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, TypeAlias
@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 import autoaccum
+from autoaccum.devices.explanation import CATEGORIES, Category
 from autoaccum.reporting.console import one_line
-from autoaccum.reporting.figures.colours import DARK, LIGHT
-from autoaccum.serialization import to_plain
+from autoaccum.reporting.figures.colours import DARK, LIGHT, label
+from autoaccum.units import format_bytes
 
 Tone: TypeAlias = Literal["", "good", "bad", "warn"]
-Look: TypeAlias = Literal["area", "line", "dashed", "dot", "ring", "cross"]
-Legend: TypeAlias = "tuple[tuple[Look, str, str], ...]"
-"""Look, colour's role and name of each entry."""
+Legend: TypeAlias = "tuple[tuple[str, str], ...]"
+"""The colour's role and the name of each entry."""
 
 _LIGHT: Final = {**LIGHT, "page": "#f6f8fa", "edge": "#d1d9e0", "warn": "#9a6700"}
 _DARK: Final = {**DARK, "page": "#010409", "edge": "#30363d", "warn": "#d29922"}
@@ -91,70 +91,18 @@ class Bars:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """An axis of numbers, or of bytes; `zero` where it begins there, `whole` where it counts."""
-
-    label: str
-    unit: Literal["", "bytes"] = ""
-    log: bool = False
-    zero: bool = False
-    whole: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Series:
-    """Points of one look; areas are stacked.
-
-    Attributes:
-        name: For the pointed value.
-        role: The role of the colour.
-        x: Positions; empty: 0, 1, 2 ...
-        texts: What is said of each point, in place of its value; may be empty.
-        step: Whether a value holds until the next point.
-        entry: For the legend, if it is not the name; empty: none.
-    """
+class Picture:
+    """A picture by matplotlib: what it shows, and its SVG."""
 
     name: str
-    role: str
-    look: Look
-    y: tuple[float, ...]
-    x: tuple[float, ...] = ()
-    texts: tuple[str, ...] = ()
-    step: bool = False
-    entry: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A line at one value of an axis; one that is not `drawn` is in the legend alone."""
-
-    name: str
-    role: str
-    axis: Literal["x", "y"]
-    value: float
-    dashed: bool = False
-    drawn: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """A chart: its series and rules over `range`, and named `spans` of the x axis in place of its numbers."""
-
-    name: str
-    x: Axis
-    y: Axis
-    series: tuple[Series, ...]
-    range: tuple[float, float]
-    rules: tuple[Rule, ...] = ()
-    spans: tuple[tuple[float, float, str], ...] = ()
-    kind: ClassVar = "chart"
+    svg: bytes
+    kind: ClassVar = "picture"
 
     @property
-    def legend(self) -> Legend:
-        """The entries of the legend: series from the top, then rules."""
-        named = [(one, one.name if one.entry is None else one.entry) for one in reversed(self.series)]
-        series: list[tuple[Look, str, str]] = [(one.look, one.role, name) for one, name in named if name]
-        return (*series, *(("dashed" if rule.dashed else "line", rule.role, rule.name) for rule in self.rules))
+    def markup(self) -> str:
+        """The SVG as an element of a page."""
+        text = self.svg.decode()
+        return text[text.index("<svg") :]
 
 
 @dataclass(frozen=True)
@@ -188,7 +136,7 @@ class Heading:
     kind: ClassVar = "heading"
 
 
-Block: TypeAlias = "Facts | Grid | Bars | Chart | Messages | Lines | Heading"
+Block: TypeAlias = "Facts | Grid | Bars | Picture | Messages | Lines | Heading"
 
 
 @dataclass(frozen=True)
@@ -212,7 +160,7 @@ class Page:
     sections: Sequence[Section] = field(default=())
 
     def render(self, command: str = "autoaccum") -> str:
-        """Return the file, with the command that made it: styles, script and data are within, and it loads nothing."""
+        """Return the file, with the command that made it: styles and pictures are within, and it loads nothing."""
         environment = jinja2.Environment(
             autoescape=True,
             trim_blocks=True,
@@ -223,8 +171,25 @@ class Page:
         )
         template = environment.get_template("page.html.jinja")
         shown = [section for section in self.sections if section.blocks]
-        about = {"command": command, "version": autoaccum.__version__, "to_plain": to_plain}
+        about = {"command": command, "version": autoaccum.__version__}
         return template.render(page=self, sections=shown, light=_LIGHT, dark=_DARK, **about)
+
+
+def purpose_legend(categories: Sequence[Category]) -> Legend:
+    """Return a legend of categories."""
+    return tuple((one, label(one)) for one in CATEGORIES if one in categories)
+
+
+def purpose_pieces(categories: Mapping[Category, int]) -> tuple[Piece, ...]:
+    """Return the pieces of a bar, one for each category."""
+    return tuple(Piece(held, one, f"{label(one)}: {format_bytes(held)}") for one, held in categories.items() if held)
+
+
+def plain_facts(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the facts that are a word or a number."""
+    for name, value in facts.items():
+        if isinstance(value, str | int | float) and not isinstance(value, bool) and value != "":
+            yield name.replace("_", " "), f"{value:,}" if name.startswith("parameter") else str(value)
 
 
 def tone_of(style: str) -> Tone:

@@ -27,9 +27,10 @@ from autoaccum.reporting.page.blocks import (
     Page,
     Piece,
     Section,
+    purpose_legend,
+    purpose_pieces,
     tone_of,
 )
-from autoaccum.reporting.page.plan_page import purpose_legend, purpose_pieces
 from autoaccum.units import precise_bytes, signed_bytes
 
 

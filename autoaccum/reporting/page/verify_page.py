@@ -6,8 +6,18 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from autoaccum.accumulation.schedule import format_parts
-from autoaccum.reporting.page.blocks import Block, Facts, Grid, Heading, Lines, Messages, Page, Section, Tone
-from autoaccum.reporting.page.plan_page import plain_facts
+from autoaccum.reporting.page.blocks import (
+    Block,
+    Facts,
+    Grid,
+    Heading,
+    Lines,
+    Messages,
+    Page,
+    Section,
+    Tone,
+    plain_facts,
+)
 from autoaccum.reporting.verify_report import (
     comparison_table,
     comparison_title,
