@@ -32,7 +32,7 @@ def assert_fits(request: pytest.FixtureRequest) -> Callable[..., None]:
     def check(workload: str | os.PathLike[str], *, limit: str | None = None, **asked: Any) -> None:
         __tracebackhide__ = True
         from autoaccum.errors import AutoaccumError, UsageError
-        from autoaccum.guarding.fit_check import check_fits
+        from autoaccum.guarding.guard_run import check_fits
 
         failure = ""
         try:

@@ -115,7 +115,7 @@ def test_the_steps_lock_and_fail(project: Path, command: Command) -> None:
     failed = run(project, command, "Compare with the lock")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "::error file=train.py,line=5,title=autoaccum guard%3A regressed" in failed.stdout
-    assert "**regressed**" in (project / "summary.md").read_text()
+    assert "regressed: train.py" in (project / "summary.md").read_text()
 
 
 @pytest.mark.slow

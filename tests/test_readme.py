@@ -184,7 +184,7 @@ def test_the_guarded_table_is_one(tmp_path: Path) -> None:
     (table,) = [str(code) for code in re.findall(r"```toml\n(.*?)```", GUIDES, re.DOTALL) if "[tool.autoaccum]" in code]
     (tmp_path / "pyproject.toml").write_text(table, encoding="utf-8")
     names = [case_name(case) for case in find_project(tmp_path).cases]
-    assert names == ["train.py on rtx3090, target 256", "train.py on a100-80gb, target 256"]
+    assert names == ["train.py on rtx3090, target batch 256", "train.py on a100-80gb, target batch 256"]
 
 
 def test_commands_are_ones_that_there_are() -> None:

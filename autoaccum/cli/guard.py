@@ -12,15 +12,13 @@ import click
 
 from autoaccum.cli.flags import HelpWithHeadings, count, options, report_option, seconds
 from autoaccum.cli.outputs import check_report, write_page
-from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.errors import AutoaccumError, UsageError
 
 if TYPE_CHECKING:
     from autoaccum.guarding.guard_result import Report
     from autoaccum.guarding.project import Project
 
-_FORMS = ("text", "json", "markdown", "github")
-_CANNOT_TELL, _END_BISECT = 125, 255
-"""Exit codes by which `git bisect run` skips a commit, and ends."""
+_FORMS = ("text", "json", "github")
 
 
 @click.command("guard", cls=HelpWithHeadings, short_help="Fail in CI when a change takes more memory than is locked.")
@@ -44,11 +42,6 @@ _CANNOT_TELL, _END_BISECT = 125, 255
 @click.option(
     "--baseline", metavar="REV", help="Compare with this git revision, which is measured too, instead of a lock."
 )
-@click.option(
-    "--bisect",
-    is_flag=True,
-    help="Exit as `git bisect run` reads it: 0 good, 1 bad, 125 skip, 255 wrong usage.",
-)
 @click.option("--time-limit", type=seconds, metavar="SECONDS", help="Time limit of all searches together.")
 @click.option(
     "--format",
@@ -57,7 +50,7 @@ _CANNOT_TELL, _END_BISECT = 125, 255
     help="Format of the report on stdout.  [default: text; github within GitHub Actions]",
 )
 @click.option("--json", "form", flag_value="json", help="The same as --format json.")
-@click.option("-o", "--output", metavar="FILE", help="Also write the report to a file; the github format as markdown.")
+@click.option("-o", "--output", metavar="FILE", help="Also write the report to a file.")
 @report_option
 @click.option("--force", is_flag=True, help="Overwrite these files, and with --update a lock that cannot be read.")
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress; warnings and errors remain.")
@@ -69,7 +62,6 @@ def command(
     lock: str | None,
     update: bool,
     baseline: str | None,
-    bisect: bool,
     time_limit: float | None,
     form: str | None,
     output: str | None,
@@ -102,7 +94,6 @@ def command(
       autoaccum guard model.py --gpu rtx3090 --target-batch 256 --update  write the lock; commit it
       autoaccum guard                                                     compare with it, in CI
       autoaccum guard --baseline origin/main                              compare with a revision
-      git bisect run autoaccum guard --bisect --lock ../good.lock         find the commit that grew
 
     Exit codes (of several cases, 1 comes before 3, and 3 before 2):
       0  nothing grew by more than the tolerance
@@ -118,7 +109,7 @@ def command(
     from autoaccum.guarding.project import find_project
 
     form = form or ("github" if _on_github() else "text")
-    with _annotating(form), _bisecting(bisect):
+    with _annotating(form):
         if lock is not None and baseline is not None:
             hint = "a baseline is compared with no lock: take one"
             raise UsageError("both --lock and --baseline are given", hint=hint)
@@ -148,18 +139,7 @@ def command(
 
             write_page(guard_page(found), report, force=force, without=("form", "quiet"))
     if found.exit_code:
-        raise click.exceptions.Exit(_CANNOT_TELL if bisect and found.exit_code != 1 else found.exit_code)
-
-
-@contextmanager
-def _bisecting(bisect: bool) -> Iterator[None]:
-    """Have git skip a commit of which nothing can be told, and end where the command itself is wrong."""
-    try:
-        yield
-    except AutoaccumError as error:
-        if bisect:
-            error.exit_code = _CANNOT_TELL if isinstance(error, WorkloadError | NotMeasuredError) else _END_BISECT
-        raise
+        raise click.exceptions.Exit(found.exit_code)
 
 
 def _check_output(output: str, project: Project, *, force: bool) -> None:
@@ -205,12 +185,9 @@ def _show(report: Report, form: str, project: Project) -> None:
 
 
 def _written(report: Report, form: str) -> str:
-    from autoaccum.reporting.guard_github import report_markdown
     from autoaccum.reporting.guard_report import report_text
 
-    if form == "json":
-        return report.to_json()
-    return report_text(report) if form == "text" else report_markdown(report)
+    return report.to_json() if form == "json" else report_text(report)
 
 
 @contextmanager

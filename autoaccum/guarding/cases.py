@@ -14,7 +14,7 @@ from typing import Any
 from autoaccum.checks import read_count
 from autoaccum.devices.simulated.cards import find_card
 from autoaccum.errors import UsageError
-from autoaccum.options import Options, coupled_word, mesh_word
+from autoaccum.options import Options, coupled_word
 from autoaccum.workload.module_names import split_reference
 
 _PLAIN = re.compile(r"[\w./:+%-]+", re.ASCII)
@@ -89,32 +89,21 @@ def case_name(case: Case) -> str:
     """Return the name of a case; different cases have different names.
 
     >>> case_name(make_case(workload="train.py", gpu="rtx3090", target_batch=256, precision="bf16"))
-    'train.py on rtx3090, target 256, bf16'
+    'train.py on rtx3090, target batch 256, precision bf16'
     """
-    options = case.options
-    details = [
-        ("target {}", case.target_batch),
-        ("micro-batch {}", case.micro_batch),
-        ("values by the {}", options.values),
-        ("{}", options.precision),
-        ("optimizer {}", options.optimizer),
-        ("memory {}", options.memory),
-        ("reserve {}", options.reserve),
-        ("{} ranks", None if options.world_size == 1 else options.world_size),
-        ("{}", options.parallel),
-        ("mesh {}", None if options.mesh is None else mesh_word(options.mesh)),
-        ("{}", "equal parts" if options.equal else None),
-        ("keeps {}", None if options.keeps is None else "+".join(options.keeps) or "nothing"),
-        ("evaluation batch {}", options.evaluation_batch),
-        ("worst of {}", options.worst_of),
-        ("batchnorm {}", options.batchnorm),
-        ("savers {}", None if options.savers is None else "+".join(options.savers) or "none"),
-        ("coupled {}", None if options.coupled is None else coupled_word(options.coupled)),
-    ]
+    given = case.to_record()
+    for name in ("workload", "gpu", "device"):
+        given.pop(name, None)
     workload = case.workload if _PLAIN.fullmatch(case.workload) else json.dumps(case.workload, ensure_ascii=False)
-    return ", ".join(
-        [f"{workload} on {case.device_name}", *(form.format(value) for form, value in details if value is not None)]
-    )
+    details = (f"{name.replace('_', ' ')} {_word(name, value)}".rstrip() for name, value in given.items())
+    return ", ".join([f"{workload} on {case.device_name}", *details])
+
+
+def _word(name: str, value: Any) -> str:
+    """Write the value of an option as in a name; a flag has none."""
+    if isinstance(value, list):
+        return "+".join(value) or "none"
+    return coupled_word(value) if name == "coupled" else "" if value is True else str(value)
 
 
 def check_case(case: Case, *, partial: bool = False) -> Case:
@@ -170,9 +159,9 @@ def guard_command(case: Case, folder: Path, *further: str) -> str:
         given["target_batch"] = "N"
     words = ["autoaccum", "guard", given.pop("workload")]
     for name, value in given.items():
+        flag = f"--{name.replace('_', '-')}"
         for each in value if isinstance(value, list) else [value]:
-            text = coupled_word(each) if name == "coupled" else str(each)
-            words += [f"--{name.replace('_', '-')}", *([] if name == "equal" else [text])]
+            words += [flag] if each is True and name != "coupled" else [flag, _word(name, each)]
     return shlex.join([*words, *further])
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from autoaccum.devices.explanation import Category, Holding, Moment
+from autoaccum.devices.explanation import Category, Holding
 from autoaccum.errors import UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name
 from autoaccum.serialization import to_plain
-from autoaccum.units import format_bytes, parse_size, precise_bytes
+from autoaccum.units import format_bytes, parse_size
 
 Outcome = Literal["unchanged", "within", "regressed", "improved", "too_large", "unmeasured", "locked"]
 """`unchanged`: equal to the byte. `within`: changed within the tolerance. `regressed`: exit 1. `improved`: smaller by
@@ -70,7 +70,6 @@ class Measurement:
         kind: `predicted` by a simulation, or `measured` by runs in fresh processes.
         card: The card's full name, or the processor's.
         precision, optimizer, batchnorm, savers: The settings of the update, as in `Inspection`.
-        recomputed: The modules that run again in backward, as patterns of `compact_names`; empty when measured.
         coupled: How a coupled loss is computed, `yes` or `lockstep`; None without one.
         parameters: The number of parameters of the model.
         micro_batches: The schedule that was measured, in samples.
@@ -82,10 +81,9 @@ class Measurement:
         held_bytes: The most that tensors and workspaces hold at one time; None when measured.
         least_bytes: As `Plan.least_bytes`; None when measured.
         runs: The peaks of runs in fresh processes, in bytes, ascending; empty when predicted.
-        phase, op, module: The moment at which most is held, as in `Explanation`; empty when measured.
+        phase: The phase of the moment at which most is held, as in `Explanation`; empty when measured.
         categories: The bytes held at that moment, and `unused`, the rest of the peak; empty when measured.
         holdings: The same by module; they add up to `held_bytes`. Empty when measured.
-        moments: The same for each phase of the update, in order. Empty when measured.
         versions: The versions that affect memory: torch, autoaccum; on a card also cuda, cudnn, driver.
         settings: Other settings that affect memory and are not the default, such as variables of the allocator.
         warnings: Warnings of the measurement, which are not locked.
@@ -108,13 +106,9 @@ class Measurement:
     runs: tuple[int, ...] = ()
     coupled: str | None = None
     savers: tuple[str, ...] = ()
-    recomputed: tuple[str, ...] = ()
     phase: str = ""
-    op: str = ""
-    module: str = ""
     categories: Mapping[Category, int] = field(default_factory=dict)
     holdings: tuple[Holding, ...] = ()
-    moments: tuple[Moment, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
@@ -136,9 +130,9 @@ class Growth:
 
     Attributes:
         category: The category.
-        module: As in `ModuleShare.name`, with all modules in it; empty for what belongs to no module.
+        module: The module, with all modules in it; empty for several, or none, as `change` says.
         bytes: The growth; negative where it shrank.
-        change: What changed, such as `bfloat16 -> float32` or `new`; empty where only the size did.
+        change: What changed, such as `bf16 -> fp32` or `new`; empty where only the size did.
     """
 
     category: Category
@@ -147,36 +141,9 @@ class Growth:
     change: str = ""
 
     @property
-    def is_unused(self) -> bool:
-        """True for memory that the allocator holds and no tensor uses."""
-        return self.category == "unused"
-
-    @property
     def what(self) -> str:
         """The category and module as text, such as `optimizer state of blocks.*.mlp`."""
         return f"{self.category.replace('_', ' ')}{f' of {self.module}' if self.module else ''}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LostSavers:
-    """Ways to take less memory that were in use before, and are no more.
-
-    Attributes:
-        savers: Words of `options.read_savers`.
-        modules: What no longer runs again in backward, as `Measurement.recomputed`.
-        saved_bytes: The peak without these savers, less the peak with them; None where that was not measured.
-    """
-
-    savers: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    saved_bytes: int | None = None
-
-    def __str__(self) -> str:
-        """Return what is lost as a sentence."""
-        if self.savers:
-            saved = "" if self.saved_bytes is None else f": the peak is {precise_bytes(self.saved_bytes)} lower with it"
-            return f"the saver {' + '.join(self.savers)} is lost{saved}"
-        return f"{', '.join(self.modules)} no longer run again in backward: their activation checkpointing is lost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +159,6 @@ class Verdict:
         command: The command for the hint, ready to be typed; may be empty.
         explanation: One line with what grew, by how much, and what fits now; empty where nothing changed.
         growths: What grew and shrank, the most first.
-        lost: The savers whose loss explains a regression; None where there are none.
         before: The measurement it is compared with; may be None.
         now: What was measured; None where it could not be.
         warnings, notes: Sentences of the measurement, and of the comparison.
@@ -207,7 +173,6 @@ class Verdict:
     command: str = ""
     explanation: str = ""
     growths: tuple[Growth, ...] = ()
-    lost: LostSavers | None = None
     before: Measurement | None = None
     now: Measurement | None = None
     warnings: tuple[str, ...] = ()
@@ -248,7 +213,7 @@ class Report:
         Each verdict also has `name` and `growth_bytes`, each measurement `micro_batch` and `spread_bytes`; later
         versions of this schema may add fields, and change none.
         """
-        record = {"schema": 2, "exit_code": self.exit_code, **to_plain(self)}
+        record = {"schema": 3, "exit_code": self.exit_code, **to_plain(self)}
         record["verdicts"] = [_verdict_record(verdict) for verdict in self.verdicts]
         return json.dumps(record, indent=2, allow_nan=False) + "\n"
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from autoaccum.checks import check_alone, read_seconds
 from autoaccum.devices.child.import_paths import Checkout
@@ -22,8 +24,7 @@ from autoaccum.errors import (
     WorkloadError,
 )
 from autoaccum.files import check_output
-from autoaccum.guarding.baseline import checked_out
-from autoaccum.guarding.cases import Case
+from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, make_case
 from autoaccum.guarding.guard_result import (
     CaseFinished,
     CaseStarted,
@@ -35,9 +36,14 @@ from autoaccum.guarding.guard_result import (
     Verdict,
 )
 from autoaccum.guarding.lock import read_lock, write_lock
-from autoaccum.guarding.measuring import measure
-from autoaccum.guarding.project import Project, select_cases
-from autoaccum.guarding.verdict import compare, find_lost
+from autoaccum.guarding.measuring import describe_shortfall, measure, request_of
+from autoaccum.guarding.project import Project, checked_out, find_project, select_cases
+from autoaccum.guarding.verdict import compare
+from autoaccum.units import precise_bytes
+from autoaccum.workload.module_names import mask_numbers
+
+_MOST_LINES = 5
+"""Lines of a message for each table."""
 
 
 def guard(
@@ -165,11 +171,6 @@ class _CaseRunner:
         lock, command = self.project.lock, self.project.command(case, "--update")
         if case in self.locked:
             return self._compare(case, self.locked[case], command=command)
-        for other, before in self.locked.items():
-            if before.savers and _without_savers(other) == _without_savers(case):
-                verdict = self._compare(case, before, command=command)
-                if verdict.lost is not None:
-                    return verdict
         return Verdict(
             case=case,
             outcome="unmeasured",
@@ -197,15 +198,9 @@ class _CaseRunner:
         return self._compare(case, before)
 
     def _compare(self, case: Case, before: Measurement, command: str = "") -> Verdict:
-        """Measure the schedule of `before`, and compare; where savers are lost, find what they saved."""
+        """Measure the schedule of `before`, and compare."""
         now = self._measure(case, micro_batches=before.micro_batches)
-        lost = find_lost(before, now)
-        if lost is not None and lost.savers:
-            options = dataclasses.replace(case.options, savers=before.savers)
-            with suppress(AutoaccumError):  # The model may have no such blocks any more.
-                saving = self._measure(dataclasses.replace(case, options=options), micro_batches=before.micro_batches)
-                lost = dataclasses.replace(lost, saved_bytes=now.peak_bytes - saving.peak_bytes)
-        return compare(case, before, now, self.tolerance, command=command, lost=lost)
+        return compare(case, before, now, self.tolerance, command=command)
 
     def _measure(
         self, case: Case, checkout: Checkout | None = None, micro_batches: tuple[int, ...] | None = None
@@ -217,23 +212,62 @@ class _CaseRunner:
         return measure(case, there, micro_batches=micro_batches, time_limit=left, on_output=self.on_output)
 
     def _unmeasured(self, case: Case, error: AutoaccumError) -> Verdict:
-        """Return the verdict for an error, with the advice to delete an entry that is no longer guarded.
+        """Return the verdict for an error.
 
         A usage error in a workload that a lock or `pyproject.toml` names is not a usage error of the command: the case
         could not be measured.
         """
-        is_usage, hint = error.exit_code == UsageError.exit_code, error.hint or ""
-        if case in self.locked and case not in self.project.cases:
-            hint = f"{hint or 'mend it'}, or delete its entry from {self.project.lock.name} if it is no longer guarded"
+        is_usage = error.exit_code == UsageError.exit_code
         return Verdict(
             case=case,
             outcome="too_large" if isinstance(error, DoesNotFitError) else "unmeasured",
             exit_code=NotMeasuredError.exit_code if is_usage and not self.is_named else error.exit_code,
             reasons=(error.message,),
-            hint=hint,
+            hint=error.hint or "",
             traceback=error.user_traceback if isinstance(error, WorkloadError) else None,
         )
 
 
-def _without_savers(case: Case) -> Case:
-    return dataclasses.replace(case, options=dataclasses.replace(case.options, savers=None))
+def check_fits(workload: str, folder: Path, /, **given: Any) -> str:
+    """Measure a case, and return why it does not fit; empty if it fits.
+
+    Args:
+        workload: An absolute file, with `:name` where it has one; or a module.
+        folder: The folder from which the project is looked for, upwards.
+        given: Fields of `Case` and of its options.
+
+    Raises:
+        UsageError, WorkloadError, NotMeasuredError: It cannot be measured.
+        DoesNotFitError: Not even one sample fits.
+    """
+    unknown = sorted(given.keys() - {*CASE_FIELDS[1:]})
+    if unknown:
+        takes = ", ".join("limit" if name == "memory" else name for name in CASE_FIELDS[1:])
+        raise UsageError(f"there is no argument {unknown[0]!r}", hint=f"take {takes}")
+    project = find_project(folder)
+    try:
+        reference = project.reference(workload, project.folder)
+    except UsageError:  # A file outside of the project has its whole path as its name.
+        reference = workload
+    case = check_case(make_case(workload=reference, **given))
+    schedule = None if case.micro_batch is None else request_of(case).schedule(case.micro_batch).micro_batches
+    measured = measure(case, Checkout(project.folder), micro_batches=schedule)
+    return "" if measured.fits else "\n".join(_shortfall_lines(case, measured))
+
+
+def _shortfall_lines(case: Case, measured: Measurement) -> Iterator[str]:
+    """Say what a schedule needs that does not fit, and where the memory goes, if that was recorded."""
+    fitting = f"the largest that fits is {measured.largest}" if measured.largest else "not even 1 fits"
+    needed = f"micro-batch {measured.micro_batch} does not fit: {describe_shortfall(measured)}"
+    yield f"{case_name(case)}: {needed}; {fitting}"
+    held, modules = Counter[str](), Counter[str]()
+    for category, size in measured.categories.items():
+        held[category.replace("_", " ")] = size
+    for holding in measured.holdings:
+        if holding.module:
+            name = holding.module if holding.module.isdecimal() else mask_numbers(holding.module)
+            modules[f"{holding.category.replace('_', ' ')} of {name}"] += holding.bytes
+    for title, sizes in ((f"where the memory goes, in {measured.phase}:", held), ("the most by module:", modules)):
+        if sizes:
+            yield title
+            yield from (f"  {precise_bytes(size):>10}  {what}" for what, size in sizes.most_common(_MOST_LINES))

@@ -20,9 +20,8 @@ from autoaccum.guarding.guard_result import Measurement
 from autoaccum.serialization import freeze, read_record, to_plain
 from autoaccum.workload.module_names import compact_names, expand_name
 
-SCHEMA: Final = 2
-_SCHEMA: Final = re.compile(r'^(?:\{"autoaccum-lock":|autoaccum-lock =) (\d{1,9})\b', re.MULTILINE | re.ASCII)
-"""The format in the first line; format 1 was TOML."""
+SCHEMA: Final = 3
+_SCHEMA: Final = re.compile(r'\{"autoaccum-lock": (\d{1,9})\b', re.ASCII)
 
 _NOTES: Final = (
     "What an update takes of memory. Do not edit: `autoaccum guard --update` measures again and writes this file; after"
@@ -31,8 +30,8 @@ _NOTES: Final = (
 )
 _END: Final = json.dumps({"end": "a lock that was cut off lacks this line"})
 _DIGEST: Final = '{"digest": '
-_ROWS: Final = ("moments", "holdings")
-"""Fields with a line for each of their records."""
+_HOLDINGS: Final = "holdings"
+"""The field with a line for each of its records."""
 
 
 def read_lock(path: Path, rewrite_command: str) -> dict[Case, Measurement]:
@@ -47,22 +46,14 @@ def read_lock(path: Path, rewrite_command: str) -> dict[Case, Measurement]:
     try:
         if not path.exists():
             return {}
-        text = path.read_bytes().decode().replace("\r\n", "\n")
-    except OSError as error:
-        raise LockFileError(
-            f"the lock {path} cannot be read ({error.strerror})", hint="name another by --lock"
-        ) from None
-    except UnicodeDecodeError as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise LockFileError(f"the lock {path} cannot be read ({error})", hint=way_out) from None
-    found = _SCHEMA.search(text)
-    if found is None:
-        raise LockFileError(f"{path} is not a lock of autoaccum", hint=f"name another by --lock, or {way_out}")
-    schema = int(found[1])
-    if schema != SCHEMA:
-        update = "update autoaccum: pip install -U autoaccum"
-        age, hint = (" newer", update) if schema > SCHEMA else ("n older", f"write it anew by `{rewrite_command}`")
+    schema = _SCHEMA.match(text)
+    if schema is None or int(schema[1]) != SCHEMA:
         raise LockFileError(
-            f"{path} was written by a{age} autoaccum (format {schema}; this one reads {SCHEMA})", hint=hint
+            f"{path} is no lock in the format {SCHEMA}, which this autoaccum reads",
+            hint=f"use the autoaccum that wrote it, or write it anew by `{rewrite_command}`",
         )
     lines = text.rstrip().split("\n")[1:]
     if lines[-1:] != [_END]:
@@ -96,31 +87,26 @@ def _entry_lines(case: Case, measurement: Measurement) -> Iterator[str]:
     """Yield the lines of an entry, one for each field that is not empty; equal micro-batches are `[count, samples]`."""
     yield _line("asked", case.to_record())
     fields = {
-        **_given(dataclasses.replace(measurement, warnings=())),
+        **_given(dataclasses.replace(measurement, warnings=(), holdings=())),
         "micro_batches": [[len(list(run)), size] for size, run in groupby(measurement.micro_batches)],
-        "moments": [_given(dataclasses.replace(moment, holdings=())) for moment in measurement.moments],
-        "holdings": list(map(_given, _compact(measurement.holdings))),
     }
-    for name, given in fields.items():
-        for value in given if name in _ROWS else [given]:
-            yield _line(name, value)
+    yield from (_line(name, value) for name, value in fields.items())
+    yield from (_line(_HOLDINGS, _given(holding)) for holding in _compact(measurement.holdings))
 
 
 def _read_entry(lines: Sequence[str]) -> tuple[Case, Measurement]:
     """Return the entry of `_entry_lines`."""
-    fields: dict[str, Any] = {name: [] for name in _ROWS}
+    fields, holdings = dict[str, Any](), list[dict[str, Any]]()
     for line in lines:
         ((name, value),) = json.loads(line).items()
-        if name in _ROWS:
-            fields[name].append(value)
+        if name == _HOLDINGS:
+            holdings += [{**value, "module": module} for module in expand_name(value.get("module", ""))]
         else:
             fields[name] = value
     case, settings = make_case(**fields.pop("asked")), fields.pop("settings", {})
     fields["micro_batches"] = [size for count, size in fields["micro_batches"] for _ in range(count)]
-    fields["holdings"] = [
-        {**row, "module": module} for row in fields["holdings"] for module in expand_name(row.get("module", ""))
-    ]
-    return case, dataclasses.replace(read_record(fields, Measurement), settings=freeze(settings))
+    measurement = read_record({**fields, _HOLDINGS: holdings}, Measurement)
+    return case, dataclasses.replace(measurement, settings=freeze(settings))
 
 
 def _compact(holdings: Iterable[Holding]) -> list[Holding]:

@@ -20,11 +20,11 @@ from autoaccum.guarding.guard_result import Measurement
 from autoaccum.options import coupled_word
 from autoaccum.planning.plan_events import Event, Inspected
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
+from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.plan_setup import PlanSetup, make_setup
 from autoaccum.planning.planner import plan_on_device
 from autoaccum.units import precise_bytes
-from autoaccum.workload.module_names import compact_names
 
 RUNS = 3
 """The number of runs on a real device, each in a fresh process."""
@@ -100,6 +100,10 @@ class Task:
     request: PlanRequest
     micro_batches: tuple[int, ...] | None
 
+    def planned_by(self, plan: Plan | None) -> tuple[int, ...]:
+        """Return the schedule to measure: that of a plan where none is given."""
+        return self.micro_batches or (() if plan is None else plan.micro_batches)
+
     def trial_parts(self, micro_batches: tuple[int, ...], inspection: Inspection) -> tuple[int, ...]:
         """Return the parts of a schedule that have to run, over all ranks, as when a plan is confirmed.
 
@@ -113,49 +117,16 @@ class Task:
         return schedule.trial_parts
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SearchResult:
-    """The result of planning: the schedule to measure, the largest size that fits, and trials that ran it."""
-
-    inspection: Inspection
-    micro_batches: tuple[int, ...]
-    largest: int
-    capped: bool
-    proved: tuple[Trial, ...] = ()
-    warnings: tuple[str, ...] = ()
-
-    def measurement(self, device: Any, *more_warnings: str, **found: Any) -> Measurement:
-        """Return the measurement of the schedule on this device."""
-        described, seen = device.describe(), self.inspection
-        return Measurement(
-            precision=seen.precision,
-            optimizer=seen.optimizer,
-            batchnorm=seen.batchnorm,
-            coupled=coupled_word(seen.coupled) if seen.coupled else None,
-            savers=seen.savers,
-            parameters=seen.parameters,
-            micro_batches=self.micro_batches,
-            largest=self.largest,
-            capped=self.capped,
-            limit_bytes=device.limit_bytes,
-            versions=_versions(seen, described),
-            warnings=tuple(dict.fromkeys((*self.warnings, *more_warnings))),
-            **found,
-        )
-
-
 def measure_simulated(task: Task) -> Measurement:
     """Trace the workload, search for the largest size, and explain the memory of the schedule.
-
-    Where the schedule is given and its parts have the largest size allowed, one trial replaces the search.
 
     Raises:
         AutoaccumError: As from `measure`; or the workload takes another amount of memory each time.
     """
     device = task.setup.device
     assert isinstance(device, SimulatedDevice)
-    sizing = _confirm_cap(task) or _search_size(task)
-    parts = task.trial_parts(sizing.micro_batches, sizing.inspection)
+    inspection, plan = _search_size(task)
+    parts = task.trial_parts(task.planned_by(plan), inspection)
     trial = _run(task, parts)
     account = device.explain(parts, changes=False, detail=True)
     if account.explanation.peak_bytes != peak_bytes(trial):
@@ -163,8 +134,10 @@ def measure_simulated(task: Task) -> Measurement:
         trial = _run(task, parts)
         account = device.explain(parts, changes=False, detail=True)
     explanation, prediction, described = account.explanation, device.predict(parts), device.describe()
-    return sizing.measurement(
-        device,
+    return _measurement(
+        task,
+        inspection,
+        plan,
         *prediction.warnings,
         kind="predicted",
         card=described["card"] or str(described["name"]).removesuffix(" (simulated)"),
@@ -173,12 +146,8 @@ def measure_simulated(task: Task) -> Measurement:
         held_bytes=explanation.peak_bytes - explanation.categories["unused"],
         least_bytes=prediction.least_bytes,
         phase=explanation.phase,
-        op=explanation.op,
-        module=explanation.module,
         categories={category: held for category, held in explanation.categories.items() if held},
         holdings=account.holdings,
-        moments=account.moments,
-        recomputed=tuple(pattern for pattern, _ in compact_names(account.recomputed)),
         settings={**described["allocator"], **_variables(os.environ, _VARIABLES)},
     )
 
@@ -193,21 +162,45 @@ def measure_by_runs(task: Task) -> Measurement:
     Raises:
         AutoaccumError: As of `measure`.
     """
-    sizing = _search_size(task)
-    parts = task.trial_parts(sizing.micro_batches, sizing.inspection)
-    runs = [trial for trial in sizing.proved if trial.parts == parts][-1:]
+    inspection, plan = _search_size(task)
+    parts = task.trial_parts(task.planned_by(plan), inspection)
+    trials = () if plan is None else plan.trials
+    runs = [trial for trial in trials if trial.fresh and trial.ran and trial.parts == parts][-1:]
     runs += [_run(task, parts) for _ in range(len(runs), RUNS)]
     peaks = sorted(peak_bytes(run) or 0 for run in runs if run.ran)
-    device, environment = task.setup.device, sizing.inspection.environment
+    device, environment = task.setup.device, inspection.environment
     described = device.describe()
-    return sizing.measurement(
-        device,
+    return _measurement(
+        task,
+        inspection,
+        plan,
         kind="measured",
         card=str(described["card"] if described["kind"] == "cuda" else environment["processor"]),
         fits=len(peaks) == RUNS,
         peak_bytes=int(statistics.median(peaks)) if peaks else device.limit_bytes,
         runs=tuple(peaks),
         settings=_settings(described, environment),
+    )
+
+
+def _measurement(
+    task: Task, inspection: Inspection, plan: Plan | None, *more_warnings: str, **measured: Any
+) -> Measurement:
+    warnings = () if plan is None else plan.warnings
+    return Measurement(
+        precision=inspection.precision,
+        optimizer=inspection.optimizer,
+        batchnorm=inspection.batchnorm,
+        coupled=coupled_word(inspection.coupled) if inspection.coupled else None,
+        savers=inspection.savers,
+        parameters=inspection.parameters,
+        micro_batches=task.planned_by(plan),
+        largest=0 if plan is None else plan.largest_fit,
+        capped=plan is not None and plan.capped,
+        limit_bytes=task.setup.device.limit_bytes,
+        versions=_versions(inspection, task.setup.device.describe()),
+        warnings=tuple(dict.fromkeys((*warnings, *more_warnings))),
+        **measured,
     )
 
 
@@ -218,56 +211,31 @@ def _run(task: Task, parts: tuple[int, ...]) -> Trial:
     return trial
 
 
-def _search_size(task: Task) -> _SearchResult:
-    """Plan, and return what a guard needs of the plan.
+def _search_size(task: Task) -> tuple[Inspection, Plan | None]:
+    """Inspect the workload and plan; there is no plan where nothing fits and a schedule is given.
 
     Raises:
         DoesNotFitError: Nothing fits and no schedule is given, or the workload cannot even be loaded.
         NotMeasuredError: As from `plan`; or a limit ended the search, so that the largest size is not known.
     """
-    seen: list[Inspection] = []
+    inspections: list[Inspection] = []
 
     def listen(event: Event) -> None:
         if isinstance(event, Inspected):
-            seen.append(event.inspection)
+            inspections.append(event.inspection)
 
     try:
         plan = plan_on_device(task.setup, task.request, on_event=listen)
     except DoesNotFitError:
-        if task.micro_batches is None or not seen:
+        if task.micro_batches is None or not inspections:
             raise
-        return _SearchResult(inspection=seen[-1], micro_batches=task.micro_batches, largest=0, capped=False)
+        return inspections[-1], None
     if plan.stopped is not None:
         raise NotMeasuredError(
             f"the limit on {plan.stopped} ended the search for the largest micro-batch at {plan.largest_fit}",
             hint="allow more, or name the size with --micro-batch",
         )
-    return _SearchResult(
-        inspection=seen[-1],
-        micro_batches=task.micro_batches or plan.micro_batches,
-        largest=plan.largest_fit,
-        capped=plan.capped,
-        proved=tuple(trial for trial in plan.trials if trial.fresh and trial.ran),
-        warnings=plan.warnings,
-    )
-
-
-def _confirm_cap(task: Task) -> _SearchResult | None:
-    """Return what a search would find if the given schedule has the largest size allowed and runs; else None."""
-    if task.micro_batches is None or max(task.micro_batches) != task.request.cap:
-        return None
-    device = task.setup.device
-    inspection = device.inspect(limit_seconds=task.request.load_limit_seconds)
-    if device.trial(task.trial_parts(task.micro_batches, inspection), fresh=True).outcome != "ok":
-        return None
-    further = inspection.accumulation_warnings if len(task.micro_batches) > 1 else ()
-    return _SearchResult(
-        inspection=inspection,
-        micro_batches=task.micro_batches,
-        largest=task.request.cap,
-        capped=True,
-        warnings=(*inspection.warnings, *further, *inspection.cautions),
-    )
+    return inspections[-1], plan
 
 
 def _versions(inspection: Inspection, described: Mapping[str, Any]) -> dict[str, str]:

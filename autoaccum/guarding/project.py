@@ -1,17 +1,22 @@
-"""The guarded project: its settings in `pyproject.toml`, its lock, and the cases that a command selects."""
+"""The guarded project: its settings in `pyproject.toml`, its lock, the cases a command selects, and other revisions."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autoaccum.devices.child.import_paths import Checkout
+from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError
 from autoaccum.guarding.cases import CASE_FIELDS, Case, case_name, check_case, guard_command, make_case
 from autoaccum.guarding.guard_result import Tolerance, parse_tolerance
@@ -23,8 +28,15 @@ else:
     import tomli as tomllib
 
 LOCK_NAME = "autoaccum.lock"
-_SETTINGS = "pyproject.toml"
+_PYPROJECT = "pyproject.toml"
 _KEYS = ("tolerance", "lock", "guard")
+
+_PREFIX = "autoaccum-baseline-"
+
+_GIT_VARIABLES = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
+"""Variables that git sets within a hook, which would lead away from the worktree's files."""
+
+_GIT_SETTINGS = ("core.hooksPath=/dev/null", "submodule.recurse=false", "gc.auto=0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +99,6 @@ def find_project(cwd: Path, lock: str | None = None) -> Project:
     Raises:
         UsageError: `[tool.autoaccum]` is not valid, or its file cannot be read.
     """
-    if lock is not None and not lock.strip():
-        raise UsageError(f"the lock is {lock!r}", hint=f"name a file, such as {LOCK_NAME}")
     cwd = cwd.resolve()
     other = None if lock is None else cwd / Path(lock).expanduser()
     project = _find(cwd, other)
@@ -132,7 +142,7 @@ def select_cases(wanted: Sequence[Case], project: Project, known: Iterable[Case]
 
 def _find(cwd: Path, other: Path | None) -> Project:
     for folder in (cwd, *cwd.parents):
-        table = _read_table(folder / _SETTINGS)
+        table = _read_table(folder / _PYPROJECT)
         if table is not None:
             return _read_project(folder, table)
     folder = next((folder for folder in (cwd, *cwd.parents) if (folder / LOCK_NAME).is_file()), cwd)
@@ -145,72 +155,111 @@ def _read_table(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        content = path.read_bytes()
-        settings = tomllib.loads(content.decode())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror})", hint="make it readable") from None
-    except ValueError as error:  # TOML's errors are ValueErrors, too.
-        if b"autoaccum" not in content:
-            return None
-        raise UsageError(f"{path} is not valid TOML ({error})", hint="correct it") from None
-    tools = settings.get("tool", {})
-    return tools.get("autoaccum") if isinstance(tools, dict) else None
+        return tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("autoaccum")
+    except (OSError, ValueError) as error:  # TOML's errors are ValueErrors, too.
+        raise UsageError(f"{path} cannot be read ({error})", hint="correct it") from None
 
 
 def _read_project(folder: Path, table: Any) -> Project:
-    if not isinstance(table, dict):
-        raise UsageError(f"tool.autoaccum in {folder / _SETTINGS} is {table!r}", hint="write [tool.autoaccum]")
-    _check_keys(table, _KEYS, f"[tool.autoaccum] in {folder / _SETTINGS}")
-    tolerance, named = table.get("tolerance"), table.get("lock", LOCK_NAME)
-    if not isinstance(named, str) or not named.strip():
-        raise UsageError(f"lock in {folder / _SETTINGS} is {named!r}", hint=f'name a file, such as "{LOCK_NAME}"')
-    project = Project(
-        folder=folder, lock=folder / named, tolerance=None if tolerance is None else parse_tolerance(tolerance)
-    )
+    _check_keys(table, _KEYS, f"[tool.autoaccum] in {folder / _PYPROJECT}")
+    tolerance, lock = table.get("tolerance"), folder / str(table.get("lock", LOCK_NAME))
+    project = Project(folder=folder, lock=lock, tolerance=None if tolerance is None else parse_tolerance(tolerance))
     return dataclasses.replace(project, cases=tuple(_read_cases(project, table.get("guard", []))))
 
 
 def _read_cases(project: Project, entries: Any) -> Iterator[Case]:
-    settings = project.folder / _SETTINGS
+    settings = project.folder / _PYPROJECT
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UsageError(
             f"guard in {settings} is not a list of tables", hint="write one [[tool.autoaccum.guard]] for each case"
         )
-    seen: set[Case] = set()
     for number, entry in enumerate(entries, 1):
         where = f"[[tool.autoaccum.guard]] {number} in {settings}"
         _check_keys(entry, [name.replace("_", "-") for name in CASE_FIELDS], where)
         try:
-            cases = [check_case(case) for case in _expanded(project, entry)]
+            yield from [check_case(case) for case in _expanded(project, entry)]
         except AutoaccumError as error:
             raise UsageError(f"{where}: {error.message}", hint=error.hint) from None
-        for case in cases:
-            if case in seen:
-                raise UsageError(f"{where} names {case_name(case)} again", hint="name each case once")
-            seen.add(case)
-            yield case
 
 
 def _expanded(project: Project, entry: dict[str, Any]) -> Iterator[Case]:
-    """Yield a case for each card and precision that an entry lists."""
+    """Yield a case for each card that an entry lists."""
     given = {key.replace("-", "_"): value for key, value in entry.items()}
     if not isinstance(given.get("workload"), str):
         raise UsageError("it has no workload", hint='add one, such as workload = "train.py"')
     given["workload"] = project.reference(given["workload"], project.folder)
-    for gpu in _listed(given.pop("gpu", None), "gpu"):
-        for precision in _listed(given.get("precision"), "precision"):
-            yield make_case(**{**given, "gpu": gpu, "precision": precision})
-
-
-def _listed(given: Any, what: str) -> list[Any]:
-    if given == []:
-        raise UsageError(f"{what} is an empty list", hint="name one, or leave it out")
-    return given if isinstance(given, list) else [given]
+    gpus = given.pop("gpu", None)
+    for gpu in gpus if isinstance(gpus, list) else [gpus]:
+        yield make_case(**given, gpu=gpu)
 
 
 def _check_keys(table: Iterable[str], known: Sequence[str], where: str) -> None:
     for key in table:
         if key not in known:
-            near = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"the keys are {', '.join(known)}"
-            raise UsageError(f"{where} has the unknown key {key!r}", hint=hint)
+            raise UsageError(f"{where} has the unknown key {key!r}", hint=f"the keys are {', '.join(known)}")
+
+
+@contextmanager
+def checked_out(folder: Path, revision: str) -> Iterator[Checkout]:
+    """Check out `revision` in a temporary worktree outside the repository, and yield the same `folder` in it.
+
+    The worktree is removed afterwards; if this process is killed, `git worktree prune` removes it. The user's files,
+    index, HEAD and hooks are not touched. Neither submodules nor large files (Git LFS) are fetched.
+
+    Raises:
+        UsageError: `revision` cannot be the name of a revision.
+        NotMeasuredError: It cannot be checked out: there is no git, no repository, no such revision or folder in it.
+    """
+    if not revision.strip() or revision.startswith("-") or "\0" in revision:
+        raise UsageError(f"{revision!r} is not a revision", hint="name a commit, a branch or a tag, such as HEAD~1")
+    top = Path(_git(folder, "rev-parse", "--show-toplevel", hint="run it in a clone, or compare with a lock")).resolve()
+    commit = _git(
+        folder,
+        *("rev-parse", "--verify", f"{revision}^{{commit}}"),
+        hint="name a commit, a branch or a tag; a shallow clone needs `git fetch --unshallow`, or fetch-depth: 0 of"
+        " actions/checkout",
+    )
+    worktree = Path(tempfile.mkdtemp(prefix=_PREFIX)).resolve()
+    try:
+        _git(folder, "worktree", "add", "--detach", "--quiet", str(worktree), commit, hint="try `git worktree add`")
+        inside = worktree / folder.resolve().relative_to(top)
+        if not inside.is_dir():
+            raise NotMeasuredError(
+                f"{revision} has no folder {inside.relative_to(worktree)}", hint="name a revision that has the project"
+            )
+        yield Checkout(inside, original=top, root=worktree)
+    finally:
+        with DelayedSignals():
+            _run(folder, "worktree", "remove", "--force", "--force", str(worktree))  # Twice: even if incomplete.
+            shutil.rmtree(worktree, ignore_errors=True)
+
+
+def _git(folder: Path, *words: str, hint: str) -> str:
+    """Return the output of a git command in a folder; raise NotMeasuredError if it cannot be run, or fails."""
+    done = _run(folder, *words)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix("fatal: ")
+        raise NotMeasuredError(f"git cannot find or check out the revision ({reason})", hint=hint)
+    return done.stdout.strip()
+
+
+def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run git in its own session, so that Ctrl-C reaches only this process."""
+    kept = {name: value for name, value in os.environ.items() if name not in _GIT_VARIABLES}
+    settings = [word for setting in _GIT_SETTINGS for word in ("-c", setting)]
+    try:
+        return subprocess.run(
+            ["git", *settings, *words],
+            cwd=folder,
+            env={**kept, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            start_new_session=True,
+            check=False,
+        )
+    except OSError as error:
+        raise NotMeasuredError(
+            f"git cannot be run ({error.strerror})", hint="install it, or compare with a lock, without --baseline"
+        ) from None

@@ -1,4 +1,4 @@
-"""A guard's report for GitHub: markdown, annotations at the workloads, and the summary of a step of Actions.
+"""A guard's report for GitHub: annotations at the workloads, and the summary of a step of Actions.
 
 The runner takes commands from both streams of a step (`ActionCommand.cs` of actions/runner): lines that begin with `::`
 after spaces, and `##[` anywhere in a line. So the output and names of a workload are escaped before they reach the log.
@@ -6,6 +6,7 @@ after spaces, and `##[` anywhere in a line. So the output and names of a workloa
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,55 +15,19 @@ from rich.text import Text
 
 from autoaccum.errors import AutoaccumError
 from autoaccum.guarding.cases import case_name
-from autoaccum.guarding.guard_result import Report, Verdict
+from autoaccum.guarding.guard_result import Report
 from autoaccum.reporting.console import one_line
-from autoaccum.reporting.guard_report import (
-    NONE,
-    OUTCOMES,
-    compared,
-    describe_measurement,
-    labelled_messages,
-    outcome_counts,
-)
+from autoaccum.reporting.guard_report import OUTCOMES, outcome_counts, report_text
 from autoaccum.workload.module_names import split_reference
 
-_SPECIAL = re.compile(r"[&<\\`*_\[\]|~$]")
-"""Characters with a meaning in Markdown, GitHub's extensions or HTML. A character reference never has one
-(CommonMark 0.31, 2.5)."""
-_OPENING = re.compile(r"^\s*(?:[-+=](?=[-+=\s]|$)|[#>:]|\d(?=\d*[.)](?:\s|$)))")
-"""Characters with a meaning only at the beginning of a block: a list, a heading, a quote, the line below a heading."""
-_CODE = re.compile(r"`([^`]+)`")
 _TITLE = "autoaccum guard"
 _OLD_COMMAND = "##["
 
 
 def report_markdown(report: Report) -> str:
-    """Return the report as markdown, for a comment or a step summary."""
+    """Return the report as markdown, for a step summary: the text, which nothing in it can end."""
     counts = [f"{count} {OUTCOMES[outcome][0]}" for outcome, count in outcome_counts(report).items()]
-    against = compared(report)
-    blocks = [f"### {_TITLE}: {', '.join(counts)}", escape(against[:1].upper() + against[1:])]
-    head = ["| case | outcome | what it takes |", "| --- | --- | --- |"]
-    blocks.append("\n".join([*head, *map(_row, report.verdicts)]))
-    blocks += [block for verdict in report.verdicts for block in _details(verdict)]
-    return "\n\n".join(blocks) + "\n"
-
-
-def escape(text: str) -> str:
-    """Escape a sentence for markdown, so that it is shown unchanged; `code` stays code.
-
-    >>> escape("blocks.*.mlp `a|b`")
-    'blocks.&#42;.mlp <code>a&#124;b</code>'
-    """
-    parts = [code(part) if number % 2 else _escape_characters(part) for number, part in enumerate(_CODE.split(text))]
-    opening = _OPENING.match(parts[0])
-    if opening:
-        parts[0] = f"&#{ord(opening[0][-1])};{parts[0][opening.end() :]}"
-    return "".join(parts).replace("@", "@<!-- -->")  # Mentions no person or team.
-
-
-def code(text: str) -> str:
-    """Return a name as code, with any characters."""
-    return f"<code>{_escape_characters(text)}</code>"
+    return f"### {_TITLE}: {', '.join(counts)}\n\n<pre>\n{html.escape(report_text(report))}</pre>\n"
 
 
 def harmless(text: str) -> str:
@@ -132,40 +97,6 @@ def _find_definition(workload: str, folder: Path, environment: Mapping[str, str]
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     line = next((number for number, text in enumerate(lines, 1) if defined.match(text)), 1)
     return {"file": path.resolve().relative_to(root).as_posix(), "line": str(line)}
-
-
-def _row(verdict: Verdict) -> str:
-    outcome = OUTCOMES[verdict.outcome][0]
-    figures = "" if verdict.now is None else describe_measurement(verdict.now)
-    text = escape(one_line("; ".join(filter(None, (figures, verdict.explanation))))) or NONE
-    cells = [code(case_name(verdict.case)), f"**{outcome}**" if verdict.exit_code else outcome, text]
-    return f"| {' | '.join(cells)} |"
-
-
-def _details(verdict: Verdict) -> Iterator[str]:
-    """Yield the details of one row, collapsed if the case passes."""
-    body = [block for block in _body(verdict) if block]
-    if not body:
-        return
-    title = f"{OUTCOMES[verdict.outcome][0]}: {code(case_name(verdict.case))}"
-    opened = "<details open>" if verdict.exit_code else "<details>"
-    yield f"{opened}<summary>{title}</summary>"
-    yield from body
-    yield "</details>"
-
-
-def _body(verdict: Verdict) -> Iterator[str]:
-    if verdict.traceback:
-        # Not indented or fenced code: a traceback could end either.
-        yield f"<pre>{_escape_characters(verdict.traceback.rstrip(), keep=chr(10)).replace(chr(10), '<br>')}</pre>"
-    points = [text if kind == "why" else f"{kind}: {text}" for kind, text in labelled_messages(verdict)]
-    lines = [f"- {escape(one_line(point))}" for point in points]
-    yield "\n".join(lines) + (f" {code(verdict.command)}" if verdict.command else "")
-
-
-def _escape_characters(text: str, keep: str = "") -> str:
-    shown = "".join(letter if letter.isprintable() or letter in keep else " " for letter in text)
-    return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", shown)
 
 
 def _harmless_line(line: str) -> str:

@@ -16,10 +16,9 @@ from small_repository import commit, git
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.devices.child.process import PACKAGE_ROOT
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.guarding.baseline import checked_out
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_run import guard
-from autoaccum.guarding.project import Project
+from autoaccum.guarding.project import Project, checked_out
 
 MODEL = """
 import helper
@@ -100,7 +99,7 @@ def test_a_revision_lies_outside_and_nothing_is_left_or_touched(
 SCRIPT = """
 import signal, sys, time
 from pathlib import Path
-from autoaccum.guarding.baseline import checked_out
+from autoaccum.guarding.project import checked_out
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 with checked_out(Path(sys.argv[1]), "v1") as checkout:
     print(checkout.folder, flush=True)

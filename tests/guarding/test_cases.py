@@ -38,13 +38,13 @@ WHOLE = make_case(
 class TestCase:
     def test_a_name_shows_all_that_was_given(self) -> None:
         case = make_case(workload="train.py:small", device="cuda:1", target_batch=256)
-        assert case_name(case) == "train.py:small on cuda:1, target 256"
+        assert case_name(case) == "train.py:small on cuda:1, target batch 256"
         assert case_name(WHOLE) == (
-            "train.py on rtx3090, target 256, micro-batch 8, bf16, optimizer SGD, memory 20GiB, reserve 5%, 2 ranks,"
-            " fsdp2, mesh 1x2, equal parts, keeps outputs+ema, evaluation batch 64, worst of 1000, batchnorm frozen,"
-            " coupled yes"
+            "train.py on rtx3090, target batch 256, micro batch 8, optimizer SGD, precision bf16, batchnorm frozen,"
+            " coupled yes, keeps outputs+ema, evaluation batch 64, worst of 1000, memory 20GiB, reserve 5%, world size"
+            " 2, parallel fsdp2, mesh 1x2, equal"
         )
-        assert case_name(make_case(**{**case.to_record(), "keeps": ()})).endswith(", keeps nothing")
+        assert case_name(make_case(**{**case.to_record(), "keeps": ()})).endswith(", keeps none")
         strange = make_case(workload="a.py on cpu, target 8", gpu="t4")
         assert case_name(strange) == '"a.py on cpu, target 8" on t4', "it cannot pass for another case"
 
@@ -99,7 +99,7 @@ lock = "locks/memory.lock"
 workload = "./src/../train.py:small"
 gpu = ["rtx3090", "a100-80gb"]
 target-batch = 256
-precision = ["bf16", "fp32"]
+precision = "bf16"
 
 [[tool.autoaccum.guard]]
 workload = "package.module:name"
@@ -126,11 +126,9 @@ class TestProject:
             assert (found.folder, found.lock) == (project, project / "locks/memory.lock")
             assert found.tolerance == Tolerance(fraction=0.005)
             assert [case_name(case) for case in found.cases] == [
-                "train.py:small on rtx3090, target 256, bf16",
-                "train.py:small on rtx3090, target 256, fp32",
-                "train.py:small on a100-80gb, target 256, bf16",
-                "train.py:small on a100-80gb, target 256, fp32",
-                "package.module:name on cpu, micro-batch 8, 2 ranks, equal parts, keeps ema",
+                "train.py:small on rtx3090, target batch 256, precision bf16",
+                "train.py:small on a100-80gb, target batch 256, precision bf16",
+                "package.module:name on cpu, micro batch 8, keeps ema, world size 2, equal",
             ]
         other = find_project(project / "sub", "other.lock")
         assert (other.lock, other.options) == (project / "sub/other.lock", ("--lock", "other.lock"))
@@ -145,8 +143,6 @@ class TestProject:
         assert find_project(deep, "../all.lock").folder == below
         (below / "pyproject.toml").write_text("[tool.autoaccum]\n")
         assert find_project(deep) == Project(folder=below, lock=below / "autoaccum.lock")
-        (deep / "pyproject.toml").write_text("[tool.other\n")
-        assert find_project(deep).folder == below
 
     def test_a_path_is_known_by_its_place_in_the_project(self, project: Path) -> None:
         found = Project(folder=project, lock=project / "autoaccum.lock")
@@ -167,17 +163,12 @@ class TestProject:
     @pytest.mark.parametrize(
         ("text", "told"),
         [
-            ("[tool.autoaccum\n", "PATH is not valid TOML ("),
-            ('[tool.autoaccum]\ntolerence = "1%"\n', "in PATH has the unknown key 'tolerence': did you mean tolerance"),
+            ("[tool.autoaccum\n", "PATH cannot be read ("),
+            ('[tool.autoaccum]\ntolerence = "1%"\n', "in PATH has the unknown key 'tolerence': the keys are"),
             ("[tool.autoaccum]\ntolerance = 0.01\n", "the tolerance 0.01 is neither a share"),
             ('[tool.autoaccum.guard]\nworkload = "a.py"\n', "guard in PATH is not a list of tables: write one [["),
             ("[[tool.autoaccum.guard]]\n", "[[tool.autoaccum.guard]] 1 in PATH: it has no workload: add one"),
             (f"{ENTRY}{CARD}", "[[tool.autoaccum.guard]] 1 in PATH: a.py has no target batch"),
-            (f"{ENTRY}gpu = []\ntarget-batch = 8\n", "1 in PATH: gpu is an empty list: name one"),
-            (
-                f"{ENTRY}{CARD}target-batch = 8\n" * 2,
-                "2 in PATH names a.py on rtx3090, target 8 again: name each case once",
-            ),
             (f"{ENTRY.replace('a.py', '../a.py')}{CARD}target-batch = 8\n", "../a.py lies outside of"),
         ],
         ids=lambda value: None,

@@ -122,7 +122,6 @@ def test_an_error_of_one_case_ends_none_of_the_others(locked: Bench) -> None:
     other, train = report.verdicts
     assert (train.outcome, other.outcome, other.exit_code, report.exit_code) == ("unchanged", "unmeasured", 3, 3)
     assert (other.reasons, other.traceback) == (("it raised",), "line 1\nline 2")
-    assert other.hint == "mend it, or delete its entry from autoaccum.lock if it is no longer guarded"
     called = locked.guard({"other.py": raised}, make_case(workload="other.py"))
     assert called.exit_code == 2, "that is a fault of the call"
     assert locked.guard({"other.py": raised, "train.py": LARGER}).exit_code == 1
@@ -148,25 +147,18 @@ def test_what_is_not_locked_is_never_a_pass(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "said", "way_out"),
+    ("other", "said"),
     [
-        (
-            {"versions": {"torch": "2.11.0", "autoaccum": "0.1.0"}},
-            "with torch 2.13.0, here it is 2.11.0",
-            "install torch",
-        ),
-        ({"settings": {"expandable_segments": True}}, "expandable_segments not set, here it is True", "--baseline REV"),
-        ({"card": "NVIDIA A40"}, "measured on NVIDIA GeForce RTX 3090, this is NVIDIA A40", "lock anew"),
+        ({"versions": {"torch": "2.11.0", "autoaccum": "0.1.0"}}, "with torch 2.13.0, here it is 2.11.0"),
+        ({"settings": {"expandable_segments": True}}, "expandable_segments not set, here it is True"),
+        ({"card": "NVIDIA A40"}, "measured on NVIDIA GeForce RTX 3090, this is NVIDIA A40"),
     ],
 )
-def test_figures_of_other_surroundings_are_not_compared(
-    locked: Bench, other: dict[str, Any], said: str, way_out: str
-) -> None:
+def test_figures_of_other_surroundings_are_not_compared(locked: Bench, other: dict[str, Any], said: str) -> None:
     report = locked.guard({"train.py": a_measurement(peak_bytes=1, **other)})
     told = by_workload(report)["train.py"]
     assert (told.outcome, report.exit_code) == ("unmeasured", 3)
     assert said in told.reasons[0]
-    assert way_out in told.hint
     assert told.command == "autoaccum guard train.py --gpu rtx3090 --target-batch 256 --update"
 
 
@@ -255,11 +247,14 @@ def test_a_lock_that_could_not_be_written_is_reported_before_anything_is_measure
 def test_json_has_every_field_of_every_record() -> None:
     record = json.loads(ALL.to_json())
     assert list(record)[:2] == ["schema", "exit_code"]
-    assert (record["schema"], record["exit_code"]) == (2, 1)
+    assert (record["schema"], record["exit_code"]) == (3, 1)
     assert {field.name for field in dataclasses.fields(Report)} <= record.keys()
     regressed = record["verdicts"][-1]
     assert {field.name for field in dataclasses.fields(Verdict)} <= regressed.keys()
-    assert (regressed["name"], regressed["growth_bytes"]) == ("train.py on rtx3090, target 256, bf16", 1280 * 2**20)
+    assert (regressed["name"], regressed["growth_bytes"]) == (
+        "train.py on rtx3090, target batch 256, precision bf16",
+        1280 * 2**20,
+    )
     assert set(regressed["growths"][0]) == {"category", "module", "bytes", "change"}
     assert regressed["before"]["micro_batches"] == [32] * 8
     assert (regressed["before"]["micro_batch"], regressed["now"]["spread_bytes"]) == (32, 0)

@@ -81,15 +81,11 @@ def test_the_breakdown_adds_up() -> None:
     assert sum(found.categories.values()) == found.peak_bytes
     assert sum(holding.bytes for holding in found.holdings) == found.held_bytes
     assert found.held_bytes == found.peak_bytes - found.categories.get("unused", 0)
-    assert max(moment.held_bytes for moment in found.moments) == found.held_bytes
     assert found.card == "NVIDIA GeForce RTX 3090"
     assert set(found.versions) == {"torch", "autoaccum"}
 
 
 def test_as_few_traces_as_it_takes() -> None:
-    tracer = SyntheticTracer()
-    measure_traces(tracer, (64,), target=64, gib=20.0)
-    assert tracer.traced == [(64,), (64,)], "one for the figures, one for what they are of"
     tracer = SyntheticTracer()
     measure_traces(tracer)
     assert len(tracer.traced) <= 5

@@ -10,7 +10,7 @@ from guard_reports import ALL, BEFORE, CASE, LOCKED, NOW, REGRESSED, UNCHANGED, 
 
 from autoaccum.guarding.guard_result import CaseFinished, CaseStarted, CheckedOut, Verdict
 from autoaccum.reporting.console import make_console
-from autoaccum.reporting.guard_github import harmless, report_markdown
+from autoaccum.reporting.guard_github import harmless
 from autoaccum.reporting.guard_report import GuardProgress, finished_line, print_report, report_text
 
 
@@ -20,7 +20,7 @@ def lines_of(verdict: Verdict) -> list[str]:
 
 def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
     assert lines_of(REGRESSED) == [
-        "regressed: train.py on rtx3090, target 256, bf16",
+        "regressed: train.py on rtx3090, target batch 256, precision bf16",
         "  +1.25 GiB (+8.9 %): activations of blocks.*.mlp +1.20 GiB (bf16 -> fp32); rtx3090 now holds 24",
         "                    before         now      change",
         "  peak           14.00 GiB   15.25 GiB   +1.25 GiB  +8.9 %",
@@ -42,13 +42,13 @@ def test_a_regression_shows_figures_growths_reasons_and_the_command() -> None:
 
 def test_what_is_well_takes_two_lines() -> None:
     assert lines_of(UNCHANGED) == [
-        "unchanged: train.py on a100-80gb, target 256, bf16",
+        "unchanged: train.py on a100-80gb, target batch 256, precision bf16",
         "  peak 14.00 GiB, least budget 13.50 GiB, largest fit 32, parts 8 x 32",
         "",
         "1 case: 1 unchanged; against autoaccum.lock, tolerance 1 %",
     ]
     assert report_text(report(LOCKED, updated="autoaccum.lock")).splitlines() == [
-        "locked: train.py on rtx3090, target 256, bf16",
+        "locked: train.py on rtx3090, target batch 256, precision bf16",
         "  peak 14.00 GiB, least budget 13.50 GiB, largest fit 32, parts 8 x 32",
         "",
         "1 case: 1 locked; written to autoaccum.lock",
@@ -58,7 +58,7 @@ def test_what_is_well_takes_two_lines() -> None:
 def test_the_users_own_frames_and_the_reason_are_shown() -> None:
     lines = lines_of(UNMEASURED)
     assert lines[:3] == [
-        "not measured: package.broken:model on rtx3090, target 256, bf16",
+        "not measured: package.broken:model on rtx3090, target batch 256, precision bf16",
         '  File "broken.py", line 3, in model',
         '      raise ValueError("50 %")',
     ]
@@ -70,7 +70,6 @@ def test_figures_that_are_not_to_be_compared_stand_alone() -> None:
     other = dataclasses.replace(UNMEASURED, before=BEFORE, now=NOW, reasons=("locked with torch 2.11.0",))
     assert "  peak 15.25 GiB, least budget 14.50 GiB, largest fit 24, parts 8 x 32" in lines_of(other)
     assert "1.25 GiB" not in finished_line(other, 1, 1, 0.0).plain
-    assert " | peak 15.25 GiB, least budget 14.50 GiB, largest fit 24, " in report_markdown(report(other))
 
 
 def test_it_is_plain_in_a_pipe_and_coloured_on_a_terminal() -> None:
@@ -102,8 +101,8 @@ def test_a_line_for_each_case_with_its_own_time(monkeypatch: pytest.MonkeyPatch)
         progress.notify(CaseStarted(CASE))
         progress.notify(CaseFinished(3, 12, REGRESSED))
     assert text.getvalue().splitlines() == [
-        " 2/12    3.5 s  unchanged         train.py on a100-80gb, target 256, bf16",
-        " 3/12   10.2 s  regressed         train.py on rtx3090, target 256, bf16  +1.25 GiB (+8.9 %)",
+        " 2/12    3.5 s  unchanged         train.py on a100-80gb, target batch 256, precision bf16",
+        " 3/12   10.2 s  regressed         train.py on rtx3090, target batch 256, precision bf16  +1.25 GiB (+8.9 %)",
     ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoaccum.devices.explanation import CATEGORIES, Category, Holding, Moment
+from autoaccum.devices.explanation import CATEGORIES, Category, Holding
 from autoaccum.guarding.cases import Case, make_case
 from autoaccum.guarding.guard_result import Measurement
 from autoaccum.units import GIB, MIB
@@ -62,9 +62,6 @@ def a_measurement(*holdings: Holding, **fields: Any) -> Measurement:
     )
     known: dict[str, Any] = {
         "least_bytes": sum(row.bytes for row in rows) + 2 * MIB,
-        "op": "aten.mm",
-        "module": "head",
-        "moments": (Moment(phase="forward", held_bytes=MIB, categories={"activations": MIB}),),
         "versions": {"torch": "2.13.0", "autoaccum": "0.1.0"},
     }
     return whole_measurement(*rows, **{**known, **fields})
@@ -118,7 +115,7 @@ def measurements(draw: st.DrawFn) -> Measurement:
     if draw(st.booleans()):
         runs = tuple(sorted(draw(st.lists(COUNTS, min_size=1, max_size=3))))
         empty: dict[str, Any] = dict.fromkeys(("held_bytes", "least_bytes"))
-        empty |= {"categories": {}, "holdings": (), "moments": (), "phase": "", "op": "", "module": ""}
+        empty |= {"categories": {}, "holdings": (), "phase": ""}
         return a_measurement(kind="measured", runs=runs, peak_bytes=runs[0], **empty)
     parts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
     plain = WORDS | st.booleans() | COUNTS | st.floats(allow_nan=False)
@@ -130,7 +127,6 @@ def measurements(draw: st.DrawFn) -> Measurement:
         versions=draw(st.dictionaries(WORDS, WORDS, max_size=2)),
         fits=draw(st.booleans()),
         largest=draw(st.integers(0, 64)),
-        op=draw(WORDS),
     )
 
 
