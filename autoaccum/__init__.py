@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from autoaccum.accumulation.schedule import windows as windows
     from autoaccum.accumulation.step_result import AccumulationWarning as AccumulationWarning
     from autoaccum.accumulation.step_result import StepResult as StepResult
-    from autoaccum.accumulation.whole_batch.joining import whole_batch as whole_batch
+    from autoaccum.accumulation.whole_batch.lockstep import whole_batch as whole_batch
     from autoaccum.api import fit as fit
     from autoaccum.api import guard as guard
     from autoaccum.api import plan as plan
@@ -31,7 +31,7 @@ _HOMES = {
     "Accumulator": "autoaccum.accumulation.accumulator",
     "StepResult": "autoaccum.accumulation.step_result",
     "windows": "autoaccum.accumulation.schedule",
-    "whole_batch": "autoaccum.accumulation.whole_batch.joining",
+    "whole_batch": "autoaccum.accumulation.whole_batch.lockstep",
     "plan": "autoaccum.api",
     "fit": "autoaccum.api",
     "verify": "autoaccum.api",

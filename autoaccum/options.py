@@ -23,10 +23,6 @@ BatchNormMode = Literal["micro", "running", "frozen", "exact"]
 statistics as the full batch would. `frozen`: normalise by the running statistics and do not update them. `exact`:
 normalise by the whole effective batch, as without accumulation; its activations wait in host memory."""
 
-Coupled = Literal[False, True, "lockstep"]
-"""Whether the loss is computed once, of the outputs of the whole effective batch. True: each micro-batch runs forward
-twice, without and with a graph. `lockstep`: once, and what backward needs waits in host memory."""
-
 Joining = Literal["lockstep", "twice"]
 """How parts of an update run that need each other: in lock step, or forward twice, with the loss in between."""
 
@@ -98,7 +94,7 @@ class OptionArguments(TypedDict, total=False):
     optimizer: Any
     precision: str | None
     batchnorm: str | None
-    coupled: bool | str | None
+    coupled: bool | None
     accumulate_in: str | None
     savers: str | Iterable[str] | None
     keeps: str | Iterable[str] | None
@@ -126,7 +122,7 @@ class Options:
         optimizer: A name in `torch.optim`; for live objects also an optimizer, or a function that makes one.
         precision: `fp32`, `bf16` or `fp16`; for `verify` also `fp64`.
         batchnorm: How BatchNorm treats a batch in parts: `micro`, `running`, `frozen` or `exact` (see `BatchNormMode`).
-        coupled: Whether the loss is computed of the outputs of the whole effective batch (see `Coupled`).
+        coupled: Whether the loss is computed of the outputs of the whole effective batch.
         accumulate_in: The dtype in which gradients of half-precision parameters are summed: `fp32` or `parameters`.
         savers: Ways to take less memory for the same gradient: `recompute` (all repeated blocks of the model run again
             in backward), `recompute=N` (N of them), `offload-activations`, `offload-gradients`, `offload-optimizer`. Or
@@ -157,7 +153,7 @@ class Options:
     optimizer: Any = None
     precision: str | None = None
     batchnorm: BatchNormMode | None = None
-    coupled: Coupled | None = None
+    coupled: bool | None = None
     accumulate_in: AccumulateIn | None = None
     savers: tuple[str, ...] | None = None
     keeps: tuple[Keep, ...] | None = None
@@ -285,16 +281,16 @@ def read_batchnorm_mode(mode: Any, error: type[AutoaccumError] = WorkloadError) 
     return cast("BatchNormMode", mode)
 
 
-def read_coupled(coupled: Any, error: type[AutoaccumError] = UsageError) -> Coupled:
-    """Return `coupled`; raise `error` if it is none of the ways to compute a coupled loss."""
-    if isinstance(coupled, bool) or coupled == "lockstep":
-        return cast("Coupled", coupled)
-    raise error(f"coupled is {coupled!r}", hint='take True, False or "lockstep"')
+def read_coupled(coupled: Any, error: type[AutoaccumError] = UsageError) -> bool:
+    """Return `coupled`; raise `error` if it is neither True nor False."""
+    if isinstance(coupled, bool):
+        return coupled
+    raise error(f"coupled is {coupled!r}", hint="take True or False")
 
 
-def coupled_word(coupled: bool | str) -> str:
-    """Return the value of `--coupled` that stands for `coupled`: `yes`, `no` or `lockstep`."""
-    return coupled if isinstance(coupled, str) else "yes" if coupled else "no"
+def coupled_word(coupled: bool) -> str:
+    """Return the value of `--coupled` that stands for `coupled`: `yes` or `no`."""
+    return "yes" if coupled else "no"
 
 
 def read_accumulate_in(word: Any, error: type[AutoaccumError] = WorkloadError) -> AccumulateIn:

@@ -73,7 +73,7 @@ def test_every_option_has_a_flag_an_argument_and_a_test() -> None:
     [
         ({"precision": "fp8"}, "there is no precision 'fp8'"),
         ({"batchnorm": "whole"}, "there is no batchnorm mode 'whole': choose micro"),
-        ({"coupled": "twice"}, "coupled is 'twice': take True, False or \"lockstep\""),
+        ({"coupled": "twice"}, "coupled is 'twice': take True or False"),
         ({"savers": "checkpoint"}, "'checkpoint' is no saver"),
         ({"savers": ["auto", "recompute"]}, "savers are auto, which stands alone and is for a plan to choose"),
         ({"values": "cuda"}, "there is no values 'cuda': choose cpu"),

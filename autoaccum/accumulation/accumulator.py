@@ -144,9 +144,9 @@ class Accumulator:
             that gradient and running statistics are those without accumulation. What its micro-batches keep for
             backward then waits in host memory.
         coupled: Whether the loss compares samples and needs the outputs of the whole effective batch (contrastive
-            losses, hard mining). It is then computed once, of all outputs, on each rank of those of all ranks.
-            `True`: each micro-batch runs forward twice, without and with a graph. `lockstep`: once, and what backward
-            needs waits in host memory.
+            losses, hard mining). It is then computed once, of all outputs, on each rank of those of all ranks, and
+            each micro-batch runs forward twice, without and with a graph; with an exact BatchNorm once, and what
+            backward needs waits in host memory.
         outputs: For a coupled loss that is no criterion: `outputs(model, batch)`, which returns a nest of tensors whose
             first dimension is the sample, or numbers such as a learned temperature.
         coupled_loss: `coupled_loss(outputs, batch)`, in place of `loss`; give `outputs` with it.
@@ -192,7 +192,7 @@ class Accumulator:
         check_finite: bool = False,
         check: str = "warn",
         batchnorm: BatchNormMode | None = None,
-        coupled: bool | Literal["lockstep"] | None = None,
+        coupled: bool | None = None,
         outputs: Callable[[nn.Module, Any], Any] | None = None,
         coupled_loss: Callable[[Any, Any], Any] | None = None,
         split: Callable[[Any, list[int]], Sequence[Any]] | None = None,
@@ -263,7 +263,7 @@ class Accumulator:
         )
         self._batchnorm_mode: BatchNormMode = batchnorm_mode
         if objective.coupled or batchnorm_mode == "exact":
-            self._join_parts(in_lockstep=objective.coupled is not True or batchnorm_mode == "exact")
+            self._join_parts(in_lockstep=batchnorm_mode == "exact")
         self.micro_batch = min(self._ranks.gather(self.micro_batch))
         roots = [one for one in (model, objective.criterion_module) if one is not None]
         named = [pair for root in roots for pair in (*root.named_parameters(), *root.named_buffers())]

@@ -265,7 +265,7 @@ def plan_facts(plan: PlanLike) -> dict[str, Any]:
     workload, device = plan.workload, plan.device
     found = {name: workload.get(name) for name in _RECORDED}
     found |= {name: device.get(name) for name in ("kind", "card")}
-    found["coupled"] = bool(found["coupled"])  # In two passes or in lock step: a plan chooses between them.
+    found["coupled"] = bool(found["coupled"])
     found["savers"] = None if found["savers"] is None else " and ".join(found["savers"])
     weight = workload.get("weight")
     found["loss"] = None if weight is None else _loss_phrase(workload.get("reduction") or "mean", weight)
@@ -290,7 +290,7 @@ def current_facts(
         **model_facts(model, optimizer, precision),
         "loss": _loss_phrase(objective.reduction, objective.source),
         "batchnorm": batchnorm,
-        "coupled": bool(objective.coupled),
+        "coupled": objective.coupled,
         "accumulate_in": accumulate_in,
         "savers": None if savers is None else " and ".join(savers),
     }

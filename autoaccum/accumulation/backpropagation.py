@@ -20,7 +20,7 @@ from autoaccum.accumulation.ranks.group import ONE_RANK, Ranks
 from autoaccum.accumulation.reachable_objects import find_used_modules
 from autoaccum.accumulation.sharded_tensors import is_sharded
 from autoaccum.accumulation.step_result import StepPhase, warn_caller
-from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
+from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import join_batches, move_batch
 from autoaccum.workload.objective import Objective, Reduction, Weights, match_weights
@@ -279,9 +279,12 @@ class Backpropagation:
         """
         if not loss.requires_grad or (inputs is not None and not inputs):
             return
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
+        loss = self.scaled(loss)
         torch.autograd.backward(loss, inputs=inputs)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return a loss by the scale of the scaler, if there is one."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

@@ -28,8 +28,7 @@ from autoaccum.accumulation.coupling_cure import with_cure
 from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
-from autoaccum.accumulation.whole_batch.joining import parts_run
-from autoaccum.accumulation.whole_batch.lockstep import Lockstep
+from autoaccum.accumulation.whole_batch.lockstep import Lockstep, parts_run
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.model_copies import (
     cast_batch,

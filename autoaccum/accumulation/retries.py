@@ -18,7 +18,7 @@ from autoaccum.accumulation.ranks.sharded import is_of_collective, out_of_memory
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, warn_caller
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.update import Updater
-from autoaccum.accumulation.whole_batch.joining import NeedsWholeBatch
+from autoaccum.accumulation.whole_batch.lockstep import NeedsWholeBatch
 from autoaccum.errors import DoesNotFitError, RankLostError, UpdateInterrupted, first_line
 
 

@@ -6,7 +6,7 @@ objects hold is not restored; `state_hash` names plain attributes that have chan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -122,6 +122,26 @@ class ModuleState:
             copy.restore()
         for module, training in zip(self._listed, self._modes, strict=True):
             module.training = training
+
+
+def buffer_restorer(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores all buffers of `model`, also replaced ones, to their present values.
+
+    Buffers with these values are not written to, since a graph may have saved them.
+    """
+    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    copies = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def restore() -> None:
+        for now, before in held:
+            now.clear()
+            now.update(before)
+        for buffer, value in copies:
+            if not is_plain_tensor(buffer) or not torch.equal(buffer, value):  # Not every change raises the version.
+                buffer.copy_(value)
+
+    return restore
 
 
 class TorchState:

@@ -20,7 +20,7 @@ from autoaccum.accumulation.rng_state import RngState, module_generators
 from autoaccum.accumulation.state_hash import PlainAttributes, StateHasher
 from autoaccum.accumulation.step_result import WeightingWarning, warn_caller
 from autoaccum.accumulation.transaction import ModuleState
-from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
+from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, parts_run
 from autoaccum.errors import WorkloadError
 from autoaccum.workload.batches import batch_size, join_batches, split_batch
 from autoaccum.workload.model_loss import IGNORED

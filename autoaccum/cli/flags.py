@@ -58,12 +58,11 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
         "host memory. The gradient of the last two is exactly the full batch's.",
     },
     "coupled": {
-        "type": click.Choice(["yes", "no", "lockstep"]),
-        "metavar": "yes|no|lockstep",
+        "type": click.Choice(["yes", "no"]),
+        "metavar": "yes|no",
         "callback": lambda context, parameter, word: {"yes": True, "no": False}.get(word, word),
         "help": "Compute a loss that compares samples once, of the outputs of the whole effective batch, in place of "
-        "the workload's choice. yes: each micro-batch runs forward twice; lockstep: once, with activations in host "
-        "memory.",
+        "the workload's choice. Each micro-batch runs forward twice.",
     },
     "accumulate_in": {
         "metavar": "fp32|parameters",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
-from autoaccum.options import Coupled, Joining, Options, Parallel
+from autoaccum.options import Joining, Options, Parallel
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -133,7 +133,7 @@ class Inspection:
         evaluation_batch: Batch size of its evaluation, in samples; None: no evaluation is planned.
         worst_of: Batches are made of the longest of so many samples; None: `batch` makes them.
         batchnorm: The mode of its BatchNorms (`options.BatchNormMode`).
-        coupled: How its loss is computed, if it compares samples (`options.Coupled`).
+        coupled: How its loss is computed, if it compares samples.
         parallel: How its ranks train one model, where there are several and the device knows; else None.
         joining: How the parts of an update run if they need each other; None: one after the other.
         accumulate_in: The dtype that its gradients are summed in (`options.AccumulateIn`).
@@ -172,7 +172,7 @@ class Inspection:
     evaluation_batch: int | None = None
     worst_of: int | None = None
     batchnorm: str = "micro"
-    coupled: Coupled = False
+    coupled: bool = False
     parallel: Parallel | None = None
     joining: Joining | None = None
     accumulate_in: str = "fp32"
@@ -246,7 +246,6 @@ class Device(Protocol):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
-        coupled: Coupled | None = None,
     ) -> Trial:
         """Run one trial; of parts that need each other (`Inspection.joining`), all of an update.
 
@@ -256,7 +255,6 @@ class Device(Protocol):
             limit_bytes: Hold it to this budget, below the device's own.
             limit_seconds: End it after this time, below the settings' own limit. A trial in place is not ended.
             spare: Another process may be needed after it, so that one is made ready meanwhile.
-            coupled: How to compute a coupled loss; None: as the workload does.
         """
 
     def close(self) -> None:

@@ -25,7 +25,6 @@ from autoaccum.devices.trial_record import (
     record_trial,
 )
 from autoaccum.errors import NotMeasuredError, UsageError
-from autoaccum.options import Coupled
 from autoaccum.units import MIB
 
 _LEAVE_SECONDS = 5.0
@@ -169,15 +168,13 @@ class ChildDevice(Device, ABC):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
-        coupled: Coupled | None = None,
     ) -> Trial:
         """As `Device.trial`; errors of loading and of choosing the budget are raised."""
         child = self._use_child(fresh=fresh or not self.resets_peak)
         if spare:
             self._start_standby()
         about = {"parts": parts, "limit_bytes": limit_bytes}
-        request = dataclasses.replace(self._request(parts, limit_bytes, limit_seconds), coupled=coupled)
-        return self._run(child, about, request, limit_seconds)
+        return self._run(child, about, self._request(parts, limit_bytes, limit_seconds), limit_seconds)
 
     def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
         """As `GrowingDevice.grow`; a trial of the least size where a library crashes or the kernel ends the child."""

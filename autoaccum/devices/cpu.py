@@ -12,7 +12,6 @@ from autoaccum.devices.budget import AvailableMemory, choose_budget, limit_slack
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError
-from autoaccum.options import Coupled
 from autoaccum.units import format_bytes
 
 
@@ -87,16 +86,14 @@ class CpuDevice(ChildDevice):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
-        coupled: Coupled | None = None,
     ) -> Trial:
         """As `ChildDevice.trial`; a second trial finds out whether a crash was for lack of memory."""
-        limits: dict[str, Any] = {"limit_seconds": limit_seconds, "coupled": coupled}
-        trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, spare=spare, **limits)
+        trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds, spare=spare)
         if not trial.crashed:
             return trial
         held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
         roomy_bytes = held_to_bytes + limit_slack(held_to_bytes, read_host_memory().free_bytes)
-        again = super().trial(parts, fresh=True, limit_bytes=roomy_bytes, **limits)
+        again = super().trial(parts, fresh=True, limit_bytes=roomy_bytes, limit_seconds=limit_seconds)
         if not again.ran and again.outcome != "oom":
             return trial
         ending = "runs" if again.ran else "is refused more"

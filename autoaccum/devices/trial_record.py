@@ -11,7 +11,7 @@ from autoaccum.devices.base import Inspection, Phase, Trial
 from autoaccum.devices.child.failures import ChildDied, Failure
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.requests import Reply, Request
-from autoaccum.options import Coupled, Reduce
+from autoaccum.options import Reduce
 from autoaccum.units import format_bytes
 
 if TYPE_CHECKING:
@@ -163,14 +163,13 @@ class Inspect(Request[Inspection]):
 class PartsRequest(Request[Reply]):
     """A job that is an update, and another one by `parts`: micro-batch sizes, in samples.
 
-    `joined`: the parts need each other, and every update runs all of them. `coupled` and `savers` replace the
-    workload's, if given. `reduce`: when FSDP2 sums gradients; None: as the Accumulator does by default. `draw`: as
+    `joined`: the parts need each other, and every update runs all of them. `savers` replace the workload's,
+    if given. `reduce`: when FSDP2 sums gradients; None: as the Accumulator does by default. `draw`: as
     `Inspection.draw`.
     """
 
     parts: tuple[int, ...]
     joined: bool = False
-    coupled: Coupled | None = None
     reduce: Reduce | None = None
     savers: tuple[str, ...] | None = None
     draw: str | None = None
@@ -181,9 +180,8 @@ class PartsRequest(Request[Reply]):
         return f"micro-batch {max(self.parts)}"
 
     def replaced(self, workload: Workload) -> Workload:
-        """Return the workload with what is given here in place of its own."""
-        given: dict[str, Any] = {"coupled": self.coupled, "savers": self.savers}
-        return replace(workload, **{name: value for name, value in given.items() if value is not None})
+        """Return the workload with these savers in place of its own."""
+        return workload if self.savers is None else replace(workload, savers=self.savers)
 
 
 @dataclass(frozen=True, kw_only=True)

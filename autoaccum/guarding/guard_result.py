@@ -70,7 +70,7 @@ class Measurement:
         kind: `predicted` by a simulation, or `measured` by runs in fresh processes.
         card: The card's full name, or the processor's.
         precision, optimizer, batchnorm, savers: The settings of the update, as in `Inspection`.
-        coupled: How a coupled loss is computed, `yes` or `lockstep`; None without one.
+        coupled: `yes` for a coupled loss; None without one.
         parameters: The number of parameters of the model.
         micro_batches: The schedule that was measured, in samples.
         fits: Whether it runs within `limit_bytes`.

@@ -173,20 +173,6 @@ def describe_workload(inspection: Inspection, reference: str) -> dict[str, Any]:
     return {"reference": reference, **recorded, **({"joining": inspection.joining} if inspection.joining else {})}
 
 
-def coupled_note(twice: Trial, lockstep: Trial, *, predicted: bool) -> str:
-    """Return the note on what each way to compute a coupled loss costs: a trial by two passes, and one in lock step."""
-
-    def cost(trial: Trial) -> str:
-        if not trial.ran:
-            return "does not run" if trial.outcome == "error" else "does not fit"
-        host = f" and {format_bytes(trial.host_bytes)} of host memory" if trial.host_bytes else ""
-        seconds = "" if predicted else f", {trial.seconds:.1f} s"
-        return f"takes {format_bytes(peak_bytes(trial) or 0)}{host}{seconds}"
-
-    chosen = "which is faster, a trial on the card shows" if predicted else "the faster one that fits is taken"
-    return f'coupled=True (two passes) {cost(twice)}, coupled="lockstep" {cost(lockstep)}: {chosen}'
-
-
 def all_warnings(
     inspection: Inspection, schedule: Schedule, of_sizes: Iterable[str], prediction: Prediction | None
 ) -> tuple[str, ...]:

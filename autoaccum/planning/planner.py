@@ -28,7 +28,6 @@ from autoaccum.planning.plan_messages import (
     MemoryNeeds,
     all_notes,
     all_warnings,
-    coupled_note,
     describe_workload,
     does_not_fit_error,
     peak_bytes,
@@ -113,9 +112,7 @@ def plan_on_device(
     planner, forecast, found = planner.find_largest()
     speeds = planner.choose_fastest(found)
     result = speeds.result
-    if ranks is None:
-        planner, result = planner.choose_coupled(result)
-    else:
+    if ranks is not None:
         result = planner.agree(result, ranks)
     schedule = planner.request.schedule(result.size)
     reduction = planner.choose_reduce(result)
@@ -367,25 +364,6 @@ class _Planner:
             from_largest=self.runner.joined,
         )
 
-    def choose_coupled(self, result: SearchResult) -> tuple[_Planner, SearchResult]:
-        """Choose between two passes and lock step for a coupled loss: the faster one that fits; a note tells of both.
-
-        On the CPU lock step takes the memory of the whole batch, and where that fits there is one micro-batch.
-        """
-        device, proved, found = self.setup.device, result.trial, self.inspection
-        if found.joining != "twice" or len(proved.parts) < 2 or device.describe().get("kind") == "cpu":
-            return self, result
-        try:
-            tried = self.runner.try_lockstep(proved.parts)
-        except SearchStopped:
-            return self, result
-        found = dataclasses.replace(found, notes=(*found.notes, coupled_note(proved, tried, predicted=self.predicts)))
-        if tried.outcome == "ok" and not self.predicts and tried.seconds < proved.seconds:
-            found = dataclasses.replace(found, coupled="lockstep", joining="lockstep")
-            return dataclasses.replace(self, inspection=found), dataclasses.replace(result, trial=tried)
-        self.runner.trials.remove(tried)  # The last one is that of the plan.
-        return dataclasses.replace(self, inspection=found), result
-
     def choose_reduce(self, result: SearchResult) -> _Reduction:
         """Sum gradients with the last part where the proved schedule fits so: that takes fewer collectives."""
         device, proved, peaks = self.setup.device, result.trial, dict[Reduce, int]()
@@ -444,8 +422,6 @@ class _Planner:
             return None
         if inspection.batchnorm == "exact":
             return 'take a smaller target batch, batchnorm="running" or "frozen", or more memory'
-        if inspection.coupled:
-            return "take coupled=True, which runs the parts twice, or more memory"
         return "take a smaller target batch, or more memory"
 
 

@@ -148,11 +148,6 @@ class TrialRunner:
             self._limits.seconds_left(None, confirmation)
         return trial
 
-    def try_lockstep(self, parts: tuple[int, ...]) -> Trial:
-        """Run `parts` from a clean state in lock step; raise SearchStopped where the limit on time ends it."""
-        left = self._limits.seconds_left(None, 0.0)
-        return self._keep(parts, lambda: self._device.trial(parts, fresh=True, coupled="lockstep", limit_seconds=left))
-
     def try_again(self, parts: tuple[int, ...]) -> Trial:
         """Run `parts` from a clean state; raise SearchStopped where the limit on time ends it."""
         return self._run(parts, fresh=True, limit_seconds=self._limits.seconds_left(None, 0.0))

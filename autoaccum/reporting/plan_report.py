@@ -173,8 +173,8 @@ def accumulator_line(plan: Plan, kept: Path | None = None) -> str:
         numbers.append('reduction="sum"')
     if plan.workload.get("precision") in ("bf16", "fp16"):
         numbers.append(f'precision="{plan.workload["precision"]}"')
-    if coupled := plan.workload.get("coupled"):
-        numbers.append(f"coupled={coupled!r}".replace("'", '"'))
+    if plan.workload.get("coupled"):
+        numbers.append("coupled=True")
         given = given if plan.workload.get("loss") == "criterion" else "outputs=outputs, coupled_loss=coupled_loss, "
     if plan.workload.get("batchnorm") in _MODES:
         numbers.append(f'batchnorm="{plan.workload["batchnorm"]}"')

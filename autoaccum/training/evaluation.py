@@ -22,7 +22,7 @@ from autoaccum.accumulation.schedule import split_evenly
 from autoaccum.accumulation.sharded_tensors import is_sharded_model, reshard
 from autoaccum.accumulation.transaction import Transaction
 from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
-from autoaccum.accumulation.whole_batch.joining import OnePart, parts_run
+from autoaccum.accumulation.whole_batch.lockstep import OnePart, parts_run
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import AutoaccumError, DoesNotFitError, UsageError, WorkloadError, first_line
 from autoaccum.training.data_source import is_map_style

@@ -103,7 +103,7 @@ def describe_run(request: FitRequest, components: TrainingComponents, source: So
         "loss": f"{components.objective.reduction} over {components.objective.source}",
         "precision": components.precision,
         "batchnorm": components.batchnorm,
-        "coupled": bool(components.objective.coupled),  # In two passes or in lock step.
+        "coupled": components.objective.coupled,
         "accumulate_in": components.accumulate_in,
         "ema_decay": None if components.averages is None else components.averages.decay,
     }

@@ -236,8 +236,6 @@ class TrainingSetup:
         check_word(precision, "precision", get_args(Precision))
         device = model_device(model)
         coupled = self._resolve_option("coupled", self.objective.coupled, plan)
-        if coupled and plan is not None and self._request.options.coupled is None:
-            coupled = plan.workload.get("coupled") or coupled  # The faster way, as the plan found it.
         objective = with_coupling(self.objective, coupled, UsageError)
         objective.move_criterion(device)
         _check_criterion(objective, optimizer)

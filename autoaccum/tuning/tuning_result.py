@@ -72,7 +72,7 @@ class WorkloadFacts:
         held_out: The held-out data, as a phrase.
         card: The name of the GPU; None on the CPU.
         batchnorms: Names of its BatchNorm modules.
-        coupled: Whether its loss is computed of the outputs of the whole effective batch (`options.Coupled`).
+        coupled: Whether its loss is computed of the outputs of the whole effective batch.
     """
 
     name: str
@@ -90,7 +90,7 @@ class WorkloadFacts:
     device: str
     card: str | None = None
     batchnorms: tuple[str, ...] = ()
-    coupled: bool | str = False
+    coupled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

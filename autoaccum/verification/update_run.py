@@ -29,7 +29,7 @@ from autoaccum.accumulation.state_hash import PlainAttributes
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.accumulation.transaction import ModuleState
 from autoaccum.errors import WorkloadError
-from autoaccum.options import BatchNormMode, Coupled
+from autoaccum.options import BatchNormMode
 from autoaccum.verification.fixture import Fixture, TrainingCopy
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size
@@ -90,7 +90,7 @@ class Ablation:
     without_hooks: bool = False
     without_balancing_loss: bool = False
     batchnorm: BatchNormMode | None = None
-    coupled: Coupled | None = None
+    coupled: bool | None = None
 
 
 UNCHANGED = Ablation()

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autoaccum.options import Coupled
 from autoaccum.serialization import freeze, to_plain
 
 SCHEMA = 1
@@ -124,7 +123,7 @@ class Verification:
         workload: Name, digest, model, parameters, optimizer, reduction, weight.
         environment: Versions of Python, PyTorch and so on.
         seconds: The time it took.
-        coupled: Whether the loss was computed of the outputs of the whole batch (`options.Coupled`).
+        coupled: Whether the loss was computed of the outputs of the whole batch.
         world_size: The ranks that shared each accumulated update.
         untested: Masks and labels that count the same in all samples and could not be shortened, so weighting by them
             was not tested.
@@ -145,7 +144,7 @@ class Verification:
     workload: Mapping[str, Any]
     environment: Mapping[str, Any]
     seconds: float
-    coupled: Coupled = False
+    coupled: bool = False
     world_size: int = 1
     untested: tuple[str, ...] = ()
     neutral_random: bool = False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autoaccum.checks import check_function, describe_type
 from autoaccum.errors import AutoaccumError, WorkloadError
-from autoaccum.options import Coupled, read_coupled
+from autoaccum.options import read_coupled
 from autoaccum.workload.batches import BatchReader, batch_size, move_batch, wrap_batch
 from autoaccum.workload.criteria import Criterion, is_criterion, resolve_criterion
 from autoaccum.workload.model_loss import ModelLoss
@@ -66,7 +66,7 @@ class Objective:
         loss_function: `loss(model, batch)`; None if the loss is a criterion.
         weight_function: The user's `weight(batch)`, or that of the model's own loss.
         batching: The workload's functions to count and split batches, or how its batches are read.
-        coupled: Whether the loss is computed once, of the outputs of the whole effective batch (`options.Coupled`).
+        coupled: Whether the loss is computed once, of the outputs of the whole effective batch.
     """
 
     reduction: Reduction
@@ -75,7 +75,7 @@ class Objective:
     loss_function: Callable[[nn.Module, Any], Any] | None = None
     weight_function: Callable[[Any], Any] | None = None
     batching: BatchReader = field(default=None, compare=False)
-    coupled: Coupled = False
+    coupled: bool = False
 
     @property
     def user_functions(self) -> tuple[Callable[..., Any], ...]:

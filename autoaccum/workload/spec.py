@@ -16,7 +16,6 @@ from autoaccum.errors import WorkloadError
 from autoaccum.options import (
     AccumulateIn,
     BatchNormMode,
-    Coupled,
     Precision,
     read_accumulate_in,
     read_batchnorm_mode,
@@ -58,8 +57,8 @@ class Workload:
         weight: `weight(batch)` returns the number that the mean in the loss divides by.
         reduction: `mean` or `sum`.
         batchnorm: How BatchNorm treats a batch in parts: its mode (`options.BatchNormMode`).
-        coupled: Whether the loss compares samples, and is computed of the outputs of the whole effective batch: True,
-            or `lockstep` (`options.Coupled`). It is a `criterion`, or `coupled_loss`, with which it is True by default.
+        coupled: Whether the loss compares samples, and is computed of the outputs of the whole effective batch.
+            It is a `criterion`, or `coupled_loss`, with which it is True by default.
         outputs: `outputs(model, batch)` returns a nest of tensors whose first dimension is the sample, or numbers.
         coupled_loss: `coupled_loss(outputs, batch)`, in place of `loss`, of those outputs.
         dataset: A map-style or iterable dataset, or None.
@@ -101,7 +100,7 @@ class Workload:
     weight: Callable[[Any], Any] | None = None
     reduction: Reduction = "mean"
     batchnorm: BatchNormMode = "micro"
-    coupled: Coupled = None  # type: ignore[assignment]  # Resolved below.
+    coupled: bool = None  # type: ignore[assignment]  # Resolved below.
     outputs: Callable[[nn.Module, Any], Any] | None = None
     coupled_loss: Callable[[Any, Any], Any] | None = None
     dataset: Any = None

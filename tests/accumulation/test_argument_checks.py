@@ -118,6 +118,5 @@ def test_a_coupled_loss_is_coupled_unless_that_is_refused() -> None:
         "coupled_loss": lambda found, batch: found.std(),
     }
     assert build(loss=None, **pair).joining == "twice"
-    assert build(loss=None, **pair, coupled="lockstep").joining == "lockstep"
     assert build(loss=None, **pair, coupled=False).joining is None
     assert build().joining is None

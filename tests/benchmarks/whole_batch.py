@@ -3,7 +3,7 @@
 Run it with `python tests/benchmarks/whole_batch.py`.
 
 On one thread, updates of a convolutional net with BatchNorm take turns: in plain micro-batches, with exact BatchNorm,
-and with a coupled loss in two passes and in lock step. The medians of the paired ratios of this process's CPU seconds
+and with a coupled loss in two passes. The medians of the paired ratios of this process's CPU seconds
 are printed (aims at 4 parts: 1.6 for exact BatchNorm, 2.1 for the two passes). On a CPU nothing is copied to host
 memory, so the ratios leave out the transfers of a card.
 
@@ -39,7 +39,6 @@ MODES: dict[str, dict[str, Any]] = {
     "micro": {},
     "exact BatchNorm": {"batchnorm": "exact"},
     "two passes": {"coupled": True},
-    "lock step": {"coupled": "lockstep"},
 }
 
 

@@ -43,7 +43,7 @@ def gradients(model: nn.Module, micro_batch: int, **options: Any) -> dict[str, T
     return seen
 
 
-@pytest.mark.parametrize("options", [{"batchnorm": "exact"}, {"batchnorm": "exact", "coupled": "lockstep"}])
+@pytest.mark.parametrize("options", [{"batchnorm": "exact"}, {"batchnorm": "exact", "coupled": True}])
 @pytest.mark.parametrize("micro_batch", [1, 5, 8])
 def test_gradients_equal_the_full_batchs(options: dict[str, Any], micro_batch: int) -> None:
     model = conv_net().double()

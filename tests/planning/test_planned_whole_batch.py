@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,16 +10,11 @@ import torch
 from torch import nn
 
 import autoaccum
-from autoaccum.devices.base import Device, Inspection, Trial
 from autoaccum.devices.inspection import inspect_workload
 from autoaccum.errors import DoesNotFitError
-from autoaccum.options import Coupled
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.planning.plan_setup import PlanSetup
-from autoaccum.planning.planner import plan_on_device
-from autoaccum.reporting.plan_report import accumulator_line, answer_rows
-from autoaccum.units import GIB, MIB, MemorySize
+from autoaccum.reporting.plan_report import accumulator_line
+from autoaccum.units import MIB, MemorySize
 
 pytestmark = pytest.mark.usefixtures("warm_children")
 
@@ -64,13 +58,10 @@ def similarity(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 EXACT = autoaccum.Workload(model=normed, batch=batch, criterion=nn.CrossEntropyLoss(), batchnorm="exact")
 TWICE = autoaccum.Workload(model=plain, batch=batch, criterion=similarity, coupled=True)
-LOCKSTEP = dataclasses.replace(TWICE, coupled="lockstep")
 BALANCED = autoaccum.Workload(model=Balanced, batch=batch, loss=balanced_loss)
 
 
-@pytest.mark.parametrize(
-    ("workload", "joining"), [(EXACT, "lockstep"), (TWICE, "twice"), (LOCKSTEP, "lockstep"), (BALANCED, "lockstep")]
-)
+@pytest.mark.parametrize(("workload", "joining"), [(EXACT, "lockstep"), (TWICE, "twice"), (BALANCED, "lockstep")])
 def test_trials_run_all_parts_and_nothing_is_said_of_what_is_exact(workload: autoaccum.Workload, joining: str) -> None:
     plan = autoaccum.plan(workload, target_batch=9, max_micro_batch=4, memory=LIMIT)
     assert plan.micro_batches == (3, 3, 3)
@@ -85,23 +76,24 @@ def test_trials_run_all_parts_and_nothing_is_said_of_what_is_exact(workload: aut
 
 def test_trials_for_several_ranks_hold_the_outputs_of_all_in_two_passes() -> None:
     options: dict[str, Any] = {"target_batch": 17, "world_size": 2, "max_micro_batch": 3, "memory": LIMIT}
-    twice, lockstep, exact = (autoaccum.plan(workload, **options) for workload in (TWICE, LOCKSTEP, EXACT))
+    both = dataclasses.replace(EXACT, criterion=similarity, coupled=True)
+    twice, exact, coupled_exact = (autoaccum.plan(workload, **options) for workload in (TWICE, EXACT, both))
     assert twice.micro_batches == (3, 3, 3)
     assert {trial.parts for trial in twice.trials} == {(3, 3, 3, 3, 3, 2)}
-    assert {trial.parts for trial in (*lockstep.trials, *exact.trials)} == {(3, 3, 3)}
-    told = ["trials in lock step held those of one" in " ".join(plan.notes) for plan in (twice, lockstep, exact)]
-    assert told == [False, True, False]
+    assert {trial.parts for trial in (*exact.trials, *coupled_exact.trials)} == {(3, 3, 3)}
+    told = ["trials in lock step held those of one" in " ".join(plan.notes) for plan in (twice, exact, coupled_exact)]
+    assert told == [False, False, True]
 
 
 def test_an_accumulator_takes_the_plan_s_way() -> None:
-    plan = autoaccum.plan(LOCKSTEP, target_batch=8, max_micro_batch=2, memory=LIMIT)
-    assert 'coupled="lockstep"' in accumulator_line(plan)
+    plan = autoaccum.plan(TWICE, target_batch=8, max_micro_batch=2, memory=LIMIT)
+    assert "coupled=True" in accumulator_line(plan)
     model = plain()
     optimizer = torch.optim.AdamW(model.parameters())
     for loss in (TWICE.objective, None):  # What `fit` gives it, and a user.
         criterion = None if loss is not None else similarity
         made = autoaccum.Accumulator(model, optimizer, loss, criterion=criterion, plan=plan)
-        assert made.joining == "lockstep"
+        assert made.joining == "twice"
         assert made.step(batch(8)).micro_batches == (2, 2, 2, 2)
 
 
@@ -156,46 +148,3 @@ class Convolved(nn.Sequential):
     def __init__(self) -> None:
         layers = [module for _ in range(4) for module in (nn.Conv1d(8, 8, 1), nn.BatchNorm1d(8), nn.Tanh())]
         super().__init__(*layers)
-
-
-class Card(Device):
-    """A card on which lock step takes host memory, and `seconds` where two passes take 1."""
-
-    name, limit_bytes = "cuda:0", GIB
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"name": self.name, "kind": "cuda"}
-
-    def inspect(self, *, limit_seconds: float | None = None) -> Inspection:
-        return dataclasses.replace(inspect_workload(TWICE, 8), environment={})
-
-    def trial(self, parts: tuple[int, ...], *, coupled: Coupled | None = None, **_: Any) -> Trial:
-        joint = coupled == "lockstep"
-        return Trial(
-            parts=parts,
-            outcome="ok",
-            fresh=True,
-            peak_reserved_bytes=200 * MIB,
-            seconds=self._seconds if joint else 1.0,
-            host_bytes=300 * MIB if joint else None,
-        )
-
-    def close(self) -> None: ...
-
-
-@pytest.mark.parametrize(("seconds", "chosen"), [(0.5, "lockstep"), (2.0, True)])
-def test_the_faster_way_that_fits_is_taken(seconds: float, chosen: Coupled) -> None:
-    request = PlanRequest(8, max_micro_batch=2)
-    plan = plan_on_device(PlanSetup(Card(seconds), "model.py"), request)
-    assert plan.workload["coupled"] == chosen
-    assert plan.host_bytes == (300 * MIB if chosen == "lockstep" else None)
-    assert plan.trials[-1].host_bytes == plan.host_bytes
-    assert ("host memory" in [name for name, _ in answer_rows(plan)]) == (chosen == "lockstep")
-    (note,) = [note for note in plan.notes if "two passes" in note]
-    assert note == (
-        'coupled=True (two passes) takes 200 MiB, 1.0 s, coupled="lockstep" takes 200 MiB and 300 MiB of host memory,'
-        f" {seconds} s: the faster one that fits is taken"
-    )

@@ -21,7 +21,6 @@ from autoaccum.devices.simulated.cards import find_card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError
-from autoaccum.options import Coupled
 from autoaccum.planning.plan_events import Event, Inspected, TracedAlone, TrialStarted
 from autoaccum.planning.plan_record import Plan
 from autoaccum.planning.plan_setup import PlanSetup
@@ -230,7 +229,6 @@ class RealCard(Device):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
-        coupled: Coupled | None = None,
     ) -> Trial:
         self.jobs = 1 if fresh or self.jobs == 0 else self.jobs + 1
         peak = GIB + max(parts) * 77 * MIB

@@ -123,7 +123,7 @@ def test_refuses_several_ranks_and_running_statistics_over_several_parts(a_plan:
         emit_wrapper(running)
     for mode, text in (
         ({"batchnorm": "exact"}, "cannot do batchnorm .exact"),
-        ({"coupled": "lockstep"}, "coupled loss"),
+        ({"coupled": True}, "coupled loss"),
     ):
         with pytest.raises(UsageError, match=text):
             emit_wrapper(dataclasses.replace(a_plan, workload={**a_plan.workload, **mode}))

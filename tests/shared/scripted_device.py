@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
-from autoaccum.options import Coupled
 from autoaccum.units import GIB, MIB
 
 
@@ -81,7 +80,6 @@ class ScriptedDevice(Device):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
-        coupled: Coupled | None = None,
     ) -> Trial:
         self.asked.append((parts, fresh))
         self.limits.append((limit_bytes, limit_seconds))

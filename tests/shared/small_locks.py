@@ -106,7 +106,7 @@ def cases(draw: st.DrawFn) -> Case:
         evaluation_batch=draw(st.none() | COUNTS),
         worst_of=draw(st.none() | COUNTS),
         batchnorm=draw(st.none() | st.sampled_from(["micro", "frozen"])),
-        coupled=draw(st.none() | st.sampled_from([True, False, "lockstep"])),
+        coupled=draw(st.none() | st.booleans()),
     )
 
 

@@ -72,7 +72,6 @@ CASES: dict[str, dict[str, Any]] = {
     "exact": {"criterion": nn.CrossEntropyLoss(), "batchnorm": "exact"},
     "coupled criterion": {"criterion": spread, "coupled": True, "normed": False},
     "two towers": {"outputs": outputs, "coupled_loss": contrast, "normed": False},
-    "two towers in lock step": {"outputs": outputs, "coupled_loss": contrast, "coupled": "lockstep", "normed": False},
     "a list of samples": {"outputs": listed, "coupled_loss": contrast_of_list, "normed": False},
     "whole_batch": {"loss": balanced, "normed": False},
     "coupled and exact": {"outputs": outputs, "coupled_loss": contrast, "coupled": True, "batchnorm": "exact"},
@@ -260,11 +259,11 @@ def test_a_live_model_trains_with_a_coupled_criterion() -> None:
 
 
 def test_live_objects_are_planned_verified_and_trained_with_a_loss_of_outputs() -> None:
-    given: dict[str, Any] = {"outputs": outputs, "coupled_loss": contrast, "coupled": "lockstep"}
+    given: dict[str, Any] = {"outputs": outputs, "coupled_loss": contrast, "coupled": True}
     live = start(normed=False)
     sample: dict[str, Any] = {"model": live, "batch": lambda size: (X[:size], Y[:size]), **given}
     limits: dict[str, Any] = {"max_micro_batch": 5, "memory": MemorySize(bytes=256 * MIB)}
-    assert autoaccum.plan(target_batch=TARGET, **sample, **limits).workload["coupled"] == "lockstep"
+    assert autoaccum.plan(target_batch=TARGET, **sample, **limits).workload["coupled"] is True
     assert autoaccum.verify(target_batch=6, micro_batch=2, **sample).equivalent
     own: dict[str, Any] = {"target_batch": TARGET, "progress": False, "device": "cpu", "steps": UPDATES, **given}
     done = autoaccum.fit(live, LOADED, micro_batch=5, optimizer=optimizer(live.parameters()), **own)
@@ -289,27 +288,12 @@ def test_an_evaluation_in_parts_says_that_whole_batch_is_of_a_part(
     ] * warned
 
 
-def test_a_plan_says_how_a_coupled_loss_is_computed_and_one_of_an_uncoupled_loss_is_refused() -> None:
-    calls: list[int] = []
-
-    def counted() -> nn.Module:
-        model = start(normed=False)
-        model.register_forward_hook(lambda *_: calls.append(1))
-        return model
-
-    own = workload("two towers", model=counted)
+def test_a_plan_of_a_coupled_loss_is_refused_for_an_uncoupled_one_and_the_other_way_round() -> None:
+    own = workload("two towers")
     plan = autoaccum.plan(own, target_batch=TARGET, memory=MemorySize(bytes=256 * MIB), max_micro_batch=5)
     given: dict[str, Any] = {"target_batch": TARGET, "steps": 1, "progress": False, "device": "cpu"}
-
-    def calls_of(way: Any, **options: Any) -> int:
-        calls.clear()
-        planned = dataclasses.replace(plan, workload={**plan.workload, "coupled": way})
-        autoaccum.fit(own, LOADED, plan=planned, **given, **options)
-        return len(calls)
-
-    twice, once = 2 * 2 * plan.iter_size, 2 * plan.iter_size  # Two towers.
-    assert (calls_of(True), calls_of("lockstep"), calls_of("lockstep", coupled=True)) == (twice, once, twice)
     with pytest.raises(UsageError, match="a coupled loss of the whole batch; here is a loss of each micro-batch"):
-        calls_of(True, coupled=False)
+        autoaccum.fit(own, LOADED, plan=plan, **given, coupled=False)
+    uncoupled = dataclasses.replace(plan, workload={**plan.workload, "coupled": False})
     with pytest.raises(UsageError, match="a loss of each micro-batch; here is a coupled loss of the whole batch"):
-        calls_of(False)
+        autoaccum.fit(own, LOADED, plan=uncoupled, **given)

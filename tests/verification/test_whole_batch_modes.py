@@ -114,8 +114,7 @@ WELL = {
     "exact BatchNorm": deep(),
     "two passes": contrastive(coupled=True, batchnorm="frozen"),
     "two passes that run a tower again": contrastive(Repeating, coupled=True, batchnorm="frozen"),
-    "lock step": contrastive(coupled="lockstep", batchnorm="frozen"),
-    "lock step and exact BatchNorm": contrastive(coupled="lockstep", batchnorm="exact"),
+    "a coupled loss and exact BatchNorm": contrastive(coupled=True, batchnorm="exact"),
     "Python's numbers between meetings": contrastive(Chancy, coupled=True, batchnorm="exact"),
     "a balance of the whole batch, one of whose parts counts": Workload(
         model=Gated, batch=labelled_first, loss=added_loss, weight=labels
@@ -128,7 +127,9 @@ def found(workload: Workload, micro_batch: int = 2, **more: Any) -> Verification
     return verify(workload, target_batch=8, micro_batch=micro_batch, **more)
 
 
-@pytest.mark.parametrize(("case", "micro_batch"), [*((case, 3) for case in WELL), ("lock step and exact BatchNorm", 1)])
+@pytest.mark.parametrize(
+    ("case", "micro_batch"), [*((case, 3) for case in WELL), ("a coupled loss and exact BatchNorm", 1)]
+)
 def test_is_the_full_batchs_with_the_same_random_numbers(case: str, micro_batch: int) -> None:
     verification = found(WELL[case], micro_batch)
     assert verification.equivalent, verification.comparisons
@@ -136,7 +137,7 @@ def test_is_the_full_batchs_with_the_same_random_numbers(case: str, micro_batch:
 
 
 def test_holds_in_other_precisions() -> None:
-    for case, precision in (("exact BatchNorm", "fp32"), ("lock step and exact BatchNorm", "bf16")):
+    for case, precision in (("exact BatchNorm", "fp32"), ("a coupled loss and exact BatchNorm", "bf16")):
         assert found(WELL[case], precision=precision).equivalent, case
 
 

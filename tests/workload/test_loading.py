@@ -117,7 +117,6 @@ def test_a_coupled_loss_is_the_workloads_whatever_calls_it(write: Write) -> None
     loaded = load_workload(str(write(COUPLED)))
     assert (loaded.coupled, loaded.loss, loaded.criterion) == (True, None, None)
     assert loaded.objective.coupled is True
-    assert load_workload(str(write(COUPLED + "    coupled = 'lockstep'\n"))).coupled == "lockstep"
     assert load_workload(str(write(COUPLED + "    coupled = False\n"))).objective.coupled is False
     of_criterion = load_workload(str(write(GOOD + "    coupled = True\n    def outputs(a): ...\n")))
     assert (of_criterion.coupled, of_criterion.outputs) == (True, None)
@@ -138,7 +137,7 @@ def test_a_coupled_loss_is_the_workloads_whatever_calls_it(write: Write) -> None
             "coupled is set, but the loss is a function",
         ),
         ("def loss", "def loss(model, batch): ...", "there are loss and coupled_loss: give only one"),
-        ("def loss", "coupled = 'twice'", "coupled is 'twice': take True, False or \"lockstep\""),
+        ("def loss", "coupled = 'twice'", "coupled is 'twice': take True or False"),
         ("def outputs", "def outputs(batch): ...", r"outputs\(batch\) cannot be called as outputs\(model, batch\)"),
     ],
 )

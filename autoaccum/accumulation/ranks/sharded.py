@@ -18,6 +18,7 @@ from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord, 
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, dense_gradients
 from autoaccum.accumulation.ranks.group import RankFailure, Ranks, world_size
 from autoaccum.accumulation.sharded_tensors import fsdp2_modules, is_sharded, reshard
+from autoaccum.accumulation.transaction import buffer_restorer
 from autoaccum.errors import UpdateInterrupted, UsageError, WorkloadError
 from autoaccum.options import Reduce
 from autoaccum.workload.batches import batch_size, move_batch
@@ -182,7 +183,7 @@ class ShardedParts:
 
     def _run_uncounted(self, backpropagation: Backpropagation, part: Any) -> None:
         """Run forward and backward with gradients of zero, whatever the loss is; buffers stay as they are."""
-        before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+        restore_buffers = buffer_restorer(self._model)
         outputs: list[Tensor] = []
 
         def collect(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -204,10 +205,7 @@ class ShardedParts:
             roots = losses or outputs
             backpropagation.on_phase("backward")
             torch.autograd.backward(roots, [torch.zeros_like(root) for root in roots])
-        with torch.no_grad():
-            for buffer, values in before:
-                if not torch.equal(buffer, values):
-                    buffer.copy_(values)
+        restore_buffers()
 
     def _outermost(self) -> list[nn.Module]:
         """Return the model, and the sharded modules that are not within another."""

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.gradients import HALF_DTYPES, GradientBuffers, needs_buffers
+from autoaccum.accumulation.host_storage import HostStorage
 from autoaccum.accumulation.savers.activation_checkpointing import Recompute, trained_blocks
 from autoaccum.accumulation.sharded_tensors import is_sharded_model
 from autoaccum.accumulation.step_result import StepPhase
 from autoaccum.accumulation.update import optimizer_parameters
-from autoaccum.accumulation.whole_batch.host_storage import HostStorage
 from autoaccum.errors import UsageError
 from autoaccum.options import OFFLOADS, RECOMPUTE, read_savers
 

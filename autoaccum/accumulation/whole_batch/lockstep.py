@@ -3,35 +3,31 @@
 Each part runs in a greenlet, which has a stack of its own in the same thread. Where a part calls `Lockstep.meet`, it
 waits, and the next one runs. When all wait, a joint function is called with what each has, and each goes on with its
 share. So one part computes at a time, autograd's graphs lie one after the other, and a single backward runs through all
-of them, the last part first.
+of them, the last part first. An exact BatchNorm meets so, and `whole_batch(x)`.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import copy_context
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from greenlet import GreenletExit, greenlet
-from torch import nn
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils import _python_dispatch as dispatch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from autoaccum.accumulation.whole_batch.rank_meetings import THE_END, RankMeetings, Shares, check_places
 from autoaccum.errors import WorkloadError
 
 T = TypeVar("T")
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 Join = Callable[[list[Any]], Sequence[Any]]
 """Takes what each part has, in order, and returns the share of each."""
 
 
-@dataclass(frozen=True)
-class _Meeting:
+class _Meeting(NamedTuple):
     """What a part waits for: `place` says where in the model, in words."""
 
     place: str
@@ -46,7 +42,8 @@ class Lockstep:
     part enters where it waits.
 
     A part finds what it has set on one of the `modules`, and not what the others have set there since. Changes of
-    values in place are seen by all. When all have ended, the modules have what the last part has set.
+    values in place are seen by all. When all have ended, the modules have what the last part has set. Grad mode and
+    autocast are each part's own, too; other contexts must not be open where a part waits.
 
     Attributes:
         part: The index of the part that runs; None between parts, and in backward.
@@ -67,10 +64,10 @@ class Lockstep:
         self.ranks = ranks
         self.follow: Callable[[str, Shares], None] = lambda place, rows: None
         self.part: int | None = None
-        self._while_waiting = while_waiting
-        self._on_part = on_part
+        self._while_waiting, self._on_part = while_waiting, on_part
         self._modules = list(modules)
         self._parts: list[greenlet] = []
+        self._states: list[_State] = []
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """Run a function for each part, and return their results; a rank without parts follows the others.
@@ -86,38 +83,34 @@ class Lockstep:
         self._parts = [greenlet(function) for function in functions]
         for part in self._parts:
             part.gr_context = copy_context()
-        states = [_TorchState()] * len(functions)
-        self._views = [_ModuleView(self._modules)] * len(functions)
+        self._states = [_State(self._modules)] * len(functions)
         results: list[Any] = [()] * len(functions)
-        self._forks = [0] * len(functions)
-        fork_rng, torch.random.fork_rng = torch.random.fork_rng, self._counted(torch.random.fork_rng)
         try:
             while True:
-                for index in range(len(self._parts)):
-                    results[index], states[index] = self._go_on(index, states[index], results[index])
+                results = [self._go_on(index, arguments) for index, arguments in enumerate(results)]
                 waiting = [not part.dead for part in self._parts]
                 if not any(waiting):
                     if self.ranks is not None:
                         self.ranks.meet(THE_END, None, ())
-                    self._views[-1].apply()
+                    self._states[-1].apply_modules()
                     return results
-                results = [(share,) for share in self._join(results, waiting)]
+                check_places([one.place if waits else THE_END for one, waits in zip(results, waiting, strict=True)])
+                shares = results[0].join([result.value for result in results])
+                results = [(share,) for share in shares]
         finally:
-            self._end(states)
-            self._views = []
-            torch.random.fork_rng = fork_rng
+            self._end()
 
     def meet(self, place: str, value: Any, join: Join) -> Any:
         """Wait until all parts are at this `place`, and return this part's share of `join` of all values.
 
         Raises:
-            WorkloadError: The part has set a generator aside (`fork_rng`) or seeded one: the others would draw from it.
+            WorkloadError: The part has seeded a generator: the others would draw from it.
         """
         assert self.part is not None
-        if self._forks[self.part] or self._seeds != _seeds():
+        if self._seeds != _seeds():
             raise WorkloadError(
-                f"random numbers are seeded or forked around {place}, where the other parts of the batch run and draw",
-                hint="end fork_rng before it, or draw from a torch.Generator made for each call",
+                f"a random generator is seeded before {place}, where the other parts of the batch run and draw from it",
+                hint="draw from a torch.Generator of your own",
             )
         # A weight that autocast has cast for several parts would sum their gradients in half precision.
         torch.clear_autocast_cache()
@@ -132,138 +125,172 @@ class Lockstep:
                 hint="leave that gradient out of the loss, or run the whole batch as one micro-batch",
             )
 
-    def _go_on(self, index: int, state: _TorchState, arguments: tuple[Any, ...]) -> tuple[Any, _TorchState]:
-        outside, modules = _TorchState(), _ModuleView(self._modules)
+    def _go_on(self, index: int, arguments: tuple[Any, ...]) -> Any:
+        outside = _State(self._modules)
         self._on_part(index)
         self.part = index
-        state.apply()
-        self._views[index].apply()
+        self._states[index].apply()
         self._seeds = _seeds()
         try:
-            result = self._parts[index].switch(*arguments)
-            return result, _TorchState()
+            return self._parts[index].switch(*arguments)
         finally:
             self.part = None
-            self._views[index] = _ModuleView(self._modules)
-            modules.apply()
+            self._states[index] = _State(self._modules)
             outside.apply()
 
-    def _counted(self, fork_rng: Any) -> Any:
-        """Return `fork_rng`, which counts for each part how many it has entered."""
-
-        @contextmanager
-        def fork(devices: Any = None, enabled: bool = True, *arguments: Any, **named: Any) -> Iterator[None]:
-            part = self.part
-            with fork_rng(devices, enabled, *arguments, **named):
-                self._forks[part or 0] += bool(enabled)
-                try:
-                    yield
-                finally:
-                    self._forks[part or 0] -= bool(enabled)
-
-        return fork
-
-    def _join(self, results: Sequence[Any], waiting: Sequence[bool]) -> Sequence[Any]:
-        check_places([one.place if waits else THE_END for one, waits in zip(results, waiting, strict=True)])
-        shares: Sequence[Any] = results[0].join([result.value for result in results])
-        return shares
-
-    def _end(self, states: Sequence[_TorchState]) -> None:
+    def _end(self) -> None:
         """End parts that still wait, in the contexts in which they wait."""
-        outside, modules = _TorchState(), _ModuleView(self._modules)
-        for part, state, view in zip(self._parts, states, self._views, strict=True):
+        outside = _State(self._modules)
+        for part, state in zip(self._parts, self._states, strict=True):
             if part and not part.dead:
                 state.apply()
-                view.apply()
                 with suppress(BaseException):
                     part.throw(GreenletExit)
-                modules.apply()
-        outside.apply()
-        self._parts = []
+                outside.apply()
+        self._parts, self._states = [], []
 
 
-class _ModuleView:
-    """The attributes, parameters and buffers that modules have, as objects."""
+class _State:
+    """What a part may have changed where it waits: grad mode, autocast, and what modules have as attributes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._kept = [(place, dict(place)) for one in modules for place in (vars(one), one._parameters, one._buffers)]
-
-    def apply(self) -> None:
-        """Give them back what they had."""
-        for place, kept in self._kept:
-            if len(place) != len(kept) or any(place.get(name, self) is not value for name, value in kept.items()):
-                place.clear()
-                place.update(kept)
-
-
-class _TorchState:
-    """PyTorch's settings of a thread that a part may have changed where it waits: contexts that it has entered."""
-
-    def __init__(self) -> None:
-        self._grad = torch.is_grad_enabled()
+        self._grad, self._cached = torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
         ]
-        self._cached = torch.is_autocast_cache_enabled()
-        self._hooks = _saved_tensor_hooks()
-        self._functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        self._dispatch = dispatch._get_current_dispatch_mode_stack()
-        self._attention = [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION]
-        self._warnings = warnings.filters[:]
-        self._stream = torch.cuda.current_stream() if torch.get_device_module("cuda").is_initialized() else None
+        places = (place for one in modules for place in (vars(one), one._parameters, one._buffers))
+        self._attributes = [(place, dict(place)) for place in places]
 
     def apply(self) -> None:
-        """Set them again."""
+        """Set it again."""
         torch.set_grad_enabled(self._grad)
-        for kind, enabled in zip(_ATTENTION, self._attention, strict=True):
-            getattr(torch.backends.cuda, f"enable_{kind}_sdp")(enabled)
-        if warnings.filters != self._warnings:
-            warnings.filters[:] = self._warnings  # type: ignore[index]
-            warnings._filters_mutated()  # type: ignore[attr-defined]
+        torch.set_autocast_cache_enabled(self._cached)
         for kind, enabled, dtype in self._autocast:
             torch.set_autocast_enabled(kind, enabled)
             torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self._cached)
-        _change_stack(_saved_tensor_hooks(), self._hooks, _pop_hooks, _push_hooks)
-        present = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        _change_stack(present, self._functions, _pop_mode, _push_mode)
-        _change_stack(
-            dispatch._get_current_dispatch_mode_stack(), self._dispatch, dispatch._pop_mode, dispatch._push_mode
-        )
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
+        self.apply_modules()
+
+    def apply_modules(self) -> None:
+        """Give modules back the attributes, parameters and buffers that they had, as objects."""
+        for place, kept in self._attributes:
+            if len(place) != len(kept) or any(place.get(name, self) is not value for name, value in kept.items()):
+                place.clear()
+                place.update(kept)
 
 
 def _seeds() -> list[int]:
     return [one.initial_seed() for one in (torch.default_generator, *torch.cuda.default_generators)]
 
 
-def _saved_tensor_hooks() -> list[tuple[Any, Any]]:
-    """Return the entered `saved_tensors_hooks`, the outermost first."""
-    autograd = torch._C._autograd
-    found: list[tuple[Any, Any]] = []
-    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        found.append(hooks)
-        autograd._pop_saved_tensors_default_hooks()
-    for pack, unpack in reversed(found):
-        autograd._push_saved_tensors_default_hooks(pack, unpack)
-    return found[::-1]
+IN_SEQUENCE = object()
+_PLACE = "whole_batch(x)"
+_running: Any = None
+"""How the parts of the present update run: in a `Lockstep`, one after the other, or None outside of one."""
 
 
-def _pop_hooks() -> None:
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+class NeedsWholeBatch(BaseException):
+    """Raised by `whole_batch` where parts run one after the other: the update has to run in lock step."""
 
 
-def _push_hooks(hooks: tuple[Any, Any]) -> None:
-    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+class OnePart:
+    """A part that runs alone, as in an evaluation: `whole_batch(x)` is `x`, and `calls` counts how often."""
+
+    calls = 0
 
 
-def _change_stack(present: list[Any], wanted: list[Any], pop: Callable[[], Any], push: Callable[[Any], Any]) -> None:
-    """Pop and push entries of a stack until `present` is `wanted`."""
-    common = 0
-    while common < min(len(present), len(wanted)) and present[common] is wanted[common]:
-        common += 1
-    for _ in present[common:]:
-        pop()
-    for entry in wanted[common:]:
-        push(entry)
+@contextmanager
+def parts_run(how: Any) -> Iterator[None]:
+    """Let `whole_batch` join parts that run in the `Lockstep` given; raise NeedsWholeBatch for parts IN_SEQUENCE.
+
+    In `OnePart` it joins nothing.
+    """
+    global _running
+    before, _running = _running, how
+    try:
+        yield
+    finally:
+        _running = before
+
+
+def whole_batch(x: Tensor) -> Tensor:
+    """Return `x` of all samples of the effective batch, for use within a model or a loss.
+
+    Within an update in micro-batches, the `x` of all micro-batches, those of other ranks too, is joined along the first
+    dimension; it is differentiable, so that each sample's gradient is that of all uses. Elsewhere `x` itself is
+    returned.
+
+    A model that balances the load of experts over the whole batch:
+
+        share = autoaccum.whole_batch(gates).mean(0)
+        balance = experts * (share * share).sum()
+
+    Where a micro-batch waits for this, others run. What it has set on a module it finds again; what it has written
+    elsewhere, such as into a dict of one's own, may be another's.
+
+    Each micro-batch's loss counts by its share of the update, so a term that all compute alike counts once. In a loss
+    with `reduction="sum"` it would count once for each micro-batch, so that is refused.
+
+    Args:
+        x: A tensor whose first dimension is the sample, or a number of rows for each sample.
+
+    Raises:
+        WorkloadError: `x` is no such tensor, the micro-batches' tensors cannot be joined, or their losses are added up.
+    """
+    if not isinstance(x, Tensor) or x.ndim == 0:
+        raise WorkloadError("whole_batch(x) needs a tensor whose first dimension is the sample")
+    running = _running
+    if running is IN_SEQUENCE:
+        raise NeedsWholeBatch
+    if running is None or isinstance(running, OnePart):
+        if running is not None:
+            running.calls += 1
+        return x if torch.is_grad_enabled() else x.detach()
+    if running.part is None:
+        raise WorkloadError(
+            "whole_batch(x) runs within backward (activation checkpointing), where it cannot wait for the other parts",
+            hint="leave out the checkpointing, or call whole_batch outside of the checkpointed part",
+        )
+    if running.adds_up:
+        raise WorkloadError(
+            "the loss is a sum, and whole_batch(x) is called: a term that all micro-batches compute alike would count"
+            " once for each of them",
+            hint='make the loss a mean (reduction="mean"), or compute it of all outputs in coupled_loss',
+        )
+    # The joined tensor and its gradients wait in host memory for the other parts.
+    joined: Tensor = running.meet(_PLACE, x.cpu(), partial(join_rows, ranks=running.ranks))
+    return joined.to(x.device, copy=True)  # Else, on the CPU, a part that changes it in place changes all parts'.
+
+
+def join_rows(values: Sequence[Tensor], ranks: RankMeetings | None = None) -> list[Tensor]:
+    """Return, for each part, the tensors of all parts, of all ranks, joined along the first dimension."""
+    joined = _join_rows(values)
+    if ranks is not None:
+        joined = _join_rows([rows for _, (rows,) in ranks.meet(_PLACE, None, [joined])[1]])
+    return [joined] * len(values)
+
+
+def _join_rows(values: Sequence[Tensor]) -> Tensor:
+    if len({(value.shape[1:], value.dtype) for value in values}) > 1:
+        kinds = ", ".join(f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}" for value in values)
+        raise WorkloadError(
+            f"whole_batch(x) got tensors of different shapes or dtypes: {kinds}",
+            hint="make all but the first dimension equal, as by padding to one length",
+        )
+    joined: Tensor = _Joined.apply(*values)  # type: ignore[no-untyped-call]
+    return joined
+
+
+class _Joined(torch.autograd.Function):
+    """`torch.cat`; autograd adds up the gradients of all parts before its backward splits them."""
+
+    @staticmethod
+    def forward(ctx: Any, *values: Tensor) -> Tensor:
+        ctx.lengths = [len(value) for value in values]
+        return torch.cat(values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if isinstance(_running, Lockstep):
+            _running.check_backward(_PLACE)
+        return torch.split(gradient, ctx.lengths)

@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autoaccum.accumulation.backpropagation import Backpropagation, LossRecord
 from autoaccum.accumulation.batchnorm import uncompiled
+from autoaccum.accumulation.host_storage import HostStorage
 from autoaccum.accumulation.module_calls import is_close
 from autoaccum.accumulation.rng_state import RngState, initialized_cuda_devices, module_generators
 from autoaccum.accumulation.step_result import warn_caller
-from autoaccum.accumulation.transaction import is_plain_tensor
+from autoaccum.accumulation.transaction import buffer_restorer, is_plain_tensor
 from autoaccum.accumulation.whole_batch.exact_batchnorm import ExactBatchNorm
-from autoaccum.accumulation.whole_batch.host_storage import HostStorage
 from autoaccum.accumulation.whole_batch.joined_outputs import OutputsJoining
-from autoaccum.accumulation.whole_batch.joining import IN_SEQUENCE, parts_run
-from autoaccum.accumulation.whole_batch.lockstep import Lockstep
+from autoaccum.accumulation.whole_batch.lockstep import IN_SEQUENCE, Lockstep, parts_run
 from autoaccum.accumulation.whole_batch.rank_meetings import RankMeetings, RankOutputs
 from autoaccum.errors import UsageError
 from autoaccum.options import BatchNormMode
 from autoaccum.workload import pytree
 from autoaccum.workload.batches import batch_size, join_batches, move_batch, split_batch
 from autoaccum.workload.objective import Weights
-from autoaccum.workload.pytree import unwrap_batch
 
 _Parts: TypeAlias = Sequence[Any]
 """The parts of the batch, each a nest of tensors."""
@@ -37,19 +35,18 @@ class LockstepParts:
     """Runs the parts of an update in lock step, and one backward through all of them.
 
     What autograd saves of a part lies in host memory until backward needs it, so that the device holds one part and
-    what lives where parts wait for each other.
+    what lives where parts wait for each other. A coupled loss is computed once, from the outputs of all parts.
 
     Args:
         exact_batchnorm: BatchNorm normalises by the moments of the whole batch.
-        coupled: The loss is computed once, from the outputs of all parts.
         on_part: Called with the index of a part whenever it begins or goes on.
 
     Attributes:
         host_bytes: The bytes that the last update stored in host memory.
     """
 
-    def __init__(self, *, exact_batchnorm: bool, coupled: bool, on_part: Callable[[int], None]) -> None:
-        self._exact_batchnorm, self._coupled, self._on_part = exact_batchnorm, coupled, on_part
+    def __init__(self, *, exact_batchnorm: bool, on_part: Callable[[int], None]) -> None:
+        self._exact_batchnorm, self._on_part = exact_batchnorm, on_part
         self.host_bytes = 0
         self._loss_of_all = _LossOfAll()
 
@@ -64,10 +61,10 @@ class LockstepParts:
         """As `PartsRunner`. Parts without weight run too: other samples depend on theirs."""
         model, device = backpropagation.model, backpropagation.device
         storage = HostStorage([*model.parameters(), *model.buffers()])
-        modules = dict(backpropagation.named_modules())
+        modules, is_coupled = dict(backpropagation.named_modules()), backpropagation.objective.coupled
         ranks = RankMeetings(backpropagation.ranks, device) if backpropagation.ranks.size > 1 else None
         lockstep = Lockstep(self._on_part, modules.values(), storage.waiting, ranks)
-        lockstep.adds_up = backpropagation.objective.reduction == "sum" and not self._coupled
+        lockstep.adds_up = backpropagation.objective.reduction == "sum" and not is_coupled
 
         @contextmanager
         def joining_parts() -> Iterator[None]:
@@ -77,33 +74,28 @@ class LockstepParts:
 
         def run_part(part: Any, share: Weights) -> Any:
             backpropagation.on_phase("forward")
-            with nullcontext() if device.type == storage.host else storage.saving():
-                moved = move_batch(part, device)
-                if self._coupled:
-                    return backpropagation.outputs(moved)
-                return backpropagation.weighted_terms(moved, share, None, record)[1]
-
-        def run_backward(function: Callable[..., None], *arguments: Any) -> None:
-            backpropagation.on_phase("backward")
-            with joining_parts():  # A part that is computed once more within backward (checkpointing) is refused.
-                function(*arguments)
+            moved = move_batch(part, device)
+            if is_coupled:
+                return backpropagation.outputs(moved)
+            return backpropagation.weighted_terms(moved, share, None, record)[1]
 
         with closing(ranks) if ranks is not None else nullcontext():
-            with joining_parts():
+            with joining_parts(), nullcontext() if device.type == storage.host else storage.saving():
                 results = lockstep.run([partial(run_part, *each) for each in zip(parts, shares, strict=True)])
-            if self._coupled and ranks is not None:
-                leaves = [_require_gradients(one) for one in results]
-                self._loss_of_all.run_backward(backpropagation, leaves, parts, batches, record)
-                used, gradients = _with_gradients(_tensors(results), [leaf.grad for leaf in _tensors(leaves)])
-                end = ranks.ending_at(None)
-                run_backward(torch.autograd.backward, [*used, end], [*gradients, torch.ones_like(end)])
-            else:
-                if self._coupled:
-                    loss = self._loss_of_all(backpropagation, results, parts, batches, record)
-                else:
-                    loss = torch.stack(results).sum() if results else torch.zeros((), device=device)
-                del results
-                run_backward(backpropagation.backward, loss if ranks is None else ranks.ending_at(loss))
+            roots, gradients = list[Tensor](), list[Tensor | None]()
+            if is_coupled:
+                of_parts = self._loss_of_all.gradients(backpropagation, results, parts, batches, record)
+                roots, gradients = _with_gradients(_tensors(results), [one for part in of_parts for one in part])
+            elif results and (loss := torch.stack(results).sum()).requires_grad:
+                roots, gradients = [backpropagation.scaled(loss)], [None]
+                del loss
+            del results
+            if ranks is not None:
+                roots, gradients = [*roots, ranks.end], [*gradients, None]
+            backpropagation.on_phase("backward")
+            with joining_parts():  # A part that is computed once more within backward (checkpointing) is refused.
+                if roots:
+                    torch.autograd.backward(roots, gradients)
         self.host_bytes = storage.peak_bytes
 
 
@@ -131,31 +123,26 @@ class RepeatedParts:
         """As `PartsRunner`."""
         model, device = backpropagation.model, backpropagation.device
         generators = module_generators(model.modules())
-        restore_buffers = _buffer_restorer(model)
-        states, leaves = [], []
+        restore_buffers = buffer_restorer(model)
+        states, outputs = [], []
         for part in parts:
             states.append(RngState(initialized_cuda_devices(), generators))
             backpropagation.on_phase("forward")
             with torch.no_grad(), parts_run(IN_SEQUENCE):
-                leaves.append(_require_gradients(backpropagation.outputs(move_batch(part, device))))
-        self._loss_of_all.run_backward(backpropagation, leaves, parts, batches, record)
-        kept = [[(leaf.detach(), leaf.grad) for leaf in pytree.tensors(one)] for one in leaves]
-        del leaves
+                outputs.append(backpropagation.outputs(move_batch(part, device)))
+        gradients = self._loss_of_all.gradients(backpropagation, outputs, parts, batches, record)
         after = RngState(initialized_cuda_devices(), generators)
         restore_buffers()
-        for part, state, first in zip(parts, states, kept, strict=True):
+        for part, state, first, of_outputs in zip(parts, states, outputs, gradients, strict=True):
             state.restore()
             backpropagation.on_phase("forward")
-            again = list(pytree.tensors(backpropagation.outputs(move_batch(part, device))))
+            again = _tensors([backpropagation.outputs(move_batch(part, device))])
             if not self._has_compared:
-                if backpropagation.ranks.size > 1:
-                    own = RankOutputs(backpropagation.ranks, model, device)
-                    own.check_constants([[one for one, _ in first], again], unwrap_batch(part))
-                _warn_of_other_outputs([value for value, _ in first], again)
-            used, gradients = _with_gradients(again, [gradient for _, gradient in first])
+                _warn_of_other_outputs(_tensors([first]), again)
+            used, of_used = _with_gradients(again, of_outputs)
             backpropagation.on_phase("backward")
             if used:
-                torch.autograd.backward(used, gradients)
+                torch.autograd.backward(used, of_used)
         self._has_compared = True
         after.restore()
 
@@ -187,8 +174,7 @@ def join_parts(
             "parts of the batch run in lock step, which sums gradients of half-precision parameters in their dtype",
             hint='give accumulate_in="parameters", or keep the parameters in float32 under autocast',
         )
-    exact, coupled = mode == "exact", bool(backpropagation.objective.coupled)
-    lockstep = LockstepParts(exact_batchnorm=exact, coupled=coupled, on_part=on_part)
+    lockstep = LockstepParts(exact_batchnorm=mode == "exact", on_part=on_part)
     backpropagation.run_parts = lockstep if in_lockstep else RepeatedParts()
 
 
@@ -198,10 +184,23 @@ class _LossOfAll:
     def __init__(self) -> None:
         self._joining = OutputsJoining()
 
-    def __call__(
+    def gradients(
+        self, backpropagation: Backpropagation, outputs: _Parts, parts: _Parts, batches: _Parts, record: LossRecord
+    ) -> list[list[Tensor | None]]:
+        """Return the gradients of the loss by the outputs of each of this rank's `parts`, of `batches`.
+
+        What else the loss uses, such as its own parameters, gets its gradients on the first rank only.
+        """
+        leaves = [_require_gradients(one) for one in outputs]
+        loss = self._loss(backpropagation, leaves, parts, batches, record)
+        backpropagation.on_phase("backward")
+        is_first = backpropagation.ranks.rank == 0
+        backpropagation.backward(loss, None if is_first else [one for one in _tensors(leaves) if one.requires_grad])
+        return [[leaf.grad for leaf in pytree.tensors(one)] for one in leaves]
+
+    def _loss(
         self, backpropagation: Backpropagation, outputs: _Parts, parts: _Parts, batches: _Parts, record: LossRecord
     ) -> Tensor:
-        """Return the loss of the outputs of this rank's `parts`, of `batches`, with those of other ranks."""
         ranks, sizes = backpropagation.ranks, [*map(batch_size, parts)]
         outputs_of = _outputs_of(backpropagation, batches)
         if ranks.size == 1:
@@ -220,15 +219,6 @@ class _LossOfAll:
         with own.same_random_numbers():
             return backpropagation.coupled_loss(joined, read, record if ranks.rank == 0 else LossRecord())
 
-    def run_backward(
-        self, backpropagation: Backpropagation, leaves: _Parts, parts: _Parts, batches: _Parts, record: LossRecord
-    ) -> None:
-        """Run the backward of the loss to outputs that are leaves, and to what else it uses, on the first rank only."""
-        loss = self(backpropagation, leaves, parts, batches, record)
-        backpropagation.on_phase("backward")
-        is_first = backpropagation.ranks.rank == 0
-        backpropagation.backward(loss, None if is_first else [one for one in _tensors(leaves) if one.requires_grad])
-
 
 def _warn_of_other_outputs(first: Sequence[Tensor], again: Sequence[Tensor]) -> None:
     """Warn if a forward has given other outputs the second time; in a simulation there are no values to compare."""
@@ -236,25 +226,8 @@ def _warn_of_other_outputs(first: Sequence[Tensor], again: Sequence[Tensor]) -> 
     if all(map(is_plain_tensor, again)) and not all(is_close(one, other) for one, other in pairs):
         warn_caller(
             "the forward of a part gives other outputs when it is repeated, since it changes what it reads, so that the"
-            ' gradient is not the full batch\'s: take coupled="lockstep", which runs it once'
+            " gradient is not the full batch's: keep state in buffers (register_buffer)"
         )
-
-
-def _buffer_restorer(model: nn.Module) -> Callable[[], None]:
-    """Return a function that restores all buffers of `model`, also replaced ones, to their present values."""
-    held = [(module._buffers, dict(module._buffers)) for module in model.modules()]
-    copies = [(buffer, buffer.clone()) for buffer in model.buffers()]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for now, before in held:
-            now.clear()
-            now.update(before)
-        for buffer, value in copies:
-            if not is_plain_tensor(buffer) or not torch.equal(buffer, value):  # Not every change raises the version.
-                buffer.copy_(value)
-
-    return restore
 
 
 def _outputs_of(backpropagation: Backpropagation, batches: _Parts) -> Callable[[int], Any]:
@@ -265,7 +238,7 @@ def _outputs_of(backpropagation: Backpropagation, batches: _Parts) -> Callable[[
         enough = [*batches] * -(-samples // max(1, sum(map(batch_size, batches))))
         batch = join_batches(enough) if enough[1:] else enough[0]
         first = split_batch(batch, [samples, batch_size(batch) - samples])[0]
-        restore_buffers = _buffer_restorer(backpropagation.model)
+        restore_buffers = buffer_restorer(backpropagation.model)
         before = RngState(initialized_cuda_devices(), module_generators(backpropagation.model.modules()))
         with parts_run(None), uncompiled():
             outputs = backpropagation.outputs(move_batch(first, backpropagation.device))
@@ -283,7 +256,9 @@ def _require_gradients(outputs: Any) -> Any:
     )
 
 
-def _with_gradients(outputs: Iterable[Tensor], gradients: Iterable[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
+def _with_gradients(
+    outputs: Sequence[Tensor], gradients: Sequence[Tensor | None]
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Return the outputs that a backward begins at, and their gradients."""
     pairs = zip(outputs, gradients, strict=True)
     used = [(one, gradient) for one, gradient in pairs if gradient is not None and one.requires_grad]

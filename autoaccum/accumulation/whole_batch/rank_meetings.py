@@ -61,10 +61,10 @@ class RankMeetings:
             found = [[next(taken) for _ in row] for row in found]
         return places[0], [(row[1], tensors) for row, tensors in zip(present, found, strict=True)]
 
-    def ending_at(self, loss: Tensor | None) -> Tensor:
-        """Return `loss`, or zero without one, so that its backward comes to all meetings."""
-        start = torch.zeros((), device=self._device) if loss is None else loss
-        return start + self._token.to(start)
+    @property
+    def end(self) -> Tensor:
+        """A number whose backward comes to all meetings."""
+        return self._token
 
     def sum_gradients(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients summed over all ranks, in host memory."""
@@ -136,7 +136,7 @@ class RankOutputs:
                 "the loss reads batches with a split(batch, sizes) of their own, which cannot be joined over ranks",
                 hint="return what it reads of them from outputs(model, batch)",
             )
-        self.check_constants(outputs)
+        self._check_constants(outputs)
         rows = self._ranks.gather((self._pack((list(outputs), list(batches))), list(sizes)))
         outputs_of, batches_of = zip(*(self._unpack(packed) for packed, _ in rows), strict=True)
         all_outputs = [
@@ -152,20 +152,16 @@ class RankOutputs:
     @contextmanager
     def same_random_numbers(self) -> Iterator[None]:
         """Draw rank 0's random numbers within, and leave the generators of the others as they were."""
-        devices, is_first = initialized_cuda_devices(), self._ranks.rank == 0
-        states = self._ranks.gather(capture_rng_state(devices) if is_first else None)
-        before = None if is_first else RngState(devices)
-        try:
-            if not is_first:
-                restore_rng_state(states[0] or {}, devices)
-            yield
-        finally:
-            if before is not None:
-                before.restore()
+        devices, own = initialized_cuda_devices(), RngState(initialized_cuda_devices())
+        states = self._ranks.gather(capture_rng_state(devices))
+        restore_rng_state(states[0], devices)
+        yield
+        if self._ranks.rank:
+            own.restore()
 
-    def check_constants(self, outputs: Sequence[Any], batch: Any = None) -> None:
-        """Raise WorkloadError if two of the `outputs` share a tensor, as no rows do, not of model or `batch`."""
-        known = {tensor.untyped_storage()._cdata for tensor in (*self._kept, *pytree.tensors(batch))}
+    def _check_constants(self, outputs: Sequence[Any]) -> None:
+        """Raise WorkloadError if a tensor that is not the model's is an output of two parts, as no rows are."""
+        known = {tensor.untyped_storage()._cdata for tensor in self._kept}
         places = ({_place(one) for one in pytree.tensors(part) if one.ndim} for part in outputs)
         seen = Counter(place for part in places for place in part if place[0] not in known)
         if any(count > 1 for count in seen.values()):

@@ -23,7 +23,6 @@ from autoaccum.devices.meters import warm_up
 from autoaccum.devices.trial_record import Inspect, RunTrial, record_trial
 from autoaccum.devices.trial_run import run_trial
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.options import Coupled
 from autoaccum.units import MemorySize, format_bytes
 from autoaccum.workload.spec import Workload
 
@@ -138,7 +137,6 @@ class InPlaceDevice(Device):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
-        coupled: Coupled | None = None,
     ) -> Trial:
         """Run one trial in this process; `fresh`, `limit_seconds` and `spare` have no effect.
 
@@ -146,7 +144,7 @@ class InPlaceDevice(Device):
             UsageError: As `limit_bytes`.
             NotMeasuredError: Something could not be restored; the message names it.
         """
-        return dataclasses.replace(self._run(parts, limit_bytes, coupled=coupled), limit_bytes=limit_bytes)
+        return dataclasses.replace(self._run(parts, limit_bytes), limit_bytes=limit_bytes)
 
     def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:
         """As `GrowingDevice.grow`, in this process; sizes stop growing after a quarter of `limit_seconds`."""
@@ -159,7 +157,6 @@ class InPlaceDevice(Device):
         *,
         grows: bool = False,
         limit_seconds: float = TRIAL_LIMIT_SECONDS,
-        coupled: Coupled | None = None,
     ) -> Trial:
         limit, budget_bytes = self._start()
         self._check_threads()
@@ -168,7 +165,6 @@ class InPlaceDevice(Device):
             joined=self._joined,
             savers=self._savers,
             draw=self._draw,
-            coupled=coupled,
             limit_bytes=budget_bytes if limit_bytes is None else limit_bytes,
             limit_seconds=limit_seconds,
             grows=grows,

@@ -18,12 +18,12 @@ from autoaccum.devices.deadline import Deadline
 from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings, read_settings
 from autoaccum.devices.simulated.cards import Card, ContextMemory, all_cards, card_rates, context_memory
-from autoaccum.devices.simulated.simulation_requests import LabelParts, TraceParts, Tracer
+from autoaccum.devices.simulated.simulation_requests import LabelParts, Tracer
 from autoaccum.devices.simulated.trace_records import Trace
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
 from autoaccum.devices.update_cost import CardRates, UpdateCost
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
-from autoaccum.options import Coupled, Reduce
+from autoaccum.options import Reduce
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
@@ -213,16 +213,11 @@ class SimulatedDevice(Device):
         limit_bytes: int | None = None,
         limit_seconds: float | None = None,
         spare: bool = True,
-        coupled: Coupled | None = None,
     ) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
         began = time.monotonic()
         try:
-            if coupled is None:
-                traces = self._traces.traces_of(parts, fresh, limit_seconds)
-            else:
-                request = TraceParts(parts=parts, coupled=coupled, **{**self._traces.way, "joined": True})
-                traces = [self._traces.call(request, limit_seconds)]
+            traces = self._traces.traces_of(parts, fresh, limit_seconds)
         except (WorkloadError, NotMeasuredError) as error:
             seconds = time.monotonic() - began
             return dataclasses.replace(_failed(error, parts, seconds, limit_seconds), limit_bytes=limit_bytes)

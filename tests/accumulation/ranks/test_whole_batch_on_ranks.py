@@ -116,7 +116,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Any], dict[str, 
     "twice": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast}),
     "twice, of the batch": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast_of_batch}),
     "twice, criterion": (mlp, rows, {"criterion": Pairs, "coupled": True}),
-    "lockstep": (Towers, pairs, {"outputs": two_towers, "coupled_loss": contrast, "coupled": "lockstep"}),
     "exact and coupled": (
         lambda: Towers(True),
         pairs,
@@ -213,15 +212,13 @@ class Tempered(nn.Module):
         return functional.cross_entropy(outputs @ outputs.T * self.temperature.exp(), targets)
 
 
-def tempered(coupled: Any, shares: list[int] | None) -> Values:
+def tempered(shares: list[int] | None) -> Values:
     torch.manual_seed(5)
     model, criterion, seen = nn.Linear(6, 4).double(), Tempered(), list[Tensor]()
     parameters = [*model.parameters(), *criterion.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.0)
     optimizer.register_step_pre_hook(lambda *_: seen.extend(torch.as_tensor(one.grad).clone() for one in parameters))
-    accumulator = Accumulator(
-        model, optimizer, criterion=criterion, coupled=coupled, micro_batch=2 if shares else SAMPLES
-    )
+    accumulator = Accumulator(model, optimizer, criterion=criterion, coupled=True, micro_batch=2 if shares else SAMPLES)
     accumulator.step_parts(dealt((rows(SAMPLES)[0], torch.arange(SAMPLES)), shares))
     return {f"gradient {number}": one for number, one in enumerate(seen)}
 
@@ -240,8 +237,7 @@ UPDATES: dict[str, tuple[Callable[[list[int] | None], Values], dict[int, list[in
     "running": (running, {4: [4, 0, 5, 2]}),
     "lists of samples and records": (captioned, {4: [2, 0, 2, 2]}),
     "no weight on rank 1": (ignored, {2: [5, 6]}),
-    "a parameter of the loss": (partial(tempered, True), {2: [5, 6], 3: SHARES[3]}),
-    "a parameter of the loss, lockstep": (partial(tempered, "lockstep"), {2: [5, 6], 3: SHARES[3]}),
+    "a parameter of the loss": (tempered, {2: [5, 6], 3: SHARES[3]}),
 }
 
 

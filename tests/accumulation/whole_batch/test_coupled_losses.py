@@ -112,26 +112,26 @@ def total(loss: Callable[[Any, Any], Any]) -> Callable[[nn.Module, Any], Tensor]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("coupled", [True, "lockstep"])
 @pytest.mark.parametrize("micro_batch", [1, 4])
-def test_the_gradient_is_the_full_batch_s(loss: Any, coupled: Any, micro_batch: int) -> None:
+def test_the_gradient_is_the_full_batch_s(loss: Any, micro_batch: int) -> None:
     model, batch = Towers().double(), batch_of()
-    recorded = Recorded(model, outputs=outputs, coupled_loss=loss, coupled=coupled, micro_batch=micro_batch)
+    recorded = Recorded(model, outputs=outputs, coupled_loss=loss, coupled=True, micro_batch=micro_batch)
     result = recorded.step(batch)
     check_equal(recorded, model, total(loss), batch)
     assert result.loss == pytest.approx(float(total(loss)(model, batch).detach()), abs=1e-12)
     assert set(result.terms) == ({"contrast", "pull"} if loss is supervised else {"loss"})
 
 
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("micro_batch", [1, 3])
-def test_with_exact_batchnorm(micro_batch: int) -> None:
+def test_with_exact_batchnorm(loss: Any, micro_batch: int) -> None:
     model, batch = Towers(), batch_of()
     model.norm = nn.BatchNorm1d(8)
     model.double()
-    options: Any = {"outputs": outputs, "coupled_loss": barlow_twins, "coupled": True, "micro_batch": micro_batch}
+    options: Any = {"outputs": outputs, "coupled_loss": loss, "coupled": True, "micro_batch": micro_batch}
     recorded = Recorded(model, **options, batchnorm="exact", clip_norm=1e9)
     recorded.step(batch)
-    check_equal(recorded, model, total(barlow_twins), batch)
+    check_equal(recorded, model, total(loss), batch)
 
 
 def test_a_window_is_one_batch() -> None:
@@ -182,11 +182,11 @@ class Contrastive(nn.Module):
         return functional.mse_loss(z @ z.T, (targets[:, None] == targets).to(z.dtype))
 
 
-@pytest.mark.parametrize(("coupled", "batchnorm"), [(True, "micro"), ("lockstep", "micro"), (True, "exact")])
-def test_a_criterion_needs_no_more(coupled: Any, batchnorm: Any) -> None:
+@pytest.mark.parametrize("batchnorm", ["micro", "exact"])
+def test_a_criterion_needs_no_more(batchnorm: Any) -> None:
     model, criterion = nn.Sequential(nn.Linear(WIDTH, 8)).double(), Contrastive()
     whole, batch = copy.deepcopy(criterion), (torch.randn(9, WIDTH, dtype=torch.float64), torch.arange(9) % 3)
-    recorded = Recorded(model, criterion=criterion, coupled=coupled, micro_batch=2, batchnorm=batchnorm)
+    recorded = Recorded(model, criterion=criterion, coupled=True, micro_batch=2, batchnorm=batchnorm)
     recorded.accumulator._optimizer.add_param_group({"params": list(criterion.parameters())})
     if batchnorm == "micro":
         with pytest.warns(UserWarning, match=r"BatchNorm normalises by the micro-batch in criterion\.norm"):
@@ -197,11 +197,10 @@ def test_a_criterion_needs_no_more(coupled: Any, batchnorm: Any) -> None:
     check_buffers(criterion, whole)
 
 
-@pytest.mark.parametrize("coupled", [True, "lockstep"])
-def test_fp16_with_a_scaler(coupled: Any) -> None:
+def test_fp16_with_a_scaler() -> None:
     model, batch = Towers(), {name: value.float() for name, value in batch_of().items() if name in ("left", "right")}
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    options: Any = {"outputs": outputs, "coupled_loss": info_nce, "coupled": coupled, "micro_batch": 3}
+    options: Any = {"outputs": outputs, "coupled_loss": info_nce, "coupled": True, "micro_batch": 3}
     recorded = Recorded(model, **options, precision="fp16", scaler=scaler, clip_norm=1e9)
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -213,15 +212,10 @@ def test_fp16_with_a_scaler(coupled: Any) -> None:
     check_equal(recorded, model, loss, batch, tolerance=5e-3)
 
 
-@pytest.mark.parametrize("coupled", [True, "lockstep"])
-def test_half_precision_parameters(coupled: Any) -> None:
+def test_half_precision_parameters() -> None:
     model = Towers().bfloat16()
     batch = {name: value.bfloat16() for name, value in batch_of().items() if name in ("left", "right")}
-    options: Any = {"outputs": outputs, "coupled_loss": info_nce, "coupled": coupled, "micro_batch": 3}
-    if coupled == "lockstep":
-        with pytest.raises(UsageError, match="lock step, which sums gradients of half-precision parameters in their"):
-            Recorded(model, **options)
-        return
+    options: Any = {"outputs": outputs, "coupled_loss": info_nce, "coupled": True, "micro_batch": 3}
     recorded = Recorded(model, **options)
     recorded.step(batch)
     check_equal(recorded, model, total(info_nce), batch, tolerance=0.02)
@@ -296,22 +290,20 @@ def contrast_of_maps(outputs: Any, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(("function", "loss"), [(ones, spread), (single_rows, spread), (boxes, spread)])
-@pytest.mark.parametrize("coupled", [True, "lockstep"])
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 5])
-def test_a_list_of_samples_is_joined_as_a_list(function: Any, loss: Any, coupled: Any, micro_batch: int) -> None:
+def test_a_list_of_samples_is_joined_as_a_list(function: Any, loss: Any, micro_batch: int) -> None:
     model, batch = Towers().double(), batch_of()
-    recorded = Recorded(model, outputs=function, coupled_loss=loss, coupled=coupled, micro_batch=micro_batch)
+    recorded = Recorded(model, outputs=function, coupled_loss=loss, coupled=True, micro_batch=micro_batch)
     for _ in range(2):
         recorded.step(batch)
         check_equal(recorded, model, lambda model, batch: loss(function(model, batch), batch), batch)
 
 
 @pytest.mark.parametrize("function", [maps, rows_of_two])
-@pytest.mark.parametrize("coupled", [True, "lockstep"])
 @pytest.mark.parametrize("micro_batch", [1, 2, 5])
-def test_a_list_of_maps_may_be_as_long_as_a_part(function: Any, coupled: Any, micro_batch: int) -> None:
+def test_a_list_of_maps_may_be_as_long_as_a_part(function: Any, micro_batch: int) -> None:
     model, batch = Towers().double(), batch_of()
-    options: Any = {"outputs": function, "coupled_loss": contrast_of_maps, "coupled": coupled}
+    options: Any = {"outputs": function, "coupled_loss": contrast_of_maps, "coupled": True}
     recorded = Recorded(model, **options, micro_batch=micro_batch)
     recorded.step(batch)
     check_equal(recorded, model, lambda model, batch: contrast_of_maps(function(model, batch), batch), batch)
@@ -348,14 +340,14 @@ def test_the_run_that_tells_samples_from_maps_leaves_nothing() -> None:
             "coupled is set, but the loss is a function of model and",
         ),
         ({"criterion": nn.MSELoss(), "batchnorm": "running"}, 'batchnorm is "running", and parts of the batch need ea'),
-        ({"criterion": nn.MSELoss(), "coupled": "twice"}, "coupled is 'twice': take True, False or \"lockstep\""),
+        ({"criterion": nn.MSELoss(), "coupled": "twice"}, "coupled is 'twice': take True or False"),
         ({"coupled_loss": info_nce}, "there is coupled_loss, but no outputs: write both"),
         ({"coupled_loss": info_nce, "outputs": outputs, "loss": nn.MSELoss()}, "there are loss and coupled_loss: give"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
     model = nn.Linear(2, 2)
-    chosen: Any = {"coupled": "lockstep", "micro_batch": 1} | options
+    chosen: Any = {"coupled": True, "micro_batch": 1} | options
     with pytest.raises((UsageError, WorkloadError), match=message):
         Accumulator(model, torch.optim.SGD(model.parameters()), **chosen)
 
@@ -392,9 +384,7 @@ def test_a_forward_that_changes_what_it_reads_is_warned_of_in_two_passes() -> No
 
     batch = batch_of()
     recorded = Recorded(Drifting().double(), outputs=outputs, coupled_loss=info_nce, coupled=True, micro_batch=4)
-    with pytest.warns(
-        AccumulationWarning, match='gives other outputs when it is repeated, .*: take coupled="lockstep"'
-    ):
+    with pytest.warns(AccumulationWarning, match="gives other outputs when it is repeated"):
         recorded.step(batch)
 
 

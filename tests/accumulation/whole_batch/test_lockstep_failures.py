@@ -6,7 +6,7 @@ import gc
 import signal
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -17,13 +17,12 @@ from greenlet import greenlet
 from memory_errors import OutOfMemoryAt
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from whole_batches import Recorded, check_equal, cross_entropy
 
 from autoaccum import whole_batch
 from autoaccum.accumulation.step_result import StepObserver
-from autoaccum.accumulation.whole_batch.lockstep import Lockstep, _saved_tensor_hooks
+from autoaccum.accumulation.whole_batch.lockstep import Lockstep
 from autoaccum.errors import WorkloadError
 
 SAMPLES, MICRO_BATCH, PARTS = 6, 2, 3
@@ -41,8 +40,7 @@ class Net(nn.Module):
         for number, layer in enumerate(self.layers):
             for fail in self.fail:
                 fail(number, x)
-            with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
-                x = torch.relu(layer(x)) if number else layer(functional.dropout(x, 0.0))
+            x = torch.relu(layer(x)) if number else layer(functional.dropout(x, 0.0))
         return torch.as_tensor(x - whole_batch(x).mean(0))
 
 
@@ -88,7 +86,7 @@ def nothing_left_behind(recorded: Recorded) -> Iterator[None]:
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == (True, False)
-    assert (_saved_tensor_hooks(), _get_current_dispatch_mode_stack()) == ([], [])
+    assert _get_current_dispatch_mode_stack() == []
     x = torch.ones(1)
     assert whole_batch(x) is x
 
@@ -194,27 +192,18 @@ def test_code_that_catches_exceptions_does_not_keep_a_part_alive() -> None:
 
 
 def test_parts_keep_their_own_contexts() -> None:
-    """Grad mode, autocast, hooks, function and dispatch modes, and context variables are those of the part."""
+    """Grad mode, autocast and context variables are those of the part."""
     lockstep, variable = Lockstep(), ContextVar("variable", default=0)
     variable.set(7)
 
-    def settings() -> tuple[Any, ...]:
-        functions = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        modes = len(functions), len(_get_current_dispatch_mode_stack())
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), len(_saved_tensor_hooks()), modes
+    def settings() -> tuple[bool, bool]:
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 
     def part(index: int) -> Callable[[], int]:
         def run() -> int:
             assert variable.get() == 7
             variable.set(index)
-            with ExitStack() as stack:
-                if index == 1:
-                    stack.enter_context(torch.no_grad())
-                    stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-                if index == 2:
-                    stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
-                    stack.enter_context(torch.device("cpu"))
-                    stack.enter_context(OutOfMemoryAt(99))
+            with torch.set_grad_enabled(index != 1), torch.autocast("cpu", torch.bfloat16, enabled=index == 1):
                 before = settings()
                 for _ in range(3):
                     shares = lockstep.meet("here", index, lambda values: [(sum(values), settings())] * len(values))
@@ -238,29 +227,21 @@ def test_parts_that_end_early_are_refused() -> None:
         lockstep.run([waits, lambda: None, waits])
 
 
-@pytest.mark.parametrize("way", ["fork", "fork to the same seed", "seed"])
-def test_a_part_that_waits_with_other_random_numbers_is_refused(way: str) -> None:
+def test_a_part_that_waits_with_seeded_random_numbers_is_refused() -> None:
     """Else the others draw its numbers, and the generator is left with its seed: each update would draw the same."""
 
     def seed(number: int, _: Tensor) -> None:
         if number == 1:
-            torch.manual_seed(7 if way == "seed" else torch.initial_seed())
+            torch.manual_seed(7)
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        with torch.random.fork_rng(enabled=way != "seed"):
-            return torch.as_tensor(cross_entropy(model, batch))
-
-    recorded, batch = Recorded(Net().double(), loss, **EXACT), batch_of()
-    fork_rng, state = torch.random.fork_rng, torch.get_rng_state()
-    recorded.model.fail += [] if way == "fork" else [seed]
+    recorded, batch = Recorded(Net().double(), cross_entropy, **EXACT), batch_of()
+    state = torch.get_rng_state()
+    recorded.model.fail.append(seed)
     with (
         nothing_left_behind(recorded),
-        pytest.raises(
-            WorkloadError, match=r"random numbers are seeded or forked around BatchNorm layers\.1, where the"
-        ),
+        pytest.raises(WorkloadError, match=r"a random generator is seeded before BatchNorm layers\.1, where the"),
     ):
         recorded.step(batch)
-    assert torch.random.fork_rng is fork_rng
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from whole_batches import Recorded, check_equal, cross_entropy, images
 
 from autoaccum import whole_batch
+from autoaccum.accumulation import host_storage
+from autoaccum.accumulation.host_storage import HostStorage
 from autoaccum.accumulation.step_result import StepObserver
-from autoaccum.accumulation.whole_batch import host_storage
-from autoaccum.accumulation.whole_batch.host_storage import HostStorage
 
 SAMPLES, MICRO_BATCH = 7, 2
 EXACT: dict[str, Any] = {"batchnorm": "exact", "micro_batch": MICRO_BATCH}
@@ -69,7 +69,7 @@ def net(kind: str) -> nn.Module:
 def test_the_gradient_is_the_full_batch_s(kind: str, coupled: bool) -> None:
     BANK.clear()
     model, batch = net(kind), images(SAMPLES, side=4)
-    options = {"criterion": nn.CrossEntropyLoss(), "coupled": "lockstep"} if coupled else {"loss": cross_entropy}
+    options = {"criterion": nn.CrossEntropyLoss(), "coupled": True} if coupled else {"loss": cross_entropy}
     recorded = Recorded(model, **options, **EXACT)
     recorded.step(batch)
     check_equal(recorded, model, cross_entropy, batch)
