@@ -56,7 +56,6 @@ def plan(
     explain: bool = False,
     picture: bool = False,
     report: bool = False,
-    snapshot: bool = False,
     on_event: PlanListener | None = None,
     on_output: Callable[[str], None] | None = None,
     **options: Unpack[OptionArguments],
@@ -109,7 +108,6 @@ def plan(
             some. It is simulated, even where the trials were real; not available for trials in this process.
         picture: Send listeners the data of a memory picture (`plan_events.Explained`), where the device has it.
         report: Send listeners that data and the changes of `explain`, likewise, for a page.
-        snapshot: Send listeners a snapshot of the memory in the format of `torch.cuda.memory._dump_snapshot`, likewise.
         on_event: Called with each record of `autoaccum.planning.plan_events`.
         on_output: Receives each line the workload prints in processes of its own; stderr otherwise.
         options: Fields of `autoaccum.options.Options`. `optimizer`, `precision`, `batchnorm`, `coupled`,
@@ -142,7 +140,6 @@ def plan(
         explain=explain,
         picture=picture,
         report=report,
-        snapshot=snapshot,
     )
     live: dict[str, Any] = {"model": model, "batch": batch, "loss": loss, "criterion": criterion, "weight": weight}
     live |= {"reduction": reduction, "evaluate": evaluate, "split": split, "size": size}

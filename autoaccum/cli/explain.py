@@ -36,8 +36,8 @@ def command(
     """Compare SNAPSHOT, which torch.cuda.memory._dump_snapshot wrote on a card, with the prediction of WORKLOAD.
 
     Its events are replayed by the simulated allocator, which has to give every block the recorded address. Then its
-    last update is laid beside that of WORKLOAD in the same micro-batches on the simulated card: both peaks, the first
-    request for memory that differs, and what is held at the peak by module, operator and line.
+    last update is laid beside that of WORKLOAD in the same micro-batches on the simulated card: both peaks, the last
+    request for memory that differs, and what only one of them holds at the peak, by module, operator or line.
 
     The snapshot must end behind an update, since the update is found from the end. When the record begins does not
     matter, so long as an update came before: the first one also creates the optimizer's state. The torch that is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import shlex
 import shutil
 import sys
@@ -29,7 +28,6 @@ _WAYS_OUT = {
     "-o": "for the plan on stdout, use --json",
     "--emit": "give a name that ends in .py",
     "--plot": "give a name that ends in .svg or .png",
-    "--snapshot": "give a name such as step.pickle",
     "--report": "give a name that ends in .html",
 }
 
@@ -100,7 +98,6 @@ class Outputs:
             "-o": lambda plan, file: plan.save(file, force=self._force),
             "--emit": self._write_step,
             "--plot": self._write_picture,
-            "--snapshot": self._write_snapshot,
             "--report": partial(self._write_page, seconds=seconds),
         }
         failed: list[Exception] = []
@@ -125,15 +122,6 @@ class Outputs:
         from autoaccum.reporting.figures.style import picture_format
 
         write_bytes(file, draw_memory(plan, self._account, picture_format(str(file))), force=self._force)
-
-    def _write_snapshot(self, plan: Plan, file: Path) -> None:
-        from autoaccum.files import write_bytes
-
-        snapshot = None if self._account is None else self._account.snapshot
-        if snapshot is None:
-            raise UsageError(f"there is no snapshot for {file}", hint="the last note of the plan says why")
-        # The viewer reads this protocol.
-        write_bytes(file, pickle.dumps(snapshot, protocol=4), force=self._force)
 
     def _write_page(self, plan: Plan, file: Path, seconds: float | None) -> None:
         from autoaccum.reporting.page.plan_page import plan_page

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _SHOW = "show"
-_OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", "quiet", "verbose")
+_OUTPUTS = ("as_json", "output", "emit", "plot", "report", "force", "quiet", "verbose")
 """The flags that concern only the output of this run."""
 
 
@@ -105,11 +105,6 @@ _OUTPUTS = ("as_json", "output", "emit", "plot", "snapshot", "report", "force", 
     help="Draw the memory of a card over one update, or the trials on a CPU: .svg or .png. With --savers show, "
     "draw the sets.",
 )
-@click.option(
-    "--snapshot",
-    metavar="FILE",
-    help="Write what the allocator of a card does in an update, as PyTorch's memory viewer opens it: .pickle.",
-)
 @report_option
 @click.option("--force", is_flag=True, help="Overwrite these files.")
 @click.option("-v", "--verbose", is_flag=True, help="Show everything known of the plan, every warning and note.")
@@ -120,7 +115,6 @@ def command(
     output: str | None,
     emit: str | None,
     plot: str | None,
-    snapshot: str | None,
     report: str | None,
     framework: str | None,
     force: bool,
@@ -193,7 +187,7 @@ def command(
 
     shows_savers = request["savers"] == (_SHOW,)
     several = _names_several(request["gpu"])
-    files = {"-o": output, "--emit": emit, "--plot": plot, "--snapshot": snapshot, "--report": report}
+    files = {"-o": output, "--emit": emit, "--plot": plot, "--report": report}
     chosen: dict[str, Any] = {"--explain": request["explain"], "--prefer fastest": request["prefer"] == "fastest"}
     chosen |= {"--least": request["least"], "--for": framework is not None}
     of_ranks = is_one_of_ranks()
@@ -221,7 +215,7 @@ def command(
         )
         request["ceiling"] |= has_coarse_parts(request["target_batch"] // request["world_size"])
     outputs = Outputs(files, framework=framework, force=force)
-    request |= {"picture": plot is not None, "snapshot": snapshot is not None, "report": report is not None}
+    request |= {"picture": plot is not None, "report": report is not None}
     outputs.check(workload, 2 if of_ranks else request["world_size"])
     if of_ranks and os.environ.get("RANK", "0") != "0":
         _plan_silently(workload, **request)

@@ -165,17 +165,6 @@ def card_limit(index: int, limit_bytes: int) -> Iterator[None]:
                 raise
 
 
-@contextmanager
-def record_events(file: str) -> Iterator[None]:
-    """Record what PyTorch's allocator does on cards within, with lines of Python, and write it as a snapshot."""
-    torch.cuda.memory._record_memory_history(stacks="python", clear_history=True)
-    try:
-        yield
-        torch.cuda.memory._dump_snapshot(file)  # type: ignore[no-untyped-call]
-    finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
 def memory_fraction(limit_bytes: int, total_bytes: int) -> float:
     """Return the fraction of `total_bytes` that PyTorch rounds to `limit_bytes` at most.
 

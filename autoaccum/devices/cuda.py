@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from autoaccum.devices.base import TrialSettings
@@ -15,7 +12,6 @@ from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budge
 from autoaccum.devices.card_memory import CardReport
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport
-from autoaccum.errors import NotMeasuredError
 from autoaccum.serialization import read_record
 from autoaccum.units import MemorySize, format_bytes
 
@@ -70,19 +66,13 @@ class CudaDevice(ChildDevice):
         assert self._report is not None
         return {"name": self.name, "kind": "cuda", **describe_card(self._report), "limit_bytes": limit_bytes}
 
-    def explain(
-        self, parts: tuple[int, ...], *, snapshot: bool = False, limit_seconds: float | None = None, **options: bool
-    ) -> MemoryReport:
-        """As `ExplainingDevice.explain`, by a simulation of this card in another process; its output is not shown.
-
-        A snapshot is recorded, by one more trial.
-        """
+    def explain(self, parts: tuple[int, ...], *, limit_seconds: float | None = None, **options: bool) -> MemoryReport:
+        """As `ExplainingDevice.explain`, by a simulation of this card in another process; its output is not shown."""
         from autoaccum.devices.simulated.explain.explainer import explain_installed_card
 
         limit_bytes = self.limit_bytes
-        recorded = self._record(parts, limit_seconds) if snapshot else None
         assert self._report is not None
-        report = explain_installed_card(
+        return explain_installed_card(
             self._report,
             self._make_tracer,
             self._settings.share,
@@ -92,22 +82,6 @@ class CudaDevice(ChildDevice):
             limit_seconds=limit_seconds,
             **options,
         )
-        return replace(report, snapshot=recorded)
-
-    def _record(self, parts: tuple[int, ...], limit_seconds: float | None) -> dict[str, Any]:
-        """Return the snapshot of a trial in a fresh process.
-
-        Raises:
-            NotMeasuredError: The trial, which has run before, does not run again.
-        """
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "step.pickle"
-            request = replace(self._request(parts, None, limit_seconds), record=str(file))
-            trial = self._run(self._use_child(fresh=True), {"parts": parts}, request, limit_seconds)
-            if not trial.ran:
-                raise NotMeasuredError(f"the trial did not run again to record it ({trial.message})")
-            recorded: dict[str, Any] = pickle.loads(file.read_bytes())
-            return recorded
 
     def forecast(self, *, limit_seconds: float | None = None, choose: ChooseParts | None = None) -> Forecast:
         """Forecast peaks by a simulation of this card in another process; its output is not shown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Protocol, get_args, runtime_checkable
+from typing import Final, Literal, Protocol, get_args, runtime_checkable
 
 from autoaccum.devices.base import Phase, Trial
 from autoaccum.options import Reduce
@@ -180,7 +180,6 @@ class MemoryReport:
         notes: Notes for the plan.
         holdings: The memory at the explained moment, by module, complete and in the order of the model.
         moments: The same for each phase that requests memory, in the order of a step.
-        snapshot: A snapshot in PyTorch's format (`devices.simulated.explain.snapshot`), if one was requested.
         recomputed: The modules that run again in backward, as by checkpointing, without those in them.
     """
 
@@ -190,7 +189,6 @@ class MemoryReport:
     notes: tuple[str, ...] = field(default=())
     holdings: tuple[Holding, ...] = ()
     moments: tuple[Moment, ...] = ()
-    snapshot: Mapping[str, Any] | None = None
     recomputed: tuple[str, ...] = ()
 
 
@@ -204,12 +202,11 @@ class ExplainingDevice(Protocol):
         *,
         changes: bool = True,
         curve: bool = False,
-        snapshot: bool = False,
         limit_seconds: float | None = None,
     ) -> MemoryReport:
         """Report the memory of `parts`, after their trial ran.
 
-        It may also simulate `changes` and the `curve` of the peak, and make a `snapshot`.
+        It may also simulate `changes` and the `curve` of the peak.
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: The step cannot be simulated.

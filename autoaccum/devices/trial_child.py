@@ -93,14 +93,7 @@ class TrialChild:
         assert self._workload is not None
         assert self._meter is not None
         release_memory()
-        window = None
-        if request.record is not None:
-            from autoaccum.devices.card_meter import record_events
-
-            window = record_events(request.record)
-        measured, *_ = run_trial(
-            self._workload, self._share, request, meter=self._meter, world_size=self._world_size, window=window
-        )
+        measured, *_ = run_trial(self._workload, self._share, request, meter=self._meter, world_size=self._world_size)
         if measured.failure is None:
             release_memory()
             if request.grows:

@@ -188,13 +188,12 @@ class PartsRequest(Request[Reply]):
 class RunTrial(PartsRequest[TrialMeasurement]):
     """Run a trial of `parts` under a limit on memory; if it `grows`, `parts` are the least size and the largest.
 
-    `limit_seconds` is the time by which it is ended. On a card, `record` is a file for a snapshot of its events.
+    `limit_seconds` is the time by which it is ended.
     """
 
     limit_bytes: int
     limit_seconds: float
     grows: bool = False
-    record: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ def plan_fastest_savers(
         raise NotMeasuredError(f"{stopped} ended the choice of savers", hint="allow more") from None
     finally:
         trials.end(setup.device)
-    apart: dict[str, Any] = dict.fromkeys(("explain", "picture", "report", "snapshot"), False) if measures else {}
+    apart: dict[str, Any] = dict.fromkeys(("explain", "picture", "report"), False) if measures else {}
     plans: dict[Words, Plan] = {}
     for words in sets:
         _use(setup, words)

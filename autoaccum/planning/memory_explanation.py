@@ -22,7 +22,6 @@ def explain_memory(
     wanted = {
         "changes": request.explain or request.report,
         "curve": request.picture or request.report,
-        "snapshot": request.snapshot,
     }
     if not any(wanted.values()) or not isinstance(device, ExplainingDevice):
         return None, ()

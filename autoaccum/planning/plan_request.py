@@ -41,7 +41,6 @@ class PlanRequest:
         explain: Explain the memory at the peak, and what would change it.
         picture: Send the data of a memory picture to listeners, where the device has it.
         report: Send listeners all that a page shows: that data and the changes of `explain`, where the device has it.
-        snapshot: Send listeners a snapshot of the memory, where the device has it.
         prefer: The micro-batch to take of those that fit (see `Prefer`).
         chooses_reduce: Sum gradients of a sharded model with the last part where that fits; else always with each.
 
@@ -59,7 +58,6 @@ class PlanRequest:
     explain: bool = False
     picture: bool = False
     report: bool = False
-    snapshot: bool = False
     prefer: Prefer = "largest"
     chooses_reduce: bool = True
     micro_batch: int | None = None
@@ -89,7 +87,7 @@ class PlanRequest:
                 f" {self.options.world_size} ranks, which would wait for each other",
                 hint="leave it out, or plan for one rank",
             )
-        for flag in ("ceiling", "least", "explain", "picture", "report", "snapshot"):
+        for flag in ("ceiling", "least", "explain", "picture", "report"):
             check_flag(getattr(self, flag), flag)
 
     @property

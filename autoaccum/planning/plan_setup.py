@@ -211,7 +211,7 @@ def _with_options(workload: Any, options: Options, share: int, verb: str) -> Wor
 
 
 def check_device_can(setup: PlanSetup, request: PlanRequest) -> None:
-    """Raise UsageError before any trial if the device gives no explanation, snapshot or speed that is requested."""
+    """Raise UsageError before any trial if the device gives no explanation or speed that is requested."""
     device = setup.device
     if request.prefer == "fastest" and not isinstance(device, (TimingDevice, CountingDevice)):
         raise UsageError(
@@ -219,15 +219,14 @@ def check_device_can(setup: PlanSetup, request: PlanRequest) -> None:
             " or of a Workload made in code, run in this one",
             hint="plan a file, or leave it out",
         )
-    if not (request.explain or request.snapshot) or isinstance(device, ExplainingDevice):
+    if not request.explain or isinstance(device, ExplainingDevice):
         return
     if setup.isolated or isinstance(device, PredictingDevice):
-        asked = "explain (--explain)" if request.explain else "snapshot (--snapshot)"
         raise UsageError(
-            f"{asked} shows where the memory of a card goes, and trials run on the {device.name.upper()}",
+            f"explain (--explain) shows where the memory of a card goes, and trials run on the {device.name.upper()}",
             hint="predict for a card, which need not be here, by gpu=NAME (--gpu NAME; see `autoaccum gpus`)",
         )
     raise UsageError(
-        "explain and snapshot show where the memory of a card goes, which trials in this process cannot tell",
+        "explain shows where the memory of a card goes, which trials in this process cannot tell",
         hint="predict for a card, which need not be here: gpu=NAME",
     )

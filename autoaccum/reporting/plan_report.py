@@ -38,7 +38,6 @@ _WRITTEN = {
     "-o": "kept in {}",
     "--emit": "train without autoaccum: {} is the step in plain PyTorch",
     "--plot": "picture in {}",
-    "--snapshot": "snapshot in {}: open it at https://pytorch.org/memory_viz",
     "--report": "report in {}",
 }
 _TRIALS_ONLY = ", of the trials only: where memory goes is known for cards"

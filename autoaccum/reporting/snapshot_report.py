@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -14,7 +13,6 @@ from autoaccum.accumulation.schedule import format_parts
 from autoaccum.devices.simulated.explain.recorded_update import (
     Figure,
     RequestDifference,
-    Source,
     SourceDifference,
     UpdateComparison,
 )
@@ -22,7 +20,6 @@ from autoaccum.planning.snapshot_check import SnapshotCheck
 from autoaccum.reporting.console import make_table, one_line, print_line, print_table
 from autoaccum.serialization import to_plain
 from autoaccum.units import format_bytes, precise_bytes, signed_bytes
-from autoaccum.workload.module_names import common_name, mask_numbers
 
 _NONE = "-"
 _MOST_SOURCES = 10
@@ -37,11 +34,11 @@ def print_snapshot(console: Console, check: SnapshotCheck) -> None:
     parts = format_parts(update.parts)
     print_line(console, Text(f"its last update beside that predicted for {check.card}, micro-batches of {parts}"))
     print_table(console, _figures(update))
-    if update.first_difference is not None:
-        print_line(console, Text(f"the first request that differs: {_request_words(update.first_difference)}"))
-    if sources := _join_layers(update.differences):
+    if update.last_difference is not None and not update.agrees:
+        print_line(console, Text(f"the last request that differs: {_request_words(update.last_difference)}"))
+    if update.differences:
         console.print()
-        print_table(console, _sources(sources))
+        print_table(console, _sources(update.differences))
     console.print()
     print_line(console, _verdict(check))
 
@@ -70,7 +67,6 @@ def _replay_lines(check: SnapshotCheck) -> Iterator[str]:
 def _figures(update: UpdateComparison) -> Table:
     table = make_table("", ">recorded", ">predicted", ">difference")
     for name, figure in (
-        ("held before it", update.before),
         ("peak held", update.held),
         ("peak reserved", update.reserved),
     ):
@@ -81,22 +77,6 @@ def _figures(update: UpdateComparison) -> Table:
 def _change(figure: Figure) -> str:
     difference = figure.recorded - figure.predicted
     return signed_bytes(difference) if difference else "none"
-
-
-def _join_layers(differences: Sequence[SourceDifference]) -> list[SourceDifference]:
-    """Return the largest differences first; those of equal layers are one."""
-    alike: dict[Source, list[SourceDifference]] = {}
-    for one in differences:
-        alike.setdefault(replace(one.source, module=mask_numbers(one.source.module)), []).append(one)
-    joined = [
-        SourceDifference(
-            replace(group[0].source, module=common_name([one.source.module for one in group])),
-            sum(one.recorded_bytes for one in group),
-            sum(one.predicted_bytes for one in group),
-        )
-        for group in alike.values()
-    ]
-    return sorted(joined, key=lambda one: -abs(one.recorded_bytes - one.predicted_bytes))
 
 
 def _sources(differences: Sequence[SourceDifference]) -> Table:
@@ -117,16 +97,10 @@ def _sources(differences: Sequence[SourceDifference]) -> Table:
 
 
 def _request_words(found: RequestDifference) -> str:
-    recorded = predicted = "none"
-    if found.recorded_bytes is not None:
-        at = f" at {_short(found.recorded_line)}" if found.recorded_line else ""
-        recorded = f"{format_bytes(found.recorded_bytes)}{at}"
-    if found.predicted_bytes is not None and found.source is not None:
-        of = f" of {found.source.module}" if found.source.module else ""
-        predicted = f"{format_bytes(found.predicted_bytes)} by {found.source.op or 'a tensor'}{of}"
-        if found.source.line:
-            predicted += f" at {_short(found.source.line)}"
-    return f"recorded {recorded}, predicted {predicted}"
+    at = f" at {_short(found.recorded_line)}" if found.recorded_line else ""
+    of = f" of {found.source.module}" if found.source.module else ""
+    predicted = f"{format_bytes(found.predicted_bytes)} by {found.source.op or 'a tensor'}{of}"
+    return f"recorded {format_bytes(found.recorded_bytes)}{at}, predicted {predicted}"
 
 
 def _verdict(check: SnapshotCheck) -> Text:

@@ -1,9 +1,8 @@
-"""`autoaccum plan --plot --snapshot`: files beside the plan, refused before any trial where they could not be made."""
+"""`autoaccum plan --plot --report`: files beside the plan, refused before any trial where they could not be made."""
 
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -40,12 +39,10 @@ def texts(path: Path) -> list[str]:
 
 
 def test_a_simulated_card_shows_where_its_memory_goes(folder: Path, command: Command) -> None:
-    files = ["--plot", "memory.svg", "-o", "plan.json", "--snapshot", "step.pickle", "--report", "p.html"]
+    files = ["--plot", "memory.svg", "-o", "plan.json", "--report", "p.html"]
     done = command(folder, "plan", "model.py", *GPU, *files)
     assert done.returncode == 0, done.stderr
     assert "\npicture in memory.svg\n" in done.stdout
-    assert "\nsnapshot in step.pickle: open it at https://pytorch.org/memory_viz\n" in done.stdout
-    held = sum(each["total_size"] for each in pickle.loads((folder / "step.pickle").read_bytes())["segments"])
     assert "\nreport in p.html\n" in done.stdout
     plan, said = Plan.load(folder / "plan.json"), texts(folder / "memory.svg")
     assert f"micro-batch {plan.micro_batch}" in said
@@ -56,9 +53,8 @@ def test_a_simulated_card_shows_where_its_memory_goes(folder: Path, command: Com
     page = (folder / "p.html").read_text(encoding="utf-8")
     for told_there in ("Memory over one update", "Peak over the micro-batch", "expandable_segments", "--report p.html"):
         assert told_there in page
-    names = ["memory.svg", "model.py", "p.html", "plan.json", "step.pickle"]
+    names = ["memory.svg", "model.py", "p.html", "plan.json"]
     assert sorted(path.name for path in folder.iterdir()) == names
-    assert 0 < held <= plan.limit_bytes
 
 
 def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path, command: Command) -> None:
@@ -70,12 +66,6 @@ def test_a_cpu_shows_its_trials_and_json_stays_alone(folder: Path, command: Comm
     assert json.loads(done.stdout)["explanation"] is None
     assert (folder / "memory.png").read_bytes() == draw_memory(plan, None, "png")
     assert "where memory goes is known for cards" in (folder / "p.html").read_text(encoding="utf-8")
-
-
-def test_a_cpu_has_no_snapshot(folder: Path, command: Command) -> None:
-    done = command(folder, "plan", "model.py", "--target-batch", "2", "--device", "cpu", "--snapshot", "step.pickle")
-    assert done.returncode == 2
-    assert "snapshot (--snapshot) shows where the memory of a card goes, and trials run on the CPU" in done.stderr
 
 
 def test_a_file_that_cannot_be_written_costs_no_other(tmp_path: Path) -> None:

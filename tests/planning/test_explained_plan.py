@@ -194,7 +194,6 @@ class Measured(Device):
         *,
         changes: bool = True,
         curve: bool = False,
-        snapshot: bool = False,
         limit_seconds: float | None = None,
     ) -> MemoryReport:
         self.asked.append((parts, changes, curve))

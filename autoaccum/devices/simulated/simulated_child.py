@@ -52,7 +52,7 @@ from autoaccum.devices.simulated.tracing.cost_counter import CostCounter
 from autoaccum.devices.simulated.tracing.dispatch_mode import FakeCudaMode
 from autoaccum.devices.simulated.tracing.fake_cuda import DEVICE
 from autoaccum.devices.simulated.tracing.known_values import MAX_KNOWN_ELEMENTS
-from autoaccum.devices.simulated.tracing.labelling import BlockLabeller, CallStacks
+from autoaccum.devices.simulated.tracing.labelling import BlockLabeller
 from autoaccum.devices.simulated.tracing.one_rank import prepare_ranks, simulate_ranks
 from autoaccum.devices.simulated.tracing.placement import with_copied_criterion, with_host_batches, with_lazy_building
 from autoaccum.devices.simulated.tracing.recorder import OnAllocation
@@ -95,10 +95,9 @@ def label_trial(
     mode: FakeCudaMode,
     *,
     joined: bool = False,
-    stacks: bool = False,
     **of_ranks: Any,
 ) -> LabelledTrace:
-    """Return the same trace with labels for its blocks, and their call `stacks`, which takes longer."""
+    """Return the same trace with labels for its blocks."""
 
     def begin_update() -> None:
         mode.recorder.mark_update()
@@ -108,8 +107,7 @@ def label_trial(
     loss = workload.objective.criterion
     auxiliary = [loss.function] if loss is not None and isinstance(loss.function, nn.Module) else []
     auxiliary += find_auxiliary_modules(workload).values()
-    call_stacks = CallStacks() if stacks else None
-    labeller = BlockLabeller(mode.recorder, trial_run, mode.library_tensors, auxiliary, stacks=call_stacks)
+    labeller = BlockLabeller(mode.recorder, trial_run, mode.library_tensors, auxiliary)
     with labeller.labelling():
         trace, _ = _run_traced(trial_run, parts, mode, labeller.label_next, joined=joined)
     return labeller.label(trace)
@@ -325,7 +323,7 @@ class SimulatedChild:
     @handle.register
     def _label(self, request: LabelParts) -> LabelledTrace | Failure:
         doing = f"{request.doing} on the simulated card"
-        fields = {**self._fields(request), "stacks": request.stacks}
+        fields = self._fields(request)
         return self._run(
             lambda workload, mode: label_trial(request.replaced(workload), request.parts, mode, **fields),
             doing,

@@ -281,7 +281,7 @@ class SimulatedDevice(Device):
         from autoaccum.devices.simulated.explain.breakdown import MemoryBreakdown
         from autoaccum.devices.simulated.explain.recorded_update import compare_update
 
-        labelled = self._traces.call(LabelParts(parts=parts, stacks=True, **self._traces.way), limit_seconds)
+        labelled = self._traces.call(LabelParts(parts=parts, **self._traces.way), limit_seconds)
         settings = recording.settings.for_card(self._card.total_bytes)  # Those of this process may be others.
         replayer = Replayer(self._card, settings, self._torch_version)
         breakdown = MemoryBreakdown(labelled, replayer.with_sizes(labelled.trace))

@@ -55,9 +55,7 @@ class CountCost(PartsRequest[UpdateCost]):
 
 @dataclass(frozen=True, kw_only=True)
 class LabelParts(PartsRequest[LabelledTrace]):
-    """Trace a trial of `parts`, and label each block with its purpose, and with the call stack if `stacks`."""
-
-    stacks: bool = False
+    """Trace a trial of `parts`, and label each block with its purpose."""
 
 
 @dataclass(frozen=True)

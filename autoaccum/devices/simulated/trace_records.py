@@ -76,26 +76,16 @@ Role = Literal["plain", "recomputed", "summed", "workspace"]
 autograd accumulates a gradient into its parameter. `workspace`: by a kernel or a library, besides tensors."""
 
 
-class Frame(NamedTuple):
-    """A line of a file that was running, and the name of its function."""
-
-    filename: str
-    line: int
-    name: str
-
-
 class Origin(NamedTuple):
     """The origin of a block: an operator such as `aten.mm`, and the index of the module that called it.
 
     `op` is empty if the block existed before the trace. `dtype` is that of its first tensor, empty for a workspace.
-    `stack` is the index of the call stack in `LabelledTrace.stacks`.
     """
 
     op: str
     module: int
     role: Role = "plain"
     dtype: str = ""
-    stack: int = 0
 
 
 class Owner(NamedTuple):
@@ -119,11 +109,10 @@ NO_MODULE = ModuleName("", "")
 class LabelledTrace:
     """A trace with labels: an origin for every block, and an owner for parameters, gradients, optimizer state and more.
 
-    The first of `modules` is `NO_MODULE`, and that of `stacks` is empty, as all are unless they were requested.
+    The first of `modules` is `NO_MODULE`.
     """
 
     trace: Trace
     modules: tuple[ModuleName, ...]
     origins: tuple[Origin, ...]
     owners: Mapping[int, Owner]
-    stacks: tuple[tuple[Frame, ...], ...] = ((),)

@@ -27,7 +27,6 @@ from autoaccum.devices.simulated.explain.breakdown import (
     phase_peaks,
     recomputed_modules,
 )
-from autoaccum.devices.simulated.explain.snapshot import make_snapshot
 from autoaccum.devices.simulated.simulation_requests import (
     CHECKPOINT,
     ChangedTrace,
@@ -67,7 +66,6 @@ class Explainer:
         changes: bool = True,
         curve: bool = False,
         detail: bool = False,
-        snapshot: bool = False,
     ) -> MemoryReport:
         """Explain the trace with the highest peak among `made`, the traces of a schedule.
 
@@ -78,14 +76,13 @@ class Explainer:
             curve: Also compute the peak over the size of the micro-batch.
             detail: Also list everything held (`MemoryReport.holdings`, `MemoryReport.moments`), for a comparison; the
                 growth of each module with the batch is then left out.
-            snapshot: Also make a snapshot of it (`MemoryReport.snapshot`).
 
         Raises:
             WorkloadError, UsageError, NotMeasuredError: The schedule cannot be traced again, or with `detail` takes
                 other memory each time.
         """
         trace = max(made, key=self.replayer.peak_bytes)
-        request = LabelParts(parts=trace.parts, stacks=snapshot, **self.traces.way)
+        request = LabelParts(parts=trace.parts, **self.traces.way)
         labelled = self.traces.call(request, deadline.left_seconds)
         if detail:
             labelled = self._repeatable(trace, labelled, deadline)
@@ -106,7 +103,6 @@ class Explainer:
             notes=notes,
             holdings=holdings_at(breakdown, breakdown.peak_at) if detail else (),
             moments=phase_peaks(breakdown) if detail else (),
-            snapshot=make_snapshot(breakdown, self.limit_bytes, self.replayer.settings) if snapshot else None,
             recomputed=recomputed_modules(labelled) if detail else (),
         )
 

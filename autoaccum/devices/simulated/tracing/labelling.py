@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 import weakref
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import count
-from pathlib import Path
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,14 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-import autoaccum
 from autoaccum.accumulation.sharded_tensors import local_part, model_class
-from autoaccum.devices import trial_run
 from autoaccum.devices.base import Phase
 from autoaccum.devices.explanation import Category
 from autoaccum.devices.simulated.trace_records import (
     NO_MODULE,
-    Frame,
     LabelledTrace,
     ModuleName,
     Origin,
@@ -41,62 +34,6 @@ from autoaccum.devices.simulated.trace_records import (
 from autoaccum.devices.simulated.tracing.one_rank import RankPurposes, unsharded_gradients
 from autoaccum.devices.simulated.tracing.recorder import Recorder
 from autoaccum.devices.trial_run import TrialRun
-
-_NOT_SHOWN = tuple(f"{Path(module.__file__ or '').parent}/" for module in (torch, autoaccum))
-_STANDARD, _PACKAGES = (f"{sysconfig.get_path(name)}/" for name in ("stdlib", "purelib"))
-
-
-class CallStacks:
-    """Collects the call stacks of allocations, without frames of PyTorch and of autoaccum.
-
-    Backward has no frames of the user's. What it allocates gets the stack of the operator in forward whose gradient it
-    computes, which has the same sequence number (see `ModuleTracker`).
-
-    Attributes:
-        stacks: The distinct stacks, each with the innermost frame first; the first one is empty.
-    """
-
-    def __init__(self) -> None:
-        self.stacks: list[tuple[Frame, ...]] = [()]
-        self._numbers_of_stacks: dict[tuple[Frame, ...], int] = {(): 0}
-        self._shown: dict[str, bool] = {}
-        self._sequence: list[int] = []
-        self._at: list[int] = []
-
-    def current(self) -> int:
-        """Return the number, in `stacks`, of the stack that is running."""
-        node: Any = torch._C._current_autograd_node()
-        found = self._number(self._walk(sys._getframe(1)))
-        if found or node is None:
-            self._sequence.append(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
-            self._at.append(found)
-            return found
-        # An operator has its node, and the next number counts, when it allocates its output.
-        index = bisect_left(self._sequence, node._sequence_nr() + 1)
-        return self._at[index] if index < len(self._at) else 0
-
-    def _walk(self, frame: FrameType | None) -> tuple[Frame, ...]:
-        found = []
-        while frame is not None and frame.f_code.co_filename != trial_run.__file__:
-            code = frame.f_code
-            if self._is_shown(code.co_filename):
-                found.append(Frame(code.co_filename, frame.f_lineno, code.co_name))
-            frame = frame.f_back
-        return tuple(found)
-
-    def _is_shown(self, filename: str) -> bool:
-        if filename not in self._shown:
-            is_standard = filename.startswith(_STANDARD) and not filename.startswith(_PACKAGES)
-            hidden = is_standard or filename.startswith(_NOT_SHOWN)
-            self._shown[filename] = filename.endswith(".py") and not hidden
-        return self._shown[filename]
-
-    def _number(self, stack: tuple[Frame, ...]) -> int:
-        if stack not in self._numbers_of_stacks:
-            self._numbers_of_stacks[stack] = len(self.stacks)
-            self.stacks.append(stack)
-        return self._numbers_of_stacks[stack]
-
 
 _LEAF_NODE = "AccumulateGrad"
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -216,7 +153,6 @@ class BlockLabeller:
         trial_run: Gives the model, the optimizer, and the tensors that the loop holds.
         library_tensors: Tensors that a library keeps, such as its dropout state.
         auxiliary_modules: Modules outside the model, such as a loss.
-        stacks: Collects the call stacks of the blocks; None: they have none.
     """
 
     def __init__(
@@ -225,13 +161,10 @@ class BlockLabeller:
         trial_run: TrialRun,
         library_tensors: Mapping[str, Tensor],
         auxiliary_modules: Iterable[nn.Module] = (),
-        *,
-        stacks: CallStacks | None = None,
     ) -> None:
         self._recorder, self._trial_run, self._library_tensors = recorder, trial_run, library_tensors
         self._auxiliary_modules = [module for root in auxiliary_modules for _, module in walk_modules(root)]
         self._tracker = ModuleTracker(lambda: None if trial_run.made is None else trial_run.made[0])
-        self._stacks = stacks
         self._phase: Phase | None = None
         self._origins: list[Origin] = []
         self._owners: dict[int, Owner] = {}
@@ -258,9 +191,8 @@ class BlockLabeller:
             owner = module if self._ranks.module is None else self._tracker.index_of(self._ranks.module)
             self._exchanged[len(self._origins)] = Owner(self._ranks.purpose, owner)
         dtype_name = "" if dtype is None else str(dtype).removeprefix("torch.")
-        stack = 0 if self._stacks is None else self._stacks.current()
         self._origins.append(
-            Origin(_name_of(self._recorder.op), module, "workspace" if beside_tensors else role, dtype_name, stack)
+            Origin(_name_of(self._recorder.op), module, "workspace" if beside_tensors else role, dtype_name)
         )
 
     def mark_update(self) -> None:
@@ -278,7 +210,6 @@ class BlockLabeller:
             modules=tuple(self._tracker.names),
             origins=tuple(self._origins),
             owners={**self._exchanged, **self._owners},
-            stacks=((),) if self._stacks is None else tuple(self._stacks.stacks),
         )
 
     def _see_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
