@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -54,43 +53,17 @@ _FACTORS = ("router_aux_loss_coef", "router_z_loss_coef")
 """The factors of load-balancing losses, which models of transformers or their configurations have as attributes."""
 
 
-def load_balancing_factors(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the load-balancing factors of `model` that are not zero."""
-    return tuple(dict.fromkeys(name for owner in _owners(model) for name in _FACTORS if getattr(owner, name, None)))
-
-
 def load_balancing_warning(model: nn.Module) -> list[str]:
     """Return a warning if the loss of `model` has a load-balancing term for its experts."""
-    is_on = any(getattr(owner, "output_router_logits", False) for owner in _owners(model))
+    configs = [config for module in model.modules() if (config := getattr(module, "config", None)) is not None]
+    owners = [*model.modules(), *configs, *(getattr(config, "text_config", None) for config in configs)]
+    is_on = any(getattr(owner, "output_router_logits", False) for owner in owners)
+    has_factor = any(getattr(owner, name, None) for owner in owners for name in _FACTORS)
     message = (
         "the loss that balances experts (output_router_logits) is computed from the tokens of a micro-batch, not of the"
         " effective batch, so that the gradient is not quite the full batch's: output_router_logits=False leaves it out"
     )
-    return [message] if is_on and load_balancing_factors(model) else []
-
-
-def disable_load_balancing(model: nn.Module) -> None:
-    """Set the load-balancing factors of `model` to zero, in copies of its configurations, which others may share."""
-    copies: dict[int, Any] = {}
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if any(getattr(owner, name, None) for owner in _configs(config) for name in _FACTORS):
-            module.config = copies.setdefault(id(config), copy.deepcopy(config))
-    for owner in _owners(model):
-        for name in _FACTORS:
-            if getattr(owner, name, None):
-                setattr(owner, name, 0.0)
-
-
-def _owners(model: nn.Module) -> Iterator[Any]:
-    """Yield the objects that may have a load-balancing factor."""
-    for module in model.modules():
-        yield module
-        yield from _configs(getattr(module, "config", None))
-
-
-def _configs(config: Any) -> tuple[Any, ...]:
-    return tuple(one for one in (config, getattr(config, "text_config", None)) if one is not None)
+    return [message] if is_on and has_factor else []
 
 
 def check_gradients(model: nn.Module, trained: Sequence[Tensor], sums: Collection[Tensor]) -> None:

@@ -53,10 +53,10 @@ def command(
     for a shorter one, such as the last of an epoch. A loop of your own is compared as well: define
     `accumulate(model, micro_batches)` in the file, which leaves the gradient of an update in `.grad`.
 
-    Where something differs, experiments find the cause: BatchNorm, a loss or model that couples samples, a wrong
-    `weight` or `reduction`, random numbers that cannot be replayed, state kept between calls, a detached term, an
-    under-weighted last window, or non-determinism. `proved` says that the
-    comparison is equal with the cause removed.
+    Where something differs, experiments find the cause: BatchNorm, a loss or model that compares samples, a wrong
+    `weight` or `reduction`, random numbers that mix samples, or, in a loop of your own, losses that are not divided,
+    are divided twice, or are divided wrongly in a shorter window. `proved` says that the comparison is equal with
+    the cause removed. For all else the answer is the first tensor that differs.
 
     With --world-size 2 the update is that of two processes, each with its share of the batch, and `accumulate` is
     called on each with its micro-batches: wrap the model in DistributedDataParallel there, or shard it by

@@ -132,8 +132,6 @@ def describe_cause(cause: Cause, *, number: int, of: int) -> tuple[list[tuple[st
     proof = f"with {done}, the same comparison is equal"
     none = Text("no experiment made the comparison equal", "dim")
     proved = ("proved", Text(proof)) if cause.proved else ("unproved", none)
-    if cause.batches is not None and cause.proved:
-        proved = ("tried", Text(f"fits {counted(cause.batches, 'batch')}, yours included"))
     return [*rows, ("change", Text(words))], code[0] if code else "", proved
 
 
@@ -152,12 +150,12 @@ def next_command(found: Verification, again: Sequence[str]) -> tuple[str, Sequen
     norms = [cause for cause in found.causes if cause.kind == "batchnorm"]
     line: Sequence[str] = again if found.causes else ()
     if norms and found.batchnorm not in ("frozen", "exact"):
-        mode = "exact" if any(cause.mode for cause in norms) else "frozen"
+        mode = "exact" if any("exact" in (cause.mode or "") for cause in norms) else "frozen"
         words, line = f"see what remains with BatchNorm {mode} (-v shows all that was compared):", _with(again, mode)
     elif found.causes:
         words = "make the change, and verify again (-v shows all that was compared):"
     else:
-        words = "no experiment found a cause: please report it with the output of --json"
+        words = "look at the tensors that differ: -v shows all that was compared"
     return words, line
 
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from autoaccum.accumulation.batchnorm import find_batchnorms
 from autoaccum.accumulation.module_calls import ModuleCalls
-from autoaccum.accumulation.random_ops import RandomCallMode, neutral_rng
+from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.rng_replay import HostRngReplay, ReplayMismatch, RngRecording, host_rng_states
-from autoaccum.accumulation.rng_state import RngState
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError
 from autoaccum.verification.fixture import Fixture
@@ -58,9 +55,9 @@ class Pair:
     is_neutral: bool
     uses_host_rng: bool
 
-    def joined(self) -> AbstractContextManager[Any]:
-        """Give another full run the same random numbers."""
-        return neutral_rng() if self.is_neutral else self.draws.replay_whole()
+    def held(self) -> AbstractContextManager[Any]:
+        """Return neutral random numbers where both updates had them."""
+        return neutral_rng() if self.is_neutral else nullcontext()
 
 
 class PairedRuns:
@@ -119,10 +116,12 @@ class PairedRuns:
         pair = self._pair(UNCHANGED)
         seed_everything()
         try:
-            with pair.joined():
-                return UpdateRun(self.fixture, UNCHANGED).full(self.batch, pair.draws.end_part)
+            with pair.held() if pair.is_neutral else pair.draws.replay_whole():
+                return UpdateRun(self.fixture).full(self.batch, pair.draws.end_part)
         except ReplayMismatch as error:
-            raise _not_matched("the full batch", error) from error
+            raise NotMeasuredError(
+                f"the full batch draws other random numbers than when it was recorded ({error})"
+            ) from error
 
     def accumulated(self, ablation: Ablation = UNCHANGED) -> UpdateResult:
         """Return the update by the Accumulator."""
@@ -133,52 +132,28 @@ class PairedRuns:
         pair = self._pair(ablation)
         if ablation not in self._user_loops:
             seed_everything()
-            with neutral_rng() if pair.is_neutral else nullcontext():
-                self._user_loops[ablation] = self._loop(ablation, pair.draws)
+            with pair.held():
+                self._user_loops[ablation] = self._loop(ablation)
         return self._user_loops[ablation]
 
-    def _loop(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
-        return UpdateRun(self.fixture, ablation).user_loop(self.parts, draws.host.begin, draws.end_part)
+    def _loop(self, ablation: Ablation) -> UpdateResult:
+        return UpdateRun(self.fixture, ablation).user_loop(self.parts, lambda: None)
 
     def for_user_loop(self) -> PairedRuns:
         """Return runs for the user's loop: with neutral random numbers if any are drawn, as their order is unknown."""
-        sites = list(self._pair(UNCHANGED).draws.sites)
-        with RandomCallMode(lambda call: sites.append(str(call.site))):
-            self.user_loop()
-        return PairedRuns(self.fixture, self._given, self.sizes, _ANY_ORDER) if sites else self
+        draws = self._pair(UNCHANGED).draws
+        return PairedRuns(self.fixture, self._given, self.sizes, _ANY_ORDER) if draws.sites else self
 
-    def depends_on_host_rng(self) -> bool:
-        """Return whether Python's or NumPy's random numbers may differ between runs and change the full gradient.
-
-        These cannot be recorded, so they cannot be replayed in another run.
-        """
-        pair, generators = self._pair(UNCHANGED), self.fixture.generators
-        if not pair.uses_host_rng:
-            return False
-        seed_everything()
-        before = RngState(generators=generators)
-        with pair.joined():
-            drawing: Any
-            for drawing in (random, np.random, *generators):
-                drawing.random()
-            try:
-                other = UpdateRun(self.fixture).full(self.batch, pair.draws.end_part)
-            except ReplayMismatch:  # How often torch draws depends on them.
-                return True
-            finally:
-                before.restore()
-        return self._differ(pair.full, other)
+    @property
+    def uses_host_rng(self) -> bool:
+        """Whether the full batch may draw other numbers from Python's or NumPy's generators than the parts."""
+        return self._pair(UNCHANGED).uses_host_rng
 
     def part(self, index: int, ablation: Ablation = UNCHANGED) -> UpdateResult:
-        """Run one part alone with its random numbers, and return its loss and gradient, not weighted."""
-        pair = self._pair(ablation)
+        """Run one part alone as in a user's loop, and return its loss and gradient, not weighted."""
         seed_everything()
-        try:
-            with neutral_rng() if pair.is_neutral else pair.draws.replay_part(index):
-                run = UpdateRun(self.fixture, ablation)
-                return run.part(self.parts[index], lambda own: pair.draws.host.begin(index, own))
-        except ReplayMismatch as error:
-            raise _not_matched("a part by itself", error) from error
+        with self._pair(ablation).held():
+            return UpdateRun(self.fixture, ablation).part(self.parts[index])
 
     def with_sizes(self, sizes: Sequence[int]) -> PairedRuns:
         """Return runs of the same batch in other parts."""
@@ -261,8 +236,8 @@ class PairedRuns:
             )
             for index, part in enumerate(self.parts):
                 if index not in draws.calls_by_part:  # It has no weight and did not run; the full batch draws for it.
-                    unweighed = UpdateRun(self.fixture, replace(ablation, weights=None, sum_losses=False))
-                    unweighed.part(part, partial(draws.begin_part, index))
+                    draws.begin_part(index)
+                    UpdateRun(self.fixture, replace(ablation, weights=())).part(part)
         ends = set(host.ends.values())
         seed_everything()
         try:
@@ -287,10 +262,6 @@ class PairedRuns:
         allowed = bound * largest_entry(full.gradients.values())
         known = [(one, other.gradients[name]) for name, one in full.gradients.items() if one is not None]
         return any(two is None or distance(one, two) > allowed for one, two in known)
-
-
-def _not_matched(what: str, error: ReplayMismatch) -> NotMeasuredError:
-    return NotMeasuredError(f"{what} draws other random numbers than when it was recorded ({error})")
 
 
 def rng_mixes_samples(fixture: Fixture, batch: Any) -> bool | None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from autoaccum.accumulation.random_ops import neutral_rng
-from autoaccum.accumulation.ranks.group import Ranks, join_ranks
 from autoaccum.accumulation.rng_replay import HostRngReplay
 from autoaccum.accumulation.schedule import slices
 from autoaccum.devices.child.failures import Failure, describe_failure
@@ -95,7 +93,6 @@ class RankChild:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 result = _make_update(task, request.rank)
-                result = replace(result, spread=_spread(result.gradients.values(), join_ranks()))
             if request.rank == 0:
                 (folder / f"{request.task}-result").write_bytes(pickle.dumps(result))
         except BaseException as error:
@@ -104,29 +101,11 @@ class RankChild:
 
 
 def _make_update(task: RankTask, rank: int) -> UpdateResult:
-    own = slices(task.parts_by_rank)[rank]
-    parts = split_batch(task.batch, task.sizes)[own]
-    ablation = task.ablation
-    if ablation.weights is not None:
-        each = ablation.weights * len(task.sizes)
-        ablation = replace(ablation, weights=each[own] or ablation.weights)
+    parts = split_batch(task.batch, task.sizes)[slices(task.parts_by_rank)[rank]]
     seed_everything()
     host = HostRngReplay(task.fixture.generators)
     with neutral_rng():
-        run = UpdateRun(task.fixture, ablation)
+        run = UpdateRun(task.fixture, task.ablation)
         if task.method == "accumulate":
-            return run.user_loop(parts, host.begin, host.finish, updates=False)
+            return run.user_loop(parts, host.finish, updates=False)
         return run.accumulated(None, parts, host.begin, host.go_on, host.finish, micro_batch=max(task.sizes))
-
-
-def _spread(gradients: Any, ranks: Ranks) -> float:
-    """Return how far the gradients of any rank are from those of the first, relative to their largest entry."""
-    given: list[Tensor | None] = list(gradients)
-    masks = ranks.gather([one is not None for one in given])
-    if any(mask != masks[0] for mask in masks):
-        return float("inf")
-    flat = torch.cat([torch.zeros(1), *(one.to_dense().reshape(-1) for one in given if one is not None)]).double()
-    first = flat.clone()
-    dist.broadcast(first, 0)
-    scale = max(float(first.abs().max()), 1e-300)
-    return max(ranks.gather(float((flat - first).abs().max()) / scale))

@@ -162,6 +162,6 @@ class RankRuns(PairedRuns):
     def _accumulate(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
         return self._team.run(self, "accumulator", ablation)
 
-    def _loop(self, ablation: Ablation, draws: RngRecording) -> UpdateResult:
+    def _loop(self, ablation: Ablation) -> UpdateResult:
         made = self._team.run(self, "accumulate", ablation)
         return dataclasses.replace(made, parameters=self.update_from(made.gradients))

@@ -25,7 +25,7 @@ class Tolerances:
 
     Attributes:
         relative: For loss terms, gradients and floating buffers, relative to their scale.
-        update: For each entry of a parameter after the update, by name; other parameters have `relative`.
+        update: What the optimizer makes of rounding in each entry of a parameter, by name.
         largest_move: The most that the full batch's update changes a parameter: the scale of errors of the update.
             None: the largest parameter is the scale.
         rounding: Where the tolerances come from, as a sentence.
@@ -92,6 +92,7 @@ def _worst(quantity: Quantity, gaps: list[_Gap], tolerance: float) -> Difference
         error=worst.error,
         scale=worst.scale,
         where=worst.where or None,
+        first=next((gap.where for gap in gaps if gap.error > gap.tolerance), None),
         tolerance=worst.tolerance,
         equal=all(gap.error <= gap.tolerance for gap in gaps),
     )
@@ -229,7 +230,7 @@ def find_tolerances(runs: _Runs, *, precision: str, samples: int, float64_runs: 
     """
     if precision == "fp64":
         words = f"{FLOAT64_TOLERANCE:.0e} of the largest entry, in float64"
-        words += "; for the update also what the optimizer makes of that"
+        words += "; for the update also what the optimizer makes of rounding"
         return Tolerances(relative=FLOAT64_TOLERANCE, rounding=words)
     roundoff = _ROUNDOFF[precision]
     least = _LEAST_ROUNDOFFS * roundoff
@@ -256,60 +257,29 @@ def with_move(tolerances: Tolerances, runs: _Runs) -> Tolerances:
     """Return `tolerances` with the largest move of a parameter in the update of `runs` as its scale."""
     initial = runs.initial()
     moves = (exact(after) - exact(initial[name]) for name, after in runs.full().parameters.items())
-    return dataclasses.replace(tolerances, update={}, largest_move=largest_entry(moves))
+    return dataclasses.replace(tolerances, largest_move=largest_entry(moves))
 
 
-def with_update(tolerances: Tolerances, runs: _Runs) -> Tolerances:
-    """Return `tolerances` with one for each entry of a parameter after the update of `runs`.
-
-    It is the sum of: the same share of the largest move of a parameter; 4 times the change of the update when each
-    gradient entry is shifted by its tolerance, up and down; and a few roundoffs of the parameter. An optimizer that
-    divides by the gradient's size (Adam) or takes its sign moves by its whole learning rate where a gradient is zero;
-    the order of a sum decides in which direction.
-    """
-    tolerances, full = with_move(tolerances, runs), runs.full()
-    floor = tolerances.relative * (tolerances.largest_move or 0.0)
-    shift = tolerances.relative * largest_entry(full.gradients.values())
-    moved: dict[str, Tensor] = {}
-    for direction in (1.0, -1.0):
-        generator = torch.Generator().manual_seed(0)  # The same signs both times; the global generator is not used.
-        shifted = {name: _shifted(one, direction * shift, generator) for name, one in full.gradients.items()}
-        for name, after in runs.update_from(shifted).items():
-            by = (exact(after) - exact(full.parameters[name])).abs()
-            moved[name] = torch.maximum(moved[name], by) if name in moved else by
-    allowed = {name: _MARGIN * (by + _roundoff(full.parameters[name])) + floor for name, by in moved.items()}
-    return dataclasses.replace(tolerances, update=allowed)
-
-
-def allow_optimizer_spread(tolerances: Tolerances, runs: _Runs, other: UpdateResult) -> Tolerances:
+def with_optimizer_spread(tolerances: Tolerances, runs: _Runs, other: UpdateResult) -> Tolerances:
     """Return `tolerances` widened by what the full batch's optimizer makes of the other run's gradients.
 
-    For gradients that are equal to rounding: an optimizer that orthogonalises them (Muon) amplifies rounding. Where
-    only one of the two runs has a gradient, the tolerance stays.
+    For gradients that are equal to rounding. An optimizer that divides by the gradient's size (Adam) or takes its sign
+    moves by its whole learning rate where a gradient is zero, and the order of a sum decides in which direction; one
+    that orthogonalises gradients (Muon) amplifies rounding. Where only one of the two runs has a gradient, the
+    tolerance stays.
     """
-    full = runs.full()
+    full = runs.full().gradients
     given = {
-        name: one if one is None or other.gradients.get(name) is None else other.gradients[name]
-        for name, one in full.gradients.items()
+        name: gradient if gradient is None or other.gradients.get(name) is None else other.gradients[name]
+        for name, gradient in full.items()
     }
-    before, after = runs.update_from(full.gradients), runs.update_from(given)
-    update = dict(tolerances.update)
-    for name, one in before.items():
-        apart = (exact(after[name]) - exact(one)).abs() + _roundoff(one)
-        update[name] = torch.maximum(update[name], apart) if name in update else apart
+    floor = tolerances.relative * (tolerances.largest_move or 0.0)
+    before, after = runs.update_from(full), runs.update_from(given)
+    update = {
+        name: _MARGIN * ((exact(after[name]) - exact(parameter)).abs() + _roundoff(parameter)) + floor
+        for name, parameter in before.items()
+    }
     return dataclasses.replace(tolerances, update=update)
-
-
-def _shifted(gradient: Tensor | None, shift: float, generator: torch.Generator) -> Tensor | None:
-    """Return a gradient with each entry shifted by `shift`, up or down."""
-    if gradient is None:
-        return None
-    sparse = gradient.layout == torch.sparse_coo  # For SparseAdam.
-    whole = gradient.coalesce().clone() if sparse else gradient.clone()
-    values = whole.values() if sparse else whole
-    signs = torch.randint(0, 2, values.shape, generator=generator) * 2 - 1
-    values.add_((signs.to(values.device) * shift).to(values.dtype))
-    return whole
 
 
 def _roundoff(parameter: Tensor) -> Tensor:

@@ -24,11 +24,7 @@ CauseKind = Literal[
     "last window",
     "accumulate",
     "randomness",
-    "state",
-    "detached",
     "non-determinism",
-    "hook",
-    "ranks",
     "unknown",
 ]
 
@@ -45,6 +41,7 @@ class Difference:
         where: The tensor or term with the largest error; None where there is nothing to compare.
         tolerance: The largest error that rounding explains.
         equal: Whether all errors are within their tolerance.
+        first: The first tensor or term, in the model's order, whose error is not; None where all are equal.
     """
 
     quantity: Quantity
@@ -54,6 +51,7 @@ class Difference:
     where: str | None
     tolerance: float
     equal: bool
+    first: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +88,6 @@ class Cause:
         where: The modules, attributes, terms or lines concerned; may be empty.
         proved: The same comparison without this cause (and the others that were found) was equal.
         mode: The mode of autoaccum that takes it away, as in `batchnorm="exact"`; None where there is none.
-        batches: The number of batches that the proposed weight fits; None if no weight is proposed.
-        left: The largest difference of gradients with that mode (and the others' changes), relative to the largest
-            entry; None where it was not proved.
     """
 
     kind: CauseKind
@@ -101,8 +96,6 @@ class Cause:
     where: tuple[str, ...] = ()
     proved: bool = False
     mode: str | None = None
-    left: float | None = None
-    batches: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

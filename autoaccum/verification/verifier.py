@@ -19,20 +19,18 @@ from autoaccum.devices.inspection import name_loss
 from autoaccum.devices.trial_run import seed_everything
 from autoaccum.errors import AutoaccumError, NotMeasuredError, UsageError, WorkloadError, first_line
 from autoaccum.options import Options
-from autoaccum.verification.causes.cause_experiment import KEPT_STATE, has_kept_state
-from autoaccum.verification.causes.cause_search import find_causes
+from autoaccum.verification.cause_search import find_causes
 from autoaccum.verification.fixture import Fixture, Precision
 from autoaccum.verification.paired_runs import PairedRuns
 from autoaccum.verification.rank_team import RankRuns, RankTeam
 from autoaccum.verification.update_comparison import (
     Tolerances,
-    allow_optimizer_spread,
     compare,
     find_tolerances,
     is_finite,
     largest_entry,
     with_move,
-    with_update,
+    with_optimizer_spread,
 )
 from autoaccum.verification.update_run import Ablation
 from autoaccum.verification.verification_result import (
@@ -65,12 +63,11 @@ SEARCH_SECONDS = 60.0
 
 
 class _Unequal(NamedTuple):
-    """A comparison that is not equal, and whether its gradient depends on random numbers that cannot be replayed."""
+    """A comparison that is not equal, with what made it."""
 
     runs: PairedRuns
     comparison: Comparison
     tolerances: Tolerances
-    is_random: bool
 
 
 class Verifier:
@@ -121,10 +118,6 @@ class Verifier:
         self._notify(
             VerificationStarted(**self._describe(runs), precision=self._precision, device=str(runs.fixture.device))
         )
-        if self._prepared.workload.accumulate_in == "parameters":
-            unseen = ' (not visible in float64: precision="fp32" keeps their dtypes)'
-            rounded = 'accumulate_in is "parameters": gradients of half-precision parameters are rounded with each part'
-            self._note(rounded + (unseen if self._precision == "fp64" else ""))
         double = self._float64_runs(runs)
         self._double = None if double is None else double.fixture
         tolerances = find_tolerances(runs, precision=self._precision, samples=target, float64_runs=double)
@@ -226,7 +219,7 @@ class Verifier:
     def _compare_last(self, fixture: Fixture, tolerances: Tolerances) -> None:
         """Compare a shorter window; one that does not run is left out with a note.
 
-        BatchNorm refuses a single sample, and kept state may have the size of the parts before.
+        BatchNorm refuses a single sample, and state that forward keeps may have the size of the parts before.
         """
         sizes = last_window(self._target, self._micro_batch, self._each)
         if sizes is None:
@@ -238,12 +231,10 @@ class Verifier:
         try:
             runs.full()
         except WorkloadError as error:
-            is_single = _ONE_VALUE in error.message
-            if not is_single and not self._unequal:
+            if not self._unequal:
                 hint = "where samples come in groups of N, give --multiple-of N"
                 raise WorkloadError(error.message, hint=hint, user_traceback=error.user_traceback) from error
-            why = "BatchNorm cannot run a single sample" if is_single else first_line(error.message)
-            self._note(f"the shorter window of {format_parts(sizes)} was left out: {why}")
+            self._note(f"the shorter window of {format_parts(sizes)} was left out: {first_line(error.message)}")
         else:
             self._compare_both(runs, "last", tolerances)
             return
@@ -270,44 +261,39 @@ class Verifier:
             whose = "the Accumulator's" if method == "accumulator" else "accumulate()'s"
             where = f"in the full batch's update and in {whose} by {format_parts(runs.sizes)}"
             self._note(f"random numbers were replaced by neutral values, {where}: {runs.mismatch}")
-        loose = [name for name in runs.full().terms if name not in runs.full().connected]
-        if loose:
-            why = "it is detached, or a constant"
-            self._note(f"{list_names(loose)} of the loss has no gradient, in the full batch and in parts: {why}")
         if not found.equal:
-            self._unequal.append(_Unequal(runs, found, tolerances, runs.depends_on_host_rng()))
+            self._unequal.append(_Unequal(runs, found, tolerances))
 
     def _search(self) -> None:
         """Search for the causes of all differences, within the time limit."""
         deadline = Deadline(self._options.time_limit or SEARCH_SECONDS)
-        for index, unequal in enumerate(self._unequal):
+        explained: set[Method] = set()
+        for unequal in self._unequal:
             for fixture in filter(None, (unequal.runs.fixture, self._double)):
                 fixture.deadline = deadline
-            # Where the whole window differs too, with known causes, the shorter one has the same.
-            is_both = index > 0 and unequal.comparison.method == self._comparisons[0].method
-            whole_differs = not self._comparisons[0].equal
-            if not (is_both and whole_differs and any(cause.kind != "unknown" for cause in self._causes)):
-                self._diagnose(unequal, deadline)
+            method = unequal.comparison.method
+            if method not in explained and self._diagnose(unequal, deadline):
+                explained.add(method)  # A shorter window has the causes of the whole one.
 
-    def _diagnose(self, unequal: _Unequal, deadline: Deadline) -> None:
-        runs, comparison, tolerances, is_random = unequal
-        if not is_random:
+    def _diagnose(self, unequal: _Unequal, deadline: Deadline) -> bool:
+        """Add the causes of a difference, and return whether all are known."""
+        runs, comparison, _ = unequal
+        if not runs.uses_host_rng:
             self._notify(Diagnosing(comparison, deadline.limit_seconds or SEARCH_SECONDS))
         try:
-            causes = find_causes(*self._repeat_in_float64(runs, comparison, tolerances))
+            causes = find_causes(*self._repeat_in_float64(*unequal))
         except (WorkloadError, NotMeasuredError) as error:
             self._note(f"the search for the cause failed: {first_line(error.message)}")
-            return
-        if not any(cause.proved for cause in causes) and is_random:
+            return False
+        if not any(cause.proved for cause in causes) and runs.uses_host_rng:
             raise NotMeasuredError(
                 "parts draw other random numbers from Python's or NumPy's generators than the full batch does, and"
                 " these cannot be replayed",
                 hint="draw with torch (torch.rand, torch.randperm), whose numbers are replayed, or draw in batch(size)",
             )
-        known = {_identity(cause) for cause in self._causes}
-        is_unknown = any(cause.kind == "unknown" for cause in self._causes)
-        new = [one for one in causes if _identity(one) not in known]
-        self._causes += [one for one in new if one.kind != "unknown" or not is_unknown]
+        known = {(cause.kind, cause.where) for cause in self._causes}
+        self._causes += [cause for cause in causes if (cause.kind, cause.where) not in known]
+        return not any(cause.kind == "unknown" for cause in causes)
 
     def _repeat_in_float64(
         self, runs: PairedRuns, comparison: Comparison, tolerances: Tolerances
@@ -378,22 +364,14 @@ class Verifier:
 def _compared(
     runs: PairedRuns, method: Method, window: Window, tolerances: Tolerances
 ) -> tuple[Comparison, Tolerances]:
-    """Return the comparison and its tolerances; the rounding of the update is measured only where it matters."""
+    """Return the comparison and its tolerances; what the optimizer makes of rounding is run only where it matters."""
     full, other = runs.full(), runs.accumulated() if method == "accumulator" else runs.user_loop()
     tolerances = with_move(tolerances, runs)
     differences = compare(full, other, tolerances)
-    if not all(one.equal for one in differences):
-        tolerances = with_update(tolerances, runs)
-        differences = compare(full, other, tolerances)
     if [one.quantity for one in differences if not one.equal] == ["update"]:
-        differences = compare(full, other, allow_optimizer_spread(tolerances, runs, other))
+        differences = compare(full, other, with_optimizer_spread(tolerances, runs, other))
     found = Comparison(method=method, window=window, micro_batches=runs.sizes, differences=differences)
     return found, tolerances
-
-
-def _identity(cause: Cause) -> tuple[object, ...]:
-    """Return what tells causes apart; the way out of BatchNorm depends on whose loop it was found in."""
-    return cause.kind, cause.where, None if cause.kind == "batchnorm" else cause.change
 
 
 def _nonfinite_gradient(runs: PairedRuns) -> str | None:
@@ -405,8 +383,6 @@ def _nonfinite_gradient(runs: PairedRuns) -> str | None:
     try:
         full = runs.full()
     except WorkloadError as error:
-        if has_kept_state(runs):
-            raise WorkloadError(error.message, hint=KEPT_STATE, user_traceback=error.user_traceback) from error
         if _ONE_VALUE not in error.message or max(runs.sizes) > 1:
             raise
         raise WorkloadError(error.message, hint=_SINGLE) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,29 +61,6 @@ def list_candidates(batch: Any, parts: list[Any], likely: str | None = None) -> 
 def find_leaves(batch: Any) -> Iterator[tuple[str, Any]]:
     """Yield tensors with a batch dimension, and sequences with one entry per sample, with the code to access them."""
     return _leaves(batch, "batch", batch_size(batch), top=True)
-
-
-def class_weight_candidates(batch: Any, parts: list[Any], tables: Mapping[str, Tensor]) -> list[Candidate]:
-    """Return sums of class weights, which a mean over labels divides by if classes have weights.
-
-    Labels are searched in the whole `batch`; `tables` has one weight for each class, by the code to access it.
-    """
-    labels = [(path, leaf) for path, leaf in find_leaves(batch) if is_integer(leaf)]
-    of_parts = [dict(find_leaves(part)) for part in parts]
-    return [
-        Candidate(_lookup_code(name, path, leaf), tuple(_sum_of_table(table, part[path]) for part in of_parts))
-        for path, leaf in sorted(labels, key=lambda item: path_rank(item[0]))
-        for name, table in tables.items()
-        if leaf.numel() and int(leaf.max()) < len(table) and all(path in part for part in of_parts)
-    ]
-
-
-def _lookup_code(name: str, path: str, labels: Tensor) -> str:
-    return f"{name}[{path}].sum()" if int(labels.min()) >= 0 else f"{name}[{path}[{path} >= 0]].sum()"
-
-
-def _sum_of_table(table: Tensor, labels: Tensor) -> float:
-    return float(table.detach().double().to(labels.device)[labels[labels >= 0].long()].sum())
 
 
 def _count(code: str, leaf: Any) -> float:

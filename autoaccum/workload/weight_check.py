@@ -133,29 +133,19 @@ def _run_copy(workload: Workload, batch: Any) -> BatchLosses:
 
 
 def compare_losses(runs: BatchLosses, batch: Any, comparison: LossComparison, *, coupled: bool) -> list[str]:
-    """Return what `check_weighting` does for the `comparison` of two parts of `batch`.
-
-    Weights that fit are also tried on parts of the sizes exchanged, and on changed batches.
-    """
-    parts, sizes = comparison.parts, list(map(batch_size, comparison.parts))
+    """Return what `check_weighting` does for the `comparison` of two parts of `batch`."""
     comparison.raise_if_nan()
     wrong = comparison.mismatched(runs.tolerance)
     if not wrong:
         return []
     if any(not math.isfinite(comparison.whole[name]) for name in wrong):
         return [Unchecked("the weighting could not be checked, since the loss of a small batch is infinite")]
-    again = runs.losses(parts[0])
+    again = runs.losses(comparison.parts[0])
     if any(abs(again[name] - loss) > 0.1 * runs.tolerance * abs(loss) for name, loss in comparison.losses[0].items()):
         return [Unchecked("the weighting could not be checked, since the loss differs from run to run")]
-    further = [runs.compare(split_batch(batch, sizes[::-1]), batch), *runs.compare_apart(batch, sizes)]
-    every = [*parts, *(part for one in further for part in one.parts)]
-    candidates = [_SUM, *list_candidates(batch, every, runs.likely_weight)]
-    fitting = {name: _fitting(comparison, name, candidates, 0, runs.tolerance) for name in wrong}
-    fitting = {name: narrow(name, fits, further, _PARTS, runs.tolerance)[0] for name, fits in fitting.items()}
-    weights = {name: fits[0].code for name, fits in fitting.items() if fits}
+    weights, samples = find_weights(runs, batch, comparison, wrong)
     if len(weights) == len(wrong):
         mismatches = [comparison.describe(name) for name in wrong]
-        samples = next((one.code for one in candidates[1:]), "len(batch)")
         return [
             Advice(f"{mismatches[0]}: {advise(runs.objective, weights, comparison.whole, samples)}"),
             *mismatches[1:],
@@ -165,31 +155,31 @@ def compare_losses(runs: BatchLosses, batch: Any, comparison: LossComparison, *,
     return [f"{comparison.describe(name)}: {sentence}" for name, sentence in advice.items() if sentence is not None]
 
 
-def _fitting(
-    comparison: LossComparison, name: str, candidates: list[Candidate], start: int, tolerance: float
-) -> list[Candidate]:
-    """Return the candidates with which the parts agree with the whole; the counts of these parts begin at `start`."""
-    return [
-        candidate
-        for candidate in candidates
-        if comparison.agrees(
-            name, comparison.combined(name, candidate.counts[start : start + _PARTS] or None), tolerance
-        )
-    ]
+def find_weights(
+    runs: BatchLosses, batch: Any, comparison: LossComparison, terms: Sequence[str]
+) -> tuple[dict[str, str], str]:
+    """Return the weight, as code or `sum`, that fits each of the `terms`, and the code that counts samples.
 
-
-def narrow(
-    name: str, candidates: list[Candidate], comparisons: Sequence[LossComparison], start: int, tolerance: float
-) -> tuple[list[Candidate], int]:
-    """Return the candidates that also agree in other comparisons, and in how many of them; see `_fitting`.
-
-    A comparison in which none agrees does not count.
+    Weights that fit the `comparison` of two parts of `batch` are also tried on parts of the sizes exchanged, and on
+    changed batches; one of these that no weight fits does not count. A term without such a weight is left out.
     """
-    agreed = 0
-    for index, comparison in enumerate(comparisons):
-        fits = _fitting(comparison, name, candidates, start + index * _PARTS, tolerance)
-        candidates, agreed = fits or candidates, agreed + bool(fits)
-    return candidates, agreed
+    sizes = list(map(batch_size, comparison.parts))
+    every = [comparison, runs.compare(split_batch(batch, sizes[::-1]), batch), *runs.compare_apart(batch, sizes)]
+    counted = list_candidates(batch, [part for one in every for part in one.parts], runs.likely_weight)
+    weights = {}
+    for name in terms:
+        fitting = [_SUM, *counted]
+        for index, tried in enumerate(every):
+            counts = slice(index * _PARTS, (index + 1) * _PARTS)
+            fits = [
+                candidate
+                for candidate in fitting
+                if tried.agrees(name, tried.combined(name, candidate.counts[counts] or None), runs.tolerance)
+            ]
+            fitting = fits if index == 0 else fits or fitting
+        if fitting:
+            weights[name] = fitting[0].code
+    return weights, counted[0].code if counted else "len(batch)"
 
 
 def advise(objective: Objective, found: Mapping[str, str], terms: Collection[str], samples: str) -> str:

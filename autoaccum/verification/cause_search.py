@@ -1,0 +1,279 @@
+"""The search for causes: repeat a comparison under one change after another until both updates are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from autoaccum.accumulation.batchnorm import normalises_by_batch
+from autoaccum.accumulation.coupling import Coupling, describe_modules, list_names
+from autoaccum.accumulation.coupling_probe import find_coupling
+from autoaccum.accumulation.random_ops import neutral_rng
+from autoaccum.devices.deadline import TimeIsOver
+from autoaccum.devices.trial_run import seed_everything
+from autoaccum.errors import AutoaccumError
+from autoaccum.verification.loop_causes import explain_loop
+from autoaccum.verification.paired_runs import PairedRuns
+from autoaccum.verification.update_comparison import Tolerances, compare
+from autoaccum.verification.update_run import SUM, UNCHANGED, Ablation, UpdateResult, UpdateRun
+from autoaccum.verification.verification_result import Cause, Comparison
+from autoaccum.workload.weight_check import BatchLosses, LossComparison, advise, find_weights
+
+_SLACK = 16.0
+"""The rounding in a combination of several runs, in units of that in one comparison."""
+
+_COARSE = 1e-2
+"""With more rounding than this, as in half precision, any arithmetic seems to fit."""
+
+
+def find_causes(runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> tuple[Cause, ...]:
+    """Find out by experiment why `comparison`, made of these runs and with these tolerances, is not equal.
+
+    What makes both updates equal is the cause, and that run is its proof: BatchNorm of the whole batch, other weights,
+    the loss computed of all outputs, neutral random numbers, or several of these. Of a user's loop arithmetic finds
+    what each part counts for. Everything else ends as an unknown cause, with the first tensor that differs; so does a
+    search that reaches the deadline of the runs' fixture. In half precision arithmetic explains nothing, so pass runs
+    in float64.
+    """
+    search = _Search(runs, comparison, tolerances)
+    try:
+        return search.run()
+    except TimeIsOver:
+        limit = runs.fixture.deadline.limit_seconds
+        return (search.unknown(f"the search for the cause stopped at the time limit of {limit:g} s"),)
+
+
+class _Search:
+    """Repeats an unequal comparison under ablations, with the same tolerances."""
+
+    def __init__(self, runs: PairedRuns, comparison: Comparison, tolerances: Tolerances) -> None:
+        self._runs, self._comparison, self._tolerances = runs, comparison, tolerances
+        self._is_loop = comparison.method == "accumulate"
+        self._is_coupled = bool(runs.objective.coupled) and not self._is_loop
+        self._rounding = _SLACK * tolerances.relative
+
+    def run(self) -> tuple[Cause, ...]:
+        """Return the causes that are proved, else those that were seen and an unknown one."""
+        if not self._are_equal(self._runs.full(), self._runs.full_again()):
+            return (_NON_DETERMINISM,)
+        if {difference.quantity for difference in self._comparison.differences if not difference.equal} == {"update"}:
+            return (self.unknown("gradients are equal, but the update differs"),)
+        for ablation in self._ablations():
+            explained = self._explain(ablation)
+            if explained is not None:
+                return (*self._causes(ablation), *explained)
+        coupling = self._look_for_coupling()
+        seen = self._coupling_causes(coupling)
+        if any(cause.kind != "batchnorm" for cause in seen):
+            return seen
+        reason = f" ({coupling.reason})" if coupling.reason else ""
+        return (*seen, self.unknown(f"no experiment makes both updates equal{reason}"))
+
+    def unknown(self, why: str) -> Cause:
+        """Return the cause where no experiment has found one: the first tensor that differs, and what was tried."""
+        *tensors, loss = sorted(self._comparison.differences, key=lambda difference: difference.quantity == "loss")
+        where = tuple(dict.fromkeys(difference.first for difference in (*tensors, loss) if difference.first))
+        first = f"; the first tensor that differs is {where[0]}" if where else ""
+        return Cause(kind="unknown", found=why + first, change=_NARROW, where=where)
+
+    def _ablations(self) -> Iterator[Ablation]:
+        """Yield what is tried, single changes first; neutral random numbers last, as they hide what counts at random.
+
+        The order matters: arithmetic explains a wrong weight before a loss is taken to be coupled.
+        """
+        norms = [ablation for ablation in (self._batchnorm_ablation,) if ablation is not None]
+        plain = [UNCHANGED, *norms]
+        coupled = [] if self._is_loop or self._is_coupled else [replace(one, coupled=True) for one in plain]
+        yield from (*plain, *coupled)
+        if self._runs.mismatch is None and self._runs.rng_sites:
+            yield from (replace(ablation, neutral_rng=True) for ablation in (*plain, *coupled))
+
+    def _explain(self, ablation: Ablation) -> tuple[Cause, ...] | None:
+        """Return the causes that remain under an ablation, none where both updates are equal; None if unknown."""
+        if self._is_equal(ablation):
+            return ()
+        if self._is_coupled or ablation.coupled or self._rounding > _COARSE:
+            return None
+        if self._is_loop:
+            cause = explain_loop(self._runs, self._comparison.window, ablation, self._rounding)
+        else:
+            cause = self._explain_weighting(ablation)
+        return None if cause is None else (cause,)
+
+    def _is_equal(self, ablation: Ablation) -> bool:
+        """Return whether both updates are equal under `ablation`; False where the user's code raises."""
+        try:
+            accumulate = self._runs.user_loop if self._is_loop else self._runs.accumulated
+            full, other = self._runs.full(ablation), accumulate(ablation)
+        except AutoaccumError:
+            return False
+        if ablation != UNCHANGED:  # The tolerances of an update are for the unchanged gradient.
+            full, other = replace(full, parameters={}), replace(other, parameters={})
+        return self._are_equal(full, other)
+
+    def _are_equal(self, full: UpdateResult, other: UpdateResult) -> bool:
+        return all(difference.equal for difference in compare(full, other, self._tolerances))
+
+    @cached_property
+    def _batchnorms(self) -> tuple[str, ...]:
+        """Names of BatchNorm modules that normalise by the batch."""
+        model = self._runs.fixture.fresh().model
+        return tuple(name for name, module in model.named_modules() if normalises_by_batch(module))
+
+    @cached_property
+    def _batchnorm_ablation(self) -> Ablation | None:
+        """What takes BatchNorm away as a cause: the exact mode, or running statistics where that does not run."""
+        mode = self._runs.fixture.workload.batchnorm
+        if not self._batchnorms or mode == "frozen" or (mode == "exact" and not self._is_loop):
+            return None
+        if not self._is_loop:
+            try:
+                self._runs.accumulated(_EXACT)
+            except AutoaccumError:
+                return _FROZEN
+            return _EXACT
+        return _FROZEN
+
+    def _causes(self, ablation: Ablation) -> tuple[Cause, ...]:
+        """Return the causes that an ablation takes away, which is proved."""
+        found = []
+        if ablation.batchnorm is not None:
+            found.append(_batchnorm_cause(self._batchnorms, ablation.batchnorm))
+        if ablation.coupled:
+            found.append(replace(_COUPLED_LOSS, mode="coupled = True", proved=True))
+        if ablation.neutral_rng and self._runs.rng_mixes_samples is not False:
+            sites = self._runs.rng_sites
+            found.append(replace(_RANDOMNESS, found=_MIXES.format(list_names(sites)), where=sites, proved=True))
+        return tuple(found)
+
+    def _explain_weighting(self, ablation: Ablation) -> Cause | None:
+        """Return the cause if parts with other weights give the batch's loss; None if no usual weight does.
+
+        It is proved where the update is equal with them.
+        """
+        objective = self._runs.objective
+        try:
+            losses, comparison = self._compare_losses(ablation)
+            wrong = comparison.mismatched(losses.tolerance)
+            weights, samples = find_weights(losses, self._runs.batch, comparison, wrong) if wrong else ({}, "")
+        except AutoaccumError:
+            return None
+        if not weights or len(weights) < len(wrong):
+            return None
+        applied = replace(ablation, weights=tuple((name, weights.get(name, "")) for name in losses.whole))
+        kinds = {code == SUM for code in weights.values()}
+        is_mixed = len(weights) < len(losses.whole) and (objective.reduction == "sum" or True in kinds)
+        can_apply = len(kinds) == 1 and not is_mixed
+        proved = can_apply and self._is_equal(applied)
+        if can_apply and not proved:
+            return None
+        return Cause(
+            kind="reduction" if objective.reduction == "sum" or SUM in weights.values() else "weight",
+            found="; ".join(comparison.describe(name) for name in wrong),
+            change=advise(objective, weights, losses.whole, samples),
+            where=tuple(wrong) if len(losses.whole) > 1 else (),
+            proved=proved,
+        )
+
+    def _compare_losses(self, ablation: Ablation) -> tuple[BatchLosses, LossComparison]:
+        """Compare the losses of the batch and of two parts of it, forward only; BatchNorm is at rest."""
+        runs, model = self._runs, self._runs.fixture.fresh().model
+        rested = replace(ablation, batchnorm="frozen") if self._batchnorms else ablation
+
+        def forward(batch: object) -> dict[str, Tensor]:
+            run = UpdateRun(runs.fixture, rested)
+            seed_everything()
+            with run.running("the loss"), torch.no_grad(), neutral_rng():
+                return run.terms(batch)
+
+        losses = BatchLosses(model, runs.objective, runs.batch, forward)
+        return losses, losses.compare(runs.with_sizes(self._two_parts).parts)
+
+    @property
+    def _two_parts(self) -> tuple[int, int]:
+        """Two parts of the batch, uneven where possible, neither of a single sample."""
+        each = self._runs.fixture.workload.multiple_of or 1
+        total = sum(self._runs.sizes)
+        first = each * max((total // each - 1) // 2, 1)
+        return first, total - first
+
+    def _look_for_coupling(self) -> Coupling:
+        """Find modules in which other samples change a sample's output, and whether the loss mixes samples."""
+        runs = self._runs
+        with runs.fixture.running():
+            copied = runs.fixture.fresh()
+            return find_coupling(copied.model, copied.objective, runs.batch, self._two_parts, runs.fixture.outside)
+
+    def _coupling_causes(self, coupling: Coupling) -> tuple[Cause, ...]:
+        """Return causes for what was seen to mix samples, of which no change is proved to help."""
+        names = tuple(name for name in coupling.modules if name not in self._batchnorms)
+        causes = []
+        if self._batchnorm_ablation is not None and any(name in self._batchnorms for name in coupling.modules):
+            causes.append(replace(_batchnorm_cause(self._batchnorms, "exact"), proved=False))
+        if names:
+            found = f"a sample's output depends on the others of its micro-batch in {describe_modules(names)}"
+            causes.append(Cause(kind="coupled model", found=found, change=_LOOK_AT_ONE, where=names))
+        elif coupling.loss and not self._is_coupled:
+            causes.append(_COUPLED_LOSS)
+        return tuple(causes)
+
+
+_EXACT, _FROZEN = Ablation(batchnorm="exact"), Ablation(batchnorm="frozen")
+
+_NARROW = "try a smaller model, or one term of the loss at a time, until the updates are equal"
+
+_NON_DETERMINISM = Cause(
+    kind="non-determinism",
+    found="the full batch gives another result when it is run again",
+    change="keep counters in buffers of the model, not in globals, closures or classes, which are not reset between"
+    " runs; draw random numbers from torch, NumPy or random; do not depend on time, os.urandom or files that change",
+)
+
+_MIXES = "random numbers drawn in {} mix samples, as a random order does, or decide how many entries a mean has"
+_RANDOMNESS = Cause(
+    kind="randomness",
+    found=_MIXES,
+    change="draw for each sample by itself, or mix samples where the batch is made, before it is split",
+)
+
+_COUPLED_LOSS = Cause(
+    kind="coupled loss",
+    found="the loss compares samples with each other or is a function of the whole batch (in-batch negatives, mixup, a"
+    " statistic of the batch, the root of a mean, outputs of shape (n, 1) with targets of shape (n,)), or it adds up"
+    " terms that divide by different counts; a part has only its own samples",
+    change="give outputs and targets the same shape, mix inputs when the batch is made, before it is split, and return"
+    " terms that divide by different counts as a dict; otherwise use coupled = True with outputs(model, batch) and"
+    " coupled_loss(outputs, batch) in place of loss, which computes the loss once, of all outputs, or compare"
+    " autoaccum.whole_batch(x)",
+    where=("the loss",),
+)
+
+_LOOK_AT_ONE = (
+    "compute what it takes of other samples from autoaccum.whole_batch(x), or in coupled_loss(outputs, batch) with"
+    " coupled = True; or make it look at one sample at a time, as LayerNorm and GroupNorm do; or call eval() on it if"
+    " that changes it"
+)
+
+
+_NORMS = {
+    "exact": 'batchnorm="exact", which normalises by the whole batch; batchnorm="frozen" (by running statistics, as'
+    ' with eval()) and GroupNorm are exact too; batchnorm="running" mends running statistics only',
+    "frozen": 'batchnorm="frozen" (by running statistics, as with eval()) or GroupNorm; batchnorm="exact", where it'
+    " runs, needs the Accumulator",
+}
+
+
+def _batchnorm_cause(names: tuple[str, ...], mode: str) -> Cause:
+    """Return the cause for BatchNorm, of which `mode` makes both updates equal."""
+    return Cause(
+        kind="batchnorm",
+        found=f"BatchNorm normalises by the micro-batch, not by the whole batch, in {describe_modules(names)}",
+        change=_NORMS[mode],
+        where=names,
+        proved=True,
+        mode=f'batchnorm="{mode}"',
+    )
