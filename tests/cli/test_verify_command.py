@@ -25,6 +25,15 @@ def model():
 def normed():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
+class Remembering(nn.Linear):
+    last = 0.0
+    def forward(self, x):
+        shift, self.last = self.last, x.mean().detach()
+        return super().forward(x + shift)
+
+def remembering():
+    return Remembering(4, 3)
+
 def batch(size):
     return torch.randn(size, 4), torch.arange(size) % 3
 
@@ -76,6 +85,13 @@ def test_not_equivalent_is_one_and_names_the_cause(folder: Path, command: Comman
         "from below",
         "loading",
     }
+
+
+def test_a_difference_of_unknown_cause_is_one_and_names_the_first_tensor() -> None:
+    result = invoke("model.py:remembering", "--target-batch", "8", "-q")
+    assert result.exit_code == 1, result.stderr
+    assert result.stdout.startswith("not equivalent: the gradients are off by ")
+    assert "unknown: no experiment makes both updates equal; the first tensor that differs is weight" in result.stdout
 
 
 def test_json_is_alone_on_stdout_and_a_file_keeps_it(folder: Path) -> None:

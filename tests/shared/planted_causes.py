@@ -1,72 +1,36 @@
-"""Planted causes: models and losses whose accumulated gradient is not the full batch's, made from `small_verified`."""
+"""Models, losses and loops whose accumulated gradient is not the full batch's."""
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import torch
-from small_verified import (
-    CLASSES,
-    FEATURES,
-    Clip,
-    Gpt,
-    Mlp,
-    Recurrent,
-    class_loss,
-    penalty,
-    summed_loss,
-    token_loss,
-)
+from small_verified import FEATURES, Mlp, class_loss, penalty, summed_loss, token_loss, token_weight
 from torch import Tensor, nn
 from torch.nn import functional
 
 CALLS = [0]
-TEACHER = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.BatchNorm1d(CLASSES))
-WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
-class Standardised(nn.Module):
-    """Normalises by the batch without being a BatchNorm class."""
+class Standardising(Mlp):
+    """Normalises by the batch, in eval mode too, without being a BatchNorm class."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1) if self.training else x
+        return super().forward((x - x.mean(0)) / (x.std(0, unbiased=False) + 1))
 
 
-def standardised() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 6), Standardised(), nn.Tanh(), nn.Linear(6, CLASSES))
-
-
-class Stubborn(Standardised):
-    """Normalises by the batch in eval mode too."""
+class Mixing(Mlp):
+    """Mixes each sample with another of its batch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x - x.mean(0)) / (x.std(0, unbiased=False) + 1)
+        return super().forward(0.7 * x + 0.3 * x[torch.randperm(len(x))])
 
 
-def stubborn() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 6), Stubborn(), nn.Tanh(), nn.Linear(6, CLASSES))
+class Shuffling(Mlp):
+    """Mixes samples by the order of random numbers that are drawn one per sample."""
 
-
-class Keeping(Recurrent):
-    """Continues from the state of the batch before."""
-
-    hidden: Tensor | None = None
-
-    def run(self, ids: Tensor) -> Tensor:
-        start = None if self.hidden is None else self.hidden.expand(1, len(ids), 6).contiguous()
-        outputs, hidden = self.cell(self.embed(ids), start)
-        self.hidden = hidden.mean(1, keepdim=True).detach()
-        return torch.as_tensor(outputs)
-
-
-class KeepingSize(Keeping):
-    """Keeps a state for each sample, so that the next batch must have the same size."""
-
-    def run(self, ids: Tensor) -> Tensor:
-        outputs, hidden = self.cell(self.embed(ids), self.hidden)
-        self.hidden = hidden.detach()
-        return torch.as_tensor(outputs)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(0.7 * x + 0.3 * x[torch.rand(len(x)).argsort()])
 
 
 class Remembering(Mlp):
@@ -84,18 +48,11 @@ class Remembering(Mlp):
         return super().forward(moved)
 
 
-class Following(Mlp):
-    """Weights that follow others, updated in forward."""
+class RememberingNormalised(nn.Sequential):
+    """State and BatchNorm at once."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.target = nn.Linear(FEATURES, 6).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for mine, theirs in zip(self.target.parameters(), self.first.parameters(), strict=True):
-                mine.lerp_(theirs, 0.1)
-        return torch.as_tensor(self.last(self.hidden(x) + self.target(x)))
+        super().__init__(Remembering(), nn.BatchNorm1d(3))
 
 
 class Counting(Mlp):
@@ -113,7 +70,7 @@ class Counting(Mlp):
 
 
 class Caching(Mlp):
-    """Computes a feature of its weights once, and keeps its value."""
+    """Computes a feature of its weights once, and keeps its value without its graph."""
 
     kept: Tensor | None = None
 
@@ -123,82 +80,28 @@ class Caching(Mlp):
         return super().forward(x * feature)
 
 
-class KeepingNormalised(nn.Module):
-    """State and BatchNorm at once."""
+class Following(Mlp):
+    """Weights that follow others, updated in forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = Remembering()
-        self.norm = nn.BatchNorm1d(CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.as_tensor(self.norm(self.body(x)))
-
-
-class Mixing(Mlp):
-    """Mixes each sample with another of its batch."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(0.7 * x + 0.3 * x[torch.randperm(len(x))])
-
-
-class Shuffling(Mlp):
-    """Mixes samples by the order of random numbers that are drawn one per sample."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(0.7 * x + 0.3 * x[torch.rand(len(x)).argsort()])
-
-
-class ShufflingLoss(nn.Module):
-    """Mixes samples in a model that returns only its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Mlp()
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        mixed = 0.7 * x + 0.3 * x[torch.rand(len(x)).argsort()]
-        return functional.cross_entropy(self.model(mixed), targets)
-
-
-class Restless(nn.Module):
-    """A factor that does not depend on any seed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1 + random.SystemRandom().random())
-
-
-def restless() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 6), Restless(), nn.Tanh(), nn.Linear(6, CLASSES))
-
-
-class Watching(Mlp):
-    """A BatchNorm whose outputs are not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(FEATURES)
+        self.target = nn.Linear(FEATURES, 6).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.norm(x)
-        return super().forward(x)
+            for mine, theirs in zip(self.target.parameters(), self.first.parameters(), strict=True):
+                mine.lerp_(theirs, 0.1)
+        return torch.as_tensor(self.last(self.hidden(x) + self.target(x)))
 
 
-def numbers(size: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(size, FEATURES), torch.randn(size)
-
-
-def regressor() -> nn.Module:
-    return nn.Linear(FEATURES, 1)
+def hooked() -> nn.Module:
+    model = Mlp()
+    model.first.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))  # type: ignore[no-untyped-call]
+    return model
 
 
 def penalised_sum(model: nn.Module, batch: Any) -> Tensor:
     return summed_loss(model, batch) + penalty(model)
-
-
-def penalised_terms(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    return {"classes": summed_loss(model, batch), "penalty": penalty(model)}
 
 
 def counted_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -207,16 +110,8 @@ def counted_loss(model: nn.Module, batch: Any) -> Tensor:
     return class_loss(model, batch) * CALLS[0]
 
 
-def secret_loss(model: nn.Module, batch: Any) -> Tensor:
-    """A mean with weights that nothing in the batch shows."""
-    each = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    weights = batch[0][:, 0].square() + 1
-    return torch.as_tensor((each * weights).sum() / weights.sum())
-
-
-def one_more_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Divides by one sample more than there is."""
-    return summed_loss(model, batch) / (len(batch[0]) + 1)
+def root_loss(model: nn.Module, batch: Any) -> Tensor:
+    return torch.sqrt(class_loss(model, batch))
 
 
 def contrastive_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -225,104 +120,72 @@ def contrastive_loss(model: nn.Module, batch: Any) -> Tensor:
     return functional.cross_entropy(logits, torch.arange(len(logits)))
 
 
-def spread_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Compares outputs with their variance within the batch."""
-    outputs = model(batch[0])
-    return torch.as_tensor(functional.cross_entropy(outputs, batch[1]) + outputs.var(0, unbiased=False).mean())
-
-
-def constant_term(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    return {"a": class_loss(model, batch), "b": torch.tensor(0.5)}
+def mixed_counts(model: nn.Module, batch: Any) -> Tensor:
+    """A mean over tokens and one over samples, added up."""
+    return torch.as_tensor(token_loss(model, batch) + model(batch["input_ids"]).square().mean())
 
 
 def mixed_reductions(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"classes": class_loss(model, batch), "size": model(batch[0]).square().sum()}
 
 
-class Masked(Gpt):
-    """Hides words at random, and gives the mean over those that are hidden."""
-
-    def forward(self, ids: Tensor) -> Tensor:
-        hidden = torch.rand(ids.shape) < 0.4
-        return functional.cross_entropy(super().forward(ids.masked_fill(hidden, 0))[hidden], ids[hidden])
+def backward(loss: Tensor) -> None:
+    torch.autograd.backward(loss)
 
 
-def masked() -> nn.Module:
-    return Masked(dropout=0.0)
+def samples(parts: Any) -> int:
+    return sum(len(part[1]) for part in parts)
 
 
-def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    return torch.as_tensor(model(batch["input_ids"]))
+def right_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
 
 
-def root_loss(model: nn.Module, batch: Any) -> Tensor:
-    return torch.sqrt(class_loss(model, batch))
+def undivided_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part))
 
 
-class Weighted(Mlp):
-    """Keeps the weights of classes for its loss."""
-
-    weights: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weights", WEIGHTS.clone())
+def twice_divided_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts) / len(parts))
 
 
-def buffer_weighted_loss(model: Any, batch: Any) -> Tensor:
-    return functional.cross_entropy(model(batch[0]), batch[1], weight=model.weights)
+def loop_of_means(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(token_loss(model, part) / len(parts))
 
 
-class Experts(nn.Module):
-    """Two experts, and a term that balances how often they are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(FEATURES, 2)
-        self.experts = nn.ModuleList([nn.Linear(FEATURES, CLASSES) for _ in range(2)])
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        shares = self.gate(x).softmax(-1)
-        called = functional.one_hot(shares.argmax(-1), 2).to(shares.dtype).mean(0)
-        outputs = [shares[:, index, None] * expert(x) for index, expert in enumerate(self.experts)]
-        return torch.stack(outputs).sum(0), (called * shares.mean(0)).sum()
+def token_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(token_loss(model, part) * token_weight(part) / sum(map(token_weight, parts)))
 
 
-def balanced_loss(model: nn.Module, batch: Any) -> Tensor:
-    outputs, balance = model(batch[0])
-    return torch.as_tensor(functional.cross_entropy(outputs, batch[1]) + balance)
+def configured_loop(model: nn.Module, parts: Any) -> None:
+    """Divides by the number of parts of a whole window, however many there are."""
+    for part in parts:
+        backward(class_loss(model, part) / 4)
 
 
-def advantage_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Weighs samples by a column that it normalises by the batch."""
-    outputs, advantage = model(batch["image"]), batch["text"][:, 0]
-    return torch.as_tensor((outputs[:, 0] * (advantage - advantage.mean()) / advantage.std()).mean())
+def forgetful_loop(model: nn.Module, parts: Any) -> None:
+    for part in list(parts)[:-1]:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
 
 
-class Similarities(Clip):
-    """Gives the similarities of all images and texts, as CLIP models of libraries do."""
-
-    def forward(self, image: Tensor, text: Tensor) -> Any:
-        image, text = super().forward(image, text)
-        return image @ text.T
+def zeroing_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        model.zero_grad()
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
 
 
-def similarity_loss(model: nn.Module, batch: Any) -> Tensor:
-    similarities = model(batch["image"], batch["text"])
-    return functional.cross_entropy(similarities, torch.arange(len(similarities)))
+def clipping_loop(model: nn.Module, parts: Any) -> None:
+    for part in parts:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
-def teacher_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Compares outputs with those of a teacher that was left in training mode."""
-    with torch.no_grad():
-        taught = TEACHER(batch[0])
-    return functional.mse_loss(model(batch[0]), taught)
-
-
-def mixed_counts(model: nn.Module, batch: Any) -> Tensor:
-    """A mean over tokens and one over samples, added up."""
-    return torch.as_tensor(token_loss(model, batch) + model(batch["input_ids"]).square().mean())
-
-
-def mean_and_sum(model: nn.Module, batch: Any) -> Tensor:
-    return torch.as_tensor(class_loss(model, batch) + model(batch[0]).square().sum())
+def penalised_loop(model: nn.Module, parts: Any) -> None:
+    """Adds a regulariser for each part."""
+    for part in parts:
+        backward(class_loss(model, part) * len(part[1]) / samples(parts) + penalty(model))

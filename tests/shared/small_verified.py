@@ -77,25 +77,14 @@ def grouped() -> nn.Module:
     return Residual(lambda channels: nn.GroupNorm(2, channels))
 
 
-def frozen() -> nn.Module:
-    model = Residual()
-    model.norm1.eval()
-    model.norm2.eval()
-    return model
-
-
 def dropped() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, CLASSES))
-
-
-def normalised_after_dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, CLASSES))
 
 
 class Gpt(nn.Module):
     """One block that attends to what was before, and dropout."""
 
-    def __init__(self, *, tied: bool = False, dropout: float = 0.2) -> None:
+    def __init__(self, *, dropout: float = 0.2) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, 8)
         self.place = nn.Parameter(torch.randn(LENGTH, 8) * 0.1)
@@ -103,18 +92,12 @@ class Gpt(nn.Module):
         self.qkv = nn.Linear(8, 24)
         self.drop = nn.Dropout(dropout)
         self.head = nn.Linear(8, WORDS, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.place[: ids.shape[1]]
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         x = x + self.drop(functional.scaled_dot_product_attention(q, k, v, is_causal=True))
         return torch.as_tensor(self.head(x))
-
-
-def tied() -> nn.Module:
-    return Gpt(tied=True)
 
 
 class HuggingFace(nn.Module):
@@ -159,14 +142,6 @@ class Recurrent(nn.Module):
         return torch.as_tensor(self.cell(self.embed(ids))[0])
 
 
-class TwoHeads(Mlp):
-    """A second head that gives the inputs again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = nn.Linear(6, FEATURES)
-
-
 def sequences(size: int) -> tuple[Tensor, Tensor]:
     return torch.randint(0, WORDS, (size, LENGTH)), torch.arange(size) % CLASSES
 
@@ -201,14 +176,6 @@ def penalty(model: nn.Module) -> Tensor:
 
 def penalised_loss(model: nn.Module, batch: Any) -> Tensor:
     return class_loss(model, batch) + penalty(model)
-
-
-def two_losses(model: Any, batch: Any) -> dict[str, Tensor]:
-    hidden = model.hidden(batch[0])
-    return {
-        "classes": functional.cross_entropy(model.last(hidden), batch[1]),
-        "inputs": functional.mse_loss(model.decoder(hidden), batch[0]),
-    }
 
 
 def text_losses(model: nn.Module, batch: Any) -> dict[str, Tensor]:

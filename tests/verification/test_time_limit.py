@@ -42,10 +42,7 @@ def test_at_the_limit_the_cause_is_unknown_and_the_answer_stays() -> None:
     assert [len(one.differences) for one in found.comparisons] == [4, 4]
     (cause,) = found.causes
     assert (cause.kind, cause.proved) == ("unknown", False)
-    assert (
-        "the search for the cause stopped at the time limit of 1e-06 s; possible causes: batchnorm and" in cause.found
-    )
-    assert "--time-limit" in cause.change
+    assert "the search for the cause stopped at the time limit of 1e-06 s" in cause.found
     assert [type(event) for event in events[1:]] == [Compared, Compared, Diagnosing, Diagnosing]
     known = verify(_workload(), time_limit=100.0)
     assert [(one.kind, one.proved) for one in known.causes] == [("batchnorm", True)]

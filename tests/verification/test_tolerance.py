@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum.errors import NotMeasuredError
-from autoaccum.verification.update_comparison import Tolerances, compare, find_tolerances, with_update
+from autoaccum.verification.update_comparison import (
+    Tolerances,
+    compare,
+    find_tolerances,
+    with_move,
+    with_optimizer_spread,
+)
 from autoaccum.verification.update_run import UNCHANGED, Ablation, UpdateResult
+from autoaccum.verification.verification_result import Difference
 
 TARGETS = torch.arange(16) % 3
 INPUTS = torch.randn(16, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -26,21 +32,15 @@ class PairedRuns:
         with torch.random.fork_rng():
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-        self.model, self.make, self.dtype = model.to(dtype), make, dtype
+        self.model, self.make = model.to(dtype), make
         self.before = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         loss: Any = nn.functional.cross_entropy(self.model(INPUTS.to(dtype)), TARGETS)
         loss.backward()
-        gradients = {
+        gradients: dict[str, Tensor | None] = {
             name: None if tensor.grad is None else tensor.grad.clone() for name, tensor in self.model.named_parameters()
         }
-        self.outcome = UpdateResult(
-            loss=loss.item(),
-            terms={"loss": loss.item()},
-            connected=frozenset({"loss"}),
-            gradients=gradients,
-            buffers={},
-            parameters=self.update_from(gradients),
-        )
+        parameters = self.update_from(gradients)
+        self.outcome = UpdateResult(loss.item(), {"loss": loss.item()}, gradients, {}, parameters)
 
     def full(self, ablation: Ablation = UNCHANGED) -> UpdateResult:
         return self.outcome
@@ -54,13 +54,18 @@ class PairedRuns:
             for name, parameter in parameters.items():
                 parameter.copy_(self.before[name])
                 parameter.grad = gradients[name]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.make(self.model.parameters()).step()
+        self.make(self.model.parameters()).step()
         return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
     def with_gradients(self, gradients: Mapping[str, Tensor | None]) -> UpdateResult:
         return dataclasses.replace(self.outcome, gradients=gradients, parameters=self.update_from(gradients))
+
+    def scaled(self, factor: float) -> dict[str, Tensor | None]:
+        return {name: None if one is None else one * factor for name, one in self.outcome.gradients.items()}
+
+    def compared(self, other: UpdateResult) -> tuple[Difference, ...]:
+        tolerances = with_move(find_tolerances(self, precision="fp64", samples=16), self)
+        return compare(self.outcome, other, with_optimizer_spread(tolerances, self, other))
 
 
 class Signs(torch.optim.Optimizer):
@@ -75,106 +80,55 @@ class Signs(torch.optim.Optimizer):
             parameter -= 0.1 * parameter.grad.sign()
 
 
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
-    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
-    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
-    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
-    "Rprop": lambda params: torch.optim.Rprop(params, lr=0.1),
-    "Signs": Signs,
-}
+def momentum(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_rounding_is_no_fault_of_the_update(name: str) -> None:
-    runs = PairedRuns(OPTIMIZERS[name])
-    noise = torch.Generator().manual_seed(2)
-    rounded = {
-        key: tensor if tensor is None else tensor + 1e-16 * torch.randn(tensor.shape, generator=noise)
-        for key, tensor in runs.outcome.gradients.items()
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.1)
+
+
+@pytest.mark.parametrize("make", [momentum, adamw, torch.optim.Rprop, Signs])
+def test_rounding_is_no_fault_of_the_update(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    runs, noise = PairedRuns(make), torch.Generator().manual_seed(2)
+    rounded: dict[str, Tensor | None] = {
+        name: None if one is None else one + 1e-16 * torch.randn(one.shape, generator=noise)
+        for name, one in runs.outcome.gradients.items()
     }
-    tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
-    differences = compare(runs.outcome, runs.with_gradients(rounded), tolerances)
-    assert all(difference.equal for difference in differences), differences
+    assert all(difference.equal for difference in runs.compared(runs.with_gradients(rounded)))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_gradient_that_is_off_is_seen(name: str) -> None:
-    runs = PairedRuns(OPTIMIZERS[name])
-    wrong = {key: tensor if tensor is None else tensor * 0.25 for key, tensor in runs.outcome.gradients.items()}
-    tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
-    _, gradients, _, update = compare(runs.outcome, runs.with_gradients(wrong), tolerances)
+def test_a_gradient_that_is_off_is_seen() -> None:
+    runs = PairedRuns(adamw)
+    gradients = runs.compared(runs.with_gradients(runs.scaled(0.25)))[1]
     assert not gradients.equal
     assert gradients.error == pytest.approx(0.75)
-    if name in ("SGD", "momentum"):
-        assert not update.equal
-        assert update.error > 1e3 * update.tolerance
+    assert gradients.first == "0.weight"
 
 
 def test_a_parameter_without_a_gradient_that_decays_is_seen_in_the_update() -> None:
-    runs = PairedRuns(OPTIMIZERS["momentum"])
+    runs = PairedRuns(momentum)
     gradients = {**runs.outcome.gradients, "0.weight": None}
     runs.outcome = runs.with_gradients(gradients)
     zeros = {**gradients, "0.weight": torch.zeros(8, 5, dtype=torch.float64)}
-    tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
-    _, gradient, _, update = compare(runs.outcome, runs.with_gradients(zeros), tolerances)
+    _, gradient, _, update = runs.compared(runs.with_gradients(zeros))
     assert gradient.equal
-    assert not update.equal
-    assert update.where == "0.weight"
+    assert (update.equal, update.where) == (False, "0.weight")
 
 
-def test_without_float64_errors_grow_as_those_of_sums_do() -> None:
-    runs = PairedRuns(OPTIMIZERS["SGD"], torch.float32)
-    tolerances = find_tolerances(runs, precision="bf16", samples=16)
-    assert tolerances.relative == 8 * 2.0**-8 * 4
-    assert "float64 does not run" in tolerances.rounding
-
-
-def test_a_precision_that_shows_nothing_is_refused() -> None:
-    runs, double = PairedRuns(OPTIMIZERS["SGD"], torch.float32), PairedRuns(OPTIMIZERS["SGD"])
-    runs.outcome = dataclasses.replace(
-        runs.outcome,
-        gradients={key: tensor * 2 for key, tensor in runs.outcome.gradients.items() if tensor is not None},
-    )
+def test_a_precision_without_float64_or_that_shows_nothing() -> None:
+    runs, double = PairedRuns(momentum, torch.float32), PairedRuns(momentum)
+    assert find_tolerances(runs, precision="bf16", samples=16).relative == 8 * 2.0**-8 * 4
+    runs.outcome = dataclasses.replace(runs.outcome, gradients=runs.scaled(2))
     with pytest.raises(NotMeasuredError, match="100% off that in float64.*verify with --precision fp64"):
         find_tolerances(runs, precision="fp16", samples=4, float64_runs=double)
 
 
-def test_sparse_gradients_stay_sparse() -> None:
-    class Table:
-        rows = nn.Parameter(torch.ones(4, 2, dtype=torch.float64))
-        gradient = torch.tensor([[0.0, 0.0], [2.0, 2.0], [0.0, 0.0], [0.0, 0.0]], dtype=torch.float64).to_sparse(1)
-
-        def full(self, ablation: Ablation = UNCHANGED) -> UpdateResult:
-            named: dict[str, Tensor | None] = {"rows": self.gradient}
-            return UpdateResult(0.0, {}, frozenset(), named, {}, self.update_from(named))
-
-        def initial(self) -> Mapping[str, Tensor]:
-            return {"rows": self.rows.detach()}
-
-        def update_from(self, gradients: Mapping[str, Tensor | None]) -> Mapping[str, Tensor]:
-            parameter = nn.Parameter(self.rows.detach().clone())
-            parameter.grad = gradients["rows"]
-            assert parameter.grad is not None
-            assert parameter.grad.is_sparse
-            optimizer: Any = torch.optim.SparseAdam([parameter], lr=0.1)
-            optimizer.step()
-            return {"rows": parameter.detach()}
-
-    allowed = with_update(Tolerances(relative=1e-10), Table()).update["rows"]
-    assert allowed[1].max() > 0
-    assert allowed[0].max() == pytest.approx(1e-10 * 0.1, rel=1e-3)  # what is left alone moves by rounding only
-
-
 def test_errors_of_an_update_are_relative_to_how_far_it_moves() -> None:
-    runs = PairedRuns(OPTIMIZERS["AdamW"])
-    tolerances = with_update(find_tolerances(runs, precision="fp64", samples=16), runs)
-    assert tolerances.largest_move == pytest.approx(0.1, rel=1e-2)
-    assert runs.outcome.parameters["3.bias"].shape == (3,)
+    runs = PairedRuns(adamw)
+    assert with_move(Tolerances(relative=1e-10), runs).largest_move == pytest.approx(0.1, rel=1e-2)
     off = {**runs.outcome.parameters, "3.bias": runs.outcome.parameters["3.bias"] + 0.001}
-    update = compare(runs.outcome, dataclasses.replace(runs.outcome, parameters=off), tolerances)[3]
+    update = runs.compared(dataclasses.replace(runs.outcome, parameters=off))[3]
     assert (update.where, update.equal) == ("3.bias", False)
     assert update.error == pytest.approx(0.01, rel=2e-2)
     assert 1e-10 <= update.tolerance < 1e-8

@@ -70,8 +70,6 @@ def test_a_wrong_weight_shows_on_samples_that_are_equally_long(case: str) -> Non
     assert not verification.untested
     (cause,) = verification.causes
     assert cause.change.endswith(f"def weight(batch): return {code}")
-    assert cause.batches is not None
-    assert cause.batches > 1
     assert any("also compared with shortened" in note for note in verification.notes)
 
 

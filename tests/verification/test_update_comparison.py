@@ -24,7 +24,6 @@ def _double(*entries: float) -> Tensor:
 FULL = UpdateResult(
     loss=2.0,
     terms={"loss": 2.0},
-    connected=frozenset({"loss"}),
     gradients={"weight": _double(4.0, -8.0), "bias": _double(1e-6), "unused": None},
     buffers={"norm.running_mean": _double(0.5, 0.25), "norm.running_var": _double(1.0, 2.0), "norm.count": tensor(1)},
     parameters={"weight": _double(1.0, 2.0), "bias": _double(0.1), "unused": _double(3.0)},

