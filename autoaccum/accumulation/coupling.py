@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -37,30 +36,6 @@ _SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Cure:
-    """The modes that are to cure coupling, and how an accumulated gradient in them compared with the full batch's.
-
-    Attributes:
-        modes: The modes, in words.
-        error: The largest difference of the two gradients, relative to the largest entry; None if they did not run.
-        proved: Whether that is rounding.
-        failure: Why they did not run.
-    """
-
-    modes: str
-    error: float | None = None
-    proved: bool = False
-    failure: str | None = None
-
-    def describe(self) -> str:
-        """Return what the experiment has shown, as the end of a sentence that says what is wrong."""
-        if self.proved:
-            return f"{self.modes} gives that, proved here to {max(self.error or 0.0, sys.float_info.epsilon):.0e}"
-        seen = f"run here ({self.failure})" if self.error is None else f"give that here ({self.error:.0e} off)"
-        return f"{self.modes} does not {seen}, and `autoaccum verify` looks for the reason"
-
-
-@dataclass(frozen=True)
 class Coupling:
     """A finding on batch coupling: whether a sample's gradient depends on the others of its batch.
 
@@ -70,7 +45,6 @@ class Coupling:
         reason: Why the experiment could not be made, or only in part; None if it was made.
         pairs: Those of the modules that return a table of all samples by all samples.
         inputs: Whether the loss mixes samples in what it gives the model.
-        cure: What modes were tried as a cure; None if none was.
     """
 
     modules: tuple[str, ...] = ()
@@ -78,7 +52,6 @@ class Coupling:
     reason: str | None = None
     pairs: tuple[str, ...] = ()
     inputs: bool = False
-    cure: Cure | None = dataclasses.field(default=None, compare=False)
 
     @property
     def found(self) -> bool:
@@ -97,7 +70,7 @@ class Coupling:
             is_joint: The loss is computed once, of the outputs of the whole batch.
         """
         names = [name for name in self.modules if name not in {*covered, *self.pairs}]
-        messages = [self.cured(COMPARES_SAMPLES)] if self.pairs else []
+        messages = [COMPARES_SAMPLES] if self.pairs else []
         if names:
             messages.append(
                 f"the output of {describe_modules(names)} for a sample depends on the others of its micro-batch, so"
@@ -107,13 +80,8 @@ class Coupling:
         if self.inputs:
             messages.append(f"{MIXES_INPUTS}: {NOT_FULL}; {MIX_BEFORE}")
         elif self.loss and not is_joint:
-            messages.append(self.cured(_MIXES))
+            messages.append(_MIXES)
         return tuple(messages)
-
-    def cured(self, warning: str) -> str:
-        """Return a warning of coupling with what the experiment has shown in place of what may cure it."""
-        before, seen, _ = warning.partition(f"{NOT_FULL}; ")
-        return f"{before}{seen}{self.cure.describe()}" if seen and self.cure is not None else warning
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -18,17 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode
 
 from autoaccum.accumulation.backpropagation import model_device
 from autoaccum.accumulation.batchnorm import find_batchnorms, uncompiled
 from autoaccum.accumulation.coupling import WHOLE_MODEL, Coupling
-from autoaccum.accumulation.coupling_cure import with_cure
 from autoaccum.accumulation.module_calls import ModuleCalls
 from autoaccum.accumulation.random_ops import neutral_rng
 from autoaccum.accumulation.transaction import ModuleState
-from autoaccum.accumulation.whole_batch.lockstep import Lockstep, parts_run
+from autoaccum.accumulation.whole_batch.lockstep import OnePart, parts_run
 from autoaccum.workload.batches import batch_size, move_batch, split_batch
 from autoaccum.workload.model_copies import (
     cast_batch,
@@ -50,7 +48,7 @@ SAMPLES = 4
 _HALF = 2
 """Samples of a half. BatchNorm and contrastive losses cannot run with one."""
 
-_MOST_WORK, _MOST_FLOAT64_WORK, _WORK_OF_AN_OP = 2 * 10**9, 10**9, 10**6
+_MOST_WORK, _MOST_FLOAT64_WORK = 2 * 10**9, 10**9
 """Limits for a forward of half the samples, in floating-point operations: as it is, and in float64, which is slower."""
 
 _CHANGES = (0.0, 0.3, 1.0, 2.0, -1.0, -3.0)
@@ -60,45 +58,6 @@ _TOLERANCE, _HALF_TOLERANCE, _REPEATABLE = {torch.float64: 1e-8, torch.float32: 
 
 _TOO_LARGE = Coupling(reason="the model is too large for an experiment beside it")
 _NOT_COPIED = Coupling(reason="the model cannot be copied")
-
-
-class _RecordedValues(Lockstep):
-    """Gives the halves the values of `whole_batch(x)` that the whole batch had: that couples nothing wrongly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._values: list[Any] = []
-        self._is_whole = True
-        self._next = 0
-
-    def of_run(self, *, is_whole: bool) -> _RecordedValues:
-        """Begin the run of a whole batch, whose values are recorded, or of a half."""
-        self.part, self._is_whole, self._next = 0, is_whole, 0
-        if is_whole:
-            self._values.clear()
-        return self
-
-    def meet(self, place: str, value: Any, join: Any) -> Any:
-        """As `Lockstep.meet`, without the other parts."""
-        if self._is_whole:
-            self._values.append(value.detach())
-        elif self._next < len(self._values):
-            value = self._values[self._next]
-            self._next += 1
-        return value
-
-
-class _WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the floating-point operations that run within it."""
-
-    done = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.done += _WORK_OF_AN_OP
-        with suppress(Exception):  # Not in the table, or not called as it expects.
-            self.done += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=result)
-        return result
 
 
 def probe_workload(workload: Workload, model: nn.Module) -> Coupling:
@@ -111,7 +70,7 @@ def probe_workload(workload: Workload, model: nn.Module) -> Coupling:
         model_copy, is_copied = copy_workload_model(workload)
         each = workload.multiple_of or 1
         half = each * -(-_HALF // each)
-        batch = take_small_batch(workload, 2 * half + each)  # Parts of two sizes show more of a cure.
+        batch = take_small_batch(workload, 2 * half)
         return _check(model_copy, workload.objective, batch, workload.batchnorm, half) if is_copied else _NOT_COPIED
 
     return _run_safely(model, experiment)
@@ -141,27 +100,24 @@ def _run_safely(model: nn.Module, experiment: Callable[[], Coupling]) -> Couplin
 
 
 def _check(model: nn.Module, objective: Objective, batch: Any, batchnorm: str, half: int) -> Coupling:
-    sizes, parts = [half, half, batch_size(batch) - 2 * half], (half, batch_size(batch) - half)
+    sizes = [half, half, batch_size(batch) - 2 * half]
     if batchnorm == "frozen":
         objective = copy_objective(objective)
         for module in find_batchnorms(model, objective.criterion_module):
             module.eval()
     narrow = move_batch(cast_batch(batch, None), model_device(model))
-    runs, work = _Runs(model, objective, sizes[:2], {}), _WorkCounter()  # type: ignore[no-untyped-call]
-    with suppress(Exception, SystemExit), work:  # The experiment below reports the error.
-        runs.run(split_batch(narrow, sizes)[0])
-    if work.done > _MOST_WORK:
+    counter = FlopCounterMode(display=False)
+    with suppress(Exception, SystemExit), counter:  # The experiment below reports the error.
+        _Runs(model, objective, sizes[:2], {}).run(split_batch(narrow, sizes)[0])
+    if counter.get_total_flops() > _MOST_WORK:
         return _TOO_LARGE
-    with suppress(Exception, SystemExit):  # So that what the user's code caches has the dtype of training.
-        runs.run(narrow)
-    if work.done <= _MOST_FLOAT64_WORK:
+    if counter.get_total_flops() <= _MOST_FLOAT64_WORK:
         with suppress(Exception, SystemExit):  # A model may fail in float64 and work as it is.
             wide = move_batch(cast_batch(batch, torch.float64), model_device(model))
-            case = copy_module(model).double(), objective_in_float64(objective), wide
-            found = find_coupling(*case, sizes)
+            found = find_coupling(copy_module(model).double(), objective_in_float64(objective), wide, sizes)
             if found.reason is None or found.found:
-                return with_cure(found, [case, (model, objective, narrow)], parts, batchnorm)
-    return with_cure(find_coupling(model, objective, narrow, sizes), [(model, objective, narrow)], parts, batchnorm)
+                return found
+    return find_coupling(model, objective, narrow, sizes)
 
 
 def find_coupling(
@@ -204,12 +160,14 @@ class _Runs:
         self._model, self._objective, self._sizes, self._auxiliary = model, objective, sizes, auxiliary
         self._dtype = torch.float32
         self._random_use: list[Any] = []
-        self._joined = _RecordedValues()
+        self._alone = OnePart()
 
     def find(self, batches: Sequence[Any]) -> Coupling:
         """Find out what couples samples; `batches` are the whole batch and its two parts."""
         first = self.run(batches[0])
         self._random_use.clear()
+        if self._alone.calls:
+            return Coupling(reason="it calls whole_batch(x), whose value is another in training")
         plain: list[list[dict[str, float]]] = []
         for _ in self._changed_parameters():
             whole = self.run(batches[0])
@@ -253,7 +211,7 @@ class _Runs:
             stack.callback(state.restore)
             if calls is not None:
                 stack.enter_context(calls.attach({"": model, **self._auxiliary}))
-            stack.enter_context(parts_run(self._joined.of_run(is_whole=batch_size(batch) == sum(self._sizes))))
+            stack.enter_context(parts_run(self._alone))
             terms = objective.terms(model, batch)
             self._random_use.append((ranges, pickle.dumps((random.getstate(), np.random.get_state()))))
         self._dtype = next(iter(terms.values())).dtype

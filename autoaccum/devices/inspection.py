@@ -92,7 +92,7 @@ def inspect_workload(workload: Workload, share: int, meter: Meter | None = None)
         coupling = coupling.without(batchnorms)
     coupled = coupling.warnings(covered=batchnorms, is_joint=bool(workload.coupled))
     # Of the weighting, `check_weighting` knows more.
-    said = [coupling.cured(sentence) for sentence in said if not isinstance(sentence, Advice)]
+    said = [sentence for sentence in said if not isinstance(sentence, Advice)]
     joining = accumulator.joining
     # A coupled loss has no weights, and a part's values of whole_batch(x) are not those of training.
     weighting = [] if workload.coupled else check_weighting(workload, coupled=bool(coupled or joining))

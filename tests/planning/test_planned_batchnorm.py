@@ -47,7 +47,7 @@ def test_live_objects_are_planned_under_it_and_left_as_they_were(mode: str) -> N
     assert plan.workload["batchnorm"] == mode
     assert all(torch.equal(value, before[name]) for name, value in live.state_dict().items())
     said = " ".join(plan.warnings)
-    assert ('batchnorm="exact" gives that, proved here to ' in said) is (mode in ("micro", "running"))
+    assert ('batchnorm="exact" corrects that' in said) is (mode in ("micro", "running"))
     assert ("the gradient is not" in said) is (mode in ("micro", "running"))
     assert ("never estimated" in said) is (mode == "frozen")
 
