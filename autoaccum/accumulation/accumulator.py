@@ -48,7 +48,7 @@ from autoaccum.accumulation.ranks.sharded import check_lists, find_sharded, read
 from autoaccum.accumulation.reachable_objects import all_modules, find_used_modules
 from autoaccum.accumulation.retries import Retries, roll_back
 from autoaccum.accumulation.rng_state import module_generators
-from autoaccum.accumulation.savers.savers import Savers
+from autoaccum.accumulation.savers import Savers
 from autoaccum.accumulation.schedule import check_multiple, slices, split_evenly
 from autoaccum.accumulation.state_hash import batch_versions
 from autoaccum.accumulation.step_result import StepObserver, StepPhase, refuse_nonfinite, warn_caller

@@ -15,8 +15,8 @@ from autoaccum.accumulation.batchnorm import (
     BATCHNORMS,
     STATISTICS,
     check_frozen,
+    find_batchnorms,
     frozen_warning,
-    is_readable,
     is_scripted,
     named_modules,
     uncompiled,
@@ -163,35 +163,18 @@ class RunningBackpropagation(Backpropagation):
 
     _consequence = f'only running statistics are exact, {NOT_FULL}; batchnorm="exact" corrects that'
     _recorders: Sequence[_StatisticsRecorder]
-    _is_first = True
 
     @contextmanager
     def _around_parts(self) -> Iterator[None]:
-        """Collect statistics of all parts; each run, also a repeated one, collects its own.
-
-        Raises:
-            UsageError: Running statistics were changed by a call that runs no hooks.
-        """
-        norms = {
-            name: module
-            for name, module in named_modules(self.model, self.criterion)
-            if isinstance(module, BATCHNORMS) and module.running_mean is not None
-        }
-        find_changed = _watch_statistics(norms if self._is_first else {})
-        self._recorders = [_StatisticsRecorder(module) for module in norms.values()]
+        """Collect statistics of all parts; each run, also a repeated one, collects its own."""
+        norms = [norm for norm in find_batchnorms(self.model, self.criterion) if norm.running_mean is not None]
+        self._recorders = [_StatisticsRecorder(module) for module in norms]
         with ExitStack() as stack:
             if norms:
                 stack.enter_context(uncompiled())
             for recorder in self._recorders:
                 stack.enter_context(recorder)
             yield
-        if names := find_changed():
-            raise UsageError(
-                f'batchnorm is "running", and the running statistics of {list_names(names)} were changed by a'
-                " direct call of forward() or of a function",
-                hint='call the module, as in self.norm(x), or use batchnorm="micro"',
-            )
-        self._is_first = False
         if self.ranks.size > 1:
             rows = self.ranks.gather([recorder.calls() for recorder in self._recorders])
             for recorder, *calls in zip(self._recorders, *rows, strict=True):
@@ -233,7 +216,6 @@ class FrozenBackpropagation(Backpropagation):
             for name, module in named_modules(self.model, self.criterion)
             if isinstance(module, BATCHNORMS) and module.training
         }
-        find_changed = _watch_statistics(self._frozen if self._is_first else {})
         before = _training_calls(self._frozen)
         try:
             yield
@@ -241,10 +223,10 @@ class FrozenBackpropagation(Backpropagation):
             for module in self._frozen.values():
                 module.training = True
         after = _training_calls(self._frozen)
-        if names := find_changed() or [name for name in before if before[name] != after[name]]:
+        if names := [name for name in before if before[name] != after[name]]:
             raise UsageError(
-                f'batchnorm is "frozen", and within the loss {list_names(names)} ran in training mode, by train() there'
-                " or a function, and changed running statistics",
+                f'batchnorm is "frozen", and within the loss {list_names(names)} ran in training mode, by train()'
+                " there, and changed running statistics",
                 hint='do not change the mode of these modules within the loss, or use batchnorm="micro"',
             )
         self._is_first = False
@@ -299,22 +281,3 @@ def _training_calls(norms: Mapping[str, nn.Module]) -> dict[str, int]:
     """
     counts = {name: getattr(module, "num_batches_tracked", None) for name, module in norms.items()}
     return {name: count._version for name, count in counts.items() if count is not None and not count.is_inference()}
-
-
-def _watch_statistics(norms: Mapping[str, nn.Module]) -> Callable[[], list[str]]:
-    """Return a function that names those of `norms` in training mode whose running statistics have changed since.
-
-    It compares values, since BatchNorm's kernels write to the statistics without raising their version.
-    """
-    copies = [
-        (path, module, buffer, buffer.clone())
-        for path, module in norms.items()
-        for buffer in (getattr(module, name) for name in STATISTICS)
-        if is_readable(buffer)
-    ]
-
-    def find_changed() -> list[str]:
-        changed = (path for path, module, now, before in copies if module.training and not torch.equal(now, before))
-        return list(dict.fromkeys(changed))
-
-    return find_changed

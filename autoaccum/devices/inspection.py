@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoaccum.accumulation.activation_checkpointing import (
+    trained_blocks,
+)
 from autoaccum.accumulation.argument_checks import storage_bytes, unwrap_model
 from autoaccum.accumulation.backpropagation import autocast, model_device
 from autoaccum.accumulation.batchnorm import batchnorm_names
 from autoaccum.accumulation.coupling_probe import probe_workload
 from autoaccum.accumulation.out_of_memory import find_out_of_memory
 from autoaccum.accumulation.reachable_objects import find_auxiliary_modules, on_device
-from autoaccum.accumulation.savers.activation_checkpointing import (
-    trained_blocks,
-)
 from autoaccum.accumulation.sharded_tensors import model_class
 from autoaccum.accumulation.step_result import AccumulationWarning, WeightingWarning
 from autoaccum.accumulation.update import StorageRecorder

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autoaccum.accumulation.savers.activation_checkpointing import (
+from autoaccum.accumulation.activation_checkpointing import (
     checkpoint_blocks,
     describe_blocks,
     find_blocks,

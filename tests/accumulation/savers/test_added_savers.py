@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum import Accumulator
-from autoaccum.accumulation.savers import savers as savers_module
+from autoaccum.accumulation import savers as savers_module
 from autoaccum.accumulation.step_result import StepObserver, StepPhase
 from autoaccum.errors import DoesNotFitError
 from autoaccum.options import OFFLOADS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoaccum import Accumulator
-from autoaccum.accumulation.savers.savers import OffloadedActivations
+from autoaccum.accumulation.host_storage import OffloadedActivations
 from autoaccum.errors import UsageError
 from autoaccum.options import OFFLOADS
 
@@ -48,7 +48,7 @@ class Net(nn.Module):
 def _offload_from_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copy what waits in host memory although it is there."""
     monkeypatch.setattr(OffloadedActivations, "host", "elsewhere")
-    monkeypatch.setattr("autoaccum.accumulation.savers.savers._LEAST_BYTES", 1)
+    monkeypatch.setattr("autoaccum.accumulation.host_storage._LEAST_BYTES", 1)
 
 
 def train(model: nn.Module, *words: str, updates: int = 3, **options: Any) -> tuple[Any, Any, Any]:

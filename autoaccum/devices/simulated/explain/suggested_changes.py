@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoaccum.accumulation.savers.activation_checkpointing import Recompute, describe_blocks
+from autoaccum.accumulation.activation_checkpointing import Recompute, describe_blocks
 from autoaccum.checks import type_name
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulation_requests import CHECKPOINT, SuggestedChange
