@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, runtime_checkable
 
 from autoaccum.accumulation.coupling import Coupling
 from autoaccum.devices.child.import_paths import Checkout
 from autoaccum.options import Joining, Options, Parallel
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 Outcome = Literal["ok", "tight", "oom", "error"]
 """`ok`: it ran. `tight`: it ran, but only after the allocator had released its cache and tried again. `oom`: it ran out
@@ -189,6 +189,20 @@ class Inspection:
     notes: tuple[str, ...] = ()
 
 
+class TrialOptions(TypedDict, total=False):
+    """The options of one trial.
+
+    Attributes:
+        fresh: Ask for a process that has run no trial before.
+        limit_bytes: Hold it to this budget, below the device's own.
+        limit_seconds: End it after this time, below the settings' own limit. A trial in place is not ended.
+    """
+
+    fresh: bool
+    limit_bytes: int | None
+    limit_seconds: float | None
+
+
 @runtime_checkable
 class GrowingDevice(Protocol):
     """A device whose trials can measure the peaks of many sizes at once."""
@@ -238,23 +252,10 @@ class Device(Protocol):
             NotMeasuredError: The process died or hung.
         """
 
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-        spare: bool = True,
-    ) -> Trial:
+    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
         """Run one trial; of parts that need each other (`Inspection.joining`), all of an update.
 
-        Args:
-            parts: As in `Trial`.
-            fresh: Ask for a process that has run no trial before.
-            limit_bytes: Hold it to this budget, below the device's own.
-            limit_seconds: End it after this time, below the settings' own limit. A trial in place is not ended.
-            spare: Another process may be needed after it, so that one is made ready meanwhile.
+        `parts` are as in `Trial`.
         """
 
     def close(self) -> None:

@@ -7,9 +7,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import Device, Inspection, Trial, TrialSettings
+from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions, TrialSettings
 from autoaccum.devices.child.failures import ChildDied, JobFailed, death_error, failure_error
 from autoaccum.devices.child.import_paths import ImportPaths
 from autoaccum.devices.child.process import ChildProcess, start_child
@@ -26,6 +26,9 @@ from autoaccum.devices.trial_record import (
 )
 from autoaccum.errors import NotMeasuredError, UsageError
 from autoaccum.units import MIB
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _LEAVE_SECONDS = 5.0
 _START_SECONDS = 300.0
@@ -113,7 +116,7 @@ class ChildDevice(Device, ABC):
 
     The budget is chosen when the first child has loaded the workload. A child is reused while its trials succeed; what
     they did not free may be missing for later ones (`search` repeats failures that may be due to it). After a failure
-    the next trial has a fresh child. While a job runs that others follow, a standby process imports PyTorch for the
+    the next trial has a fresh child. While a job runs, a standby process imports PyTorch for the
     next fresh child, if the host has the memory for it beside the budget. There is none before the budget is chosen.
     """
 
@@ -160,19 +163,11 @@ class ChildDevice(Device, ABC):
         """As `devices.update_cost.SavingDevice`."""
         self._savers = savers
 
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-        spare: bool = True,
-    ) -> Trial:
+    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
         """As `Device.trial`; errors of loading and of choosing the budget are raised."""
-        child = self._use_child(fresh=fresh or not self.resets_peak)
-        if spare:
-            self._start_standby()
+        child = self._use_child(fresh=options.get("fresh", False) or not self.resets_peak)
+        self._start_standby()
+        limit_bytes, limit_seconds = options.get("limit_bytes"), options.get("limit_seconds")
         about = {"parts": parts, "limit_bytes": limit_bytes}
         return self._run(child, about, self._request(parts, limit_bytes, limit_seconds), limit_seconds)
 
@@ -182,7 +177,7 @@ class ChildDevice(Device, ABC):
         self._start_standby()
         least = self._least_size or 1
         parts = (least, least)
-        request = dataclasses.replace(self._request((least, most), None, limit_seconds), grows=True)
+        request = self._request((least, most), None, limit_seconds, grows=True)
         trial = self._run(child, {"parts": parts}, request, limit_seconds)
         if trial.crashed or (trial.outcome == "oom" and not child.alive and not trial.phase):
             return self.trial(parts, fresh=True, limit_seconds=limit_seconds)
@@ -200,8 +195,11 @@ class ChildDevice(Device, ABC):
         finally:
             process.end(grace_seconds=_LEAVE_SECONDS)
 
-    def _request(self, parts: tuple[int, ...], limit_bytes: int | None, limit_seconds: float | None) -> RunTrial:
+    def _request(
+        self, parts: tuple[int, ...], limit_bytes: int | None, limit_seconds: float | None, **more: Any
+    ) -> RunTrial:
         return RunTrial(
+            **more,
             parts=parts,
             joined=self._joined,
             savers=self._savers,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autoaccum.devices.base import Trial, TrialSettings
+from autoaccum.devices.base import Trial, TrialOptions, TrialSettings
 from autoaccum.devices.budget import AvailableMemory, choose_budget, limit_slack
 from autoaccum.devices.child_device import ChildDevice
 from autoaccum.devices.host_memory import read_host_memory
 from autoaccum.errors import NotMeasuredError
 from autoaccum.units import format_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class CpuDevice(ChildDevice):
@@ -78,22 +81,15 @@ class CpuDevice(ChildDevice):
             else "VmHWM, never reset",
         }
 
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-        spare: bool = True,
-    ) -> Trial:
+    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
         """As `ChildDevice.trial`; a second trial finds out whether a crash was for lack of memory."""
-        trial = super().trial(parts, fresh=fresh, limit_bytes=limit_bytes, limit_seconds=limit_seconds, spare=spare)
+        trial = super().trial(parts, **options)
         if not trial.crashed:
             return trial
-        held_to_bytes = self.limit_bytes if limit_bytes is None else limit_bytes
+        held_to_bytes = options.get("limit_bytes") or self.limit_bytes
         roomy_bytes = held_to_bytes + limit_slack(held_to_bytes, read_host_memory().free_bytes)
-        again = super().trial(parts, fresh=True, limit_bytes=roomy_bytes, limit_seconds=limit_seconds)
+        roomy: TrialOptions = {**options, "fresh": True, "limit_bytes": roomy_bytes}
+        again = super().trial(parts, **roomy)
         if not again.ran and again.outcome != "oom":
             return trial
         ending = "runs" if again.ran else "is refused more"

@@ -336,7 +336,7 @@ class _Planner:
 
     def _prove(self, size: int, larger: SearchResult) -> SearchResult:
         """Run the schedule of `size` from a clean state; search below it where that fails, although a larger ran."""
-        trial = self.runner.try_size(size, fresh=True, spare=False, unlimited=True)
+        trial = self.runner.try_size(size, fresh=True, unlimited=True)
         if trial.outcome == "error":
             raise trial_error(trial)
         if trial.ran:

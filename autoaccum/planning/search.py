@@ -28,8 +28,6 @@ _MAX_ESTIMATED_TRIALS = 12
 """After this many trials estimates are ignored, and the bracket is halved."""
 _UNSURE = 0.1
 """A failure that was this probable to run may be due to what other trials left in the process."""
-_LIKELY = 0.8
-"""A trial that is this probable to run will not need another process after it."""
 
 
 class SearchStopped(Exception):
@@ -43,13 +41,12 @@ class SearchStopped(Exception):
 class RunTrial(Protocol):
     """A function that runs one trial."""
 
-    def __call__(self, size: int, *, fresh: bool, spare: bool, unlimited: bool) -> Trial:
+    def __call__(self, size: int, *, fresh: bool, unlimited: bool) -> Trial:
         """Run a trial at `size` samples.
 
         Args:
             size: The micro-batch.
             fresh: Run it in a process that has run none before.
-            spare: Another process may be needed after it, so that one is made ready meanwhile.
             unlimited: Run it whatever the limits on the search are.
 
         Raises:
@@ -152,7 +149,7 @@ def search(
         uncertain = history.uncertain_failure
         if confirmed is not None and uncertain is None:
             return _result(history, size, confirmed, tuple(refuted), stop)
-        final = history.run(size, fresh=confirms, spare=False, unlimited=True)
+        final = history.run(size, fresh=confirms, unlimited=True)
         if not history.fits(final):
             refuted.append((final, largest))
             history.refute(final)
@@ -176,7 +173,7 @@ def _narrow_down(
         if low + 1 == high:
             if not history.may_be_leftovers(estimate):
                 return
-            history.run(sizes[high], fresh=True, spare=False)
+            history.run(sizes[high], fresh=True)
             continue
         is_sure = estimate is not None and estimate.is_sure(sizes)
         if grow is not None and len(sizes) > 1 and not history.has_grown and by_forecast is None and not is_sure:
@@ -196,14 +193,10 @@ def _narrow_down(
             # The process of the inspection has more memory than others: what it imported does not count any more.
             next_fails = index + 1 == high or sizes[index + 1] > estimate.ceiling
             fresh = next_fails or not any(t.fresh for t in history.trials)
-            is_answer = next_fails and history.answer(size) == size and history.isolated == history.confirms
-            spare = not is_answer or estimate.probability(size) < _LIKELY
         else:
             fresh = estimate is not None and estimate.probability(size) > _UNSURE
-            is_answered = history.confirmation(history.answer(history.largest_fit or size)) is not None
-            spare = low + 1 < index or not is_answered
         fresh = history.isolated and (fresh or history.leftovers_matter)
-        trial = history.run(size, fresh=fresh, spare=spare)
+        trial = history.run(size, fresh=fresh)
         if estimate is not None:
             widening = estimate.widen(widening, size, fits=history.fits(trial))
 
@@ -253,9 +246,9 @@ class _History:
         self._tried_fresh: set[int] = set()
         self._refuted: int | None = None
 
-    def run(self, size: int, *, fresh: bool, spare: bool, unlimited: bool = False) -> Trial:
+    def run(self, size: int, *, fresh: bool, unlimited: bool = False) -> Trial:
         """Run a trial and keep it; raises as `keep`."""
-        trial = self._trial(size, fresh=fresh, spare=spare, unlimited=unlimited)
+        trial = self._trial(size, fresh=fresh, unlimited=unlimited)
         if fresh or trial.fresh:
             self._tried_fresh.add(size)
         return self.keep(trial)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from autoaccum.accumulation.schedule import Schedule
-from autoaccum.devices.base import Device, GrowingDevice, TimingDevice, Trial
+from autoaccum.devices.base import Device, GrowingDevice, TimingDevice, Trial, TrialOptions
 from autoaccum.devices.explanation import PredictingDevice
 from autoaccum.errors import NotMeasuredError
 from autoaccum.planning.plan_events import Listener, TimingStarted, TrialFinished, TrialStarted
@@ -15,6 +16,9 @@ from autoaccum.planning.plan_request import PlanRequest
 from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.throughput import Throughput, measure_throughput
 from autoaccum.units import MIB, format_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _RESOLUTION_BYTES = 2 * MIB
 _RESOLUTION_SHARE = 0.005
@@ -81,10 +85,10 @@ class TrialRunner:
         self.joined = self.of_all_ranks = False
         self.confirmation_start_seconds = 0.0
 
-    def try_size(self, size: int, *, fresh: bool = False, spare: bool = True, unlimited: bool = False) -> Trial:
+    def try_size(self, size: int, *, fresh: bool = False, unlimited: bool = False) -> Trial:
         """Run a trial of the search, as `search.RunTrial`."""
         parts = self.parts_to_try(size, fresh=fresh)
-        trial = self._search(lambda left: self._run(parts, fresh=fresh, spare=spare, limit_seconds=left), unlimited)
+        trial = self._search(lambda left: self._run(parts, fresh=fresh, limit_seconds=left), unlimited)
         # A pair that happens to be traced by itself does not confirm a schedule of uneven parts.
         schedule = self._request.schedule(size)
         confirms = not self._scales(schedule, fresh=fresh) or parts == schedule.trial_parts
@@ -160,21 +164,8 @@ class TrialRunner:
             self._limits.seconds_left(None, 0.0)
         return trial
 
-    def _run(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool,
-        spare: bool = True,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-    ) -> Trial:
-        def run() -> Trial:
-            return self._device.trial(
-                parts, fresh=fresh, spare=spare, limit_bytes=limit_bytes, limit_seconds=limit_seconds
-            )
-
-        return self._keep(parts, run, limit_bytes)
+    def _run(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
+        return self._keep(parts, lambda: self._device.trial(parts, **options), options.get("limit_bytes"))
 
     def _keep(
         self, parts: tuple[int, ...], run: Callable[[], Trial], limit_bytes: int | None = None, *, grows: bool = False

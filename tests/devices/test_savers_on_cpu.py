@@ -44,7 +44,7 @@ def test_resident_memory_falls_by_what_recomputed_blocks_do_not_keep(write_workl
     with CpuDevice(make_settings(write_workload(WORKLOAD), 2 * SIZE, 1024 * MIB)) as device:
         for count in (0, BLOCKS, 3):
             device.use_savers((f"recompute={count}",) if count else ())
-            trial = device.trial((SIZE, SIZE), spare=False)
+            trial = device.trial((SIZE, SIZE))
             assert trial.outcome == "ok", trial.message
             assert trial.peak_reserved_bytes is not None
             peaks[count] = trial.peak_reserved_bytes

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from asking import make_request
 from synthetic_traces import INSPECTION, SyntheticTracer, linear, make_trace
+from typing_extensions import Unpack
 
 from autoaccum.accumulation.argument_checks import plan_facts
-from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions
 from autoaccum.devices.explanation import ChooseParts, Forecast
 from autoaccum.devices.simulated.allocator.replay import least_capacity, replay
 from autoaccum.devices.simulated.allocator.settings import AllocatorSettings
@@ -221,16 +222,8 @@ class RealCard(Device):
         self.jobs = 1
         return INSPECTION
 
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-        spare: bool = True,
-    ) -> Trial:
-        self.jobs = 1 if fresh or self.jobs == 0 else self.jobs + 1
+    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
+        self.jobs = 1 if options.get("fresh") or self.jobs == 0 else self.jobs + 1
         peak = GIB + max(parts) * 77 * MIB
         ran = peak <= self.limit_bytes
         trial = Trial(

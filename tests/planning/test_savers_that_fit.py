@@ -70,7 +70,7 @@ def test_a_model_of_which_not_one_sample_fits_trains_to_the_same_weights(
     """On the CPU, in float64, within a limit that the kernel holds it to, as tight as that of the card."""
     reference = f"{WORKLOADS}:sister"
     with CpuDevice(make_settings(reference, 3)) as device:
-        free = device.trial((1, 1), spare=False).peak_reserved_bytes
+        free = device.trial((1, 1)).peak_reserved_bytes
     assert free is not None
     budget = int(TIGHTNESS * free)
     asked: dict[str, Any] = {"target_batch": 3, "device": "cpu", "memory": f"{budget}B"}

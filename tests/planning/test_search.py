@@ -25,7 +25,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 def scripted(outcome: Callable[[int], Outcome], peak: Callable[[int], int] | None = None) -> RunTrial:
     """A trial whose outcome and peak bytes are functions of its size."""
 
-    def trial(size: int, *, fresh: bool, spare: bool, unlimited: bool) -> Trial:
+    def trial(size: int, *, fresh: bool, unlimited: bool) -> Trial:
         result = outcome(size)
         measured = peak(size) if peak and result in ("ok", "tight") else None
         return Trial(parts=(size, size), outcome=result, peak_reserved_bytes=measured, fresh=fresh)
@@ -174,19 +174,6 @@ def test_works_without_peaks(ceiling: int) -> None:
     assert len(result.trials) <= 6 + 2 * math.log2(ceiling + 1)
 
 
-@pytest.mark.parametrize(("ceiling", "asked"), [(50, [False, False]), (39, [True, False])])
-def test_a_process_is_made_ready_only_where_the_trial_may_fail(ceiling: int, asked: list[bool]) -> None:
-    told: list[bool] = []
-    memory = SyntheticMemory(ceiling)
-
-    def trial(size: int, *, spare: bool, **how: bool) -> Trial:
-        told.append(spare)
-        return memory.trial(size, spare=spare, **how)
-
-    search(trial, part_sizes(80, 80), limit_bytes=LIMIT, grow=memory.grow)
-    assert told == asked
-
-
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
@@ -247,7 +234,7 @@ def test_tight_is_chosen_when_nothing_else_runs() -> None:
 def uncertain_trials(from_size: int, *, later: Outcome = "ok") -> RunTrial:
     failed = False
 
-    def trial(size: int, *, fresh: bool, spare: bool, unlimited: bool) -> Trial:
+    def trial(size: int, *, fresh: bool, unlimited: bool) -> Trial:
         nonlocal failed
         if size >= from_size or (failed and later != "ok"):
             failed = True
@@ -306,7 +293,7 @@ def test_an_error_stops_at_once(
 def test_a_failure_by_leftovers_of_other_trials_is_not_the_answer(ceiling: int, leftovers: int) -> None:
     replaced = False
 
-    def trial(size: int, *, fresh: bool, spare: bool, unlimited: bool) -> Trial:
+    def trial(size: int, *, fresh: bool, unlimited: bool) -> Trial:
         nonlocal replaced
         fresh = fresh or replaced
         fits = size <= (ceiling if fresh or size == 1 else ceiling - leftovers)
@@ -324,8 +311,8 @@ def test_a_failure_by_leftovers_of_other_trials_is_not_the_answer(ceiling: int, 
 def test_an_answer_that_fails_from_a_clean_state_gives_way_to_a_smaller_one() -> None:
     memory = SyntheticMemory(50)
 
-    def trial(size: int, *, fresh: bool, spare: bool, unlimited: bool) -> Trial:
-        ran = memory.trial(size, fresh=fresh, spare=spare, unlimited=unlimited)
+    def trial(size: int, *, fresh: bool, unlimited: bool) -> Trial:
+        ran = memory.trial(size, fresh=fresh, unlimited=unlimited)
         return Trial(parts=(size,), outcome="oom", fresh=True) if size == 40 and fresh else ran
 
     def optimistic(most: int) -> Trial:

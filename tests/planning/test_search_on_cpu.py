@@ -37,8 +37,8 @@ def test_brute_force_agrees(tmp_path: Path) -> None:
     with CpuDevice(settings) as device:
         device.inspect()
 
-        def trial(size: int, *, fresh: bool, spare: bool = True, unlimited: bool = False) -> Trial:
-            return device.trial((size, size), fresh=fresh, spare=spare)
+        def trial(size: int, *, fresh: bool, unlimited: bool = False) -> Trial:
+            return device.trial((size, size), fresh=fresh)
 
         found = search(trial, range(1, 65), limit_bytes=device.limit_bytes, grow=device.grow)
         sizes = range(max(1, found.largest_fit - 2), found.largest_fit + 3)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial
+from typing_extensions import Unpack
+
+from autoaccum.devices.base import Device, Inspection, Outcome, Phase, Trial, TrialOptions
 from autoaccum.units import GIB, MIB
 
 
@@ -72,15 +74,9 @@ class ScriptedDevice(Device):
             cautions=self._cautions,
         )
 
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-        spare: bool = True,
-    ) -> Trial:
+    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
+        fresh, limit_bytes = options.get("fresh", False), options.get("limit_bytes")
+        limit_seconds = options.get("limit_seconds")
         self.asked.append((parts, fresh))
         self.limits.append((limit_bytes, limit_seconds))
         if len(self.asked) == self._interrupt_at:

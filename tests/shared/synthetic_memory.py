@@ -56,7 +56,7 @@ class SyntheticMemory:
     def fits(self, size: int) -> bool:
         return self.peak(size) <= LIMIT
 
-    def trial(self, size: int, *, fresh: bool, spare: bool, unlimited: bool) -> Trial:
+    def trial(self, size: int, *, fresh: bool, unlimited: bool) -> Trial:
         """A failure ends the process; the next trial has a fresh one."""
         ran, is_fresh = self.fits(size), fresh or not self._used
         self._used = ran

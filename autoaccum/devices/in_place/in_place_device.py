@@ -6,12 +6,12 @@ import dataclasses
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autoaccum.accumulation.out_of_memory import clear_frames, release_memory
-from autoaccum.devices.base import TRIAL_LIMIT_SECONDS, Device, Inspection, Trial
+from autoaccum.devices.base import TRIAL_LIMIT_SECONDS, Device, Inspection, Trial, TrialOptions
 from autoaccum.devices.child.failures import describe_failure, failure_error
 from autoaccum.devices.delayed_signals import DelayedSignals
 from autoaccum.devices.host_memory import read_host_memory
@@ -25,6 +25,9 @@ from autoaccum.devices.trial_run import run_trial
 from autoaccum.errors import NotMeasuredError, UsageError, WorkloadError
 from autoaccum.units import MemorySize, format_bytes
 from autoaccum.workload.spec import Workload
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _WEAKNESS = (
     "trials ran in this process, which keeps pieces of what earlier ones took: a size just above may fit in a fresh"
@@ -129,21 +132,14 @@ class InPlaceDevice(Device):
         """As `devices.update_cost.SavingDevice`."""
         self._savers = savers
 
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-        spare: bool = True,
-    ) -> Trial:
-        """Run one trial in this process; `fresh`, `limit_seconds` and `spare` have no effect.
+    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
+        """Run one trial in this process; `fresh` and `limit_seconds` have no effect.
 
         Raises:
             UsageError: As `limit_bytes`.
             NotMeasuredError: Something could not be restored; the message names it.
         """
+        limit_bytes = options.get("limit_bytes")
         return dataclasses.replace(self._run(parts, limit_bytes), limit_bytes=limit_bytes)
 
     def grow(self, most: int, *, limit_seconds: float | None = None) -> Trial:

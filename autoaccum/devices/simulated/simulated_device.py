@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoaccum.accumulation.coupling import COMPARES_SAMPLES
 from autoaccum.checks import counted, join_words
-from autoaccum.devices.base import Device, Inspection, Trial
+from autoaccum.devices.base import Device, Inspection, Trial, TrialOptions
 from autoaccum.devices.budget import CARD_RESERVE, AvailableMemory, choose_budget
 from autoaccum.devices.deadline import Deadline
 from autoaccum.devices.explanation import ChooseParts, Forecast, MemoryReport, Prediction
@@ -27,6 +27,8 @@ from autoaccum.options import Reduce
 from autoaccum.units import MIB, MemorySize, format_bytes
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from autoaccum.devices.simulated.allocator.recording import Recording
     from autoaccum.devices.simulated.allocator.replayer import Replayer, Replays, SizedTrace
     from autoaccum.devices.simulated.explain.recorded_update import UpdateComparison
@@ -205,16 +207,10 @@ class SimulatedDevice(Device):
         sizes = next((pair for pair in (self._traces.small_sizes, (step, 2 * step)) if max(pair) <= share), (share,))
         return self._traces.count_cost((*sizes, sizes[0]) if len(sizes) > 1 else sizes, limit_seconds)
 
-    def trial(
-        self,
-        parts: tuple[int, ...],
-        *,
-        fresh: bool = False,
-        limit_bytes: int | None = None,
-        limit_seconds: float | None = None,
-        spare: bool = True,
-    ) -> Trial:
+    def trial(self, parts: tuple[int, ...], **options: Unpack[TrialOptions]) -> Trial:
         """Predict a trial; if `fresh`, from a trace of these very parts."""
+        fresh = options.get("fresh", False)
+        limit_bytes, limit_seconds = options.get("limit_bytes"), options.get("limit_seconds")
         began = time.monotonic()
         try:
             traces = self._traces.traces_of(parts, fresh, limit_seconds)
