@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from autoaccum.accumulation.step_result import AccumulationWarning as AccumulationWarning
     from autoaccum.accumulation.step_result import StepResult as StepResult
     from autoaccum.accumulation.whole_batch.lockstep import whole_batch as whole_batch
+    from autoaccum.api import compare as compare
     from autoaccum.api import fit as fit
     from autoaccum.api import guard as guard
     from autoaccum.api import plan as plan
     from autoaccum.api import tune as tune
     from autoaccum.api import verify as verify
+    from autoaccum.planning.comparison import Comparison as Comparison
     from autoaccum.planning.plan_record import Plan as Plan
     from autoaccum.training.fit_events import FitResult as FitResult
     from autoaccum.tuning.tuning_result import Tuning as Tuning
@@ -33,11 +35,13 @@ _HOMES = {
     "windows": "autoaccum.accumulation.schedule",
     "whole_batch": "autoaccum.accumulation.whole_batch.lockstep",
     "plan": "autoaccum.api",
+    "compare": "autoaccum.api",
     "fit": "autoaccum.api",
     "verify": "autoaccum.api",
     "tune": "autoaccum.api",
     "guard": "autoaccum.api",
     "Plan": "autoaccum.planning.plan_record",
+    "Comparison": "autoaccum.planning.comparison",
     "FitResult": "autoaccum.training.fit_events",
     "Tuning": "autoaccum.tuning.tuning_result",
     "Verification": "autoaccum.verification.verification_result",

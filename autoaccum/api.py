@@ -1,4 +1,4 @@
-"""The public functions `plan`, `fit`, `verify`, `tune` and `guard`: each makes its request and calls its package.
+"""The public functions `plan`, `compare`, `fit`, `verify`, `tune` and `guard`: each makes its request and runs it.
 
 Packages are imported on the first call, so that importing this module loads neither torch nor optuna.
 """
@@ -6,7 +6,7 @@ Packages are imported on the first call, so that importing this module loads nei
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoaccum.guarding.guard_result import Listener as GuardListener
     from autoaccum.guarding.guard_result import Report
     from autoaccum.options import OptionArguments
+    from autoaccum.planning.comparison import Comparison, ComparisonRow
     from autoaccum.planning.plan_events import Listener as PlanListener
     from autoaccum.planning.plan_record import Plan
     from autoaccum.planning.plan_request import Prefer
@@ -145,6 +146,74 @@ def plan(
     live |= {"reduction": reduction, "evaluate": evaluate, "split": split, "size": size}
     live |= {"outputs": outputs, "coupled_loss": coupled_loss, "trainer": trainer, "data": data}
     return make_plan(workload, request, live=live, on_event=on_event, on_output=on_output)
+
+
+def compare(
+    workload: str | os.PathLike[str] | Workload,
+    *,
+    target_batch: int,
+    gpu: str,
+    world_size: int | range = 1,
+    savers: str | Sequence[str] | None = None,
+    max_micro_batch: int | None = None,
+    micro_batch: int | None = None,
+    ceiling: bool = False,
+    prices: str | os.PathLike[str] | Mapping[str, float] | None = None,
+    sort: str | None = None,
+    on_row: Callable[[ComparisonRow], None] = lambda row: None,
+    on_event: PlanListener = lambda event: None,
+    on_output: Callable[[str], None] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Plan for several simulated cards, numbers of ranks and sets of savers, in one table.
+
+        table = autoaccum.compare("model.py", target_batch=256, gpu="rtx4090,h100")
+        table = autoaccum.compare("model.py", target_batch=512, gpu="h100", world_size=range(1, 65), parallel="fsdp2")
+        table = autoaccum.compare("model.py", target_batch=256, gpu="rtx4090", savers="all")
+
+    Each row has the whole plan (`row.plan`), or says why nothing fits. Speeds are estimates, for comparing cards and
+    savers; numbers of ranks have none, since what ranks exchange is not counted.
+
+    Args:
+        workload: As of `plan`: a file, a module, or a `Workload`.
+        target_batch: Samples per update, over all ranks.
+        gpu: Names or sizes of cards with commas in between, or `all`.
+        world_size: The number of ranks; or a range, of which powers of two, its ends, and the numbers where the model
+            begins to fit are planned. Several cards are planned up to the least number of each that trains the model.
+        savers: `all`: a row for each set of savers that no other beats in both time and largest micro-batch. Otherwise
+            as of `plan`.
+        max_micro_batch: Try no larger size, in samples.
+        micro_batch: With `savers="auto"`: choose savers with which micro-batches of so many samples fit.
+        ceiling: Find the largest sizes that fit to the sample.
+        prices: What an hour of each card costs, by its name; or a CSV file with the columns `name` and `per_hour`. Rows
+            then have the cost of a million samples.
+        sort: The name of a column of the table, such as `speed`: the best rows come first. When None, rows come by
+            card (or by cost, with prices), then by number of ranks; sets of savers with the fastest first.
+        on_row: Called with each row as it is found; also before an error.
+        on_event: Called with `plan_events.SaversTried` while sets of savers are tried.
+        on_output: Receives each line the workload prints; stderr otherwise.
+        options: Fields of `autoaccum.options.Options` as for `plan`, but for `device` and `time_limit`.
+
+    Raises:
+        UsageError: An argument cannot be honoured.
+        WorkloadError: The workload cannot be used as it is.
+        NotMeasuredError: A trial gave no answer.
+    """
+    from autoaccum.planning.comparison import ComparisonRequest, compare_plans
+
+    request = ComparisonRequest(
+        target_batch=target_batch,
+        gpu=gpu,
+        world_size=world_size,
+        savers=savers,
+        max_micro_batch=max_micro_batch,
+        micro_batch=micro_batch,
+        ceiling=ceiling,
+        prices=prices,
+        sort=sort,
+        options=options,
+    )
+    return compare_plans(workload, request, on_row=on_row, on_event=on_event, on_output=on_output)
 
 
 def fit(

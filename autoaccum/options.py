@@ -54,7 +54,7 @@ KEEPS: Final[tuple[Keep, ...]] = get_args(Keep)
 
 _MESH = re.compile(r"[1-9][0-9]*(x[1-9][0-9]*)?", re.ASCII)
 
-Command = Literal["plan", "fit", "verify", "tune", "guard", "explain"]
+Command = Literal["plan", "compare", "fit", "verify", "tune", "guard", "explain"]
 
 WORKLOAD_OPTIONS: Final = (
     "optimizer",
@@ -69,12 +69,13 @@ WORKLOAD_OPTIONS: Final = (
 )
 """Options that replace the attribute of the workload with the same name."""
 
-_CHOOSING: Final = ("plan", "fit")
+_CHOOSING: Final = ("plan", "compare", "fit")
 """Commands that choose savers."""
 _SEARCHING: Final = frozenset({"world_size", "equal", "gpu", "values", "time_limit", "trial_limit"})
 _SHARDING: Final = frozenset({"parallel", "mesh"})
 _NOT_TAKEN: Final[Mapping[Command, frozenset[str]]] = {
     "plan": frozenset(),
+    "compare": frozenset({"device", "time_limit"}),
     "fit": _SEARCHING,
     "verify": (_SEARCHING - {"world_size", "time_limit"})
     | _SHARDING

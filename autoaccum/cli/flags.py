@@ -36,65 +36,69 @@ class CountOrRange(click.ParamType):  # type: ignore[type-arg]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
+
+def _words(context: click.Context, parameter: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...] | None:
+    return words or None
+
+
 _FLAGS: Final[dict[str, dict[str, Any]]] = {
-    "device": {"default": "auto", "metavar": "auto|cpu|cuda|cuda:N", "help": "Where trials run; auto: a GPU, if any."},
+    "device": {
+        "default": "auto",
+        "metavar": "auto|cpu|cuda|cuda:N",
+        "help": "Where trials run. auto takes a GPU if there is one.",
+    },
     "gpu": {
         "metavar": "NAME",
-        "help": "Predict for this card instead, without a GPU: a name of `autoaccum gpus`, or a size such as 24GiB.",
+        "help": "Predict for this card, without a GPU: a name of `autoaccum gpus`, or a size such as 24GiB.",
     },
     "values": {
         "metavar": "cpu",
-        "help": "With --gpu: also run each traced step on the CPU, with the same samples, to answer code that reads "
-        "values (.item(), a boolean mask, nonzero, unique, nms). Takes as long as a step on the CPU.",
+        "help": "With --gpu: also compute each traced step on the CPU, for code that reads values (.item(), a boolean "
+        "mask).",
     },
     "memory": {"metavar": "SIZE", "help": "Memory budget: 10GiB, 24GB, or 80% of the total.  [default: what is free]"},
     "reserve": {"metavar": "SIZE", "help": "Leave this much of the budget free."},
     "precision": {"metavar": "fp32|bf16|fp16", "help": "Precision (by autocast), in place of the workload's."},
     "batchnorm": {
         "metavar": "micro|running|frozen|exact",
-        "help": "BatchNorm mode, in place of the workload's. micro: per micro-batch, as PyTorch does; running: also, "
-        "but running statistics are those of the full batch; frozen: normalise by the running statistics and leave "
-        "them unchanged; exact: normalise by the whole effective batch, as without accumulation, with activations in "
-        "host memory. The gradient of the last two is exactly the full batch's.",
+        "help": "How BatchNorm normalises a batch in parts. micro: each part by itself; running: also, with the full "
+        "batch's running statistics; frozen: by the running statistics; exact: by the whole batch.",
     },
     "coupled": {
         "type": click.Choice(["yes", "no"]),
         "metavar": "yes|no",
         "callback": lambda context, parameter, word: {"yes": True, "no": False}.get(word, word),
-        "help": "Compute a loss that compares samples once, of the outputs of the whole effective batch, in place of "
-        "the workload's choice. Each micro-batch runs forward twice.",
+        "help": "Compute a loss that compares samples from the outputs of the whole batch. Each part then runs forward "
+        "twice.",
     },
     "accumulate_in": {
         "metavar": "fp32|parameters",
-        "help": "Sum gradients of half-precision parameters in fp32, or in the parameters' own dtype, which saves "
-        "memory and rounds with each part. In place of the workload's.",
+        "help": "Sum half-precision gradients in fp32, or in the parameters' own dtype, which saves memory and rounds.",
     },
     "savers": {
         "multiple": True,
-        "callback": lambda context, parameter, words: words or None,
+        "callback": _words,
         "metavar": "SAVER",
-        "help": "A way to take less memory for the same gradient. recompute: run the model's repeated blocks again in "
-        "backward (recompute=N: N of them); offload-activations, offload-gradients, offload-optimizer: keep these in "
-        "host memory. Repeatable. plan and fit also take auto, alone: the least costly savers that suffice. "
-        "plan with --gpu also takes show, alone: a table of the Pareto-optimal sets (time, largest micro-batch).",
+        "help": "Take less memory for the same gradient: recompute, recompute=N (blocks), offload-activations, "
+        "offload-gradients, offload-optimizer (repeatable). auto: the least costly that suffice.",
     },
     "optimizer": {"metavar": "NAME", "help": "Optimizer of torch.optim, in place of the workload's."},
     "keeps": {
         "multiple": True,
-        "callback": lambda context, parameter, words: words or None,
+        "callback": _words,
         "metavar": "outputs|ema",
-        "help": "Memory that the training loop holds beside the step. outputs: outputs and loss of the last "
-        "micro-batch, as a loop that logs them does; ema: an average of the weights. Repeatable.",
+        "help": "What the training loop holds beside the step: outputs of the last micro-batch, or ema, an average of "
+        "the weights (repeatable).",
     },
-    "evaluation_batch": {"type": count, "metavar": "N", "help": "Also fit an evaluation in batches of N samples."},
+    "evaluation_batch": {"type": count, "metavar": "N", "help": "Leave room for evaluations in batches of N samples."},
     "worst_of": {"type": count, "metavar": "N", "help": "Make batches of the longest of N samples of the dataset."},
     "world_size": {"type": count, "metavar": "N", "default": 1, "help": "Ranks that share the target batch."},
     "parallel": {
         "metavar": "ddp|fsdp2",
-        "help": "How ranks train one model: each holds all of it, or a shard.  [default: fsdp2 if the workload has "
+        "help": "How ranks train one model: ddp copies it, fsdp2 shards it.  [default: fsdp2 if the workload has "
         "parallelize, else ddp]",
     },
-    "mesh": {"metavar": "N|RxN", "help": "Ranks in one dimension, or R replicas of a model sharded over N (HSDP)."},
+    "mesh": {"metavar": "N|RxN", "help": "Shape of the ranks: RxN is R replicas of a model sharded over N (HSDP)."},
     "multiple_of": {"type": count, "metavar": "N", "help": "Use only micro-batches that are multiples of N."},
     "equal": {"is_flag": True, "help": "Use only equal micro-batches."},
     "time_limit": {
@@ -105,14 +109,39 @@ _FLAGS: Final[dict[str, dict[str, Any]]] = {
     "trial_limit": {"type": seconds, "metavar": "SECONDS", "help": "End a trial after this time.  [default: 600]"},
 }
 
+_HEADINGS: Final[dict[str, tuple[str, ...]]] = {
+    "The micro-batch": (
+        *("max_micro_batch", "micro_batch", "prefer", "multiple_of", "equal", "ceiling", "least", "reserve"),
+        *("max_trials", "time_limit", "trial_limit", "values"),
+    ),
+    "The training loop": ("optimizer", "batchnorm", "coupled", "keeps", "evaluation_batch", "worst_of"),
+    "Memory savers": ("savers", "accumulate_in"),
+    "Ranks": ("world_size", "parallel", "mesh"),
+    "Output": ("emit", "plot", "report", "force"),
+}
+"""Headings in the help of every command, and the options below each; all others come first."""
+
 
 class HelpWithHeadings(click.Command):
-    """A command whose help keeps the lines below a heading such as `Exit codes:` as they are."""
+    """A command whose help has its options below headings, and keeps the lines below those such as `Exit codes:`."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         # click does not rewrap a paragraph that starts with a backspace.
         self.help = re.sub(r"(?m)^(?=[A-Z][^.\n]*:\n)", "\b\n", inspect.cleandoc(self.help or ""))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options below their headings."""
+        headings = {name: heading for heading, names in _HEADINGS.items() for name in names}
+        sections: dict[str, list[tuple[str, str]]] = {"Options": [], **{heading: [] for heading in _HEADINGS}}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None and isinstance(parameter, click.Option):
+                sections[headings.get(parameter.name or "", "Options")].append(record)
+        for heading, records in sections.items():
+            if records:
+                with formatter.section(heading):
+                    formatter.write_dl(records)
 
 
 report_option = click.option(

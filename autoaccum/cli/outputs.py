@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from autoaccum.reporting.page.blocks import Page
 
 _WAYS_OUT = {
-    "-o": "for the plan on stdout, use --json",
+    "-o": "for the result on stdout, use --json",
     "--emit": "give a name that ends in .py",
     "--plot": "give a name that ends in .svg or .png",
     "--report": "give a name that ends in .html",
@@ -188,6 +188,8 @@ def running_words(*, without: Collection[str] = (), instead: Mapping[str, Any] |
 def _word(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, range):
+        return f"{value[0]}..{value[-1]}"
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 

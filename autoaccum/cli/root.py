@@ -23,7 +23,7 @@ from autoaccum.checks import counted
 from autoaccum.cli.flags import HelpWithHeadings
 from autoaccum.errors import AutoaccumError, UsageError
 
-_COMMANDS = ("plan", "verify", "fit", "tune", "guard", "explain", "gpus")
+_COMMANDS = ("plan", "compare", "verify", "fit", "tune", "guard", "explain", "gpus")
 _CODE_INTERRUPTED = 128 + signal.SIGINT
 _CODE_BROKEN_PIPE = 128 + 13
 _CODE_OUR_BUG = 3
@@ -47,6 +47,11 @@ class Root(HelpWithHeadings, click.Group):
         command = import_module(f"autoaccum.cli.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options and the commands."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
 
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: Any, **options: Any) -> Any:
         """Run a command and leave with its exit code."""

@@ -87,10 +87,6 @@ def make_plan(
         return plan_with_ranks(plan_here, request, on_event, on_output)
     setup = make_setup(workload, request, live=live, on_output=on_output)
     with setup.device:
-        if request.options.chooses_savers and request.prefer == "fastest":
-            from autoaccum.planning.fastest_savers import plan_fastest_savers
-
-            return plan_fastest_savers(setup, request, on_event=on_event, started=started)
         return plan_on_device(setup, request, on_event=on_event, started=started)
 
 

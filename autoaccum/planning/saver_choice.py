@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import combinations
 
-from autoaccum.options import OFFLOADS, RECOMPUTE
+from autoaccum.options import RECOMPUTE
 
 Words = tuple[str, ...]
 """Savers, as `options.read_savers` returns them."""
@@ -23,9 +22,7 @@ def choose_savers(
 
     Sets of offloads are visited by their cost without recomputation, until that exceeds the cost of the best that was
     found. For each the least k that fits is found by bisection: it ran, and k - 1 did not. So the answer is that of
-    trying everything where memory falls and cost grows with each saver and each block. At most 2 + log2(blocks),
-    rounded up, are tried with each set of offloads. Once recomputation alone is not enough, the offloads without
-    which all other savers do not fit are found first, since every other set lacks one of them in vain.
+    trying everything where memory falls and cost grows with each saver and each block.
 
     Args:
         offloads: The offloads that may be used, of `options.OFFLOADS`.
@@ -34,40 +31,26 @@ def choose_savers(
         cost: The cost of an update with savers; infinite where they cannot be used.
     """
     fits = cache(fits)
+    if fits(()):
+        return ()
+    usable = tuple(word for word in offloads if math.isfinite(cost((word,))))
+    blocks = blocks if blocks and math.isfinite(cost(with_blocks((), blocks))) else 0
+    if least_blocks((), blocks, fits) is None and not fits(with_blocks(usable, blocks)):
+        return None
     best, least = None, math.inf
-    needed: Words = ()
-    seen: set[Words] = {()}
-    waiting: list[tuple[float, Words]] = [(cost(()), ())]
-    while waiting:
-        own_cost, offloaded = heapq.heappop(waiting)
-        if own_cost >= least:
+    for offloaded in sorted(_subsets(usable), key=lambda words: (cost(words), len(words))):
+        if cost(offloaded) >= least:
             break
-        count = least_blocks(offloaded, blocks, fits) if set(needed) <= set(offloaded) else None
-        if count is None and not offloaded:
-            usable = tuple(word for word in offloads if math.isfinite(cost((word,))))
-            most = blocks if blocks and math.isfinite(cost(with_blocks((), blocks))) else 0
-            if not fits(with_blocks(usable, most)):
-                return None
-            needed = _needed_offloads(usable, most, fits)
-        if count is not None:
-            words = with_blocks(offloaded, count)
-            found = cost(words) if count else own_cost
-            if found < least:
-                best, least = words, found
-        if count == 0:
-            continue  # More offloads cost more.
-        for word in offloads:
-            more = tuple(one for one in OFFLOADS if one in (*offloaded, word))
-            if more not in seen:
-                seen.add(more)
-                heapq.heappush(waiting, (cost(more), more))
+        count = least_blocks(offloaded, blocks, fits)
+        words = offloaded if count is None else with_blocks(offloaded, count)
+        if count is not None and cost(words) < least:
+            best, least = words, cost(words)
     return best
 
 
-def _needed_offloads(offloads: Sequence[str], blocks: int, fits: Callable[[Words], bool]) -> Words:
-    """Return the offloads without which not even all others fit, with all blocks recomputed."""
-    without = {left: tuple(word for word in offloads if word != left) for left in offloads}
-    return tuple(left for left, others in without.items() if not fits(with_blocks(others, blocks)))
+def _subsets(offloads: Sequence[str]) -> list[Words]:
+    """Return all subsets, the smallest first."""
+    return [words for count in range(len(offloads) + 1) for words in combinations(offloads, count)]
 
 
 def with_blocks(offloaded: Words, count: int) -> Words:
@@ -114,14 +97,13 @@ def list_sets(offloads: Sequence[str], blocks: int, fits: Callable[[Words], bool
     [('recompute=2',), ('recompute=2', 'offload-optimizer')]
     """
     found: list[Words] = []
-    for count in range(len(offloads) + 1):
-        for offloaded in combinations(offloads, count):
-            fits_without = any(set(words) <= set(offloaded) for words in found)
-            least = 0 if fits_without else least_blocks(offloaded, blocks, fits)
-            if least is not None:
-                quarters = {blocks * part // _QUARTERS for part in range(_QUARTERS + 1)}
-                counts = sorted({least} | {quarter for quarter in quarters if quarter > least})
-                found += [with_blocks(offloaded, each) for each in counts]
+    quarters = [blocks * part // _QUARTERS for part in range(_QUARTERS + 1)]
+    for offloaded in _subsets(offloads):
+        fits_without = any(set(words) <= set(offloaded) for words in found)
+        least = 0 if fits_without else least_blocks(offloaded, blocks, fits)
+        if least is not None:
+            counts = sorted({least, *(quarter for quarter in quarters if quarter > least)})
+            found += [with_blocks(offloaded, count) for count in counts]
     return found
 
 
@@ -130,7 +112,6 @@ def find_front(
     seconds: Callable[[Words, Parts], float],
     largest: Callable[[Words, int], Parts | None],
     fewest: Parts,
-    enough: int | None = None,
 ) -> dict[Words, Parts]:
     """Find the sets that no other beats: none takes at most as long with at least as large a micro-batch.
 
@@ -142,23 +123,21 @@ def find_front(
         seconds: Returns the seconds of an update by parts, which are no fewer in more parts.
         largest: Returns the parts with the largest micro-batch that fits, or None if that is not above a size.
         fewest: The parts of an update in the fewest micro-batches that may be.
-        enough: Only so many of the fastest are wanted.
 
     Returns:
         The parts of each, the fastest first.
     """
-    found: dict[Words, Parts] = {}
-    for words in sorted(sets, key=lambda one: (seconds(one, fewest), len(one))):
+    tried: dict[Words, Parts] = {}
+    for words in sorted(sets, key=lambda words: (seconds(words, fewest), len(words))):
         least = seconds(words, fewest)
-        above = max((max(parts) for other, parts in found.items() if seconds(other, parts) <= least), default=0)
-        known = sorted(seconds(*one) for one in found.items())
-        if above >= max(fewest) or (enough and len(known) >= enough and known[enough - 1] <= least):
+        above = max((max(parts) for other, parts in tried.items() if seconds(other, parts) <= least), default=0)
+        if above >= max(fewest):
             break
         parts = largest(words, above)
         if parts is not None:
-            found[words] = parts
+            tried[words] = parts
     front: dict[Words, Parts] = {}
-    for words, parts in sorted(found.items(), key=lambda one: (seconds(*one), -max(one[1]), len(one[0]))):
+    for words, parts in sorted(tried.items(), key=lambda item: (seconds(*item), -max(item[1]), len(item[0]))):
         if all(max(other) < max(parts) for other in front.values()):
             front[words] = parts
     return front

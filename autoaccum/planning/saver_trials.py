@@ -1,33 +1,39 @@
-"""Trials of savers for a plan that is to choose them (`--savers auto`), and the sentences on what was chosen."""
+"""Trials of savers, for a plan that is to choose them (`--savers auto`) and for a comparison of sets (`--savers all`).
+
+The sentences on what was chosen are here, too.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+from collections.abc import Iterator
 
 from autoaccum.checks import join_words
 from autoaccum.devices.base import Device, Trial
-from autoaccum.devices.update_cost import CountingDevice, InstalledCard, SavingDevice, UpdateCost
+from autoaccum.devices.update_cost import Amount, CountingDevice, InstalledCard, SavingDevice, UpdateCost
 from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError, first_line
-from autoaccum.options import OFFLOADS
+from autoaccum.options import OFFLOADS, RECOMPUTE
 from autoaccum.planning.plan_events import Listener, SaversTried
 from autoaccum.planning.plan_messages import peak_bytes, trial_error
 from autoaccum.planning.plan_request import PlanRequest
-from autoaccum.planning.saver_choice import Words, choose_savers, format_savers
+from autoaccum.planning.saver_choice import Parts, Words, choose_savers, format_savers, list_sets
 from autoaccum.planning.search import SearchStopped
 from autoaccum.planning.throughput import SpeedEstimate, estimate_seconds
 from autoaccum.planning.trial_runner import SearchLimits, TrialRunner
 from autoaccum.units import format_bytes
 
-_ONLY_RECOMPUTE = "savers were tried on the device itself, and only recompute saves memory there that can be compared"
+_OF_PARAMETERS = ("offload-gradients", "offload-optimizer")
+"""Savers that cost the same whatever becomes of activations."""
 
 
 class SaverTrials:
-    """Finds the least costly savers with which a micro-batch fits.
+    """Tries savers with one micro-batch: `PlanRequest.micro_batch`, or else the least that can be trained.
 
-    That is the size of `PlanRequest.micro_batch`, or else the least that can be trained. On a simulated card all
-    savers are tried, and compared by the estimated seconds of an update. An installed card is simulated for that, and
-    where trials on it refute the choice, the next one is taken. On other devices only `recompute` is tried, by trials.
+    On a simulated card all savers are tried, and compared by the estimated seconds of an update. An installed card is
+    simulated for that, and where trials on it refute the choice, the next one is taken. On the CPU only `recompute` is
+    tried, by trials.
 
     Attributes:
         device: The device on which savers are tried: that of the plan, or its simulation.
@@ -36,8 +42,7 @@ class SaverTrials:
         load_seconds: The time that it took.
         size: The size that has to fit, in samples.
         runner: Runs trials, which nobody is told of.
-        notify: Gets `SaversTried`.
-        remarks: Sentences on savers that cannot be used, and on a card that was not simulated.
+        remarks: Sentences on savers that cannot be used.
 
     Args:
         device: The device of the plan.
@@ -51,23 +56,16 @@ class SaverTrials:
     """
 
     def __init__(self, device: Device, request: PlanRequest, limits: SearchLimits, notify: Listener) -> None:
-        self._limits, self.notify, self.remarks = limits, notify, list[str]()
+        self._limits, self._notify, self.remarks = limits, notify, list[str]()
         self._tried: dict[Words, Trial] = {}
         self._costs: dict[Words, UpdateCost | None] = {}
         self._refuted: set[Words] = set()
         before = time.monotonic()
-        self.device = self._simulate(device, request)
+        if not isinstance(device, SavingDevice):
+            raise UsageError(f"{device.name} cannot try savers", hint="name them (--savers)")
+        self.device = device.simulation() if isinstance(device, InstalledCard) else device
         self.use(())
-        try:
-            self.inspection = self.device.inspect(limit_seconds=request.load_limit_seconds)
-        except (WorkloadError, NotMeasuredError) as error:
-            if self.device is device:
-                raise
-            self.device.close()
-            self.remarks.append(f"the card was not simulated ({first_line(error.message)})")
-            self.device = device
-            self.use(())
-            self.inspection = device.inspect(limit_seconds=request.load_limit_seconds)
+        self.inspection = self.device.inspect(limit_seconds=request.load_limit_seconds)
         self.load_seconds = time.monotonic() - before
         self.request = request = request.with_multiple_of(self.inspection.multiple_of)
         sizes = request.sizes(self.inspection.least_size)
@@ -98,6 +96,11 @@ class SaverTrials:
         """Return whether the inspection is by this device."""
         return self.device is device
 
+    def use(self, words: Words) -> None:
+        """Let the device use these savers."""
+        assert isinstance(self.device, SavingDevice)
+        self.device.use_savers(words)
+
     def choose(self) -> Words:
         """Return the savers that fit and cost least, of those that are not refuted.
 
@@ -106,13 +109,22 @@ class SaverTrials:
             WorkloadError, NotMeasuredError: A trial without savers fails, or the limit on time ends the choice.
         """
         try:
-            chosen = choose_savers(self.offloads, self.inspection.blocks, self.fits, self._cost)
+            chosen = choose_savers(self.offloads, self.inspection.blocks, self.fits, self._seconds)
         except SearchStopped as stopped:
             raise NotMeasuredError(f"{stopped} ended the choice of savers", hint="allow more") from None
         if chosen is None:
             raise self.does_not_fit()
         self.use(chosen)
         return chosen
+
+    def list_sets(self) -> list[Words]:
+        """Return the sets of savers that fit and can be used: offloads in all combinations, and recomputed blocks."""
+        self.count(())  # An error without savers is the workload's own.
+        blocks = self.inspection.blocks
+        recomputes = bool(blocks) and self.count((f"{RECOMPUTE}={blocks}",)) is not None
+        offloads = [word for word in self.offloads if self.count((word,)) is not None]
+        sets = list_sets(offloads, blocks if recomputes else 0, self.fits)
+        return [words for words in sets if self.count(words) is not None]
 
     def end(self, device: Device) -> None:
         """End the simulation of an installed card before trials on it."""
@@ -123,32 +135,26 @@ class SaverTrials:
         """Leave out savers that trials of the plan refuted."""
         self._refuted.add(words)
 
-    def notes(self, chosen: Words, parts: tuple[int, ...]) -> tuple[str, ...]:
+    def notes(self, chosen: Words, parts: Parts) -> tuple[str, ...]:
         """Return notes for a plan of `parts` per update on a rank: why these savers, and what they cost."""
         if not chosen:
             return (f"no savers are needed: micro-batch {self.size} fits without", *self.remarks)
         peak = self._peak(self._tried[()])
         would = "ran out of memory" if peak is None else f"would take {format_bytes(peak)}"
         why = f"{format_savers(chosen)} chosen, since micro-batch {self.size} {would} without savers"
+        return "; ".join((why, *self._costs_in_words(chosen, parts))), *self.remarks
+
+    def _costs_in_words(self, chosen: Words, parts: Parts) -> Iterator[str]:
         cost, without = self._costs.get(chosen), self._costs.get(())
         if cost is None or without is None:
-            return f"{why}; {_ONLY_RECOMPUTE}", *self.remarks
+            yield "only recompute was tried: on this device its memory alone can be compared"
+            return
         more = cost.flops.of(parts) / max(1.0, without.flops.of(parts)) - 1
         moved = cost.moved_bytes.of(parts) - without.moved_bytes.of(parts)
         seconds = self.estimate(chosen, parts).seconds / self.estimate((), parts).seconds - 1
         costs = [f"{more:.0%} more FLOPs"] if more else []
         costs += [f"{format_bytes(int(moved))} moved between card and host per update"] if moved > 0 else []
-        return f"{why}: it costs {join_words(costs)}, by an estimate {seconds:.0%} more time", *self.remarks
-
-    def _simulate(self, device: Device, request: PlanRequest) -> Device:
-        if not isinstance(device, SavingDevice):
-            raise UsageError(f"{device.name} cannot try savers", hint="name them (--savers)")
-        return device.simulation() if isinstance(device, InstalledCard) else device
-
-    def use(self, words: Words) -> None:
-        """Let the device use these savers."""
-        assert isinstance(self.device, SavingDevice)
-        self.device.use_savers(words)
+        yield f"it costs {join_words([*costs, f'an estimated {seconds:.0%} more time'])}"
 
     def fits(self, words: Words) -> bool:
         """Return whether the size fits with these savers, by a trial of them if there was none."""
@@ -156,16 +162,16 @@ class SaverTrials:
             return False
         if words not in self._tried:
             self.use(words)
-            self.notify(SaversTried(words))
+            self._notify(SaversTried(words))
             self._tried[words] = tried = self.runner.try_again(self._parts)
-            self.notify(SaversTried(words, tried))
+            self._notify(SaversTried(words, tried))
             if tried.outcome == "error":
                 if not words:
                     raise trial_error(tried)
                 self._remark(words, tried.message or "")
         return self._tried[words].ran
 
-    def _cost(self, words: Words) -> float:
+    def _seconds(self, words: Words) -> float:
         """Return the estimated seconds of an update; the number of recomputed blocks where costs are not counted."""
         if not self.counts:
             return float(words[0].partition("=")[2]) if words else 0.0
@@ -173,41 +179,44 @@ class SaverTrials:
             return math.inf
         return self.estimate(words, self.request.schedule(self.size).micro_batches).seconds
 
+    def estimate(self, words: Words, parts: Parts) -> SpeedEstimate:
+        """Return the estimated seconds of an update by `parts` with savers that can be used."""
+        cost = self.count(words)
+        assert cost is not None
+        assert isinstance(self.device, CountingDevice)
+        return estimate_seconds(cost, self.device.rates, parts, precision=self.inspection.precision)
+
     def count(self, words: Words) -> UpdateCost | None:
-        """Return the cost of an update with these savers, counted once; None if they cannot be used."""
+        """Return the cost of an update with these savers, counted once; None if they cannot be used.
+
+        It is counted only where it is no sum of others.
+        """
         if words not in self._costs:
-            assert isinstance(self.device, CountingDevice)
-            self.use(words)
-            try:
-                left = self._limits.seconds_left(None, 0.0)
-                self._costs[words] = self.device.count_cost(limit_seconds=left)
-            except (WorkloadError, NotMeasuredError) as error:
-                if not words:
-                    raise
-                self._costs[words] = None
-                self._remark(words, error.message)
+            of_parameters = tuple(word for word in words if word in _OF_PARAMETERS)
+            of_activations = tuple(word for word in words if word not in of_parameters)
+            if of_parameters and of_activations:
+                costs = [self.count(some) for some in (of_activations, of_parameters, ())]
+                known = [cost for cost in costs if cost is not None]
+                self._costs[words] = add_costs(*known) if len(known) == len(costs) else None
+            else:
+                self._costs[words] = self._count(words)
         return self._costs[words]
+
+    def _count(self, words: Words) -> UpdateCost | None:
+        assert isinstance(self.device, CountingDevice)
+        self.use(words)
+        try:
+            return self.device.count_cost(limit_seconds=self._limits.seconds_left(None, 0.0))
+        except (WorkloadError, NotMeasuredError) as error:
+            if not words:
+                raise
+            self._remark(words, error.message)
+            return None
 
     def _remark(self, words: Words, why: str) -> None:
         remark = f"{format_savers(words)} cannot be used: {first_line(why)}"
         if remark not in self.remarks:
             self.remarks.append(remark)
-
-    def estimate(self, words: Words, parts: tuple[int, ...]) -> SpeedEstimate:
-        """Return the estimated seconds of an update by `parts` with savers that can be used."""
-        cost = self.count(words)
-        assert cost is not None
-        return self.estimate_cost(cost, parts)
-
-    def estimate_cost(self, cost: UpdateCost, parts: tuple[int, ...]) -> SpeedEstimate:
-        """Return the estimated seconds of an update by `parts` that costs so much."""
-        assert isinstance(self.device, CountingDevice)
-        return estimate_seconds(cost, self.device.rates, parts, precision=self.inspection.precision)
-
-    def peak(self, words: Words) -> int | None:
-        """Return the peak of the size with these savers, in bytes; None where it is not known."""
-        self.fits(words)
-        return self._peak(self._tried[words])
 
     def _peak(self, trial: Trial) -> int | None:
         """Return what a trial takes, or would take; None where it was not predicted and ran out of memory."""
@@ -215,18 +224,31 @@ class SaverTrials:
 
     def does_not_fit(self) -> DoesNotFitError:
         """Return the error of a size that fits with no savers."""
-        limit = format_bytes(self.device.limit_bytes)
         tried = {words: trial for words, trial in self._tried.items() if trial.outcome != "error"}
-        known = {words: peak for words, trial in tried.items() if (peak := self._peak(trial)) is not None}
-        with_all = f"micro-batch {self.size} does not fit with any savers"
-        if known:
-            least = min(known, key=lambda words: known[words])
-            message = (
-                f"{with_all}: {format_savers(least)} would take the least, {format_bytes(known[least])} of {limit}"
-            )
-        else:
-            message = (
-                f"{with_all}: {join_words(list(map(format_savers, tried)))} ran out of memory, {limit} are available"
-            )
+        peaks = {words: peak for words, trial in tried.items() if (peak := self._peak(trial)) is not None}
+        limit = format_bytes(self.device.limit_bytes)
+        least = min(peaks, key=lambda words: peaks[words], default=None)
+        why = (
+            f"{join_words(map(format_savers, tried))} ran out of memory, {limit} are available"
+            if least is None
+            else f"{format_savers(least)} would take the least, {format_bytes(peaks[least])} of {limit}"
+        )
         ways = "" if self.request.micro_batch is None else "a smaller --micro-batch, "
-        return DoesNotFitError(message, hint=f"take {ways}a smaller model, --precision bf16, or more memory")
+        return DoesNotFitError(
+            f"micro-batch {self.size} does not fit with any savers: {why}",
+            hint=f"take {ways}a smaller model, --precision bf16, or more memory",
+        )
+
+
+def add_costs(one: UpdateCost, other: UpdateCost, plain: UpdateCost) -> UpdateCost:
+    """Return the cost with two kinds of savers that do not meet, by that with each of them and that `plain` without."""
+
+    def add(name: str) -> Amount:
+        first, second, without = (getattr(cost, name) for cost in (one, other, plain))
+        return Amount(
+            sample=first.sample + second.sample - without.sample,
+            part=first.part + second.part - without.part,
+            update=first.update + second.update - without.update,
+        )
+
+    return UpdateCost(**{field.name: add(field.name) for field in dataclasses.fields(UpdateCost)})

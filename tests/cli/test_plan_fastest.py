@@ -8,7 +8,6 @@ import pytest
 from command_line import Command
 from small_blocks import blocks_source
 
-from autoaccum.planning import throughput
 from autoaccum.planning.plan_record import Plan
 
 MODEL = """
@@ -50,24 +49,7 @@ def test_the_knee_is_planned_and_told(folder: Path, command: Command) -> None:
 
 
 @pytest.mark.slow
-def test_savers_are_chosen_by_timed_updates_of_each(
-    folder: Path, command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(throughput, "_ENOUGH_SECONDS", 0.02)
-    (folder / "blocks.py").write_text(blocks_source(2, hidden=1024, length=128, width=16))
-    asked = ("--device", "cpu", "--memory", "28MiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
-    done = command(folder, "plan", "blocks.py", "--target-batch", "8", *asked)
-    assert done.returncode == 0, done.stderr
-    plan = Plan.load(folder / "plan.json")
-    assert plan.throughput is not None
-    assert plan.micro_batch == plan.throughput.knee
-    name = " + ".join(plan.workload["savers"]) or "no savers"
-    assert plan.notes[0].startswith(f"{name}: the most samples per second of the sets of savers that were timed")
-    assert (plan.trials[-1].parts, plan.trials[-1].fresh) == (plan.schedule.trial_parts, True)
-
-
-@pytest.mark.slow
-def test_savers_for_a_card_that_is_not_here_are_chosen_by_an_estimate(folder: Path, command: Command) -> None:
+def test_savers_are_chosen_first_and_the_speed_is_an_estimate_for_a_card(folder: Path, command: Command) -> None:
     (folder / "blocks.py").write_text(blocks_source(2, hidden=1024, length=256, width=16))
     asked = ("--gpu", "24GiB", "--savers", "auto", "--prefer", "fastest", "-o", "plan.json")
     for budget in ("24MiB", "26MiB"):  # The workspaces of torch 2.11 take 2 MiB more.
@@ -76,10 +58,7 @@ def test_savers_for_a_card_that_is_not_here_are_chosen_by_an_estimate(folder: Pa
             break
     assert done.returncode == 0, done.stderr
     plan = Plan.load(folder / "plan.json")
-    assert plan.kind == "predicted"
+    assert plan.workload["savers"], "no sample fits without"
     assert plan.throughput is not None
     assert (plan.throughput.kind, plan.throughput.knee) == ("estimated", plan.micro_batch)
-    assert plan.workload["savers"], "no sample fits without"
-    assert plan.notes[0].startswith(f"{' + '.join(plan.workload['savers'])}: by an estimate from FLOPs and bytes")
-    assert any("by an estimate from FLOPs, bytes and kernels" in note for note in plan.notes[1:])
-    assert f"samples/s, {plan.throughput.kind} for updates of 8" in done.stdout
+    assert any("by an estimate from FLOPs, bytes and kernels" in note for note in plan.notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -84,30 +83,9 @@ def test_an_error_of_ranks_is_said_once(folder: Path, warm_ranks: WarmRanks) -> 
     assert "2 budgets of " in first.stderr
 
 
-@pytest.mark.slow
-def test_a_table_over_numbers_of_ranks(folder: Path, command: Command) -> None:
-    words = ["plan", "model.py", "--target-batch", "64", "--gpu", "rtx3090", "--world-size", "1..2"]
-    done = command(folder, *words)
-    assert "\n1 rank: micro-batch 64, iter_size 1, " in done.stderr
-    words.append("-q")
-    assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
-    lines = done.stdout.splitlines()
-    assert [line.split()[:4] for line in lines[1:3]] == [["1", "yes", "64", "1"], ["2", "yes", "32", "1"]]
-    assert lines[3] == "the least number of ranks that trains the model is 1"
-    done = command(folder, *words, "--memory", "3MiB", "--json")
-    assert [row["fits"] for row in json.loads(done.stdout)["plans"]] == [False, False]
-    assert done.returncode == 1
-    assert "error: none of 1 to 2 ranks trains the model: micro-batch 1 does not fit" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["1..4"], "--world-size 1..4 compares numbers of ranks in a simulation: name a card (--gpu NAME)"),
-        (["1..4", "--gpu", "h100", "-o", "plan.json"], "makes a table, and -o goes with one number of ranks"),
-        (["1..4", "--gpu", "h100", "--mesh", "2x2"], "makes a table, and --mesh goes with one number of ranks"),
-        (["4..1", "--gpu", "h100"], "4..1 is an empty range"),
-        (["0..4", "--gpu", "h100"], "0 is not in the range x>=1"),
         (["4", "--parallel", "fsdp2"], "trials on a device of this machine run the whole model, and fsdp2 shards it"),
         (["4", "--gpu", "h100", "--mesh", "2x4"], "the mesh 2x4 has 8 ranks, and there are 4: give a mesh of 4"),
     ],

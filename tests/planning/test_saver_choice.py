@@ -114,14 +114,6 @@ def test_that_nothing_fits_is_known_from_three_trials() -> None:
     assert card.tried == [(), ("recompute=12",), ("recompute=12", *OFFLOADS)]
 
 
-def test_offloads_without_which_nothing_fits_are_in_all_that_is_tried_next() -> None:
-    saved = {"offload-activations": 10, "offload-gradients": 10, "offload-optimizer": 60}
-    card = MadeUpCard(35, saved, dict.fromkeys(OFFLOADS, 9.0), [1] * 8, 1.0)
-    assert card.choose() == ("recompute=5", "offload-optimizer")
-    without = [words for words in card.tried if "offload-optimizer" not in words]
-    assert without == [(), ("recompute=8",), ("recompute=8", "offload-activations", "offload-gradients")]
-
-
 def test_offloads_that_cost_more_than_what_was_found_are_not_tried() -> None:
     card = MadeUpCard(80, dict.fromkeys(OFFLOADS, 30), dict.fromkeys(OFFLOADS, 99.0), [5] * 12, 1.0)
     assert card.choose() == ("recompute=4",)
@@ -180,15 +172,3 @@ def test_sets_recompute_quarters_and_the_least_that_fit(total: int, least: int, 
             lowest = 0 if number >= needed else least
             quarters = {total * part // 4 for part in range(5)}
             assert counts == ([] if lowest > total else sorted({lowest, *(one for one in quarters if one > lowest)}))
-
-
-def test_only_the_fastest_are_sought_where_these_are_enough() -> None:
-    tried: list[Words] = []
-
-    def largest(words: Words, above: int) -> Parts:
-        tried.append(words)
-        return parts_of(8 + 8 * len(tried))
-
-    times = {with_blocks((), blocks): 10.0 + blocks for blocks in range(5)}
-    front = find_front(times, lambda words, parts: times[words], largest, (SHARE,), enough=2)
-    assert list(front) == tried == [(), ("recompute=1",)]

@@ -107,7 +107,7 @@ def test_the_micro_batch_that_is_asked_for_fits_by_the_fewest_blocks(size: int) 
     assert (made.micro_batches, made.peak_bytes) == (asked_for.micro_batches, asked_for.peak_bytes)
     note = next(note for note in made.notes if "chosen" in note)
     assert f"{fitting[0][0]} chosen, since micro-batch {size} would take" in note
-    assert f"it costs {recomputed(fitting[0]) / 18:.0%} more FLOPs, by an estimate" in note
+    assert f"it costs {recomputed(fitting[0]) / 18:.0%} more FLOPs and an estimated " in note
 
 
 def test_one_child_traces_all_candidates_and_each_but_once() -> None:
@@ -197,13 +197,3 @@ def test_savers_that_trials_refute_give_way_to_the_next() -> None:
     made, _ = plan_on_card(lambda words: 40 if recomputed(words) > predicted else 20, SavingTracer())
     assert chosen(made) == (f"recompute={predicted + 1}",)
     assert {trial.outcome for trial in made.trials if trial.micro_batch <= 32} == {"ok"}, "of these savers alone"
-
-
-def test_where_the_card_cannot_be_simulated_blocks_are_tried_on_it() -> None:
-    class FailingTracer(SavingTracer):
-        def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
-            raise WorkloadError("it reads values")
-
-    made, _ = plan_on_card(lambda words: 10 + 6 * recomputed(words), FailingTracer())
-    assert chosen(made) == ("recompute=4",)
-    assert "the card was not simulated (it reads values)" in made.notes

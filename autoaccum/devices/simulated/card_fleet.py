@@ -1,33 +1,25 @@
-"""Simulated devices for many cards, whose traces are shared where the cards answer alike, and made ahead."""
+"""Simulated devices for many cards. Cards that answer alike share their traces, and one process makes all of them."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from functools import cached_property
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from autoaccum.devices.child.requests import Reply, Request
+from autoaccum.devices.simulated.allocator.replayer import Replays
 from autoaccum.devices.simulated.cards import Card
 from autoaccum.devices.simulated.simulated_device import SimulatedDevice
 from autoaccum.devices.simulated.simulation_requests import ListAlike, Tracer, UseCard
 from autoaccum.devices.simulated.tracing.trace_cache import TraceCache
-from autoaccum.errors import AutoaccumError, NotMeasuredError
 
-if TYPE_CHECKING:
-    from autoaccum.devices.simulated.allocator.replayer import Replays
-
-MakeTracer = Callable[[Card, tuple[Card, ...]], Tracer]
-"""Starts a process that traces the workload on a card, of which others may share the traces."""
+_Result = TypeVar("_Result")
 
 
 class CardFleet:
-    """The devices of many cards. One process traces for all: for a card, and for those that answer alike.
+    """The devices of many cards.
 
     Args:
-        make_tracer: Starts that process.
+        make_tracer: Starts the process that traces the workload on a card, of which others may share the traces.
         make_device: Makes the device of a card from traces, and from replays that cards may have in common.
         share: As of `TraceCache`.
         confirms: As of `TraceCache`.
@@ -35,123 +27,70 @@ class CardFleet:
 
     def __init__(
         self,
-        make_tracer: MakeTracer,
+        make_tracer: Callable[[Card, tuple[Card, ...]], Tracer],
         make_device: Callable[[Card, TraceCache, Replays], SimulatedDevice],
         share: int,
         *,
         confirms: bool = False,
     ) -> None:
-        self._process = _SharedProcess(make_tracer)
-        self._make_device, self._share, self._confirms = make_device, share, confirms
-        self._thread = ThreadPoolExecutor(1)
+        self._make_tracer, self._make_device = make_tracer, make_device
+        self._share, self._confirms = share, confirms
+        self._replays = Replays()
+        self._tracer: Tracer | None = None
+        self._traced: CardGroup | None = None
 
-    def group(self, card: Card, others: Sequence[Card]) -> CardGroup:
-        """Return the group of a card, to which those of the others belong that no trace tells from it."""
-        return CardGroup(card, others, self._process, self._share, confirms=self._confirms)
+    def each(
+        self, cards: Sequence[Card], use: Callable[[Card, SimulatedDevice], _Result]
+    ) -> Iterator[tuple[Card, _Result]]:
+        """Use the device of each card; those that no trace tells apart come together."""
+        waiting = list(cards)
+        while waiting:
+            group = CardGroup(self, waiting[0], waiting[1:])
+            traces = TraceCache(lambda group=group: group, self._share, confirms=self._confirms)  # type: ignore[misc]
+            for card in (group.card, *group.alike):
+                if not group.is_alike(card):
+                    continue
+                result = use(card, self._make_device(card, traces, self._replays))
+                if group.is_alike(card):  # Else what was traced for this card has told it from that of the group.
+                    waiting.remove(card)
+                    yield card, result
 
-    def device(self, card: Card, group: CardGroup) -> SimulatedDevice:
-        """Return the device of a card of a group; closing it leaves the traces alone."""
-        return self._make_device(card, group.traces, self._replays)
-
-    def work_ahead(self, group: CardGroup, others: Sequence[Card]) -> tuple[CardGroup | None, Future[None]]:
-        """While this process replays the traces of a group, count its cost, and trace for the next one.
-
-        Returns:
-            The group of the first of the others that is told from this one, if there is one; what to wait for.
-        """
-        told = next((card for card in others if not group.is_alike(card)), None)
-        following = None if told is None else self.group(told, [card for card in others if card != told])
-
-        def work() -> None:
-            with suppress(AutoaccumError):  # Whoever needs it meets it again.
-                group.trace_smallest()
-                self.device(group.card, group).count_cost()
-                if following is not None and self._process.can_switch(following):
-                    following.traces.inspect()
-                    following.traces.extrapolate(max(following.traces.small_sizes))
-                    following.trace_smallest()
-
-        return following, self._thread.submit(work)
-
-    @cached_property
-    def _replays(self) -> Replays:
-        from autoaccum.devices.simulated.allocator.replayer import Replays  # Later, so that the tracer starts sooner.
-
-        return Replays()
+    def call(self, group: CardGroup, request: Request[Reply], limit_seconds: float | None) -> Reply:
+        """Call the process as the card of a group, and learn which cards would have had another answer."""
+        if self._tracer is not None and self._traced is not group:
+            if self._tracer.call(UseCard(card=group.card, others=group.alike)):
+                self._traced = group
+            else:  # Something in the process keeps an answer of another card.
+                self.close()
+        if self._tracer is None:
+            self._tracer, self._traced = self._make_tracer(group.card, group.alike), group
+        reply = self._tracer.call(request, limit_seconds)
+        names = self._tracer.call(ListAlike())
+        group.alike = tuple(card for card in group.alike if card.name in names)
+        return reply
 
     def close(self) -> None:
-        """End the process, if it runs, and the work ahead with it."""
-        self._process.close()
-        self._thread.shutdown()
+        """End the process, if it runs."""
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None:
+            tracer.close()
 
 
 class CardGroup:
-    """A card, the cards that answered alike whatever was traced so far, and their traces.
+    """A card, and the cards that answered alike whatever was traced so far. It is the tracer of its `TraceCache`."""
 
-    It is the tracer of its own `TraceCache`.
-    """
-
-    def __init__(
-        self, card: Card, others: Sequence[Card], process: _SharedProcess, share: int, *, confirms: bool
-    ) -> None:
-        self.card, self.alike = card, tuple(others)
-        self._process = process
-        self.traces = TraceCache(lambda: self, share, confirms=confirms)
+    def __init__(self, fleet: CardFleet, card: Card, others: Sequence[Card]) -> None:
+        self._fleet, self.card, self.alike = fleet, card, tuple(others)
 
     def is_alike(self, card: Card) -> bool:
         """Return whether nothing that was traced so far could tell a card from that of the group."""
         return card == self.card or card in self.alike
 
-    def trace_smallest(self) -> None:
-        """Trace the least micro-batch, which no trace of larger ones tells, and which the smallest cards need."""
-        if self.traces.share >= 2 * self.traces.step:
-            self.traces.make((self.traces.step, self.traces.step))
-
     def call(self, request: Request[Reply], limit_seconds: float | None = None) -> Reply:
         """Call the process as this card."""
-        return self._process.call(self, request, limit_seconds)
+        return self._fleet.call(self, request, limit_seconds)
 
     def close(self) -> None:
         """End the process after a failure; what it was asked of the card is not known, so nothing is shared."""
         self.alike = ()
-        self._process.close()
-
-
-class _SharedProcess:
-    """The process that traces for all groups, for one at a time; it is started by the thread that made this."""
-
-    def __init__(self, make_tracer: MakeTracer) -> None:
-        self._make_tracer = make_tracer
-        self._tracer: Tracer | None = None
-        self._user: CardGroup | None = None
-        self._lock, self._starter = threading.RLock(), threading.get_ident()
-
-    def call(self, user: CardGroup, request: Request[Reply], limit_seconds: float | None) -> Reply:
-        with self._lock:
-            if not self.can_switch(user):
-                self.close()
-            if self._tracer is None:
-                if threading.get_ident() != self._starter:  # A child of a thread would die with it.
-                    raise NotMeasuredError("the process that traces has ended")
-                self._tracer = self._make_tracer(user.card, user.alike)
-                self._user = user
-            tracer = self._tracer
-            reply = tracer.call(request, limit_seconds)
-            names: tuple[str, ...] = tracer.call(ListAlike())
-            user.alike = tuple(card for card in user.alike if card.name in names)
-            return reply
-
-    def can_switch(self, user: CardGroup) -> bool:
-        """Let the process simulate the card of a group, if it runs and nothing in it keeps an answer of another."""
-        with self._lock:
-            if self._tracer is not None and self._user is not user:
-                if not self._tracer.call(UseCard(card=user.card, others=user.alike)):
-                    return False
-                self._user = user
-            return self._tracer is not None
-
-    def close(self) -> None:
-        # Without the lock: it ends the call of another thread, too.
-        tracer, self._tracer = self._tracer, None
-        if tracer is not None:
-            tracer.close()
+        self._fleet.close()

@@ -1,4 +1,4 @@
-"""The pictures of a plan: the memory of an update over time, the peaks of other sizes, and sets of savers."""
+"""The pictures of a plan: the memory of an update over time, and the peaks of other sizes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from autoaccum.devices.base import Outcome, Trial
 from autoaccum.devices.explanation import CATEGORIES, CurvePoint, MemoryReport, Timeline
 from autoaccum.planning.plan_record import Plan
-from autoaccum.planning.saver_choice import format_savers
-from autoaccum.planning.saver_table import SaverTable
 from autoaccum.reporting.figures.colours import LIGHT, label
-from autoaccum.reporting.figures.style import Format, Panel, cut, draw_panels, pointing
+from autoaccum.reporting.figures.style import Format, cut, draw_panels, pointing
 from autoaccum.units import GIB, KIB, MIB, format_bytes
 
 _LEAST_SHARE = 0.002
@@ -178,45 +176,3 @@ def _finish(axes: Axes, limit_bytes: int, most_bytes: int) -> float:
 
 def _in_unit(unit: int, name: str, value: float, position: int | None) -> str:
     return f"{value / unit:g} {name}" if value else "0"
-
-
-_LEAST_RATIO = 1.06
-_ROW_HEIGHT = 0.22
-
-
-def draw_savers(table: SaverTable, form: Format) -> bytes:
-    """Draw a table as a file: the same table gives the same bytes."""
-    panel: Panel = partial(_draw_savers, table=table)
-    limit, target = format_bytes(table.limit_bytes), table.target_batch
-    title = f"Savers on {table.device} with {limit}, {target} samples per update"
-    return draw_panels([panel], form, title=title, height=3.4 + _ROW_HEIGHT * len(table.rows))
-
-
-def _draw_savers(figure: SubFigure, *, table: SaverTable) -> None:
-    """Draw the largest micro-batch of each set over its time."""
-    axes, rows = figure.subplots(), table.rows
-    times, sizes = [row.relative_time for row in rows], [row.micro_batch for row in rows]
-    axes.step(times, sizes, where="post", color=LIGHT["muted"], linestyle="--")
-    for number, row in enumerate(rows, start=1):
-        said = f"{number}: {format_savers(row.savers)}"
-        axes.plot(row.relative_time, row.micro_batch, "o", color=LIGHT["ran"], label=said)
-        axes.annotate(
-            str(number), (row.relative_time, row.micro_batch), xytext=(-6, 4), textcoords="offset points", ha="right"
-        )
-    axes.set_yscale("log", base=2)
-    ticks = _spread_sizes(sizes)
-    axes.set_yticks(ticks, list(map(str, ticks)))
-    axes.minorticks_off()
-    axes.set_xlim(0.95 * min(times), 1.08 * max(times))
-    axes.set_xlabel("estimated time of an update (1: without savers, in the fewest micro-batches)")
-    axes.set_ylabel("largest micro-batch, in samples")
-    figure.legend(loc="outside lower left", handlelength=0, handletextpad=0, markerscale=0)
-
-
-def _spread_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the sizes to be named on the axis, far enough from each other."""
-    named: list[int] = []
-    for size in sorted(sizes):
-        if not named or size >= _LEAST_RATIO * named[-1]:
-            named.append(size)
-    return named

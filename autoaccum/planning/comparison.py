@@ -1,0 +1,432 @@
+"""Plans of one workload in a table: for cards, numbers of ranks and sets of savers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from autoaccum.checks import check_alone, check_word
+from autoaccum.devices.base import Device, Trial, TrialSettings
+from autoaccum.devices.update_cost import CountingDevice
+from autoaccum.errors import DoesNotFitError, NotMeasuredError, UsageError, WorkloadError
+from autoaccum.options import Options
+from autoaccum.planning.device_choice import make_device, make_fleet
+from autoaccum.planning.plan_events import Event, Listener, SaversTried, TrialFinished
+from autoaccum.planning.plan_messages import peak_bytes
+from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_request import PlanRequest
+from autoaccum.planning.plan_setup import PlanSetup, make_setup
+from autoaccum.planning.planner import plan_on_device
+from autoaccum.planning.prices import read_prices
+from autoaccum.planning.saver_choice import Parts, Words, find_front
+from autoaccum.planning.saver_trials import SaverTrials
+from autoaccum.planning.throughput import SpeedEstimate, estimate_seconds
+from autoaccum.planning.trial_runner import SearchLimits
+from autoaccum.serialization import to_plain
+
+if TYPE_CHECKING:
+    from autoaccum.devices.simulated.card_fleet import CardFleet
+    from autoaccum.devices.simulated.cards import Card
+
+_MILLION = 1_000_000
+_SHARES_TRACES = (
+    "planned from traces that cards share: `autoaccum plan --gpu NAME` traces the parts of this plan itself"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRow:
+    """What one card, number of ranks and set of savers can do.
+
+    Attributes:
+        card: The name of the card.
+        world_size: The number of ranks, with such a card each.
+        savers: The savers of the plan.
+        plan: The plan; None if not even the least micro-batch fits.
+        limit_bytes: The budget of each rank.
+        peak_bytes: As in `Plan`; where nothing fits, what the smallest trial would take, if it is known.
+        message: Why nothing fits.
+        update: The estimated seconds of an update, without what ranks exchange; None: not estimated.
+        samples_per_second: The target batch in that time.
+        cost_per_million: What a million samples cost by that estimate, where the price of the card is known.
+        warnings: Those of the plan, and sentences on savers that cannot be used.
+    """
+
+    card: str
+    world_size: int = 1
+    savers: Words = ()
+    plan: Plan | None = None
+    limit_bytes: int
+    peak_bytes: int | None = None
+    message: str | None = None
+    update: SpeedEstimate | None = None
+    samples_per_second: float | None = None
+    cost_per_million: float | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan."""
+        return self.plan is not None
+
+    @property
+    def headroom_bytes(self) -> int | None:
+        """The budget less the least that the schedule needs, where `Plan.headroom_bytes` is less the peak."""
+        return None if self.plan is None or self.plan.least_bytes is None else self.limit_bytes - self.plan.least_bytes
+
+
+ALL: Final = "all"
+"""In place of savers: sets of them are compared."""
+SORT_KEYS: Final[Mapping[str, Callable[[ComparisonRow], Any]]] = {
+    "card": lambda row: row.card,
+    "ranks": lambda row: row.world_size,
+    "micro-batch": lambda row: row.plan and -row.plan.micro_batch,
+    "iter_size": lambda row: row.plan and row.plan.iter_size,
+    "needed": lambda row: row.plan and row.plan.least_bytes,
+    "peak": lambda row: row.peak_bytes,
+    "headroom": lambda row: None if row.headroom_bytes is None else -row.headroom_bytes,
+    "speed": lambda row: None if row.samples_per_second is None else -row.samples_per_second,
+    "cost": lambda row: row.cost_per_million,
+}
+"""By the name of a column, what is less in a better row; None: not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonRequest:
+    """The request for a comparison; the fields are the arguments of `autoaccum.compare`.
+
+    Raises:
+        UsageError: An argument cannot be honoured.
+    """
+
+    target_batch: int
+    gpu: str
+    world_size: int | range = 1
+    savers: str | Sequence[str] | None = None
+    max_micro_batch: int | None = None
+    micro_batch: int | None = None
+    ceiling: bool = False
+    prices: str | os.PathLike[str] | Mapping[str, float] | None = None
+    sort: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_alone("compare")
+        if isinstance(self.world_size, range) and (not self.world_size or self.world_size.step != 1):
+            raise UsageError(
+                f"world_size is {self.world_size!r}", hint="give a number, or a range such as range(1, 65)"
+            )
+        if self.sort is not None:
+            check_word(self.sort, "column", tuple(SORT_KEYS))
+        if self.sort == "cost" and self.prices is None:
+            raise UsageError("cost needs the prices of cards", hint="give them (--prices FILE)")
+        if (self.sort == "speed" or self.prices is not None) and not self.estimates:
+            raise UsageError(
+                "speed and cost are estimated for several cards or sets of savers, since what ranks exchange is not"
+                f" counted, and this is one card, {self.gpu}",
+                hint="leave --sort and --prices out",
+            )
+        self.plan_request()
+        if self.prices is not None and not self.read_prices().keys() & {card.name for card in self.cards}:
+            raise UsageError(f"no price is of {self.gpu}", hint="name a card that the prices have, or all")
+
+    @cached_property
+    def cards(self) -> tuple[Card, ...]:
+        """The cards."""
+        from autoaccum.devices.simulated.cards import find_cards
+
+        return find_cards(self.gpu)
+
+    @property
+    def world_sizes(self) -> list[int]:
+        """The numbers of ranks to begin with, ascending: of a range, powers of two and its ends."""
+        return choose_world_sizes(self.world_size) if isinstance(self.world_size, range) else [self.world_size]
+
+    @property
+    def compares_savers(self) -> bool:
+        """Whether sets of savers are compared."""
+        return self.savers in (ALL, (ALL,), [ALL])
+
+    @property
+    def estimates(self) -> bool:
+        """Whether the time of an update is estimated."""
+        return len(self.cards) > 1 or self.compares_savers
+
+    def plan_request(self) -> PlanRequest:
+        """Return the request for a plan on the first card, and the least number of ranks."""
+        savers = None if self.compares_savers else self.savers
+        given = {**self.options, "gpu": self.cards[0].name, "world_size": self.world_sizes[0], "savers": savers}
+        return PlanRequest(
+            self.target_batch,
+            Options.of("compare", given),
+            max_micro_batch=self.max_micro_batch,
+            micro_batch=self.micro_batch,
+            ceiling=self.ceiling,
+            # Of several cards, gradients of a sharded model are summed with each micro-batch.
+            chooses_reduce=len(self.cards) == 1,
+        )
+
+    def read_prices(self) -> Mapping[str, float]:
+        """Return the price of an hour of a card, by its name."""
+        if self.prices is None or isinstance(self.prices, Mapping):
+            return self.prices or {}
+        return read_prices(self.prices)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of a table of plans, and for each card the least number of ranks that trains the model.
+
+    Attributes:
+        rows: By card, then by number of ranks, then the fastest savers first; or as they were sorted.
+        least_world_sizes: By the name of a card; without cards that cannot train it. None: rows are missing.
+    """
+
+    rows: tuple[ComparisonRow, ...]
+    least_world_sizes: Mapping[str, int] | None
+
+    def to_json(self) -> str:
+        """Return the table as JSON; the plan of each row is what `Plan.from_json` reads."""
+        return json.dumps(to_plain(self), indent=2, allow_nan=False) + "\n"
+
+    def sorted_by(self, column: str | None) -> Comparison:
+        """Return the rows in the order of a column, the best first, those that fit before others; None: as they are."""
+        if column is None:
+            return self
+        key = SORT_KEYS[column]
+
+        def order(row: ComparisonRow) -> tuple[bool, bool, Any]:
+            value = key(row)
+            return not row.fits, value is None, value or 0
+
+        return dataclasses.replace(self, rows=tuple(sorted(self.rows, key=order)))
+
+
+PlanCards = Callable[[int, Sequence[str]], Iterable[ComparisonRow]]
+"""Plans for so many ranks of each of these cards, and returns their rows in any order."""
+
+
+def compare_plans(
+    workload: Any,
+    request: ComparisonRequest,
+    *,
+    on_row: Callable[[ComparisonRow], None] = lambda row: None,
+    on_event: Listener = lambda event: None,
+    on_output: Callable[[str], None] | None = None,
+) -> Comparison:
+    """Plan for each card, number of ranks and set of savers, as `autoaccum.compare`.
+
+    Raises:
+        AutoaccumError: As `make_plan`, but for `DoesNotFitError`, which is a row.
+    """
+    cards, prices = {card.name: card for card in request.cards}, request.read_prices()
+    shares = len(cards) > 1
+
+    def plan_cards(world_size: int, names: Sequence[str]) -> Iterator[ComparisonRow]:
+        asked = request.plan_request()
+        options = dataclasses.replace(asked.options, world_size=world_size, gpu=names[0])
+        asked = dataclasses.replace(asked, options=options)
+        fleets: list[CardFleet] = []
+
+        def make_one(settings: TrialSettings) -> Device:
+            fleets.append(make_fleet(settings, confirms=not shares))
+            return make_device(settings)  # It starts nothing.
+
+        reference = make_setup(workload, asked, on_output=on_output, device_maker=make_one).reference
+
+        def plan(card: Card, device: Device) -> list[ComparisonRow]:
+            setup = PlanSetup(device, reference, isolated=False)
+            with device:
+                if request.compares_savers:
+                    rows = plan_front(setup, asked, card.name, on_event)
+                else:
+                    rows = [plan_row(setup, asked, card.name, estimates=request.estimates)]
+            return [_with_price(row, prices.get(card.name)) for row in rows]
+
+        (fleet,) = fleets
+        try:
+            for _, rows in fleet.each([cards[name] for name in names], plan):
+                yield from map(_noted, rows) if shares else rows
+        finally:
+            fleet.close()
+
+    comparison = find_rows(plan_cards, list(cards), request.world_sizes, on_row)
+    return comparison.sorted_by(request.sort or ("cost" if request.prices is not None else None))
+
+
+def choose_world_sizes(within: range) -> list[int]:
+    """Return the powers of two within a range of numbers of ranks, and its ends.
+
+    >>> choose_world_sizes(range(1, 65)), choose_world_sizes(range(3, 13))
+    ([1, 2, 4, 8, 16, 32, 64], [3, 4, 8, 12])
+    """
+    powers = [1 << exponent for exponent in range(within[-1].bit_length())]
+    return sorted({within[0], within[-1], *(power for power in powers if power in within)})
+
+
+def find_rows(
+    plan: PlanCards, cards: Sequence[str], sizes: Sequence[int], on_row: Callable[[ComparisonRow], None]
+) -> Comparison:
+    """Plan for each card and number of ranks, and between those where the model begins to fit for the least that does.
+
+    Of several cards, each is planned with no more ranks than train the model.
+
+    Args:
+        plan: Plans for cards.
+        cards: The names of the cards.
+        sizes: The numbers of ranks, ascending.
+        on_row: Called with each row as it is found.
+
+    Raises:
+        AutoaccumError: As `plan`.
+    """
+    rows: list[ComparisonRow] = []
+
+    def run(size: int, some: Sequence[str]) -> None:
+        for row in plan(size, some) if some else ():
+            rows.append(row)
+            on_row(row)
+
+    for size in sizes:
+        least = find_least(rows)
+        run(size, [card for card in cards if len(cards) == 1 or card not in least])
+    while True:
+        between: dict[int, list[str]] = {}
+        for card, size in find_least(rows).items():
+            smaller = [row.world_size for row in rows if row.card == card and row.world_size < size]
+            below = max(smaller, default=size - 1)
+            if size - below > 1:
+                between.setdefault((below + size) // 2, []).append(card)
+        if not between:
+            ordered = sorted(rows, key=lambda row: (cards.index(row.card), row.world_size))
+            return Comparison(tuple(ordered), find_least(rows))
+        for size, some in between.items():
+            run(size, some)
+
+
+def find_least(rows: Iterable[ComparisonRow]) -> dict[str, int]:
+    """Return the least number of ranks that trains the model, by card; without the cards on which none does."""
+    least: dict[str, int] = {}
+    for row in rows:
+        if row.fits:
+            least[row.card] = min(row.world_size, least.get(row.card, row.world_size))
+    return least
+
+
+def plan_row(setup: PlanSetup, request: PlanRequest, card: str, *, estimates: bool) -> ComparisonRow:
+    """Plan on a simulated card; with `estimates` also estimate the time of an update.
+
+    Raises:
+        AutoaccumError: As `make_plan`, but for `DoesNotFitError`, which is a row.
+    """
+    trials: list[Trial] = []
+
+    def keep(event: Event) -> None:
+        if isinstance(event, TrialFinished):
+            trials.append(event.trial)
+
+    try:
+        plan = plan_on_device(setup, request, on_event=keep)
+    except DoesNotFitError as error:
+        peaks = [peak for trial in trials if (peak := peak_bytes(trial)) is not None]
+        return ComparisonRow(
+            card=card,
+            world_size=request.options.world_size,
+            limit_bytes=setup.device.limit_bytes,
+            peak_bytes=min(peaks, default=None),
+            message=error.message,
+        )
+    return _row_of_plan(plan, card, _estimate(setup.device, plan) if estimates else None)
+
+
+def plan_front(setup: PlanSetup, request: PlanRequest, card: str, notify: Listener) -> list[ComparisonRow]:
+    """Plan on a simulated card with each set of savers that no other beats in both time and largest micro-batch.
+
+    Returns:
+        The rows, the fastest first; one without a plan if not even the least micro-batch fits with any set.
+
+    Raises:
+        AutoaccumError: As `make_plan`, but for `DoesNotFitError`, which is a row.
+    """
+    trials = SaverTrials(setup.device, request, SearchLimits(None, None), notify)
+    request = trials.request
+    plans: dict[Words, Plan] = {}
+
+    def plan_larger(words: Words, above: int) -> Parts | None:
+        """Return the parts of the plan with these savers, unless its micro-batch is not above that size."""
+        notify(SaversTried(words))
+        trials.use(words)
+        if above:
+            larger = next(size for size in request.sizes(trials.size) if size > above)
+            tried = trials.runner.try_size(larger, fresh=True, unlimited=True)
+            if not tried.ran:
+                notify(SaversTried(words, tried))
+                return None
+        try:
+            plans[words] = plan_on_device(setup, request)
+        except DoesNotFitError:
+            return None
+        notify(SaversTried(words, plans[words].trials[-1]))
+        return plans[words].micro_batches
+
+    front = find_front(
+        trials.list_sets(),
+        lambda words, parts: trials.estimate(words, parts).seconds,
+        plan_larger,
+        request.schedule(request.cap).micro_batches,
+    )
+    if not front:
+        return [
+            ComparisonRow(
+                card=card,
+                world_size=request.options.world_size,
+                limit_bytes=setup.device.limit_bytes,
+                message=trials.does_not_fit().message,
+            )
+        ]
+    rows = [_row_of_plan(plans[words], card, trials.estimate(words, parts)) for words, parts in front.items()]
+    return [dataclasses.replace(row, warnings=(*row.warnings, *trials.remarks)) for row in rows]
+
+
+def _row_of_plan(plan: Plan, card: str, update: SpeedEstimate | None) -> ComparisonRow:
+    return ComparisonRow(
+        card=card,
+        world_size=plan.world_size,
+        savers=tuple(plan.workload.get("savers") or ()),
+        plan=plan,
+        limit_bytes=plan.limit_bytes,
+        peak_bytes=plan.peak_bytes,
+        update=update,
+        samples_per_second=None if update is None else plan.target_batch / update.seconds,
+        warnings=plan.warnings,
+    )
+
+
+def _with_price(row: ComparisonRow, price: float | None) -> ComparisonRow:
+    if price is None or row.samples_per_second is None:
+        return row
+    seconds = _MILLION / row.samples_per_second
+    return dataclasses.replace(row, cost_per_million=price * row.world_size * seconds / 3600)
+
+
+def _noted(row: ComparisonRow) -> ComparisonRow:
+    """Return a row whose plan says that its traces are those of several cards."""
+    if row.plan is None:
+        return row
+    return dataclasses.replace(row, plan=dataclasses.replace(row.plan, notes=(*row.plan.notes, _SHARES_TRACES)))
+
+
+def _estimate(device: Device, plan: Plan) -> SpeedEstimate | None:
+    """Return the estimated seconds of an update by the plan; None where its cost cannot be counted."""
+    if not isinstance(device, CountingDevice):
+        return None
+    try:
+        cost = device.count_cost()
+    except (WorkloadError, NotMeasuredError):
+        return None
+    return estimate_seconds(cost, device.rates, plan.micro_batches, precision=str(plan.workload["precision"]))

@@ -1,0 +1,196 @@
+"""`autoaccum compare`: one table of plans for cards, ranks and savers; and what sends there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from command_line import Command
+from small_blocks import blocks_source
+
+import autoaccum
+from autoaccum.cli import main
+from autoaccum.errors import UsageError
+from autoaccum.planning.plan_record import Plan
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+precision = "bf16"
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = torch.cuda.get_device_properties(0).multi_processor_count > 60
+        self.inner = nn.Linear(64, 192)
+
+    def forward(self, x):
+        query, key, value = self.inner(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+
+
+def model():
+    return Mixer()
+
+
+def batch(size):
+    return torch.randn(size, 256, 64)
+
+
+def loss(model, x):
+    return model(x).square().mean()
+"""
+"""It asks for a property of the card, and CUDA would choose its attention by another: t4 has none in bf16."""
+
+ASKED = ("compare", "model.py", "--target-batch", "64", "--gpu")
+SAME = ("micro_batch", "iter_size", "peak_bytes", "least_bytes", "limit_bytes", "band_bytes")
+
+
+@pytest.mark.slow
+def test_a_table_of_cards_is_that_of_their_plans(folder: Path, command: Command) -> None:
+    (folder / "prices.csv").write_text("name,per_hour\nrtx3090,0.46\nt4,0.35\n")
+    within = ("--memory", "0.4%", "--prices", "prices.csv", "-o", "table.json", "--plot", "table.svg")
+    done = command(folder, *ASKED, "t4,rtx3090,rtx3060,3090,rtx3070", *within, "--json")
+    assert done.returncode == 0, done.stderr
+    lines = [line.partition(":")[0] for line in done.stderr.splitlines() if ": micro-batch" in line]
+    assert lines == ["t4", "rtx3090", "rtx3060", "rtx3070"], "as they are found: two share their traces"
+    record = json.loads(done.stdout)
+    assert json.loads((folder / "table.json").read_text()) == record
+    assert all(name in (folder / "table.svg").read_text() for name in lines)
+    assert record["least_world_sizes"] == dict.fromkeys(lines, 1)
+    rows = {row["card"]: row for row in record["rows"]}
+    assert list(rows)[:2] == sorted(("t4", "rtx3090"), key=lambda name: rows[name]["cost_per_million"])
+    assert rows["rtx3060"]["cost_per_million"] is None
+    assert rows["rtx3090"]["samples_per_second"] > rows["rtx3060"]["samples_per_second"]
+    for name in ("t4", "rtx3070"):
+        alone = json.loads(command(folder, "plan", *ASKED[1:], name, "--memory", "0.4%", "--json").stdout)
+        assert 1 < alone["iter_size"] < 64
+        plan = rows[name]["plan"]
+        assert {field: plan[field] for field in SAME} == {field: alone[field] for field in SAME}, name
+        assert Plan.from_json(json.dumps(plan)).micro_batch == plan["micro_batch"]
+
+
+@pytest.mark.slow
+def test_cards_ranks_and_the_column_asked_for(folder: Path, command: Command) -> None:
+    words = (*ASKED, "rtx3060,l4", "--sort", "speed", "--world-size", "1..2", "-q", "--memory")
+    done = command(folder, *words, "10%")
+    assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
+    first, *rows = done.stdout.splitlines()
+    assert first.split() == ["card", "fits", "micro-batch", "iter_size", "needed", "peak", "headroom", "speed"]
+    assert [line.split()[:2] for line in rows[:2]] == [["l4", "yes"], ["rtx3060", "yes"]]
+    done = command(folder, *words, "1MiB")
+    assert done.returncode == 1
+    assert [line.split()[:2] for line in done.stdout.splitlines()[1:3]] == [["rtx3060", "no"], ["l4", "no"]]
+    assert "error: no row fits: rtx3060, 2 ranks: does not fit, since micro-batch 1 does not fit" in done.stderr
+
+
+@pytest.mark.slow
+def test_numbers_of_ranks_of_one_card(folder: Path, command: Command) -> None:
+    words = (*ASKED, "rtx3090", "--world-size", "1..2", "-q", "--memory")
+    done = command(folder, *words, "10%")
+    assert done.returncode == 0, done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert first.split() == ["ranks", "fits", "micro-batch", "iter_size", "needed", "peak", "headroom"]
+    assert [line.split()[:4] for line in lines[:2]] == [["1", "yes", "64", "1"], ["2", "yes", "32", "1"]]
+    assert lines[-1] == "the least number of ranks that trains the model is 1"
+
+
+@pytest.mark.slow
+def test_savers_in_python(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(blocks_source(3, hidden=512, length=1024, width=128))
+    asked: dict[str, Any] = {"target_batch": 8, "gpu": "rtx3090", "memory": "126MiB", "sort": "micro-batch"}
+    table = autoaccum.compare(tmp_path / "model.py", savers="all", **asked)
+    sizes = [row.plan.micro_batch for row in table.rows if row.plan]
+    assert len(sizes) == len(table.rows) > 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert table.rows[-1].savers == ()
+    assert all(row.plan.workload["savers"] == row.savers for row in table.rows if row.plan)
+
+
+@pytest.mark.slow
+def test_an_error_comes_after_the_rows_that_are_done(folder: Path, command: Command) -> None:
+    asking = 'if x.is_cuda and torch.cuda.get_device_capability() == (8, 6):\n        raise ValueError("not this one")'
+    (folder / "model.py").write_text(MODEL.replace("    return model(x)", f"    {asking}\n    return model(x)"))
+    done = command(folder, *ASKED, "l4,rtx3060", "-q")
+    assert done.returncode == 2
+    assert [line.split()[:1] for line in done.stdout.splitlines()[1:2]] == [["yes"]]
+    assert done.stderr.endswith("in forward raised ValueError: not this one\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([","], "there is no ',' among the 97 cards"),
+        (["t4,nothing"], "there is no 'nothing' among the 97 cards"),
+        (["t4", "--parallel", "fsdp2", "--mesh", "2x2"], "the mesh 2x2 has 4 ranks, and there are 1"),
+        (["t4", "--world-size", "4..1"], "4..1 is an empty range"),
+        (["t4", "--world-size", "0..4"], "0 is not in the range x>=1"),
+        (["t4,l4", "--micro-batch", "4"], "a micro-batch of 4 is to fit (--micro-batch), and no savers are to be"),
+        (["t4,l4", "--sort", "cost"], "cost needs the prices of cards: give them (--prices FILE)"),
+        (["t4,l4", "--sort", "size"], "there is no column 'size': choose card, ranks, micro-batch"),
+        (["t4", "--world-size", "1..2", "--sort", "speed"], "speed and cost are estimated for several cards or sets"),
+        (["t4,l4", "--prices", "none.csv"], "none.csv cannot be read"),
+        (["t4,l4", "--prices", "prices.csv"], "no price is of t4,l4"),
+        (["t4,l4", "-o", "model.py"], "model.py exists already"),
+        (["t4,l4", "--plot", "table.pdf"], "the picture table.pdf ends in .pdf"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], text: str
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "prices.csv").write_text("name,per_hour\nh100,2\n")
+    done = CliRunner().invoke(main, [*ASKED, *words, "-q"])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert text in done.stderr
+
+
+def test_what_python_alone_can_ask_for_is_refused_too() -> None:
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"world_size": range(1, 9, 2)}, r"world_size is range\(1, 9, 2\)"),
+        ({"world_size": range(0)}, r"world_size is range\(0, 0\)"),
+        ({"device": "cpu"}, r"compare\(\) got an unexpected keyword argument 'device'"),
+    )
+    for asked, text in refused:
+        with pytest.raises((UsageError, TypeError), match=text):
+            autoaccum.compare("model.py", target_batch=8, gpu="t4", **asked)
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        ("--gpu all --sort speed -q", "--gpu all --sort speed -q"),
+        ("--gpu t4,h100 --explain --prices p.csv -o plan.json", "--gpu t4,h100 -o plan.json --prices p.csv"),
+        ("--gpu h100 --world-size 1..64 --parallel fsdp2", "--gpu h100 --world-size 1..64 --parallel fsdp2"),
+        ("--gpu h100 --savers show --max-trials 3", "--gpu h100 --savers all"),
+        ("--sort cost", "--sort cost"),
+    ],
+)
+def test_a_plan_of_several_says_the_command_that_compares_them(words: str, instead: str) -> None:
+    done = CliRunner().invoke(main, ["plan", "my model.py", "--target-batch", "64", *words.split()])
+    assert (done.exit_code, done.stdout) == (2, "")
+    given = done.stderr.partition("run `")[2].rstrip("`\n")
+    assert sorted(shlex.split(given)[-2 - len(instead.split()) - 2 :]) == sorted(
+        ["compare", "my model.py", "--target-batch", "64", *instead.split()]
+    )
+
+
+@pytest.mark.parametrize("name", ["plan", "compare"])
+def test_the_help_has_its_options_in_groups_and_says_each_in_two_sentences(name: str) -> None:
+    done = CliRunner().invoke(main, [name, "--help"])
+    headings = [line for line in done.stdout.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[0] == "Options:"
+    assert headings[1:] == ["The micro-batch:", "The training loop:", "Memory savers:", "Ranks:", "Output:"]
+    first = done.stdout.partition("Options:\n")[2].partition("\n\n")[0]
+    assert len([line for line in first.splitlines() if line.startswith("  -")]) <= 13
+    for option in main.get_command(None, name).params:  # type: ignore[arg-type, union-attr]
+        text = getattr(option, "help", None) or ""
+        assert len(text.rstrip(".").split(". ")) <= 2, text
+        assert len(text) <= 190, text

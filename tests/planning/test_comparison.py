@@ -1,0 +1,255 @@
+"""The rows of a comparison are plans: for the right cards, ranks and savers, and equal to those of a plan alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from asking import make_request, make_settings
+from factories import make_plan
+from in_process_tracer import InProcessTracer
+from small_blocks import blocks_source
+from synthetic_traces import INSPECTION, SyntheticTracer
+
+from autoaccum.devices.base import Device
+from autoaccum.devices.child.requests import Request
+from autoaccum.devices.simulated.card_fleet import CardFleet
+from autoaccum.devices.simulated.cards import Card, find_card
+from autoaccum.devices.simulated.simulated_device import SimulatedDevice
+from autoaccum.devices.simulated.simulation_requests import CountCost, ListAlike, UseCard
+from autoaccum.devices.update_cost import Amount, UpdateCost
+from autoaccum.errors import WorkloadError
+from autoaccum.planning.comparison import Comparison, ComparisonRow, choose_world_sizes, find_rows, plan_front, plan_row
+from autoaccum.planning.plan_events import Event, SaversTried
+from autoaccum.planning.plan_record import Plan
+from autoaccum.planning.plan_setup import PlanSetup
+from autoaccum.planning.planner import plan_on_device
+from autoaccum.planning.saver_trials import add_costs
+from autoaccum.reporting.comparison_table import comparison_warnings, print_comparison
+from autoaccum.reporting.console import make_console
+from autoaccum.units import GIB, MIB, MemorySize
+
+SHARE = 8
+NEEDED = {"a100": 1, "l4": 6, "t4": 9}
+"""The least number of ranks that trains a made-up model, by card."""
+
+
+def row_of(card: str, *, fits: bool = True, world_size: int = 1, **fields: Any) -> ComparisonRow:
+    plan = make_plan(64, 16, world_size=world_size) if fits else None
+    return ComparisonRow(card=card, world_size=world_size, plan=plan, limit_bytes=GIB, **fields)
+
+
+def find(cards: Sequence[str], sizes: Sequence[int]) -> tuple[Comparison, list[tuple[str, int]]]:
+    planned: list[tuple[str, int]] = []
+
+    def plan(size: int, names: Sequence[str]) -> Iterator[ComparisonRow]:
+        for card in names:
+            yield row_of(card, fits=size >= NEEDED[card], world_size=size, message=f"{card} is full")
+
+    return find_rows(plan, cards, sizes, lambda row: planned.append((row.card, row.world_size))), planned
+
+
+def printed(table: Comparison) -> list[str]:
+    print_comparison(make_console(file=(file := io.StringIO()), width=200), table)
+    return file.getvalue().splitlines()
+
+
+def test_the_least_number_of_ranks_is_found_between_powers_of_two() -> None:
+    table, planned = find(["l4"], choose_world_sizes(range(1, 33)))
+    assert [size for _, size in planned] == [1, 2, 4, 8, 16, 32, 6, 5], "as they are found, each once"
+    assert {row.world_size: row.fits for row in table.rows} == {n: n >= 6 for n in (1, 2, 4, 5, 6, 8, 16, 32)}
+    assert table.least_world_sizes == {"l4": 6}
+    lines = printed(table)
+    assert lines[0].split() == ["ranks", "fits", "micro-batch", "iter_size", "needed", "peak", "headroom"]
+    assert lines[4].split()[:4] == ["5", "no", "-", "-"]
+    assert lines[-1] == "the least number of ranks that trains the model is 6; on 5, l4 is full"
+    partial = Comparison(table.rows, None)
+    assert printed(partial) == lines[:-1], "no number of ranks is called the least"
+    assert json.loads(partial.to_json())["least_world_sizes"] is None
+
+
+def test_of_several_cards_each_is_planned_until_it_fits() -> None:
+    table, planned = find(list(NEEDED), choose_world_sizes(range(1, 9)))
+    assert table.least_world_sizes == {"a100": 1, "l4": 6}
+    sizes = {card: [size for name, size in planned if name == card] for card in NEEDED}
+    assert sizes == {"a100": [1], "l4": [1, 2, 4, 8, 6, 5], "t4": [1, 2, 4, 8]}
+    lines = printed(table)
+    assert [line.split()[:3] for line in lines[:4]] == [
+        ["card", "ranks", "fits"],
+        ["a100", "1", "yes"],
+        ["l4", "6", "yes"],
+        ["t4", ">", "8"],
+    ]
+
+
+def test_what_is_wrong_with_the_workload_ends_it() -> None:
+    def plan(size: int, cards: Sequence[str]) -> Iterator[ComparisonRow]:
+        raise WorkloadError("no model")
+
+    with pytest.raises(WorkloadError, match="no model"):
+        find_rows(plan, ["rtx3090"], [1, 2], lambda row: None)
+
+
+def test_a_warning_says_which_rows_it_is_about() -> None:
+    rows = [row_of("t4", world_size=size, warnings=("of all", "close")[: 2 - size // 4]) for size in (1, 2, 4)]
+    rows.append(row_of("t4", fits=False, world_size=8))
+    assert comparison_warnings(rows) == ["of all", "on 1 rank and 2 ranks: close"]
+    several = [row_of(name, warnings=("close",)) for name in "abcdefg"]
+    assert comparison_warnings([*several, row_of("h")]) == ["on a, b, c, d and 3 others: close"]
+
+
+def test_columns_that_do_not_apply_are_left_out_and_rows_sorted_by_what_is_better() -> None:
+    rows = (
+        row_of("none", fits=False),
+        row_of("b", samples_per_second=9.0, cost_per_million=3.0, savers=("recompute=2",)),
+        row_of("c", samples_per_second=7.0),
+        row_of("a", samples_per_second=8.0, cost_per_million=1.0),
+    )
+    table = Comparison(rows, {})
+    orders = {
+        column: "".join(row.card[0] for row in table.sorted_by(column).rows) for column in ("card", "speed", "cost")
+    }
+    assert orders == {"card": "abcn", "speed": "bacn", "cost": "abcn"}
+    assert table.sorted_by(None) is table
+    header, *lines = printed(table)
+    assert header.split()[-3:] == ["speed", "cost", "savers"]
+    assert [line.split()[:2] for line in lines[:2]] == [["none", "no"], ["b", "yes"]]
+    assert "1.000" in lines[1]
+    assert lines[1].endswith("recompute=2")
+    assert printed(Comparison((row_of("a"),), {}))[0].split() == [
+        *("fits", "micro-batch", "iter_size", "needed", "peak", "headroom")
+    ]
+
+
+class Telling(SyntheticTracer):
+    """Traces of a process that tells generations apart once it has counted; it may be handed on unless it `keeps`."""
+
+    def __init__(self, card: Card, others: tuple[Card, ...], keeps: bool) -> None:
+        super().__init__(inspection=INSPECTION)
+        self.keeps = keeps
+        self.use(card, others)
+
+    def use(self, card: Card, others: tuple[Card, ...]) -> None:
+        self.card, self.alike = card, others
+
+    def call(self, request: Request[Any], limit_seconds: float | None = None) -> Any:
+        match request:
+            case ListAlike():
+                return tuple(card.name for card in self.alike)
+            case UseCard(card=card, others=others):
+                if not self.keeps:
+                    self.use(card, others)
+                return not self.keeps
+            case CountCost():
+                self.alike = tuple(card for card in self.alike if card.architecture == self.card.architecture)
+                return UpdateCost(flops=Amount(sample=1e12), moved_bytes=Amount(), host_bytes=Amount())
+        return super().call(request, limit_seconds)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_cards_share_traces_until_these_tell_them_apart(keeps: bool) -> None:
+    cards = [find_card(name) for name in ("t4", "rtx3090", "rtx2080-ti", "a10", "rtx4090")]
+    tracers: list[Telling] = []
+    fields: dict[str, Any] = {"share": 64, "torch_version": (2, 13), "memory": MemorySize(bytes=GIB)}
+    fields["environment"] = {}
+
+    def make_tracer(card: Card, others: tuple[Card, ...]) -> Any:
+        tracers.append(Telling(card, others, keeps))
+        return tracers[-1]
+
+    def plan(card: Card, device: Device) -> ComparisonRow:
+        setup = PlanSetup(device, "model.py", isolated=False)
+        return plan_row(setup, make_request(64, gpu=card.name), card.name, estimates=True)
+
+    fleet = CardFleet(
+        make_tracer, lambda card, traces, replays: SimulatedDevice(card, traces, replays=replays, **fields), 64
+    )
+    rows = {card.name: row for card, row in fleet.each(cards, plan)}
+    fleet.close()
+    assert list(rows) == ["t4", "rtx2080-ti", "rtx3090", "a10", "rtx4090"], "by generation"
+    assert [tracer.card.name for tracer in tracers] == (["t4", "rtx3090", "rtx4090"] if keeps else ["rtx4090"])
+    traced = [parts for parts in tracers[0].traced if parts != (1, 1)]
+    assert traced == [(2, 2), (5, 5), (5, 3)] * (1 if keeps else 3), "no card's own parts"
+    assert all(tracer.closed == 1 for tracer in tracers)
+    with SimulatedDevice(cards[1], lambda: SyntheticTracer(inspection=INSPECTION), **fields) as device:
+        alone = plan_on_device(PlanSetup(device, "model.py", isolated=False), make_request(64, gpu="rtx3090"))
+    assert alone.iter_size > 2, "with parts of two sizes"
+    shared = rows["rtx3090"].plan
+    assert shared is not None
+    for name in ("micro_batch", "iter_size", "peak_bytes", "least_bytes", "limit_bytes"):
+        assert getattr(shared, name) == getattr(alone, name), name
+    rates = {name: row.samples_per_second or 0.0 for name, row in rows.items()}
+    assert rates["t4"] < rates["rtx3090"] < rates["rtx4090"]
+
+
+def device_with(path: str, memory_bytes: int, **options: Any) -> SimulatedDevice:
+    card = find_card("rtx3090")
+    return SimulatedDevice(
+        card,
+        lambda: InProcessTracer(make_settings(path, SHARE, **options), card),
+        share=SHARE,
+        torch_version=(2, 13),
+        memory=MemorySize(bytes=memory_bytes),
+        environment={},
+    )
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("workload") / "blocks.py"
+    file.write_text(blocks_source(3, hidden=512, length=1024, width=128))
+    return str(file)
+
+
+def compare_savers(path: str, memory_bytes: int) -> tuple[list[ComparisonRow], list[Event]]:
+    events: list[Event] = []
+    with device_with(path, memory_bytes) as device:
+        setup = PlanSetup(device, "blocks.py", isolated=False)
+        return plan_front(setup, make_request(SHARE, gpu="rtx3090"), "rtx3090", events.append), events
+
+
+@pytest.mark.slow
+def test_rows_of_savers_are_what_a_plan_with_them_finds(path: str) -> None:
+    rows, events = compare_savers(path, 126 * MIB)
+    assert rows[0].savers == ()
+    sizes = [row.plan.micro_batch for row in rows if row.plan]
+    assert sizes == sorted(set(sizes)), "no set beats another"
+    assert 1 < len(rows) == len(sizes)
+    rates = [row.samples_per_second or 0.0 for row in rows]
+    assert rates == sorted(rates, reverse=True)
+    assert any(isinstance(event, SaversTried) for event in events)
+    last = rows[-1].plan
+    assert last is not None
+    with device_with(path, 126 * MIB, savers=rows[-1].savers) as plain:
+        alone = plan_on_device(PlanSetup(plain, "blocks.py", isolated=False), make_request(SHARE, gpu="rtx3090"))
+    assert (last.micro_batches, last.peak_bytes) == (alone.micro_batches, alone.peak_bytes)
+    assert last.workload["savers"] == alone.workload["savers"] == rows[-1].savers
+    assert Plan.from_json(json.dumps(json.loads(Comparison(tuple(rows), {}).to_json())["rows"][-1]["plan"])) == last
+
+
+@pytest.mark.slow
+def test_costs_of_savers_that_do_not_meet_add_up(path: str) -> None:
+    device = device_with(path, 126 * MIB)
+
+    def count(*words: str) -> UpdateCost:
+        device.use_savers(words)
+        return device.count_cost()
+
+    with device:
+        device.inspect()
+        for one, other in (
+            (("recompute=2", "offload-activations"), ("offload-gradients",)),
+            (("recompute=3",), ("offload-gradients", "offload-optimizer")),
+        ):
+            assert add_costs(count(*one), count(*other), count()) == count(*one, *other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("budget", "savers", "fits"), [(8 * MIB, (), False), (8 * GIB, (), True)])
+def test_what_fits_whole_or_not_at_all_is_one_row(path: str, budget: int, savers: tuple[str, ...], fits: bool) -> None:
+    (row,), _ = compare_savers(path, budget)
+    assert (row.savers, row.fits) == (savers, fits)
+    assert fits == (row.message is None)
