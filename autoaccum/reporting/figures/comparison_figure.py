@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from functools import partial
 
@@ -13,18 +14,20 @@ from autoaccum.reporting.comparison_table import shown_rows
 from autoaccum.reporting.figures.colours import LIGHT
 from autoaccum.reporting.figures.style import Format, draw_panels
 
-_ROW_HEIGHT, _MARGIN = 0.26, 1.2
+_LINE_HEIGHT, _ROW_MARGIN, _MARGIN = 0.15, 0.11, 1.2
+_LONGEST_LINE = 40
 
 
 def draw_comparison(comparison: Comparison, form: Format) -> bytes:
     """Draw the rows of the table as a file: the same rows give the same bytes."""
     rows = shown_rows(comparison.rows)
-    return draw_panels(
-        [partial(_draw_bars, rows=rows)], form, title=_title(rows), height=_MARGIN + _ROW_HEIGHT * len(rows)
-    )
+    names = [_name(row, rows) for row in rows]
+    lines = max((name.count("\n") + 1 for name in names), default=1)
+    height = _MARGIN + (_ROW_MARGIN + _LINE_HEIGHT * lines) * len(rows)
+    return draw_panels([partial(_draw_bars, rows=rows, names=names)], form, title=_title(rows), height=height)
 
 
-def _draw_bars(figure: SubFigure, *, rows: Sequence[ComparisonRow]) -> None:
+def _draw_bars(figure: SubFigure, *, rows: Sequence[ComparisonRow], names: Sequence[str]) -> None:
     axes, places = figure.subplots(), range(len(rows))
     sizes = [0 if row.plan is None else row.plan.micro_batch for row in rows]
     fastest = max((row.samples_per_second or 0.0 for row in rows), default=0.0)
@@ -33,18 +36,18 @@ def _draw_bars(figure: SubFigure, *, rows: Sequence[ComparisonRow]) -> None:
     for place, size, length in zip(places, sizes, lengths, strict=True):
         said = f"micro-batch {size}" if size else "does not fit"
         axes.annotate(said, (length, place), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.set_yticks(places, [_name(row, rows) for row in rows])
+    axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.margins(y=0.01)
-    axes.set_xlim(0, 1.4 * max((*lengths, 0.01)))
-    axes.set_xlabel("samples per second, as a share of the fastest (estimated)" if fastest else "micro-batch")
+    axes.set_xlim(0, 1.5 * max((*lengths, 0.01)))
+    axes.set_xlabel("estimated speed (1: the fastest)" if fastest else "micro-batch")
 
 
 def _name(row: ComparisonRow, rows: Sequence[ComparisonRow]) -> str:
     named = [row.card] if len({row.card for row in rows}) > 1 else []
     named += [f"{row.world_size} ranks"] if len({row.world_size for row in rows}) > 1 else []
     named += [format_savers(row.savers)] if any(row.savers for row in rows) and row.fits else []
-    return ", ".join(named) or row.card
+    return textwrap.fill(", ".join(named) or row.card, _LONGEST_LINE)
 
 
 def _title(rows: Sequence[ComparisonRow]) -> str:
